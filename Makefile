@@ -1,0 +1,61 @@
+# One environment, .venv, for everything here; needs Python >= 3.11 and a C compiler.
+#   make demo PYTHON=python3.12     builds it with another Python
+#   make demo PIP_ARGS="..."        passes options to pip; on Linux without a GPU the README names PyTorch's index of
+#                                   CPU builds, which saves gigabytes
+PYTHON ?= python3
+PIP_ARGS ?=
+
+BIN := .venv/bin
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lab notebooks lint embedded-pair clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded models, checked and timed
+	$(BIN)/bass demo
+
+test: .venv/.installed-test ## run all tests
+	$(BIN)/python -m pytest
+
+lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
+	$(BIN)/jupyter lab notebooks
+
+notebooks: .venv/.installed-notebooks ## execute every lesson and write it to build/html
+	$(BIN)/bass notebooks
+
+lint: .venv/.installed-test ## check format and style of the code and the lessons
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+embedded-pair: .venv/.installed-notebooks ## train the embedded models again
+	$(BIN)/python -m bass_core.training
+
+clean: ## remove what was built and the caches; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -exec rm -rf {} +
+
+# The stamps stand for "installed since these two files last changed", so that a second run starts at once.
+.venv/.installed-notebooks: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "==> Installing the pinned versions into .venv (downloads hundreds of MB the first time)"
+	$(PIP_INSTALL) -e '.[notebooks]'
+	@touch $@
+
+# Includes all that the notebooks need, hence both stamps.
+.venv/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "==> Installing the pinned versions and the test tools into .venv (downloads hundreds of MB the first time)"
+	$(PIP_INSTALL) -e '.[notebooks,test]'
+	@touch .venv/.installed-notebooks $@
+
+# pip is the last thing that venv writes: where it is missing, an earlier attempt was cut short.
+$(BIN)/pip:
+	@command -v $(PYTHON) > /dev/null || { \
+		echo "There is no $(PYTHON) here. Install Python >= 3.11, or name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "$(PYTHON) is $$($(PYTHON) --version 2>&1), and 3.11 or newer is needed. Name one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+		echo "$(PYTHON) lacks the module venv (or ensurepip). On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "==> Making .venv with $$($(PYTHON) --version)"
+	$(PYTHON) -m venv .venv

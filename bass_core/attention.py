@@ -1,0 +1,341 @@
+"""Attention over the ragged cache, plugged into ordinary transformers models.
+
+`pad`     one padded launch over all rows; keys a row may not see are masked (the paper's BASS-PAD).
+`split`   one launch per row, each with its own KV length (the paper's BASS-SPLIT).
+`ragged`  one launch without padding: the Triton kernel of `bass_kernels`.
+`eager`   the model's own attention code with our additive mask, for architectures that bypass the interface.
+
+transformers calls a registered function as `fn(module, query, key, value, attention_mask, scaling=..., **kwargs)` and
+never hands it the cache, so the pass at hand is module state, set by `forward` around each call. Some architectures
+silently ignore the interface, others use it with masks of their own: `resolve` therefore asks each model what it
+*does*, once, by comparing ragged passes with a plain forward pass.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from bass_core.cache import Pass, RaggedCache
+
+PATHS = ("ragged", "pad", "split", "eager")
+
+_current: Pass | None = None  # the pass at hand; see the module's docstring
+
+
+def _prefixed(name: str) -> str:
+    return name if name == "eager" else f"bass_{name}"
+
+
+# --- the three attention functions ----------------------------------------------------------------
+
+
+def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
+    """Padded attention in one launch. query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
+    out = _attend(query, key, value, _bias(_current, query, kwargs.get("sliding_window")), kwargs)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
+    """One launch per row over that row's own keys. Shapes as `pad_attention`."""
+    bias = _bias(_current, query, kwargs.get("sliding_window"))
+    rows = [
+        _attend(query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n], bias[b : b + 1, ..., :n], kwargs)
+        for b, n in enumerate(_current.kv_lengths)
+    ]
+    return torch.cat(rows).transpose(1, 2).contiguous(), None
+
+
+def _ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
+    """The Triton kernel, loaded when first used. Shapes as `pad_attention`."""
+    from bass_kernels import ragged_attention
+
+    return ragged_attention(query, key, value, _current, **kwargs), None
+
+
+def _bias(current: Pass, query: Tensor, window: int | None) -> Tensor:
+    """Additive mask [B, 1, Q, extent] in the query's dtype, built once per pass and window."""
+    key = (window, query.dtype)
+    if key not in current.masks:
+        hidden = ~current.visible(window)[:, None]
+        current.masks[key] = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(
+            hidden, -torch.inf
+        )
+    return current.masks[key]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: dict) -> Tensor:
+    """softmax(QK^T * scaling + bias) V with grouped KV heads: [B, H, Q, D]."""
+    scaling = options.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads, kv_heads = query.shape[1], key.shape[1]
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap is None and sinks is None:
+        # The query heads that share a KV head become more queries of it: nothing is expanded (GQA packing).
+        group, queries = heads // kv_heads, query.shape[2]
+        packed = query.reshape(query.shape[0], kv_heads, group * queries, -1)
+        out = F.scaled_dot_product_attention(
+            packed, key, value, attn_mask=bias if group == 1 else bias.repeat(1, 1, group, 1), scale=scaling
+        )
+        return out.view(query.shape[0], heads, queries, -1)
+    key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * scaling
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores + bias
+    if sinks is not None:  # a learned extra logit per head that takes mass and gives no value
+        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return weights[..., : key.shape[2]] @ value
+
+
+for _name, _function in (("pad", pad_attention), ("split", split_attention), ("ragged", _ragged_attention)):
+    AttentionInterface.register(_prefixed(_name), _function)
+
+
+# --- one forward pass -----------------------------------------------------------------------------
+
+
+@contextmanager
+def using(model: PreTrainedModel, path: str) -> Iterator[None]:
+    """Run `model` with an attention path, in evaluation mode; leave it exactly as it was found."""
+    before = _implementations(model.config)
+    training = [module for module in model.modules() if module.training]
+    model.config._attn_implementation = _prefixed(path)
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+        for module in training:
+            module.training = True
+
+
+def _implementations(config) -> list[tuple]:
+    """(config, attention implementation) for a configuration and everything below it."""
+    found = [(config, config._attn_implementation)]
+    for name in config.sub_configs:
+        if (sub := getattr(config, name, None)) is not None:
+            found += _implementations(sub)
+    return found
+
+
+def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache: RaggedCache, last_only: bool):
+    """Logits of one pass inside `using(model, path)`: [B, Q, V], or [B, 1, V] of the last query token.
+
+    ids: int64 [B, Q].
+    """
+    global _current
+    cache.begin(current)
+    _current = current
+    try:
+        logits = model(
+            input_ids=ids,
+            past_key_values=cache,
+            use_cache=True,
+            attention_mask=_eager_masks(model, current) if path == "eager" else None,
+            **_extra_inputs(model, current, last_only),
+        ).logits
+    finally:
+        _current = None
+    return logits[:, -1:] if last_only else logits
+
+
+def _extra_inputs(model: PreTrainedModel, current: Pass, last_only: bool) -> dict:
+    """Position ids, and the request for the last logits alone, for models whose forward has them."""
+    names = _forward_names(type(model))
+    inputs = {"position_ids": current.positions} if "position_ids" in names else {}
+    if last_only and "logits_to_keep" in names:
+        inputs["logits_to_keep"] = 1
+    return inputs
+
+
+_forward_names_of: dict[type, frozenset[str]] = {}
+
+
+def _forward_names(kind: type) -> frozenset[str]:
+    if kind not in _forward_names_of:
+        _forward_names_of[kind] = frozenset(inspect.signature(kind.forward).parameters)
+    return _forward_names_of[kind]
+
+
+def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Tensor]:
+    """Additive 4-D mask [B, 1, Q, extent]; one per layer type for models that mix them.
+
+    A single plain mask would be silently wrong for sliding-window models.
+    """
+    config = model.config.get_text_config()
+
+    def mask(window: int | None = None, chunk: int | None = None) -> Tensor:
+        hidden = ~current.visible(window, chunk)[:, None]
+        # The smallest finite number, as transformers does: some models add masks up, and -inf twice is NaN.
+        lowest = torch.finfo(model.dtype).min
+        return torch.zeros(hidden.shape, dtype=model.dtype, device=hidden.device).masked_fill_(hidden, lowest)
+
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return mask(window)
+    options = {
+        "full_attention": {},
+        "sliding_attention": {"window": window},
+        "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
+    }
+    masks = {kind: mask(**options[kind]) for kind in sorted(set(layer_types))}
+    return masks if _takes_mask_per_layer_type(model) else masks[layer_types[0]]
+
+
+def _takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
+    """Whether the model's decoder accepts a mapping of masks. (Uniform models list layer types and take one mask.)"""
+    source = inspect.getsource(type(model.get_decoder()).forward)
+    return "isinstance" in source and "mask_mapping" in source
+
+
+# --- which path does this model get? --------------------------------------------------------------
+
+# A model's answer does not change: (path, error) per model, forgotten with it.
+_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str | None]] = weakref.WeakKeyDictionary()
+
+
+def kernels_available() -> bool:
+    return importlib.util.find_spec("bass_kernels") is not None
+
+
+def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
+    """The attention path that `model` gets: "ragged", "pad", "split" or "eager".
+
+    "auto" takes the fastest path that the model passes the probe with; any other name is taken or refused.
+    Raises ValueError where the path does not exist here or the model computes something else with it.
+    """
+    if wanted not in ("auto", *PATHS):
+        raise ValueError(f"attention must be one of auto, {', '.join(PATHS)}; got {wanted!r}")
+    if wanted == "ragged" and not kernels_available():
+        raise ValueError(
+            "attention='ragged' needs the Triton kernels (package bass_kernels), which this installation does not "
+            "have; use attention='auto', 'pad', 'split' or 'eager'"
+        )
+    _refuse_stateful(model)
+    if wanted != "auto":
+        candidates = [wanted]
+    elif model.device.type == "cuda" and kernels_available():
+        candidates = ["ragged", "pad", "eager"]
+    else:
+        candidates = ["pad", "eager"]
+    complaints = {}
+    for path in candidates:
+        complaints[path] = probe(model, path)
+        if complaints[path] is None:
+            return path
+    reasons = "; ".join(f"{path}: {why}" for path, why in complaints.items())
+    raise ValueError(
+        f"{type(model).__name__} cannot be decoded over a ragged cache ({reasons}). "
+        + ("Try attention='auto'." if wanted != "auto" else "Models with ALiBi positions or own masks are refused.")
+    )
+
+
+def _refuse_stateful(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
+    if getattr(model, "_is_stateful", False) or unknown:
+        detail = f" (layer types {', '.join(sorted(map(str, unknown)))})" if unknown else ""
+        raise ValueError(
+            f"{type(model).__name__} keeps a recurrent state{detail}: a rejected draft cannot be rolled back by not "
+            "writing. Use a model whose layers are all attention."
+        )
+
+
+def probe(model: PreTrainedModel, path: str) -> str | None:
+    """None if the model's ragged passes equal its plain forward pass on this path, else what went wrong.
+
+    Two rows of different length, longer than the smallest window or chunk, over a cache full of stale values: prefill,
+    write rejected tokens, overwrite them, compare logits. The result is remembered per model.
+    """
+    known = _probed.setdefault(model, {})
+    if path not in known:
+        try:
+            error = _probe_error(model, path)
+            known[path] = (
+                None
+                if error <= (limit := _tolerance(model.dtype))
+                else (f"its logits are off by {error:.1e} of their size (allowed {limit:.0e})")
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as exception:  # whatever a foreign architecture raises is the answer
+            known[path] = f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
+    return known[path]
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 6e-2)
+
+
+@torch.inference_mode()
+def _probe_error(model: PreTrainedModel, path: str) -> float:
+    """Largest relative error of the ragged passes' logits, over two rows."""
+    from bass_core.runner import Runner  # the probe runs what it judges
+
+    config = model.config.get_text_config()
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    length = max(8, min([w for w in windows if w], default=0) + 4)
+    length = min(length, (context_length(model) or math.inf) - 3)
+    lengths = [length, length - 3]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, config.vocab_size, (2, length + 3), generator=generator).to(model.device)
+    with Runner(model, path, max_rows=2, capacity=length + 3) as runner:
+        runner.feed_last(ids, lengths, length)  # allocates
+        for buffer in (b for layer in runner.cache.layers for b in layer.buffers()):
+            buffer.fill_(1e4)  # stale values that no query may see
+        runner.feed_last(ids, lengths, length)
+        rejected = ids.flip(0).gather(
+            1, torch.tensor(lengths, device=ids.device)[:, None] + torch.arange(3, device=ids.device)
+        )
+        runner.feed(rejected, torch.tensor(lengths, device=ids.device), lengths, [3, 3])
+        shorter = ids.gather(1, torch.tensor(lengths, device=ids.device)[:, None] + torch.arange(3, device=ids.device))
+        logits = runner.feed(shorter, torch.tensor(lengths, device=ids.device), lengths, [3, 1])
+    expected = [_plain_logits(model, ids[b : b + 1, : n + 3]) for b, n in enumerate(lengths)]
+    errors = [
+        _relative_error(logits[b, :q], expected[b][n : n + q])
+        for b, (n, q) in enumerate(((length, 3), (lengths[1], 1)))
+    ]
+    return max(errors)
+
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference by the size of the largest finite logit; -inf equals -inf, and NaN is an infinite error."""
+    difference = torch.where(found == expected, 0.0, (found - expected).abs().double())
+    return float((difference.amax() / expected[expected.isfinite()].abs().amax()).nan_to_num(nan=math.inf))
+
+
+def _plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The model's own forward pass, in evaluation mode: [T, V]."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        return model(input_ids=ids, use_cache=False).logits[0]
+    finally:
+        for module in training:
+            module.training = True
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many positions the model has, None if it does not say."""
+    config = model.config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+        if isinstance(value := getattr(config, name, None), int) and value > 0:
+            return value
+    return None

@@ -1,0 +1,173 @@
+"""Key/value storage with one length per row: the ragged KV cache.
+
+A row's position *is* its slot: the key of the token at position t lives in slot t, for ever. Attention from position t
+looks at slots 0..t only, so rolling back a rejected draft means not moving the row's length; stale slots are
+overwritten when a token arrives there. Nothing is copied, shifted or padded again between steps.
+
+Rows live in consecutive *places* of preallocated buffers. A forward pass runs over a range of places (the live batch,
+or the rows being prefilled); when a row finishes, the last live row moves into its place.
+
+Self-attention caches grow; the fixed cross-attention cache of an encoder-decoder target would be a second kind of
+layer here (it is written once and never rolled back).
+
+Everything that touches transformers' cache classes is in this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Pass:
+    """One forward pass over some rows of the cache: where its tokens go and what each may see.
+
+    positions: int64 [B, Q], the position of every query token. Padding queries repeat a valid position of their row.
+    slots: int64 [B, Q], where their keys and values are written; padding queries write to the scratch slot.
+    places: the range of places that the rows occupy.
+    extent: slots 0..extent-1 hold every key that any query of this pass may see.
+    kv_lengths: keys each row holds once this pass has written its own, as host integers (for per-row launches).
+    """
+
+    positions: Tensor
+    slots: Tensor
+    places: range
+    extent: int
+    kv_lengths: list[int]
+    masks: dict = field(default_factory=dict)  # masks already built for this pass, by attention.py
+
+    def visible(self, window: int | None = None, chunk: int | None = None) -> Tensor:
+        """bool [B, Q, extent]: which slots a query attends to: no later than itself, inside its window or chunk."""
+        slots = torch.arange(self.extent, device=self.positions.device)
+        query = self.positions[..., None]
+        seen = slots <= query
+        if window is not None:
+            seen &= slots > query - window
+        if chunk is not None:
+            seen &= slots // chunk == query // chunk
+        return seen
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer's keys and values, [places, slots, heads, head dimension]; the last slot is the scratch slot."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, cache: RaggedCache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        shape = (self.cache.max_rows, self.cache.slots)
+        self.keys = self.cache.allocate(key_states, (*shape, key_states.shape[1], key_states.shape[3]))
+        self.values = self.cache.allocate(value_states, (*shape, value_states.shape[1], value_states.shape[3]))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write the pass's keys and values [B, H, Q, D] to its slots; return what it may see, [B, H, extent, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        current, flat = self.cache.current, self.cache.flat_slots
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
+        rows, seen = slice(current.places.start, current.places.stop), slice(0, current.extent)
+        return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.current.extent, 0
+
+    def get_seq_length(self) -> int:
+        # Models ask this only to invent position ids and masks; both are always passed to them.
+        return 0
+
+    def get_max_length(self) -> int:
+        return self.cache.slots
+
+    def buffers(self) -> tuple[Tensor, Tensor] | tuple[()]:
+        return (self.keys, self.values) if self.is_initialized else ()
+
+
+class RaggedCache(Cache):
+    """The KV cache of one model for up to `max_rows` rows of up to `capacity` positions each.
+
+    Buffers are allocated at the first forward pass, when the model shows its heads, head dimensions and dtype.
+    `begin(pass_)` announces the pass whose keys and values come next.
+    """
+
+    def __init__(self, num_layers: int, max_rows: int, capacity: int):
+        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+        self.max_rows = max_rows
+        self.slots = capacity + 1  # + the scratch slot
+        self.row_bytes = 0  # keys and values of one row in all layers; known once a layer has shown its shape
+        self.current: Pass | None = None
+        self.flat_slots: Tensor | None = None
+
+    @property
+    def scratch_slot(self) -> int:
+        return self.slots - 1
+
+    def begin(self, current: Pass) -> None:
+        """The next forward pass writes and reads as `current` says."""
+        places = torch.arange(current.places.start, current.places.stop, device=current.slots.device)
+        self.current = current
+        self.flat_slots = (places[:, None] * self.slots + current.slots).flatten()
+
+    def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""
+        self.row_bytes = 2 * len(self.layers) * shape[1] * shape[2] * shape[3] * like.element_size()
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    def explain(self, error: Exception) -> Exception:
+        """An allocator's or a device's error, retold with what the user can do; any other error as it is."""
+        text = str(error)
+        if "device-side assert" in text:
+            return RuntimeError(f"the GPU raised an assertion and cannot be used again: restart the kernel ({text})")
+        if "memory" not in text and not isinstance(error, MemoryError):
+            return error
+        per_row = self.row_bytes
+        message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {self.slots} positions"
+        message += f" and {self.max_rows} rows were wanted"
+        if torch.cuda.is_available() and per_row:
+            free = torch.cuda.mem_get_info()[0]
+            held = sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers())
+            message += f"; about {(free + held) // per_row} rows would fit"
+        kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError
+        return kind(message + ". Lower max_batch_size or max_new_tokens; the next call starts from a clean state")
+
+    def grow(self, capacity: int) -> None:
+        """Make room for rows of `capacity` positions; what is stored stays where it is."""
+        old_slots, self.slots = self.slots, capacity + 1
+        for layer in self.layers:
+            for name in ("keys", "values") if layer.is_initialized else ():
+                old = getattr(layer, name)
+                new = self.allocate(old, (self.max_rows, self.slots, *old.shape[2:]))
+                new[:, : old_slots - 1] = old[:, :-1]
+                setattr(layer, name, new)
+
+    def move_row(self, source: int, destination: int, length: int) -> None:
+        """Copy a row's first `length` positions to another place."""
+        for layer in self.layers:
+            for buffer in layer.buffers():
+                buffer[destination, :length] = buffer[source, :length]
+
+    def save_row(self, place: int, length: int) -> list[Tensor]:
+        """A copy of a row's first `length` positions (a prompt's cache, kept for samples that start later)."""
+        return [buffer[place, :length].clone() for layer in self.layers for buffer in layer.buffers()]
+
+    def load_row(self, place: int, saved: list[Tensor]) -> None:
+        """Write what `save_row` returned into a place."""
+        buffers = (buffer for layer in self.layers for buffer in layer.buffers())
+        for buffer, stored in zip(buffers, saved, strict=True):
+            buffer[place, : len(stored)] = stored
+
+    def release(self) -> None:
+        """Free the memory now, even while a traceback still holds this object."""
+        self.current = self.flat_slots = None
+        for layer in self.layers:
+            layer.keys = layer.values = None
+            layer.is_initialized = False

@@ -1,0 +1,159 @@
+"""How many tokens to draft next: the policy interface, a fixed length, and two published heuristics.
+
+What a policy may see keeps decoding exact (non-anticipation): the past, the drafts' distributions, other rows, but
+never a drafted token before it is submitted. The engine passes nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowsView:
+    """The live rows as a policy sees them before a step; numpy arrays of one entry per row."""
+
+    ids: np.ndarray  # row ids (the output index)
+    steps: np.ndarray  # decode steps the row has taken; 0 right after its prefill
+    lengths: np.ndarray  # committed tokens, prompt included
+    generated: np.ndarray  # committed tokens, prompt excluded
+    remaining: np.ndarray  # tokens the row may still emit
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What is known before x_j is drawn. Entropy and maximum are the draft's own, unprocessed, at temperature 1."""
+
+    slot: int  # j - 1: how many tokens of this step are already drafted
+    entropy: Tensor  # [B], nats
+    maximum: Tensor  # [B], largest probability
+    drafting: Tensor  # bool [B], rows that have not stopped
+
+
+class DraftLengthPolicy(ABC):
+    """Decides the draft length k of every step; 0 is regular decoding. Subclasses implement `plan`.
+
+    Policies keep state between steps and never read the clock.
+    """
+
+    # keep_drafting(signals) -> bool [B], asked before each x_j is drawn; a row that stopped stays stopped. None: not
+    # asked, which spares the draft's entropies and a copy to the host per draft pass.
+    keep_drafting: Callable[[Signals], Tensor] | None = None
+
+    def start(self, rows: RowsView) -> None:
+        """Rows were admitted: a decode begins (all steps are 0), or rows join one."""
+
+    @abstractmethod
+    def plan(self, rows: RowsView) -> int | Tensor:
+        """k for this step, or one k per row (int64 [B])."""
+
+    def update(self, drafted: Tensor, accepted: Tensor) -> None:
+        """What each row submitted and had accepted in this step, int64 [B] each, on the host."""
+
+
+@dataclass
+class FixedLength(DraftLengthPolicy):
+    """Always k."""
+
+    k: int
+
+    def __post_init__(self):
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
+            raise ValueError(f"draft_length must be an integer >= 0 (0 = regular decoding), got {self.k!r}")
+
+    def plan(self, rows: RowsView) -> int:
+        return self.k
+
+
+@dataclass
+class BassHeuristic(DraftLengthPolicy):
+    """The paper's Algorithm 1: one draft length for the batch, grown while some row accepts all of it.
+
+    Growth by `increment`; otherwise it shrinks by ceil(l / modulus), one more from the second miss in a row on, but
+    never below what any row accepted. Constants are the paper's empirical values (from a public re-implementation).
+    """
+
+    initial: int = 7
+    increment: int = 2
+    modulus: int = 10
+    limit: int = 32
+
+    def __post_init__(self):
+        self._reset()
+
+    def _reset(self) -> None:
+        self.length, self.shrinking = self.initial, 0
+
+    def start(self, rows: RowsView) -> None:
+        if not rows.steps.any():
+            self._reset()
+
+    def plan(self, rows: RowsView) -> int:
+        return self.length
+
+    def update(self, drafted: Tensor, accepted: Tensor) -> None:
+        most_drafted, most_accepted = int(drafted.max()), int(accepted.max())
+        if most_drafted == 0:
+            return  # every row was about to end: nothing was learnt
+        if most_accepted == most_drafted:
+            self.length, self.shrinking = min(self.length + self.increment, self.limit), 0
+        else:
+            shorter = self.length - math.ceil(self.length / self.modulus) - self.shrinking
+            self.length, self.shrinking = max(1, most_accepted, shorter), 1
+
+
+@dataclass
+class HuggingFaceHeuristic(DraftLengthPolicy):
+    """transformers' heuristic schedule: + 2 when every live row accepted everything it submitted, else - 1."""
+
+    initial: int = 5
+
+    def __post_init__(self):
+        self.length = self.initial
+
+    def start(self, rows: RowsView) -> None:
+        if not rows.steps.any():
+            self.length = self.initial
+
+    def plan(self, rows: RowsView) -> int:
+        return self.length
+
+    def update(self, drafted: Tensor, accepted: Tensor) -> None:
+        if not drafted.any():
+            return
+        self.length = self.length + 2 if bool((accepted == drafted).all()) else max(1, self.length - 1)
+
+
+def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
+    """The policy that `generate`'s argument means: None is the default, an int a fixed length.
+
+    Raises TypeError for anything else, ValueError for a negative length.
+    """
+    if draft_length is None:
+        return FixedLength(5)
+    if isinstance(draft_length, DraftLengthPolicy):
+        return draft_length
+    if isinstance(draft_length, int) and not isinstance(draft_length, bool):
+        return FixedLength(draft_length)
+    raise TypeError(
+        f"draft_length must be None (default policy), an integer >= 0 or a DraftLengthPolicy, got {draft_length!r}"
+    )
+
+
+def planned_lengths(k: int | Tensor, rows: RowsView) -> np.ndarray:
+    """Draft length per row: what the policy planned, cut to what the row may still emit. int64 [B].
+
+    One place of the remaining tokens belongs to the target's own, so no position runs past the row's end.
+    Raises ValueError for a plan that is negative or of the wrong shape.
+    """
+    plan = torch.as_tensor(k).cpu().numpy()
+    if plan.shape not in ((), rows.remaining.shape) or not np.issubdtype(plan.dtype, np.integer) or (plan < 0).any():
+        raise ValueError(f"plan must return an integer >= 0, or {len(rows.ids)} of them (one per row); got {k!r}")
+    return np.minimum(plan, rows.remaining - 1).astype(np.int64)

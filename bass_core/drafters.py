@@ -1,0 +1,264 @@
+"""Where draft tokens come from: a smaller model, or an n-gram lookup in the row's own text.
+
+A drafter proposes up to K tokens per row and says from which distribution each was drawn. It keeps its own state per
+row (a cache) in step with the rows: prefilled with them, moved with them, and never rolled back by copying.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bass_core import randomness, sampling
+from bass_core.draft_length import DraftLengthPolicy, Signals
+from bass_core.randomness import Key, Purpose
+from bass_core.runner import Runner
+from bass_core.sampling import SamplingParams
+from bass_core.verification import perturbed_choice
+
+
+class Context(NamedTuple):
+    """Some rows of the batch as a step meets them (B rows, tokens from position 0)."""
+
+    places: range  # where the rows live
+    tokens: Tensor  # int64 [B, S]
+    lengths: Tensor  # int64 [B], committed tokens
+    lengths_host: np.ndarray  # the same on the host
+    streams: Tensor  # int64 [B], randomness
+    steps: Tensor  # int64 [B], the row's own step number
+    seen: Tensor | None  # bool [B, V], ids so far (repetition penalty)
+    noise: Tensor | None = None  # [B, K + 1, V], Gumbel noise of the next positions (coupled verification)
+
+    def last_tokens(self) -> Tensor:
+        """The last committed token of each row: [B, 1]."""
+        return self.tokens.gather(1, self.lengths[:, None] - 1)
+
+
+class Draft(NamedTuple):
+    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding tokens follow), also on the host;
+    probs [B, K, V] or None, what the tokens were drawn from (None: chosen with certainty); finite bool [B]: the
+    draft's logits were numbers."""
+
+    tokens: Tensor
+    lengths: Tensor
+    lengths_host: np.ndarray
+    probs: Tensor | None
+    finite: Tensor
+
+    @classmethod
+    def none(cls, context: Context) -> Draft:
+        """Nothing drafted: regular decoding."""
+        rows, device = len(context.lengths), context.tokens.device
+        return cls(
+            context.tokens[:, :0],
+            torch.zeros_like(context.lengths),
+            np.zeros(rows, np.int64),
+            None,
+            torch.ones(rows, dtype=torch.bool, device=device),
+        )
+
+    def distributions(self, vocabulary: int) -> Tensor:
+        """probs, or one-hot where the tokens were certain: [B, K, V]."""
+        if self.probs is None:
+            return F.one_hot(self.tokens, vocabulary).float()
+        return self.probs
+
+
+class Drafter(ABC):
+    """Interface, with the answers of a drafter that keeps nothing per row."""
+
+    name = "draft"
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
+        """Rows with these prompts now live in `places`. tokens int64 [B, S]."""
+
+    def move_row(self, source: int, destination: int, length: int) -> None:
+        """The row at one place now (also) lives at another."""
+
+    def save_row(self, place: int, length: int) -> list[Tensor]:
+        """What `load_row` needs to start another sample of this prompt."""
+        return []
+
+    def load_row(self, place: int, saved: list[Tensor], length: int) -> None:
+        """A row of `length` saved positions now lives at `place`."""
+
+    @abstractmethod
+    def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        """Up to lengths[b] >= 0 tokens for row b."""
+
+    def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
+        """Rows had `before` tokens and accepted that many of the draft."""
+
+    def prepared(self) -> AbstractContextManager:
+        """Held while steps run."""
+        return nullcontext()
+
+    def grow(self, capacity: int) -> None:
+        """Rows may now be `capacity` positions long."""
+
+    def release(self) -> None:
+        """Free memory."""
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a causal language model over a ragged cache of its own.
+
+    A step feeds the last two committed tokens (after full acceptance the draft has not seen its own last token;
+    otherwise it rewrites the same values), then one token at a time. After steps without drafting it first catches up
+    on everything it missed: holes in its cache would cost acceptance.
+    """
+
+    def __init__(self, runner: Runner, params: SamplingParams, vocabulary: int, coupled: bool, keep_q: bool = False):
+        """keep_q: keep q under greedy decoding too, where only a trace wants it (at temperature 1)."""
+        self.keep_q = keep_q or not params.greedy
+        self.runner = runner
+        self.params = params
+        self.vocabulary = vocabulary  # the target's: ids beyond it are never drafted
+        self.coupled = coupled
+        self.draft_vocabulary = runner.model.config.get_text_config().vocab_size
+        self.cached = np.zeros(runner.cache.max_rows, dtype=np.int64)  # valid positions per place
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
+        self.runner.feed_last(self._known(tokens), lengths, max(lengths), places)
+        self.cached[places.start : places.stop] = lengths
+
+    def move_row(self, source: int, destination: int, length: int) -> None:
+        self.runner.cache.move_row(source, destination, length)
+        self.cached[destination] = self.cached[source]
+
+    def save_row(self, place: int, length: int) -> list[Tensor]:
+        return self.runner.cache.save_row(place, length)
+
+    def load_row(self, place: int, saved: list[Tensor], length: int) -> None:
+        self.runner.cache.load_row(place, saved)
+        self.cached[place] = length
+
+    def prepared(self) -> AbstractContextManager:
+        return self.runner.prepared()
+
+    def grow(self, capacity: int) -> None:
+        self.runner.grow(capacity)
+
+    def release(self) -> None:
+        self.runner.release()
+
+    def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        if not lengths.any():
+            return Draft.none(context)
+        device = context.tokens.device
+        lengths_host = lengths.copy()
+        wanted = torch.as_tensor(lengths, device=device)
+        finite = torch.ones(len(lengths), dtype=torch.bool, device=device)
+        tokens, probs, seen = [], [], context.seen
+        logits = self._catch_up(context)
+        for slot in range(int(lengths.max())):
+            if policy.keep_drafting is not None:
+                lengths_host = self._stop_rows(policy, logits, slot, lengths_host)
+                wanted = torch.as_tensor(lengths_host, device=device)
+                if int(lengths_host.max()) <= slot:
+                    break
+            finite &= logits.amax(-1).isfinite() | (slot >= wanted)
+            token, q = self._next_token(logits, context, seen, slot)
+            tokens.append(token)
+            probs.append(q)
+            if seen is not None:
+                seen = seen.scatter(1, token[:, None], True)
+            if slot + 1 < int(lengths_host.max()):
+                logits = self._feed(token, context, slot, lengths_host)
+        if not tokens:
+            return Draft.none(context)
+        q = torch.stack(probs, 1) if self.keep_q else None  # [B, K, V]
+        return Draft(torch.stack(tokens, 1), wanted, lengths_host, q, finite)
+
+    def _catch_up(self, context: Context) -> Tensor:
+        """Logits [B, V] after the last committed token of every row."""
+        missed = int((context.lengths_host - self.cached[: len(context.lengths_host)]).max())
+        # Two tokens cover every step that drafted; longer gaps are padded to a power of two, so that shapes repeat.
+        count = 2 if missed <= 2 else 1 << (missed - 1).bit_length()
+        return self._comparable(self.runner.feed_last(self._known(context.tokens), context.lengths_host, count))
+
+    def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
+        """Logits [B, V] after the token drafted in `slot`, for the rows that will draft another one."""
+        # A row that stopped repeats its last committed position, writes to the scratch slot, and is ignored.
+        active = lengths > slot + 1
+        offset = active * slot
+        starts = context.lengths + (slot if active.all() else torch.as_tensor(offset, device=token.device))
+        ids = self._known(token)[:, None]
+        logits = self.runner.feed(ids, starts, context.lengths_host + offset, active.astype(np.int64))
+        return self._comparable(logits[:, -1])
+
+    def _next_token(
+        self, logits: Tensor, context: Context, seen: Tensor | None, slot: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The next draft token [B] and the distribution it came from [B, V] over the target's ids."""
+        seen = None if seen is None else seen[:, : logits.shape[-1]]
+        if self.params.greedy:
+            q = F.pad(logits.softmax(-1), (0, self.vocabulary - logits.shape[-1])) if self.keep_q else None
+            return sampling.penalise(logits, self.params, seen).argmax(-1), q
+        q = sampling.probabilities(logits, self.params, seen)
+        q = F.pad(q, (0, self.vocabulary - q.shape[-1]))  # ids that only the target has: probability 0
+        if self.coupled:
+            return perturbed_choice(q, context.noise[:, slot]), q
+        return randomness.draw(q, Key(context.streams, context.steps, Purpose.DRAFT, slot)), q
+
+    def _stop_rows(self, policy: DraftLengthPolicy, logits: Tensor, slot: int, lengths: np.ndarray) -> np.ndarray:
+        """The policy's in-step answer: rows that stop now keep the `slot` tokens they have."""
+        log_probs = logits.double().log_softmax(-1)
+        probs = log_probs.exp()
+        drafting = torch.as_tensor(lengths > slot, device=logits.device)
+        entropy = -(probs * log_probs).nan_to_num(0.0).sum(-1)
+        go_on = policy.keep_drafting(Signals(slot, entropy, probs.amax(-1), drafting)).cpu().numpy()
+        return np.where(go_on, lengths, np.minimum(lengths, slot))
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Ids that only the target has are fed as some id of the draft's: this costs acceptance, never exactness."""
+        return tokens.clamp(max=self.draft_vocabulary - 1)
+
+    def _comparable(self, logits: Tensor) -> Tensor:
+        """Logits over ids that the target has too: the others get probability 0 before the softmax."""
+        return logits[:, : self.vocabulary]
+
+    def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
+        if draft.tokens.shape[1] == 0:
+            return  # nothing was fed
+        # Positions up to `before` were fed, and all drafted tokens but the last; the accepted of these are right.
+        self.cached[: len(before)] = before + np.minimum(accepted, np.maximum(draft.lengths_host - 1, 0))
+
+
+class NgramDrafter(Drafter):
+    """Drafts without a model: what followed the last time the row's current ending occurred in it.
+
+    The longest of the endings of `longest` … `shortest` tokens with an earlier occurrence decides (the most recent
+    occurrence); rows without one draft nothing. (Prompt-lookup decoding, Saxena 2023.) q is one-hot.
+    """
+
+    name = "n-gram draft"
+
+    def __init__(self, longest: int = 3, shortest: int = 1):
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"NgramDrafter needs 1 <= shortest <= longest, got {shortest} and {longest}")
+        self.longest, self.shortest = longest, shortest
+
+    def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        tokens, n = context.tokens, context.lengths[:, None]  # [B, S], [B, 1]
+        start = torch.zeros_like(n)  # where the continuation begins; 0 = no match
+        for size in range(self.shortest, min(self.longest, tokens.shape[1] - 1) + 1):  # longer matches overwrite
+            windows = tokens.unfold(1, size, 1)  # [B, S - size + 1, size]
+            ending = tokens.gather(1, (n - size + torch.arange(size, device=n.device)).clamp(min=0))  # [B, size]
+            ends = torch.arange(size, tokens.shape[1] + 1, device=n.device)  # [S - size + 1], one past each window
+            found = (windows == ending[:, None]).all(-1) & (ends < n) & (n > size)
+            last = (found * ends).amax(1, keepdim=True)
+            start = torch.where(last > 0, last, start)
+        available = torch.where(start > 0, n - start, 0)[:, 0]
+        wanted = torch.minimum(torch.as_tensor(lengths, device=n.device), available)
+        lengths_host = wanted.cpu().numpy()
+        most = int(lengths_host.max())
+        places = (start + torch.arange(most, device=n.device)).clamp(max=tokens.shape[1] - 1)
+        return Draft(tokens.gather(1, places), wanted, lengths_host, None, torch.ones_like(wanted, dtype=torch.bool))

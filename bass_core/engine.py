@@ -1,0 +1,398 @@
+"""The loop: plan, draft, verify, commit. Every row accepts its own number of drafted tokens.
+
+`Session` is the stepwise engine; `generate` (generation.py) is a thin loop over it. Regular decoding is the same loop
+with draft length 0. Storage, randomness and bookkeeping have modules of their own, so that `_decode` reads like the
+algorithm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bass_core import attention as attention_paths
+from bass_core import inputs, randomness, sampling, verification
+from bass_core.draft_length import DraftLengthPolicy, as_policy, planned_lengths
+from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
+from bass_core.models import ModelPair
+from bass_core.randomness import Key, Purpose
+from bass_core.rows import Commit, Prompt, Request, Rows
+from bass_core.runner import Runner
+from bass_core.sampling import SamplingParams
+from bass_core.trace import Stopwatch, Trace, token_columns
+from bass_core.verification import Outcome
+
+RULES = {"token": verification.token, "block": verification.block}  # "coupled" compares choices instead
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted."""
+
+    step: int
+    rows: list[int]
+    new_tokens: list[list[int]]
+
+
+class Result(NamedTuple):
+    """One row: generated ids, text (None without a tokenizer), log-probabilities, why it ended (None: it runs)."""
+
+    sequence: Tensor
+    text: str | None
+    logprobs: Tensor
+    finish_reason: str | None
+
+
+class Session:
+    """Batched speculative decoding, one step at a time; rows may be submitted and cancelled between steps.
+
+    Options as in `generate`. max_batch_size: rows decoded at once; further rows wait for a place. Use it as a context
+    manager, or call `close`, to free the caches. Raises ValueError or TypeError for options that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        *,
+        max_batch_size: int = 8,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+        draft_length: int | DraftLengthPolicy | None = None,
+        verification: str = "token",
+        attention: str = "auto",
+        eos_token_id: int | Iterable[int] | None = None,
+        stop: str | Sequence[str] = (),
+        on_row_error: str = "raise",
+        trace: str = "steps",
+    ):
+        self.pair = pair
+        self.params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
+        self.policy = as_policy(draft_length)
+        self.seed = inputs.integer("seed", seed, least=None)
+        self.rule = inputs.one_of("verification", verification, (*RULES, "coupled"))
+        self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
+        self.vocabulary = pair.target.config.get_text_config().vocab_size
+        path = attention_paths.resolve(pair.target, attention)
+        drafts = isinstance(pair.draft, PreTrainedModel)
+        draft_path = attention_paths.resolve(pair.draft, attention) if drafts else None
+        max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
+
+        self.target = Runner(pair.target, path, max_rows)
+        self.drafter: Drafter = pair.draft or NgramDrafter()
+        if drafts:
+            runner = Runner(pair.draft, draft_path, max_rows)
+            coupled = self.rule == "coupled"
+            self.drafter = ModelDrafter(runner, self.params, self.vocabulary, coupled, keep_q=trace == "tokens")
+        self.rows = Rows(
+            max_rows,
+            pair.device,
+            self.vocabulary if self.params.needs_history else None,
+            inputs.eos_ids(pair.target, eos_token_id, self.vocabulary),
+            inputs.stop_strings(stop, pair.tokenizer),
+        )
+        self.trace = Trace(
+            trace,
+            attention=path,
+            draft_attention=draft_path,
+            verification="greedy" if self.params.greedy else self.rule,
+            policy=repr(self.policy),
+        )
+        self._watch = Stopwatch(pair.device)
+        self._prompts: dict[tuple[int, ...], Prompt] = {}  # prompts that rows still wait for
+        self._submitted = 0
+        self._step = 0
+
+    # --- rows come and go -------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | Tensor | Sequence[int],
+        *,
+        max_new_tokens: int = 128,
+        deadline: float | None = None,
+        seed: int | None = None,
+    ) -> Request:
+        """Queue a row; it starts at the next step that has a place for it. Returns its handle.
+
+        deadline: seconds from now after which the row ends with reason "budget". seed: the session's where None. Rows
+        are numbered in the order of submission. Raises ValueError / TypeError for a prompt that cannot be decoded.
+        """
+        ids = inputs.prompt_ids(prompt, self.pair.tokenizer, self.vocabulary)
+        max_new_tokens = inputs.integer("max_new_tokens", max_new_tokens)
+        inputs.check_context(self.pair, len(ids), max_new_tokens)
+        request = Request(
+            row=self._submitted,
+            prompt=self._prompts.get(tuple(ids.tolist()), Prompt(ids)),  # samples of one prompt share its prefill
+            max_new_tokens=max_new_tokens,
+            seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
+            deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
+        )
+        self._submitted += 1
+        if max_new_tokens == 0:
+            request.finish_reason = "length"
+        else:
+            self._prompts[tuple(ids.tolist())] = request.prompt
+            request.prompt.waiting += 1
+            self.rows.waiting.append(request)
+        return request
+
+    @torch.inference_mode()
+    def cancel(self, handle: Request, reason: str = "cancelled") -> None:
+        """End a row now; it keeps the tokens it has. Nothing happens if it has ended already."""
+        self.rows.end(handle, reason)
+        self._forget(handle.prompt)
+        self._compact()
+
+    @torch.inference_mode()
+    def reserve(self, positions: int) -> None:
+        """Make room for rows of that many tokens, prompt included, now rather than as rows come."""
+        if positions > self.rows.capacity:
+            self.target.grow(positions)
+            self.drafter.grow(positions)
+            self.rows.grow(positions)
+
+    def result(self, handle: Request) -> Result:
+        """What a row has so far, or in the end."""
+        tokens, logprobs = self.rows.generated(handle)
+        text = None
+        if self.pair.tokenizer is not None:
+            text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = self.rows.stop.cut(text) if self.rows.stop else text
+        return Result(torch.from_numpy(tokens), text, torch.from_numpy(logprobs), handle.finish_reason)
+
+    @property
+    def idle(self) -> bool:
+        """No row is live or waiting."""
+        return not self.rows.live and not self.rows.waiting
+
+    def close(self) -> None:
+        """Free the caches now, also while a traceback still holds the session."""
+        self.target.release()
+        self.drafter.release()
+        self._prompts.clear()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> StepEvent:
+        """Prefill waiting rows if there are places for them, else one draft-verify-commit step over the live rows.
+
+        Raises FloatingPointError if a model's logits are not numbers; no token of that step is committed then.
+        """
+        for request in self.rows.expired():
+            self.cancel(request, "budget")
+        with self.prepared():
+            if self.rows.waiting and self.rows.free:
+                return self._prefill()
+            return self._decode() if self.rows.live else StepEvent(self._step, [], [])
+
+    def _decode(self) -> StepEvent:
+        self._watch.mark()
+        view = self.rows.view()
+        plan = self.policy.plan(view)  # draft length, shared or per row
+        lengths = planned_lengths(plan, view)  # [B]
+        context = self._context(range(len(self.rows.live)), int(lengths.max()))
+        self._watch.mark()
+        draft = self.drafter.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
+        self._watch.mark()
+        logits = self._target_pass(context, draft)  # [B, K + 1, V]
+        self._watch.mark()
+        outcome, p = self._verify(context, draft, logits)  # accepted [B], next token [B]
+        commit = self._commit(context, draft, logits, outcome)  # lengths move; nothing is copied
+        self.drafter.committed(context.lengths_host, draft, commit.accepted)
+        self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
+        self._compact()
+        return self._record("decode", plan, context, draft, logits, p, commit)
+
+    def _prefill(self) -> StepEvent:
+        """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
+        self._watch.mark()
+        places = self._admit()
+        self._watch.mark()
+        context = self._context(places, 0)
+        draft = Draft.none(context)
+        logits = torch.stack([self.rows.live[place].prompt.logits for place in places])[:, None]  # [B, 1, V]
+        for place in places:
+            self._forget(self.rows.live[place].prompt)
+        outcome, p = self._verify(context, draft, logits)
+        commit = self._commit(context, draft, logits, outcome)
+        self._compact()
+        if self.rows.live:
+            self.policy.start(self.rows.view())
+        return self._record("prefill", 0, context, draft, logits, p, commit)
+
+    def _target_pass(self, context: Context, draft: Draft) -> Tensor:
+        """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""
+        ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
+        return self.target.feed(ids, context.lengths - 1, context.lengths_host - 1, draft.lengths_host + 1)
+
+    def _verify(self, context: Context, draft: Draft, logits: Tensor) -> tuple[Outcome, Tensor | None]:
+        """Accepted drafts and the target's next token; with the target's distributions [B, K + 1, V] if there are."""
+        seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)
+        if self.params.greedy:
+            choices = sampling.penalise(logits, self.params, seen).argmax(-1)
+            return verification.matching(draft.tokens, draft.lengths, choices), None
+        p = sampling.probabilities(logits, self.params, seen)
+        if self.rule == "coupled":
+            choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
+            return verification.matching(draft.tokens, draft.lengths, choices), p
+        q = draft.distributions(self.vocabulary)
+        return RULES[self.rule](draft.tokens, draft.lengths, q, p, context.streams, context.steps), p
+
+    def _commit(self, context: Context, draft: Draft, logits: Tensor, outcome: Outcome) -> Commit:
+        """Append what was accepted, after the step's one copy to the host has shown that all logits were numbers."""
+        accepted, next_token = outcome
+        new = torch.cat([draft.tokens, next_token[:, None]], 1).scatter(1, accepted[:, None], next_token[:, None])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        total = logits.logsumexp(-1)  # [B, K + 1]; finite only if every logit is a number and one is finite
+        slots = torch.arange(new.shape[1], device=new.device)
+        target_finite = (total.isfinite() | (slots > draft.lengths[:, None])).all(1)
+        logprobs = logits.gather(-1, new[..., None])[..., 0] - total
+        flags = torch.stack([accepted, target_finite.long(), draft.finite.long()], 1)
+        host = torch.cat([new, flags], 1).cpu().numpy()  # [B, K + 4]
+        failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
+        return self.rows.commit(context.places, new, accepted, logprobs, host[:, :-2], failed)
+
+    def _failed_rows(self, context: Context, target_finite: np.ndarray, draft_finite: np.ndarray) -> np.ndarray:
+        """bool [B]: rows to end with reason "error". Raises FloatingPointError unless on_row_error is "finish"."""
+        failed = ~(target_finite & draft_finite)
+        if self.on_row_error == "raise" and failed.any():
+            index = int(failed.argmax())
+            role, model = ("draft", self.pair.draft) if target_finite[index] else ("target", self.pair.target)
+            row = self.rows.live[context.places[index]]
+            raise FloatingPointError(
+                f"{role} model {type(model).__name__} gave NaN or infinite "
+                f"logits for row {row.row} at step {self._step}; nothing of this step was committed. "
+                "on_row_error='finish' ends such rows and goes on with the others"
+            )
+        return failed
+
+    # --- what the loop rests on -------------------------------------------------------------------
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Keep both models switched to this session's attention paths for many steps; nests."""
+        with self.target.prepared(), self.drafter.prepared():
+            yield
+
+    def _context(self, places: range, most: int) -> Context:
+        """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
+        context = self.rows.context(places)
+        if self.rule != "coupled" or self.params.greedy:
+            return context
+        slots = torch.arange(most + 1, device=self.pair.device)
+        noise = randomness.noise(Key(context.streams, context.lengths, Purpose.NOISE, slots), self.vocabulary)
+        return context._replace(noise=noise)
+
+    def _admit(self) -> range:
+        """Move waiting rows into free places with their prompts prefilled. Returns the places.
+
+        On any error the rows wait again, so that an interrupted step can be repeated.
+        """
+        rows, first = self.rows, len(self.rows.live)
+        batch = [rows.waiting[i] for i in range(min(rows.free, len(rows.waiting)))]
+        leaders = {request.prompt: request for request in reversed(batch) if request.prompt.saved is None}
+        leading = list(leaders.values())
+        ordered = leading + [request for request in batch if request not in leading]
+        needed = max(request.limit for request in batch)
+        if needed > rows.capacity:  # at least double, so that growing stays rare
+            self.reserve(max(needed, 2 * rows.capacity))
+        for place, request in enumerate(ordered, first):
+            rows.admit(request, place)
+        if leading:
+            self._prefill_prompts(leading, range(first, first + len(leading)))
+        starting = {prompt: sum(r.prompt is prompt for r in batch) for prompt in {r.prompt for r in batch}}
+        for place, request in enumerate(ordered, first):
+            prompt, length = request.prompt, len(request.prompt.ids)
+            if request in leading:
+                if prompt.waiting > starting[prompt]:  # samples that start later will need it
+                    prompt.saved = (self.target.cache.save_row(place, length), self.drafter.save_row(place, length))
+            elif prompt.saved is not None:
+                self.target.cache.load_row(place, prompt.saved[0])
+                self.drafter.load_row(place, prompt.saved[1], length)
+            else:
+                source = first + ordered.index(leaders[prompt])
+                self._move_row(source, place, length)
+        for request in batch:
+            rows.waiting.popleft()
+            request.prompt.waiting -= 1
+        rows.live += ordered
+        return range(first, len(rows.live))
+
+    def _prefill_prompts(self, leading: list[Request], places: range) -> None:
+        """One pass of each model over new prompts; the target's last logits stay with the prompts."""
+        tokens = self.rows.tokens[places.start : places.stop]
+        lengths = [len(request.prompt.ids) for request in leading]
+        logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
+        self.drafter.prefill(tokens, lengths, places)
+        for request, row_logits in zip(leading, logits, strict=True):
+            request.prompt.logits = row_logits
+
+    def _forget(self, prompt: Prompt) -> None:
+        """Drop what was kept of a prompt once no row waits for it."""
+        if prompt.waiting == 0:
+            prompt.saved = prompt.logits = None
+            self._prompts.pop(tuple(prompt.ids.tolist()), None)
+
+    def _compact(self) -> None:
+        """Let the last live rows take the places of finished ones."""
+        for source, destination, length in self.rows.compact():
+            self._move_row(source, destination, length)
+
+    def _move_row(self, source: int, destination: int, length: int) -> None:
+        self.target.cache.move_row(source, destination, length)
+        self.drafter.move_row(source, destination, length)
+
+    def _record(
+        self,
+        kind: str,
+        plan: int | Tensor,
+        context: Context,
+        draft: Draft,
+        logits: Tensor,
+        p: Tensor | None,
+        commit: Commit,
+    ) -> StepEvent:
+        self._watch.mark()
+        spans = self._watch.intervals()
+        before, drafting, verifying, after = spans if kind == "decode" else (0.0, 0.0, *spans)
+        ids = [request.row for request in commit.requests]
+        self.trace.record_step(
+            step=self._step,
+            row=np.array(ids),
+            kind=kind,
+            k=np.asarray(plan),
+            drafted=draft.lengths_host,
+            accepted=commit.accepted,
+            emitted=commit.emitted,
+            kv_length=context.lengths_host,
+            draft_ms=drafting,
+            verify_ms=verifying,
+            other_ms=before + after,
+        )
+        if self.trace.level == "tokens":
+            p = logits.softmax(-1) if p is None else p
+            self.trace.record_tokens(**token_columns(self._step, context.lengths_host, draft, p, commit))
+        event = StepEvent(
+            self._step, ids, [t[:n].tolist() for t, n in zip(commit.new_tokens, commit.emitted, strict=True)]
+        )
+        self._step += 1
+        return event

@@ -1,0 +1,110 @@
+"""`generate`: many prompts in, their continuations out; a thin loop over `Session`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bass_core import inputs
+from bass_core.draft_length import DraftLengthPolicy
+from bass_core.engine import Session, StepEvent
+from bass_core.models import ModelPair
+from bass_core.trace import Trace
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns; one entry per row, prompt-major.
+
+    sequences: int64 ids on the host, prompt not included, no padding, with the EOS or the token that completed a stop.
+    texts: special tokens skipped, ending before the stop string; None without a tokenizer.
+    logprobs: the target's log-probability of each token, float32 (temperature 1, unprocessed).
+    finish_reasons: "eos", "stop", "length", "budget", "cancelled" or "error".
+    trace: what happened at each step.
+    """
+
+    sequences: list[Tensor]
+    texts: list[str | None]
+    logprobs: list[Tensor]
+    finish_reasons: list[str]
+    trace: Trace
+
+
+def generate(
+    pair: ModelPair,
+    prompts: str | Sequence[str] | Sequence[Tensor] | Tensor,
+    *,
+    num_return_sequences: int = 1,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    draft_length: int | DraftLengthPolicy | None = None,
+    verification: str = "token",
+    attention: str = "auto",
+    max_batch_size: int | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    stop: str | Sequence[str] = (),
+    time_budget: float | None = None,
+    on_row_error: str = "raise",
+    on_step: Callable[[StepEvent], None] | None = None,
+    trace: str = "steps",
+) -> Generation:
+    """Continue every prompt by batched speculative decoding; the text has the target model's law exactly.
+
+    prompts: a text, a list of texts, or a list of 1-D int tensors of token ids (of any lengths).
+    num_return_sequences: samples per prompt; a prompt is prefilled once.
+    temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty: as in transformers, same order.
+    seed: same seed, same text, whatever the batch; `verification="coupled"`: whatever the draft and its length, too.
+    draft_length: None for the default policy, an int for a fixed length, 0 for regular decoding, or a policy.
+    verification: "token", "block" or "coupled" (one and the same at temperature 0).
+    attention: "auto" takes the best path that the models pass; "ragged", "pad", "split", "eager" are taken or refused.
+    max_batch_size: rows decoded at once (None: all); waiting rows take freed places.
+    eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row.
+    time_budget: seconds from the call, checked between steps; rows then end with reason "budget".
+    on_row_error: "raise", or "finish" to end a row whose logits are NaN with reason "error" and go on.
+    on_step: called with a StepEvent after each step. trace: "off", "steps" or "tokens".
+
+    Raises ValueError / TypeError for input that cannot be honoured, before any forward pass; FloatingPointError for
+    logits that are not numbers. Models are left as they were found, caches are freed, also after an error.
+    """
+    started = time.monotonic()
+    prompts = inputs.prompt_list(prompts)
+    samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
+    budget = None if time_budget is None else inputs.seconds("time_budget", time_budget)
+    with Session(
+        pair,
+        max_batch_size=len(prompts) * samples if max_batch_size is None else max_batch_size,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        draft_length=draft_length,
+        verification=verification,
+        attention=attention,
+        eos_token_id=eos_token_id,
+        stop=stop,
+        on_row_error=on_row_error,
+        trace=trace,
+    ) as session:
+        handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in prompts for _ in range(samples)]
+        session.reserve(max(handle.limit for handle in handles))
+        with session.prepared():
+            while not session.idle:
+                if budget is not None and time.monotonic() - started >= budget:
+                    for handle in handles:
+                        session.cancel(handle, "budget")
+                    break
+                event = session.step()
+                if on_step is not None:
+                    on_step(event)
+        results = [session.result(handle) for handle in handles]
+        return Generation(*(list(column) for column in zip(*results, strict=True)), session.trace)

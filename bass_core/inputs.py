@@ -1,0 +1,130 @@
+"""What callers pass in, checked before any forward pass: a typed error that names the value and what is accepted."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from bass_core.attention import context_length
+from bass_core.models import ModelPair
+from bass_core.rows import StopStrings
+
+
+def integer(name: str, value: Any, least: int | None = 0) -> int:
+    """`value` as an int >= `least` (None: any) of 64 bits. TypeError for other types (True is not 1), else ValueError."""
+    try:
+        number = operator.index(value) if not isinstance(value, bool) else None
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be >= {least}, got {number}")
+    if not -(2**63) <= number < 2**63:  # tensors of int64 hold it
+        raise ValueError(f"{name} must fit into 64 bits, got {number}")
+    return number
+
+
+def seconds(name: str, value: Any) -> float:
+    """`value` as a number of seconds >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number of seconds, got {value!r}")
+    if not value >= 0 or math.isnan(value):
+        raise ValueError(f"{name} must be >= 0 seconds, got {value!r}")
+    return float(value)
+
+
+def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
+    """`value` if it is one of the accepted names."""
+    accepted = tuple(accepted)
+    if value not in accepted:
+        raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
+    return value
+
+
+def prompt_list(prompts: Any) -> list:
+    """`prompts` as a list: one text, or a list of texts or of 1-D tensors of token ids."""
+    if isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim == 1):
+        return [prompts]
+    if isinstance(prompts, Tensor) or not isinstance(prompts, Sequence):
+        raise TypeError(
+            f"prompts must be a str, a list of str or a list of 1-D token tensors, got {_kind(prompts)}. "
+            "Pass padded batches as a list, each row without its padding"
+        )
+    if len(prompts) == 0:
+        raise ValueError("prompts is empty; give at least one prompt")
+    return list(prompts)
+
+
+def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> Tensor:
+    """A prompt as int64 ids [P] on the host, P >= 1, all within the vocabulary."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("text prompts need a tokenizer: ModelPair(..., tokenizer=...), or pass token ids")
+        prompt = tokenizer(prompt)["input_ids"]
+    try:
+        ids = torch.as_tensor(prompt)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"a prompt must be a str or a 1-D tensor of token ids, got {_kind(prompt)}") from error
+    if ids.ndim != 1:
+        raise ValueError(f"a prompt must be a 1-D tensor of token ids, got shape {tuple(ids.shape)}")
+    if len(ids) == 0:
+        raise ValueError("a prompt is empty; give at least one token (for instance the tokenizer's BOS)")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"token ids must be integers, got {ids.dtype}")
+    ids = ids.detach().to("cpu", torch.int64)
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise ValueError(f"token id {wrong} is outside the target's vocabulary (0 … {vocabulary - 1})")
+    return ids
+
+
+def check_context(pair: ModelPair, prompt: int, new: int) -> None:
+    """Raises ValueError if prompt + new tokens do not fit into the target's or the draft's context."""
+    models = {"target": pair.target, "draft": pair.draft}
+    for role, model in models.items():
+        limit = context_length(model) if isinstance(model, PreTrainedModel) else None
+        if limit is not None and prompt + new > limit:
+            raise ValueError(
+                f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new} is beyond the {role} model's "
+                f"context of {limit}; shorten the prompt or lower max_new_tokens to at most {max(0, limit - prompt)}"
+            )
+
+
+def eos_ids(target: PreTrainedModel, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:
+    """The ids that end a row: the model's own where None, none at all for ()."""
+    if eos_token_id is None:
+        eos_token_id = target.generation_config.eos_token_id if target.generation_config is not None else None
+        eos_token_id = () if eos_token_id is None else eos_token_id
+    if isinstance(eos_token_id, Tensor):
+        eos_token_id = eos_token_id.flatten().tolist()
+    ids = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)
+    ids = [integer("eos_token_id", each, least=None) for each in ids]
+    for each in ids:
+        if not 0 <= each < vocabulary:
+            raise ValueError(f"eos_token_id {each} is outside the target's vocabulary (0 … {vocabulary - 1})")
+    return frozenset(ids)
+
+
+def stop_strings(stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStrings | None:
+    """The finder of stop strings; None if there are none."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(string, str) for string in strings):
+        raise TypeError(f"stop must be a str or a list of str, got {stop!r}")
+    if "" in strings:
+        raise ValueError("stop contains the empty string, which would end every row at once; remove it")
+    if strings and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: ModelPair(..., tokenizer=...)")
+    return StopStrings(strings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if strings else None
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{type(value).__name__}: {str(value)[:60]!r}"

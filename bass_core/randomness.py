@@ -1,0 +1,122 @@
+"""Counter-based randomness: every random number is a pure function of *what it is for*.
+
+A batch that grows, shrinks and reorders its rows cannot share one generator: a row's text would depend on its
+neighbours. Here a number is a hash of (seed, row id, counter, purpose, slot), so a row draws the same numbers alone,
+in a batch, and after a restart, on every device. Token and block verification count the row's own steps; coupled
+verification counts positions, so that regular decoding meets the very same noise (exactness by construction).
+
+All randomness of the project goes through `draw`, `accept` and `noise`; tests replace these three by an oracle that
+walks every branch (tests/oracle.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+_GOLDEN = (
+    -7046029254386353131
+)  # 0x9E3779B97F4A7C15 as a signed 64-bit integer: 2^64 / golden ratio, SplitMix's increment
+_MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
+_MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
+
+
+class Purpose(IntEnum):
+    """What a random number decides; numbers for different purposes are independent."""
+
+    DRAFT = 1  # x_j ~ q_j
+    ACCEPT = 2  # u_j < h_j
+    TARGET = 3  # the step's last token: recovered, bonus or regular
+    NOISE = 4  # Gumbel noise shared by draft and target (coupled verification)
+
+
+@dataclass(frozen=True)
+class Key:
+    """Names random numbers, one per row: (seed and row id) x counter x purpose x slot.
+
+    stream: int64 [B], from `stream`. counter: int64 [B], the row's own step number, or a position.
+    slot: an int, or an int64 tensor [J] for J numbers per row.
+    """
+
+    stream: Tensor
+    counter: Tensor
+    purpose: Purpose
+    slot: int | Tensor = 0
+
+    def at(self, rows: Tensor | slice) -> Key:
+        """The same numbers for some of the rows."""
+        return Key(self.stream[rows], self.counter[rows], self.purpose, self.slot)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift (torch's `>>` copies the sign bit)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser (Steele, Lea & Flood 2014; Stafford's variant 13), on int64 with wrap-around."""
+    x = (x ^ _shift_right(x, 30)) * _MIX_1
+    x = (x ^ _shift_right(x, 27)) * _MIX_2
+    return x ^ _shift_right(x, 31)
+
+
+def stream(seed: int, row: int) -> int:
+    """One 64-bit integer for (seed, row id), as int64. Seeds count modulo 2^64."""
+    words = torch.tensor([_signed(seed), row], dtype=torch.int64)
+    return int(_mix(_mix(words[:1] + _GOLDEN) + words[1:] * _GOLDEN))
+
+
+def _bits(key: Key) -> Tensor:
+    """64 random bits per number, int64: [B] or [B, J]."""
+    base = _mix(key.stream + key.counter * _GOLDEN)
+    if isinstance(key.slot, int):
+        return _mix(base + _signed((key.slot * 8 + int(key.purpose)) * _GOLDEN))
+    return _mix(base[:, None] + (key.slot * 8 + int(key.purpose)) * _GOLDEN)
+
+
+def _signed(number: int) -> int:
+    """An integer wrapped into int64's range, as tensor arithmetic would."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def uniform(key: Key) -> Tensor:
+    """float64 in [0, 1), multiples of 2^-53: [B] or [B, J]."""
+    return _shift_right(_bits(key), 11).double() * 2.0**-53
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """First id with cumsum > u * total, never an id of probability zero.
+
+    probs: [..., V], non-negative, need not sum to one. u: [...] in [0, 1). Returns int64 [...].
+    """
+    # Sums in float64: a float32 cumsum returns an impossible id in 27% of top-50 rows at the largest u. The zeroed
+    # entries make the total one of the *possible* ids' sums, also where a parallel scan rounds differently.
+    cumulative = probs.cumsum(-1, dtype=torch.float64).where(probs > 0, 0.0)
+    total = cumulative.amax(-1)
+    threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return (cumulative > threshold[..., None]).to(torch.uint8).argmax(-1)
+
+
+def draw(probs: Tensor, key: Key) -> Tensor:
+    """One id per row by inverse CDF over ascending ids. probs [B, V] -> int64 [B]."""
+    return inverse_cdf(probs, uniform(key))
+
+
+def accept(probability: Tensor, key: Key) -> Tensor:
+    """True with the given probability: strictly u < h. [B, J] (slots [J] in the key) -> bool [B, J]."""
+    return uniform(key) < probability
+
+
+def noise(key: Key, size: int) -> Tensor:
+    """Standard Gumbel noise, float64 [B, J, size]: one number per row, position (counter + slot) and token id.
+
+    `argmax(log p + noise)` is then a draw from p (Gumbel-max), and the same noise serves every model.
+    """
+    positions = key.counter[:, None] + key.slot  # [B, J]
+    base = _mix(key.stream[:, None] + positions * _GOLDEN)
+    ids = torch.arange(size, device=base.device) * 8 + int(key.purpose)
+    bits = _shift_right(_mix(base[..., None] + ids * _GOLDEN), 12)
+    return -torch.log(-torch.log((bits.double() + 0.5) * 2.0**-52))

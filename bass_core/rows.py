@@ -1,0 +1,279 @@
+"""The rows of a batch: admitted, committed to, finished, cancelled, compacted.
+
+Everything a step needs lives in device tensors of one line per place (`tokens`, `lengths`, ...); the host keeps the
+same lengths, so that one small copy per step is all that crosses. Live rows occupy places 0..live-1: a finished row's
+place is taken by the last live row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bass_core import randomness
+from bass_core.draft_length import RowsView
+from bass_core.drafters import Context
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Token ids that one or more rows start from. Prefilled once; what that left is kept until no row waits for it."""
+
+    ids: Tensor  # int64 [P], on the host
+    waiting: int = 0
+    saved: tuple[list[Tensor], list[Tensor]] | None = None  # target's and drafter's cache rows
+    logits: Tensor | None = None  # [V], the target's after the last prompt token
+
+
+@dataclass(eq=False)
+class Request:
+    """One row from submission to result; the handle that `Session.submit` returns."""
+
+    row: int  # row id: keys the randomness, orders the output
+    prompt: Prompt
+    max_new_tokens: int
+    seed: int
+    deadline: float | None = None  # time.monotonic() at which the row is ended
+    finish_reason: str | None = None
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    @property
+    def limit(self) -> int:
+        """Length at which the row ends, prompt included."""
+        return len(self.prompt.ids) + self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one step added, on the host: new_tokens [B, K + 1], of which emitted [B] are kept; accepted [B] drafts."""
+
+    requests: list[Request]
+    new_tokens: np.ndarray
+    accepted: np.ndarray
+    emitted: np.ndarray
+
+
+class StopStrings:
+    """Finds where a stop string is completed in a row's generated tokens."""
+
+    def __init__(self, stop: tuple[str, ...], decode: Callable[[np.ndarray], str]):
+        self.stop = stop
+        self._decode = decode
+        # A character takes at most four byte-level tokens; a few more cover what a decoder strips at the start.
+        self._reach = 4 * max(map(len, stop)) + 8
+
+    def completed_at(self, generated: np.ndarray, new: int) -> int | None:
+        """How many of the last `new` generated tokens it takes to complete a stop string; None if none is complete."""
+        window = generated[-(new + self._reach) :]
+        if not self._found(window):
+            return None
+        return next((count for count in range(1, new) if self._found(window[: len(window) - new + count])), new)
+
+    def _found(self, tokens: np.ndarray) -> bool:
+        text = self._decode(tokens)
+        return any(string in text for string in self.stop)
+
+    def cut(self, text: str) -> str:
+        """The text up to the first stop string."""
+        return text[: min((at for string in self.stop if (at := text.find(string)) >= 0), default=len(text))]
+
+
+class Rows:
+    """Waiting and live rows. `max_rows` places of `capacity` positions (`grow` makes room before rows are admitted)."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        device: torch.device,
+        vocabulary: int | None,
+        eos: Iterable[int],
+        stop: StopStrings | None,
+    ):
+        """vocabulary: track which ids each row has seen (repetition penalty); None: do not."""
+        self.max_rows, self.capacity, self.device = max_rows, 0, device
+        self.eos = np.array(sorted(eos), dtype=np.int64)
+        self.stop = stop
+        self.waiting: deque[Request] = deque()
+        self.live: list[Request] = []
+        self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
+        self.logprobs = torch.zeros(max_rows, 1, device=device)
+        self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.steps = torch.zeros_like(self.lengths)
+        self.streams = torch.zeros_like(self.lengths)
+        self.seen = None if vocabulary is None else torch.zeros(max_rows, vocabulary, dtype=torch.bool, device=device)
+        # The host's side of it.
+        self.tokens_host = np.zeros((max_rows, 1), dtype=np.int64)
+        self.lengths_host = np.zeros(max_rows, dtype=np.int64)
+        self.steps_host = np.zeros(max_rows, dtype=np.int64)
+        self.prompt_lengths = np.zeros(max_rows, dtype=np.int64)
+        self.limits = np.zeros(max_rows, dtype=np.int64)
+
+    # --- looking ----------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        return self.max_rows - len(self.live)
+
+    def view(self) -> RowsView:
+        """The live rows as a draft-length policy may see them."""
+        b = len(self.live)
+        lengths = self.lengths_host[:b].copy()
+        return RowsView(
+            ids=np.array([request.row for request in self.live]),
+            steps=self.steps_host[:b] - 1,
+            lengths=lengths,
+            generated=lengths - self.prompt_lengths[:b],
+            remaining=self.limits[:b] - lengths,
+        )
+
+    def context(self, places: range) -> Context:
+        """The rows in `places` as a step meets them."""
+        rows = slice(places.start, places.stop)
+        return Context(
+            places,
+            self.tokens[rows, : self.capacity],
+            self.lengths[rows],
+            self.lengths_host[rows].copy(),
+            self.streams[rows],
+            self.steps[rows],
+            None if self.seen is None else self.seen[rows],
+        )
+
+    # --- coming -----------------------------------------------------------------------------------
+
+    def admit(self, request: Request, place: int) -> None:
+        """Write a request's prompt into a place; it becomes live with `start`."""
+        ids = request.prompt.ids
+        self.tokens[place, : len(ids)] = ids.to(self.device)
+        self.tokens_host[place, : len(ids)] = ids.numpy()
+        self.lengths[place] = self.lengths_host[place] = self.prompt_lengths[place] = len(ids)
+        self.steps[place] = self.steps_host[place] = 0
+        self.streams[place] = randomness.stream(request.seed, request.row)
+        self.limits[place] = request.limit
+        if self.seen is not None:
+            self.seen[place] = False
+            self.seen[place, ids.to(self.device)] = True
+
+    def grow(self, capacity: int) -> None:
+        """Room for rows of `capacity` positions."""
+        extra = capacity - self.capacity
+        self.tokens = torch.nn.functional.pad(self.tokens, (0, extra))
+        self.logprobs = torch.nn.functional.pad(self.logprobs, (0, extra))
+        self.tokens_host = np.pad(self.tokens_host, ((0, 0), (0, extra)))
+        self.capacity = capacity
+
+    # --- committing -------------------------------------------------------------------------------
+
+    def commit(
+        self, places: range, new: Tensor, accepted: Tensor, logprobs: Tensor, host: np.ndarray, failed: np.ndarray
+    ) -> Commit:
+        """Append accepted tokens and the one after them to the rows in `places`; end rows that are done.
+
+        new: int64 [B, K + 1], accepted drafts, then the target's token, then padding. accepted: int64 [B]. logprobs
+        [B, K + 1]. host: new and accepted as one array [B, K + 2]. failed: bool [B], rows to end with reason "error",
+        nothing of theirs committed.
+        """
+        rows = slice(places.start, places.stop)
+        slots = torch.arange(new.shape[1], device=self.device)
+        kept = slots <= accepted[:, None]
+        at = torch.where(kept, self.lengths[rows, None] + slots, self.capacity)
+        self.tokens[rows].scatter_(1, at, new)
+        self.logprobs[rows].scatter_(1, at, logprobs.to(self.logprobs.dtype))
+        if self.seen is not None:
+            self.seen[rows].scatter_(1, torch.where(kept, new, new[:, :1]), True)
+        self.lengths[rows] += accepted + 1
+        self.steps[rows] += 1
+
+        new_host, accepted_host = host[:, :-1], host[:, -1]
+        emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
+        columns = np.arange(new_host.shape[1])
+        at_host = np.where(columns < emitted[:, None], self.lengths_host[rows, None] + columns, self.capacity)
+        np.put_along_axis(self.tokens_host[rows], at_host, new_host, axis=1)
+        self.lengths_host[rows] += emitted
+        self.steps_host[rows] += 1
+        reasons[failed] = "error"
+        commit = Commit(self.live[rows], new_host, accepted_host, emitted)
+        for index in np.flatnonzero(reasons != ""):
+            self._finish(places[index], reasons[index])
+        return commit
+
+    def _ends(self, rows: slice, new: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How many of each row's `counts` new tokens are kept, and why the row ends there ("" if it goes on)."""
+        reasons = np.full(len(counts), "", dtype=object)
+        reasons[self.lengths_host[rows] + counts >= self.limits[rows]] = "length"
+        if len(self.eos):
+            is_eos = np.isin(new, self.eos) & (np.arange(new.shape[1]) < counts[:, None])
+            ends = is_eos.any(1)
+            counts = np.where(ends, is_eos.argmax(1) + 1, counts)
+            reasons[ends] = "eos"
+        if self.stop is not None:
+            for index in np.flatnonzero(counts):
+                place, count = rows.start + index, int(counts[index])
+                generated = self.tokens_host[place, self.prompt_lengths[place] : self.lengths_host[place]]
+                kept = self.stop.completed_at(np.concatenate([generated, new[index, :count]]), count)
+                if kept is not None and (kept < count or reasons[index] != "eos"):
+                    counts[index], reasons[index] = kept, "stop"
+        return counts, reasons
+
+    # --- going ------------------------------------------------------------------------------------
+
+    def generated(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
+        """A row's generated ids and their log-probabilities, so far or in the end."""
+        if request in self.live and request.finish_reason is None:
+            place = self.live.index(request)
+            return self._generated(place)
+        return request.tokens, request.logprobs
+
+    def _generated(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = self.prompt_lengths[place], self.lengths_host[place]
+        return self.tokens_host[place, start:end].copy(), self.logprobs[place, start:end].cpu().numpy().copy()
+
+    def _finish(self, place: int, reason: str) -> None:
+        request = self.live[place]
+        request.tokens, request.logprobs = self._generated(place)
+        request.finish_reason = reason
+
+    def end(self, request: Request, reason: str) -> None:
+        """End a waiting or live row now, keeping what it has."""
+        if request.finish_reason is not None:
+            return
+        if request in self.live:
+            self._finish(self.live.index(request), reason)
+        else:
+            self.waiting.remove(request)
+            request.prompt.waiting -= 1
+            request.finish_reason = reason
+
+    def expired(self) -> list[Request]:
+        """Rows whose deadline has passed."""
+        with_deadline = [request for request in (*self.live, *self.waiting) if request.deadline is not None]
+        now = time.monotonic() if with_deadline else 0.0
+        return [request for request in with_deadline if now >= request.deadline]
+
+    def compact(self) -> list[tuple[int, int, int]]:
+        """Close the places of finished rows. Returns the moves made: (from place, to place, committed tokens)."""
+        moves = []
+        for place in reversed(range(len(self.live))):
+            if self.live[place].finish_reason is None:
+                continue
+            last = len(self.live) - 1
+            if place != last:
+                self._move(last, place)
+                moves.append((last, place, int(self.lengths_host[last])))
+                self.live[place] = self.live[last]
+            self.live.pop()
+        return moves
+
+    def _move(self, source: int, destination: int) -> None:
+        tables = [self.tokens, self.logprobs, self.lengths, self.steps, self.streams, self.seen]
+        tables += [self.tokens_host, self.lengths_host, self.steps_host, self.prompt_lengths, self.limits]
+        for table in tables:
+            if table is not None:
+                table[destination] = table[source]

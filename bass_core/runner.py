@@ -1,0 +1,109 @@
+"""A model bound to its ragged cache: one forward pass at a time, for target and draft alike.
+
+`feed` appends tokens to rows, each row its own number of them; `feed_last` feeds the last tokens of rows again or for
+the first time (prefill, a draft catching up). Positions, write slots and the lengths that attention needs are worked
+out here, so that nobody else thinks about padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bass_core import attention
+from bass_core.cache import Pass, RaggedCache
+
+
+class Runner:
+    """`model` on an attention path, with a cache for `max_rows` rows of `capacity` positions.
+
+    A context manager: leaving it (or `release`) frees the cache. The model is changed (attention implementation,
+    evaluation mode) only inside `prepared` or a single pass, and left as it was found.
+    """
+
+    def __init__(self, model: PreTrainedModel, path: str, max_rows: int, capacity: int = 0):
+        self.model = model
+        self.path = path
+        self.cache = RaggedCache(model.config.get_text_config().num_hidden_layers, max_rows, capacity)
+        self._is_prepared = False
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.release()
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Keep the model switched to this runner's path for many passes; nests."""
+        if self._is_prepared:
+            yield
+            return
+        with attention.using(self.model, self.path):
+            self._is_prepared = True
+            try:
+                yield
+            finally:
+                self._is_prepared = False
+
+    def feed(
+        self,
+        ids: Tensor,
+        starts: Tensor,
+        starts_host: Sequence[int],
+        query_lengths: Sequence[int],
+        places: range | None = None,
+    ) -> Tensor:
+        """Logits [B, Q, V] of each row's tokens at positions start, start + 1, ...
+
+        ids: int64 [B, Q], of which row b submits the first query_lengths[b]. starts: int64 [B] (and the same numbers on
+        the host). Logits beyond a row's query length are meaningless.
+        """
+        offsets = torch.arange(ids.shape[1], device=ids.device)
+        positions, slots = starts[:, None] + offsets, None
+        if min(query_lengths) < ids.shape[1]:
+            lengths = torch.tensor(query_lengths, device=ids.device)[:, None]  # [B, 1]
+            slots = positions.where(offsets < lengths, self.cache.scratch_slot)
+            # A padding query repeats its row's last valid position: at the end of the context there is no next one.
+            positions = torch.minimum(positions, starts[:, None] + (lengths - 1)).clamp(min=0)
+        kv_lengths = [start + length for start, length in zip(starts_host, query_lengths, strict=True)]
+        return self._run(ids, positions, slots, kv_lengths, places, last_only=False)
+
+    def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
+        """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
+
+        tokens: int64 [B, >= max length], each row's tokens from position 0; lengths: how many each row has. Rewriting
+        positions that the cache already holds writes the same values again.
+        """
+        ends = torch.tensor(lengths, device=tokens.device)[:, None]
+        wanted = (
+            ends - count + torch.arange(count, device=tokens.device)
+        )  # [B, count]; the last column is the last token
+        positions = wanted.clamp(min=0)
+        slots = None
+        if min(lengths) < count:
+            slots = positions.where(wanted >= 0, self.cache.scratch_slot)
+        ids = tokens.gather(1, positions)
+        return self._run(ids, positions, slots, list(lengths), places, last_only=True)[:, -1]
+
+    def _run(self, ids, positions, slots, kv_lengths, places, last_only) -> Tensor:
+        slots = positions if slots is None else slots
+        places = range(len(ids)) if places is None else places
+        current = Pass(positions, slots, places, max(kv_lengths), kv_lengths)
+        try:
+            with nullcontext() if self._is_prepared else attention.using(self.model, self.path):
+                return attention.forward(self.model, self.path, ids, current, self.cache, last_only)
+        except (RuntimeError, MemoryError) as error:
+            raise self.cache.explain(error) from error
+
+    def grow(self, capacity: int) -> None:
+        """Room for rows of `capacity` positions."""
+        self.cache.grow(capacity)
+
+    def release(self) -> None:
+        """Free the cache's memory."""
+        self.cache.release()

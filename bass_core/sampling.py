@@ -1,0 +1,94 @@
+"""Logits -> probabilities, in transformers' order: repetition penalty, temperature, top-k, top-p, min-p.
+
+Target and draft go through the same processing; losslessness is about the *processed* distributions
+(Leviathan et al. 2023, section 2.3).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a token is chosen from logits. temperature 0 is greedy; top_k 0, top_p 1, min_p 0 and penalty 1 switch off.
+
+    Raises ValueError for a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        _require_number("temperature", self.temperature, self.temperature >= 0, "a finite number >= 0 (0 = greedy)")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
+            raise ValueError(f"top_k must be an integer >= 0 (0 = off), got {self.top_k!r}")
+        _require_number("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1] (1 = off)")
+        _require_number("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1] (0 = off)")
+        _require_number("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0 (1 = off)")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a token's probability depends on which ids came before it (repetition penalty)."""
+        return self.repetition_penalty != 1
+
+
+def _require_number(name: str, value: float, in_range: bool, accepted: str) -> None:
+    if not in_range or not math.isfinite(value):  # NaN fails every comparison
+        raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
+    """Repetition penalty (Keskar et al. 2019). logits [..., V], seen bool [..., V] (None: no penalty)."""
+    if not params.needs_history:
+        return logits
+    penalty = params.repetition_penalty
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
+    """Processed distribution [..., V] at temperature > 0, float32 (float64 for float64 logits)."""
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    logits = penalise(logits, params, seen)
+    # The maximum goes first, so that no temperature, however small, overflows.
+    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    if 0 < params.top_k < logits.shape[-1]:
+        smallest_kept = logits.topk(params.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+    if params.top_p < 1:
+        logits = _keep_top_p(logits, params.top_p)
+    probs = logits.softmax(-1)
+    if params.min_p > 0:
+        probs = probs.where(probs >= params.min_p * probs.amax(-1, keepdim=True), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
+    """The smallest set of most probable ids whose mass reaches top_p (Holtzman et al. 2020)."""
+    ordered, ids = logits.sort(dim=-1, descending=False, stable=True)
+    dropped = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
+    dropped[..., -1] = False
+    return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), -torch.inf)
+
+
+def seen_after(seen: Tensor, tokens: Tensor) -> Tensor:
+    """Which ids were seen before each of the next len + 1 tokens.
+
+    seen: bool [B, V] before the first. tokens: int64 [B, J] that follow. Returns bool [B, J + 1, V]; entry j knows
+    tokens < j, which is what transformers' processor would see there.
+    """
+    one_hot = torch.nn.functional.one_hot(tokens, seen.shape[-1]).bool()  # [B, J, V]
+    return torch.cat([seen[:, None], one_hot], dim=1).cumsum(1) > 0

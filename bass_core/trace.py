@@ -1,0 +1,199 @@
+"""What happened at each step and to each token, as data frames.
+
+`Trace.steps` has a line per (step, row), `Trace.tokens` (with trace="tokens") a line per token. Arrays are kept as they
+come and turned into frames when asked for, so that recording costs a step next to nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import time
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bass_core.drafters import Draft
+from bass_core.rows import Commit
+
+STEP_COLUMNS = (
+    "step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length", "draft_ms", "verify_ms", "other_ms",
+)  # fmt: skip
+TOKEN_COLUMNS = ("row", "position", "step", "token", "kind", "p", "q")
+LEVELS = ("off", "steps", "tokens")
+
+
+class Stopwatch:
+    """Wall time between marks, in milliseconds. On CUDA by events, read after the step's one copy to the host."""
+
+    def __init__(self, device: torch.device):
+        self._on_cuda = device.type == "cuda"
+        self._marks: list = []
+
+    def mark(self) -> None:
+        if self._on_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def intervals(self) -> list[float]:
+        """Milliseconds between consecutive marks; starts over."""
+        marks, self._marks = self._marks, []
+        pairs = itertools.pairwise(marks)
+        if self._on_cuda:
+            marks[-1].synchronize()
+            return [a.elapsed_time(b) for a, b in pairs]
+        return [(b - a) * 1e3 for a, b in pairs]
+
+
+class Trace:
+    """The record of one `generate` call or `Session`.
+
+    meta: names of attention path, verification and policy. `steps`, `tokens`: DataFrames, see the columns' names and
+    the class's properties. `summary()`: the figures people quote.
+    """
+
+    def __init__(self, level: str = "steps", **meta):
+        if level not in LEVELS:
+            raise ValueError(f"trace must be one of {', '.join(LEVELS)}; got {level!r}")
+        self.level = level
+        self.meta = meta
+        self._step_parts: list[dict] = []
+        self._token_parts: list[dict] = []
+
+    def record_step(self, **columns) -> None:
+        """One step; arrays of one entry per row, scalars are repeated."""
+        if self.level != "off":
+            self._step_parts.append(columns)
+            self.__dict__.pop("steps", None)
+
+    def record_tokens(self, **columns) -> None:
+        if self.level == "tokens":
+            self._token_parts.append(columns)
+            self.__dict__.pop("tokens", None)
+
+    @cached_property
+    def steps(self) -> pd.DataFrame:
+        """One line per (step, row). `step` counts the session's steps, prefills included; `kind` is prefill or decode;
+        `k` the planned draft length; `drafted` and `accepted` what the row submitted and had accepted; `emitted` what
+        was kept of accepted + 1 after EOS, stop string or limit; `kv_length` the row's tokens before the step; times are
+        the whole step's, the same on each of its rows."""
+        return _frame(self._step_parts, STEP_COLUMNS)
+
+    @cached_property
+    def tokens(self) -> pd.DataFrame:
+        """One line per token: kind accepted, recovered (after a rejection), bonus (after full acceptance), regular
+        (no draft), or rejected (a draft that was submitted and is not in the text; its position is where it would have
+        stood). p and q: target's and draft's probability of it after processing (temperature 1 for greedy decoding;
+        q is NaN where nothing was drafted)."""
+        if self.level != "tokens":
+            raise ValueError(f"tokens were not recorded: trace={self.level!r}; ask for trace='tokens'")
+        return _frame(self._token_parts, TOKEN_COLUMNS)
+
+    def summary(self) -> dict:
+        """tokens, steps; tokens per step (decode steps of a row, prefill excluded, before truncation); acceptance rate
+        (accepted / drafted) with the mean k; alpha (chance that a draft token is accepted if all before it in the step
+        were); seconds of prefill, draft, verify and other."""
+        steps = self.steps
+        decode = steps[steps.kind == "decode"]
+        once = steps.drop_duplicates("step")
+        once_decode = once[once.kind == "decode"]
+        accepted, drafted = int(decode.accepted.sum()), int(decode.drafted.sum())
+        rejections = int((decode.accepted < decode.drafted).sum())
+        times = {name: float(once_decode[f"{name}_ms"].sum()) / 1e3 for name in ("draft", "verify", "other")}
+        prefill = once[once.kind == "prefill"]
+        return {
+            **self.meta,
+            "rows": int(steps.row.nunique()),
+            "tokens": int(steps.emitted.sum()),
+            "steps": len(once_decode),
+            "tokens_per_step": float((decode.accepted + 1).mean()) if len(decode) else float("nan"),
+            "k": float(decode.k.mean()) if len(decode) else float("nan"),
+            "acceptance_rate": accepted / drafted if drafted else float("nan"),
+            "alpha": accepted / (accepted + rejections) if drafted else float("nan"),
+            "prefill_s": float(prefill[["draft_ms", "verify_ms", "other_ms"]].to_numpy().sum()) / 1e3,
+            **{f"{name}_s": seconds for name, seconds in times.items()},
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON (gzipped where the name ends in .gz)."""
+        document = {"level": self.level, "meta": self.meta, "steps": self.steps.to_dict("list")}
+        if self.level == "tokens":
+            document["tokens"] = self.tokens.to_dict("list")
+        text = json.dumps(document)
+        path = Path(path)
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `save` wrote."""
+        data = Path(path).read_bytes()
+        document = json.loads(gzip.decompress(data) if Path(path).suffix == ".gz" else data)
+        trace = cls(document["level"], **document["meta"])
+        trace._step_parts = [document["steps"]]
+        trace._token_parts = [document["tokens"]] if "tokens" in document else []
+        return trace
+
+
+def token_columns(step: int, lengths: np.ndarray, draft: Draft, p: Tensor, commit: Commit) -> dict[str, np.ndarray]:
+    """A step's tokens as the columns of `Trace.tokens`: first the emitted ones, then the rejected drafts.
+
+    lengths: committed tokens before the step [B]; p: target probabilities [B, K + 1, V].
+    """
+    drafted, k = draft.tokens.cpu().numpy(), draft.tokens.shape[1]
+    slots = np.arange(k + 1)
+    emitted = slots < commit.emitted[:, None]  # [B, K + 1]
+    rejected = (slots[:-1] >= commit.accepted[:, None]) & (slots[:-1] < draft.lengths_host[:, None])  # [B, K]
+    last = np.where(commit.accepted < draft.lengths_host, "recovered", "bonus")
+    last = np.where(draft.lengths_host == 0, "regular", last)
+    kinds = np.where(slots < commit.accepted[:, None], "accepted", last[:, None])
+    new = torch.from_numpy(commit.new_tokens).to(p.device)
+    p_new, p_drafted = _probability(p, new), _probability(p[:, :k], draft.tokens)
+    nothing = np.full((len(lengths), 1), np.nan)
+    q_drafted = np.full(drafted.shape, np.nan) if draft.probs is None else _probability(draft.probs, draft.tokens)
+    q_new = (
+        np.full(p_new.shape, np.nan)
+        if draft.probs is None
+        else np.concatenate([_probability(draft.probs, new[:, :k]), nothing], axis=1)
+    )
+    q_new = np.where(slots < draft.lengths_host[:, None], q_new, np.nan)
+    rows = np.array([request.row for request in commit.requests])[:, None]
+    positions = lengths[:, None] + slots
+
+    def both(on_emitted: np.ndarray, on_rejected: np.ndarray) -> np.ndarray:
+        emitted_part = np.broadcast_to(on_emitted, emitted.shape)[emitted]
+        return np.concatenate([emitted_part, np.broadcast_to(on_rejected, rejected.shape)[rejected]])
+
+    return {
+        "row": both(rows, rows),
+        "position": both(positions, positions[:, :-1]),
+        "step": both(np.array(step), np.array(step)),
+        "token": both(commit.new_tokens, drafted),
+        "kind": both(kinds, np.array("rejected")),
+        "p": both(p_new, p_drafted),
+        "q": both(q_new, q_drafted),
+    }
+
+
+def _probability(probs: Tensor, tokens: Tensor) -> np.ndarray:
+    """probs [B, J, V] at tokens [B, J]."""
+    return probs.gather(-1, tokens[..., None])[..., 0].double().cpu().numpy()
+
+
+def _frame(parts: list[dict], columns: tuple[str, ...]) -> pd.DataFrame:
+    """Stack parts whose columns are arrays of equal length (scalars repeat)."""
+    if not parts:
+        return pd.DataFrame({name: [] for name in columns})
+    sizes = [max(np.size(value) for value in part.values()) for part in parts]
+    stacked = {
+        name: np.concatenate([np.broadcast_to(part[name], size) for part, size in zip(parts, sizes, strict=True)])
+        for name in columns
+    }
+    return pd.DataFrame(stacked)

@@ -1,0 +1,121 @@
+"""Which drafted tokens stay, and which token follows them: token, block and coupled verification.
+
+Each rule takes what was drafted, x_1..x_k per row (rows may have submitted fewer), the drafts' distributions
+Q_1..Q_k and the target's P_1..P_{k+1}, and returns how many drafted tokens are accepted and the one token of the
+target's that follows. The committed text then has the target's law exactly, whatever the draft. Where rows submitted
+fewer than K tokens, slots beyond `lengths` are ignored.
+
+Shapes: B rows, K drafted tokens, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bass_core import randomness
+from bass_core.randomness import Key, Purpose
+
+
+class Outcome(NamedTuple):
+    """accepted: int64 [B], drafted tokens kept. next_token: int64 [B], the target's token after them."""
+
+    accepted: Tensor
+    next_token: Tensor
+
+
+def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, stream: Tensor, step: Tensor) -> Outcome:
+    """Token verification (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2).
+
+    drafted int64 [B, K], lengths int64 [B], q [B, K, V], p [B, K + 1, V]; stream, step int64 [B] key the randomness.
+    """
+    if drafted.shape[1] == 0:
+        return _regular(p, stream, step)
+    slots = torch.arange(drafted.shape[1], device=drafted.device)  # [K]
+    p_x, q_x = _of_drafted(p, drafted), _of_drafted(q, drafted)  # [B, K]
+    # p >= q: accept. p < q: accept with probability p/q. First rejection: resample from norm(max(0, p - q)).
+    ratio = p_x.double() / q_x.double()
+    kept = randomness.accept(ratio.clamp(max=1), Key(stream, step, Purpose.ACCEPT, slots))
+    accepted = _leading(kept & (slots < lengths[:, None]))
+    return Outcome(accepted, _residual_draw(q, p, accepted, lengths, None, stream, step))
+
+
+def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, stream: Tensor, step: Tensor) -> Outcome:
+    """Block verification (Sun et al. 2024, algorithm 2): accepts at least as many tokens in expectation.
+
+    Arguments as for `token`. q must be the distribution that the drafts were really drawn from.
+    """
+    if drafted.shape[1] == 0:
+        return _regular(p, stream, step)
+    slots = torch.arange(drafted.shape[1], device=drafted.device)
+    p, q = p.double(), q.double()
+    ratio = _of_drafted(p, drafted) / _of_drafted(q, drafted)  # [B, K]
+    weight = _running_weight(ratio)  # p_i of the paper, i = 0..K: [B, K + 1]
+    # Z_i = sum_x max(p_i P_{i+1}(x) - Q_{i+1}(x), 0) for i = 1..K-1; the last submitted token has h_k = p_k.
+    excess = (weight[:, 1:-1, None] * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(-1)  # [B, K - 1]
+    denominator = excess + 1 - weight[:, 1:-1]
+    inner = torch.where(denominator > 0, excess / denominator, 0.0)
+    is_last = slots + 1 == lengths[:, None]
+    h = torch.where(is_last, weight[:, 1:], torch.nn.functional.pad(inner, (0, 1)))  # [B, K]
+    kept = randomness.accept(h, Key(stream, step, Purpose.ACCEPT, slots)) & (slots < lengths[:, None])
+    accepted = (kept * (slots + 1)).amax(1)  # the largest i with u_i < h_i, 0 if none
+    return Outcome(accepted, _residual_draw(q, p, accepted, lengths, weight, stream, step))
+
+
+def _regular(p: Tensor, stream: Tensor, step: Tensor) -> Outcome:
+    """Nothing was drafted: one token from the target's distribution."""
+    return Outcome(torch.zeros_like(step), randomness.draw(p[:, 0], Key(stream, step, Purpose.TARGET)))
+
+
+def matching(drafted: Tensor, lengths: Tensor, choices: Tensor) -> Outcome:
+    """Accept drafted tokens while they equal the target's own choices; then take the target's.
+
+    choices: int64 [B, K + 1], the target's token after each prefix: its argmax (greedy decoding), or
+    argmax(log p + noise) with the noise that the draft used too (coupled verification: the Gumbel coupling of Daliri
+    et al. 2024, arXiv 2408.07978). The committed text is the target's own, whatever was drafted.
+    """
+    slots = torch.arange(drafted.shape[1], device=drafted.device)
+    accepted = _leading((drafted == choices[:, :-1]) & (slots < lengths[:, None]))
+    return Outcome(accepted, choices.gather(1, accepted[:, None])[:, 0])
+
+
+def perturbed_choice(probs: Tensor, gumbel: Tensor) -> Tensor:
+    """argmax(log p + g): a draw from p by the Gumbel-max trick. probs, gumbel [..., V] -> int64 [...]."""
+    return (probs.log() + gumbel).argmax(-1)
+
+
+def _of_drafted(probs: Tensor, drafted: Tensor) -> Tensor:
+    """Probability of each drafted token: probs [B, >= K, V], drafted [B, K] -> [B, K]."""
+    return probs[:, : drafted.shape[1]].gather(-1, drafted[..., None])[..., 0]
+
+
+def _leading(kept: Tensor) -> Tensor:
+    """How many leading True per row: bool [B, K] -> int64 [B]."""
+    return kept.long().cumprod(1).sum(1)
+
+
+def _running_weight(ratio: Tensor) -> Tensor:
+    """p_0 = 1, p_i = min(p_{i-1} * ratio_i, 1): [B, K] -> [B, K + 1]."""
+    weights = [torch.ones_like(ratio[:, 0])]
+    for i in range(ratio.shape[1]):
+        weights.append((weights[-1] * ratio[:, i]).clamp(max=1))
+    return torch.stack(weights, dim=1)
+
+
+def _residual_draw(
+    q: Tensor, p: Tensor, accepted: Tensor, lengths: Tensor, weight: Tensor | None, stream: Tensor, step: Tensor
+) -> Tensor:
+    """Draw from norm(max(0, w P - Q)) at the first rejected slot, or from P after full acceptance. int64 [B].
+
+    weight: block verification's p_i [B, K + 1] (None: 1 everywhere).
+    """
+    rows = torch.arange(len(p), device=p.device)
+    at_next = p[rows, accepted]  # [B, V]
+    scaled = at_next if weight is None else at_next * weight[rows, accepted][:, None]
+    q_next = q[rows, accepted.clamp(max=q.shape[1] - 1)]
+    residual = (scaled - q_next).clamp(min=0)
+    # A residual without mass has probability zero, up to rounding of p = q; the target's own law is then the limit.
+    full = (accepted == lengths) | (residual.sum(-1) <= 0)
+    return randomness.draw(torch.where(full[:, None], at_next, residual), Key(stream, step, Purpose.TARGET))

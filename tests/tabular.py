@@ -1,0 +1,91 @@
+"""Language models whose law is a table, and which still go through attention and the KV cache.
+
+The logits after a prefix are looked up under a code of the whole prefix. The code reaches the lookup as a sum over the
+keys that the query may see (uniform attention over values token * base^position), so a wrong mask, a stale slot or a
+wrong position changes the code, and with it the law.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ENTRIES = 1009  # prefixes share table entries only by accident
+
+
+class TabularConfig(PreTrainedConfig):
+    model_type = "tabular"
+
+    def __init__(self, vocab_size: int = 3, seed: int = 0, spread: float = 1.0, **kwargs):
+        super().__init__(**kwargs)
+        self.vocab_size, self.seed, self.spread = vocab_size, seed, spread
+        self.num_hidden_layers, self.max_position_embeddings = 1, 14
+
+
+class TabularModel(PreTrainedModel, GenerationMixin):
+    config_class = TabularConfig
+    _supports_attention_backend = True
+
+    def __init__(self, config: TabularConfig):
+        super().__init__(config)
+        generator = torch.Generator().manual_seed(config.seed)
+        table = torch.randn(ENTRIES, config.vocab_size, generator=generator, dtype=torch.float64) * config.spread
+        if config.vocab_size > 2:  # some impossible tokens, never all of them
+            impossible = torch.rand(ENTRIES, config.vocab_size, generator=generator) < 0.15
+            impossible[torch.arange(ENTRIES), torch.randint(config.vocab_size, (ENTRIES,), generator=generator)] = False
+            table = table.masked_fill(impossible, -torch.inf)
+        self.table = torch.nn.Parameter(table, requires_grad=False)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.table
+
+    def forward(self, input_ids, past_key_values=None, position_ids=None, attention_mask=None, use_cache=True):
+        base = self.config.vocab_size + 1
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        values = ((input_ids + 1) * base**position_ids).double()[:, None, :, None]  # [B, 1, Q, 1]
+        if past_key_values is None:
+            codes = values.cumsum(2)[:, 0, :, 0]
+        else:
+            keys, values = past_key_values.update(values, values, 0)
+            attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            mean, _ = attend(self, torch.zeros_like(keys[:, :, :1]).expand(-1, -1, input_ids.shape[1], -1), keys, values,
+                             attention_mask, scaling=1.0)  # fmt: skip
+            codes = mean[:, :, 0, 0] * (position_ids + 1)
+        return CausalLMOutputWithPast(logits=self.table[codes.round().long() % ENTRIES])
+
+
+@functools.cache
+def tabular(vocabulary: int, seed: int, spread: float = 1.0) -> TabularModel:
+    """A tabular model; the same arguments give the same object (and so one probe)."""
+    return TabularModel(TabularConfig(vocab_size=vocabulary, seed=seed, spread=spread)).eval()
+
+
+def law(model: TabularModel, prompt: list[int], new: int, temperature: float = 1.0) -> dict[tuple[int, ...], float]:
+    """Exact probability of every continuation of `new` tokens, by the definition of the model's table."""
+    laws = {(): 1.0}
+    for _ in range(new):
+        longer = {}
+        for tail, probability in laws.items():
+            for token, p in enumerate(next_token_law(model, prompt + list(tail), temperature)):
+                longer[(*tail, token)] = probability * p
+        laws = longer
+    return laws
+
+
+def next_token_law(model: TabularModel, prefix: list[int], temperature: float = 1.0) -> np.ndarray:
+    base = model.config.vocab_size + 1
+    code = sum((token + 1) * base**position for position, token in enumerate(prefix))
+    logits = model.table[code % ENTRIES].numpy() / temperature
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def total_variation(a: dict, b: dict) -> float:
+    return sum(abs(a.get(key, 0.0) - b.get(key, 0.0)) for key in a.keys() | b.keys()) / 2

@@ -1,0 +1,136 @@
+"""The primary gate: the real engine's exact law, by enumeration of every random decision, is the target's law."""
+
+import math
+
+import pytest
+import torch
+from oracle import Oracle, RepeatedKey
+from policies import Alternating, PerRow, StopWhenUnsure
+from tabular import law, next_token_law, tabular, total_variation
+
+import bass_core as bass
+from bass_core import randomness
+
+EXACT = 1e-12
+PROMPT = [0, 1]
+
+POLICIES = {
+    "regular": lambda: 0,
+    "k=1": lambda: 1,
+    "k=2": lambda: 2,
+    "k=3": lambda: 3,
+    "algorithm 1": lambda: bass.BassHeuristic(initial=2),
+    "hugging face": lambda: bass.HuggingFaceHeuristic(initial=2),
+    "stop when unsure": lambda: StopWhenUnsure(),
+    "per row": lambda: PerRow(),
+    "alternating": lambda: Alternating(k=2),
+}
+
+
+def law_of_engine(target, draft, new, draft_length, prompts=(PROMPT,), thresholds=None, **options):
+    """Exact joint law of generate's sequences: {((tokens of row 0), (tokens of row 1), ...): probability}."""
+    pair = bass.ModelPair(target, draft)
+    options = {"temperature": 1.0, "eos_token_id": (), "trace": "off", "attention": "pad"} | options
+
+    def run():
+        ids = [torch.tensor(prompt) for prompt in prompts]
+        out = bass.generate(pair, ids, max_new_tokens=new, draft_length=draft_length(), **options)
+        return tuple(tuple(sequence.tolist()) for sequence in out.sequences)
+
+    return Oracle(thresholds).laws(run)
+
+
+def exact_law(target, new, prompts=(PROMPT,), temperature=1.0):
+    joint = {(): 1.0}
+    for prompt in prompts:
+        rows = law(target, prompt, new, temperature)
+        joint = {(*seen, tokens): p * q for seen, p in joint.items() for tokens, q in rows.items()}
+    return joint
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(("vocabulary", "new"), [(2, 5), (3, 4)])
+def test_law_of_a_row_is_the_targets(vocabulary, new, rule, policy):
+    target, draft = tabular(vocabulary, seed=1), tabular(vocabulary, seed=2)
+    found = law_of_engine(target, draft, new, POLICIES[policy], verification=rule)
+    assert total_variation(found, exact_law(target, new)) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_at_vocabulary_four(rule):
+    target, draft = tabular(4, seed=3), tabular(4, seed=4)
+    found = law_of_engine(target, draft, 3, lambda: 2, verification=rule)
+    assert total_variation(found, exact_law(target, 3)) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize(("policy", "new"), [(lambda: 2, 4), (lambda: PerRow(most=1), 3)], ids=["k=2", "per row"])
+def test_joint_law_of_a_batch_of_two(rule, policy, new):
+    target, draft = tabular(2, seed=5), tabular(2, seed=6)
+    prompts = ([0, 1], [1, 0, 0])
+    found = law_of_engine(target, draft, new, policy, prompts, verification=rule)
+    assert total_variation(found, exact_law(target, new, prompts)) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_with_a_waiting_row_and_a_shared_prompt(rule):
+    target, draft = tabular(2, seed=5), tabular(2, seed=6)
+    found = law_of_engine(target, draft, 3, lambda: 2, num_return_sequences=2, max_batch_size=1, verification=rule)
+    assert total_variation(found, exact_law(target, 3, (PROMPT, PROMPT))) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_when_draft_equals_target(rule):
+    target = tabular(3, seed=1)
+    found = law_of_engine(target, target, 4, lambda: 2, verification=rule)
+    assert total_variation(found, exact_law(target, 4)) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_with_one_hot_drafts(rule):
+    target = tabular(2, seed=7)
+    prompts = ([0, 1, 0, 1, 0],)
+    found = law_of_engine(target, bass.NgramDrafter(), 4, lambda: 3, prompts, verification=rule)
+    assert total_variation(found, exact_law(target, 4, prompts)) < EXACT
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_law_at_another_temperature(rule):
+    target, draft = tabular(3, seed=1), tabular(3, seed=2)
+    found = law_of_engine(target, draft, 4, lambda: 2, verification=rule, temperature=0.6)
+    assert total_variation(found, exact_law(target, 4, temperature=0.6)) < EXACT
+
+
+@pytest.mark.parametrize(
+    "policy", ["regular", "k=1", "k=3", "algorithm 1", "stop when unsure", "per row", "alternating"]
+)
+def test_coupled_law_is_the_targets(policy):
+    target, draft = tabular(2, seed=8), tabular(2, seed=9)
+    thresholds = coupled_thresholds((target, draft), PROMPT, new=4)
+    found = law_of_engine(target, draft, 4, POLICIES[policy], verification="coupled", thresholds=thresholds)
+    assert total_variation(found, exact_law(target, 4)) < EXACT
+
+
+def coupled_thresholds(models, prompt, new):
+    """All values of g_0 - g_1 at which some model changes its mind at a position, over all prefixes."""
+    cuts = {}
+    for model in models:
+        tails = [()]
+        for position in range(len(prompt), len(prompt) + new):
+            for tail in tails:
+                p0, p1 = next_token_law(model, prompt + list(tail))
+                cuts.setdefault(position, []).append(math.log(p1) - math.log(p0))
+            tails = [(*tail, token) for tail in tails for token in (0, 1)]
+    return lambda row, position: cuts.get(position, [])
+
+
+def test_oracle_refuses_a_repeated_key():
+    key = randomness.Key(torch.tensor([5]), torch.tensor([1]), randomness.Purpose.DRAFT, 0)
+
+    def run():
+        randomness.draw(torch.tensor([[0.5, 0.5]]), key)
+        return int(randomness.draw(torch.tensor([[0.5, 0.5]]), key))
+
+    with pytest.raises(RepeatedKey):
+        Oracle().laws(run)

@@ -1,0 +1,106 @@
+"""Processing of logits equals transformers', in value and in order."""
+
+import pytest
+import torch
+from tiny import ragged_prompts, tiny_model
+from transformers import GenerationConfig
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+import bass_core as bass
+from bass_core.sampling import SamplingParams, probabilities, seen_after
+
+CASES = [
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.5, "repetition_penalty": 1.4},
+    {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.8},
+    {"temperature": 1.0, "top_k": 1000},
+    {"temperature": 1.0, "top_p": 1e-6},
+    {"temperature": 1.0, "min_p": 1.0},
+]
+
+
+def theirs(logits, history, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
+    """transformers' processors in its own order."""
+    steps = LogitsProcessorList()
+    if repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
+    steps.append(TemperatureLogitsWarper(temperature))
+    if top_k:
+        steps.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        steps.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        steps.append(MinPLogitsWarper(min_p))
+    return steps(history, logits.clone()).softmax(-1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_probabilities_equal_transformers(case, dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 31, generator=generator, dtype=dtype) * 3
+    history = torch.randint(0, 31, (40, 9), generator=generator)
+    seen = torch.zeros(40, 31, dtype=torch.bool).scatter(1, history, True)
+    found = probabilities(logits, SamplingParams(**case), seen)
+    torch.testing.assert_close(found, theirs(logits, history, **case), rtol=1e-5, atol=1e-7)
+    assert torch.equal(found > 0, theirs(logits, history, **case) > 0)
+
+
+def test_no_temperature_is_too_small():
+    logits = torch.tensor([[1.0, 3.0, 2.0, -torch.inf]])
+    for temperature in (1e-30, 1e-3):
+        assert probabilities(logits, SamplingParams(temperature)).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+
+
+def test_half_precision_logits_are_processed_in_float32():
+    logits = torch.randn(3, 11).bfloat16()
+    assert probabilities(logits, SamplingParams(1.0)).dtype == torch.float32
+
+
+def test_seen_after_knows_every_earlier_token_and_no_later_one():
+    seen = torch.zeros(1, 5, dtype=torch.bool)
+    seen[0, 4] = True
+    found = seen_after(seen, torch.tensor([[2, 0]]))
+    assert found[0].nonzero().tolist() == [[0, 4], [1, 2], [1, 4], [2, 0], [2, 2], [2, 4]]
+
+
+def first_difference_from_transformers(**options):
+    """Greedy decoding with a draft against transformers' generate, row by row: the first differing row, or None."""
+    target, draft = tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1)
+    prompts = ragged_prompts(5, 11, 3, 17)
+    out = bass.generate(bass.ModelPair(target, draft), prompts, max_new_tokens=24, eos_token_id=(), **options)
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, pad_token_id=0, **options)
+    before, target.generation_config = target.generation_config, GenerationConfig()
+    try:
+        for row, (prompt, found) in enumerate(zip(prompts, out.sequences, strict=True)):
+            mask = torch.ones_like(prompt)[None]
+            expected = target.generate(prompt[None], attention_mask=mask, generation_config=config)[0, len(prompt) :]
+            if not torch.equal(found, expected):
+                return row
+    finally:
+        target.generation_config = before
+    return None
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.7])
+def test_greedy_with_repetition_penalty_equals_transformers(penalty):
+    assert first_difference_from_transformers(repetition_penalty=penalty) is None
+
+
+def test_repetition_penalty_changes_the_text():
+    pair = bass.ModelPair(tiny_model(dtype="float64"))
+    plain, penalised = (
+        bass.generate(pair, ragged_prompts(5), max_new_tokens=24, repetition_penalty=penalty, eos_token_id=())
+        for penalty in (1.0, 1.3)
+    )
+    assert not torch.equal(plain.sequences[0], penalised.sequences[0])

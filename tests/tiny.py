@@ -1,0 +1,166 @@
+"""One factory for tiny models of every architecture: random weights, large enough that argmaxes vary."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import tokenizers
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+torch.set_num_threads(1)  # threads that wait for a busy core make matrices this small a hundred times slower
+
+VOCABULARY = 97
+CONTEXT = 96
+BYTES = 3 + 256  # the vocabulary of `byte_tokenizer`
+WINDOW = 8  # shorter than the tests' prompts, so that sliding windows bite
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_LLAMA_LIKE = _COMMON | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+}
+_GPT_LIKE = _COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
+
+_OPTIONS = {
+    "llama": ("llama", _LLAMA_LIKE),
+    "qwen2": ("qwen2", _LLAMA_LIKE),
+    "qwen3": ("qwen3", _LLAMA_LIKE | {"head_dim": 16}),
+    "mistral": ("mistral", _LLAMA_LIKE | {"sliding_window": WINDOW}),
+    "gemma2": ("gemma2", _LLAMA_LIKE | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "gemma3_text",
+        _LLAMA_LIKE
+        | {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "phi3": ("phi3", _LLAMA_LIKE),
+    "olmo2": ("olmo2", _LLAMA_LIKE),
+    "mixtral": ("mixtral", _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt2": ("gpt2", _GPT_LIKE),
+    "gpt_neox": ("gpt_neox", _LLAMA_LIKE),
+    "opt": (
+        "opt",
+        _COMMON
+        | {
+            "hidden_size": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": CONTEXT,
+            "word_embed_proj_dim": 32,
+        },
+    ),
+    "starcoder2": ("starcoder2", _LLAMA_LIKE | {"sliding_window": None}),
+    "codegen": ("codegen", _GPT_LIKE | {"rotary_dim": 4}),
+    "gptj": ("gptj", _GPT_LIKE | {"rotary_dim": 4}),
+    "falcon": (
+        "falcon",
+        _COMMON
+        | {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "alibi": False,
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "max_position_embeddings": CONTEXT,
+        },
+    ),
+    "bloom": ("bloom", _COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "bamba": (
+        "bamba",
+        _LLAMA_LIKE
+        | {
+            "attn_layer_indices": [1],
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+        },
+    ),
+}
+
+SUPPORTED = [name for name in _OPTIONS if name not in ("bloom", "bamba")]
+
+
+@functools.cache
+def tiny_model(
+    architecture: str = "llama", seed: int = 0, dtype: str = "float32", noise: float = 0.0, **changes
+) -> PreTrainedModel:
+    """A tiny random model of that architecture in evaluation mode; the same arguments give the same object.
+
+    noise > 0: the model of that seed with its weights disturbed, a draft that agrees with it part of the time.
+    """
+    model_type, options = _OPTIONS[architecture]
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **(options | changes))
+    config._experts_implementation = "eager"  # the grouped kernel has no float64
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # the default scale (0.02) would repeat one token for ever
+                parameter.mul_(10)
+                parameter.add_(torch.randn_like(parameter), alpha=noise * parameter.std().item())
+    return model.to(getattr(torch, dtype))
+
+
+def ragged_prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    """Random prompts of these lengths, without special ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def greedy_alone(model: PreTrainedModel, prompt: torch.Tensor, new: int, eos: int | None = None) -> torch.Tensor:
+    """transformers' own greedy decoding of one prompt: the generated ids."""
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    before, model.generation_config = model.generation_config, GenerationConfig()  # or its own EOS would fill in
+    try:
+        out = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config)
+    finally:
+        model.generation_config = before
+    return out[0, len(prompt) :]
+
+
+def byte_tokenizer(swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFast:
+    """One token per UTF-8 byte, after <pad>, <s> and </s>. swap: two ids that change places."""
+    tokens = ["<pad>", "<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    if swap is not None:
+        tokens[swap[0]], tokens[swap[1]] = tokens[swap[1]], tokens[swap[0]]
+    bpe = tokenizers.models.BPE({token: index for index, token in enumerate(tokens)}, merges=[])
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token=None
+    )
+
+
+@contextmanager
+def forward_passes(*models: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
+    """The [B, Q] of every forward pass that these models make meanwhile."""
+    shapes = []
+
+    def note(module, args, kwargs):
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    with ExitStack() as hooks:
+        for model in models:
+            hooks.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
+        yield shapes
