@@ -41,13 +41,13 @@ def _prefixed(name: str) -> str:
 
 def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """Padded attention in one launch. query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
-    out = _attend(query, key, value, _bias(_current, query, kwargs.get("sliding_window")), kwargs)
+    out = _attend(query, key, value, _bias(_current, query, key, kwargs), kwargs)
     return out.transpose(1, 2).contiguous(), None
 
 
 def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """One launch per row over that row's own keys. Shapes as `pad_attention`."""
-    bias = _bias(_current, query, kwargs.get("sliding_window"))
+    bias = _bias(_current, query, key, kwargs)
     rows = [
         _attend(query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n], bias[b : b + 1, ..., :n], kwargs)
         for b, n in enumerate(_current.kv_lengths)
@@ -62,31 +62,35 @@ def _ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
     return ragged_attention(query, key, value, _current, **kwargs), None
 
 
-def _bias(current: Pass, query: Tensor, window: int | None) -> Tensor:
-    """Additive mask [B, 1, Q, extent] in the query's dtype, built once per pass and window."""
-    key = (window, query.dtype)
-    if key not in current.masks:
-        hidden = ~current.visible(window)[:, None]
-        current.masks[key] = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(
-            hidden, -torch.inf
-        )
-    return current.masks[key]
+def _group(query: Tensor, key: Tensor, options: dict) -> int:
+    """Query heads that share a KV head become more queries of it, so that nothing is expanded (GQA packing): how many.
+
+    1 where scores need more than a bias, so that the plain product is used.
+    """
+    plain = options.get("softcap") is not None or options.get("s_aux") is not None
+    return 1 if plain else query.shape[1] // key.shape[1]
+
+
+def _bias(current: Pass, query: Tensor, key: Tensor, options: dict) -> Tensor:
+    """Additive mask [B, 1, group * Q, extent] in the query's dtype, built once per pass, window and group."""
+    window, group = options.get("sliding_window"), _group(query, key, options)
+    kind = (window, group, query.dtype)
+    if kind not in current.masks:
+        hidden = ~current.visible(window)[:, None].repeat(1, 1, group, 1)
+        bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+        current.masks[kind] = bias.masked_fill_(hidden, -torch.inf)
+    return current.masks[kind]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: dict) -> Tensor:
     """softmax(QK^T * scaling + bias) V with grouped KV heads: [B, H, Q, D]."""
-    scaling = options.get("scaling")
+    scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads = query.shape[1], key.shape[1]
-    softcap, sinks = options.get("softcap"), options.get("s_aux")
     if softcap is None and sinks is None:
-        # The query heads that share a KV head become more queries of it: nothing is expanded (GQA packing).
-        group, queries = heads // kv_heads, query.shape[2]
-        packed = query.reshape(query.shape[0], kv_heads, group * queries, -1)
-        out = F.scaled_dot_product_attention(
-            packed, key, value, attn_mask=bias if group == 1 else bias.repeat(1, 1, group, 1), scale=scaling
-        )
-        return out.view(query.shape[0], heads, queries, -1)
+        packed = query.reshape(query.shape[0], kv_heads, -1, query.shape[-1])
+        out = F.scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
+        return out.view(query.shape[0], heads, query.shape[2], -1)
     key, value = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * scaling
     if softcap is not None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 
@@ -153,7 +152,7 @@ def planned_lengths(k: int | Tensor, rows: RowsView) -> np.ndarray:
     One place of the remaining tokens belongs to the target's own, so no position runs past the row's end.
     Raises ValueError for a plan that is negative or of the wrong shape.
     """
-    plan = torch.as_tensor(k).cpu().numpy()
+    plan = k.cpu().numpy() if isinstance(k, Tensor) else np.asarray(k)
     if plan.shape not in ((), rows.remaining.shape) or not np.issubdtype(plan.dtype, np.integer) or (plan < 0).any():
         raise ValueError(f"plan must return an integer >= 0, or {len(rows.ids)} of them (one per row); got {k!r}")
     return np.minimum(plan, rows.remaining - 1).astype(np.int64)

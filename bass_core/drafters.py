@@ -156,16 +156,18 @@ class ModelDrafter(Drafter):
         lengths_host = lengths.copy()
         wanted = torch.as_tensor(lengths, device=device)
         finite = torch.ones(len(lengths), dtype=torch.bool, device=device)
+        slots = torch.arange(int(lengths.max()), device=device)
+        keys = Key(context.streams, context.steps, Purpose.DRAFT, slots).each()
         tokens, probs, seen = [], [], context.seen
         logits = self._catch_up(context)
-        for slot in range(int(lengths.max())):
+        for slot, key in enumerate(keys):
             if policy.keep_drafting is not None:
                 lengths_host = self._stop_rows(policy, logits, slot, lengths_host)
                 wanted = torch.as_tensor(lengths_host, device=device)
                 if int(lengths_host.max()) <= slot:
                     break
             finite &= logits.amax(-1).isfinite() | (slot >= wanted)
-            token, q = self._next_token(logits, context, seen, slot)
+            token, q = self._next_token(logits, context, seen, key)
             tokens.append(token)
             probs.append(q)
             if seen is not None:
@@ -195,7 +197,7 @@ class ModelDrafter(Drafter):
         return self._comparable(logits[:, -1])
 
     def _next_token(
-        self, logits: Tensor, context: Context, seen: Tensor | None, slot: int
+        self, logits: Tensor, context: Context, seen: Tensor | None, key: Key
     ) -> tuple[Tensor, Tensor | None]:
         """The next draft token [B] and the distribution it came from [B, V] over the target's ids."""
         seen = None if seen is None else seen[:, : logits.shape[-1]]
@@ -205,8 +207,8 @@ class ModelDrafter(Drafter):
         q = sampling.probabilities(logits, self.params, seen)
         q = F.pad(q, (0, self.vocabulary - q.shape[-1]))  # ids that only the target has: probability 0
         if self.coupled:
-            return perturbed_choice(q, context.noise[:, slot]), q
-        return randomness.draw(q, Key(context.streams, context.steps, Purpose.DRAFT, slot)), q
+            return perturbed_choice(q, context.noise[:, key.slot]), q
+        return randomness.draw(q, key), q
 
     def _stop_rows(self, policy: DraftLengthPolicy, logits: Tensor, slot: int, lengths: np.ndarray) -> np.ndarray:
         """The policy's in-step answer: rows that stop now keep the `slot` tokens they have."""

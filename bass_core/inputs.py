@@ -17,7 +17,7 @@ from bass_core.rows import StopStrings
 
 
 def integer(name: str, value: Any, least: int | None = 0) -> int:
-    """`value` as an int >= `least` (None: any) of 64 bits. TypeError for other types (True is not 1), else ValueError."""
+    """`value` as an int >= `least` (None: any) of 64 bits; TypeError for other types (True is not 1), or ValueError."""
     try:
         number = operator.index(value) if not isinstance(value, bool) else None
     except TypeError:

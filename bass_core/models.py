@@ -93,6 +93,7 @@ def _load_model(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
     except Exception as error:  # whatever the file format or the hub says: one kind of error, with the cause kept
         raise ValueError(f"cannot load {str(name)!r} (safetensors checkpoints only): {error}") from error

@@ -11,7 +11,7 @@ walks every branch (tests/oracle.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -45,10 +45,13 @@ class Key:
     counter: Tensor
     purpose: Purpose
     slot: int | Tensor = 0
+    numbers: Tensor | None = None  # `uniform` of this key, where it was worked out for many slots at once
 
-    def at(self, rows: Tensor | slice) -> Key:
-        """The same numbers for some of the rows."""
-        return Key(self.stream[rows], self.counter[rows], self.purpose, self.slot)
+    def each(self) -> list[Key]:
+        """One key per slot 0..J-1 of a key with slots [J]; the hash is worked out once for all of them."""
+        numbers = uniform(self).unbind(1)
+        slots = range(len(self.slot))
+        return [replace(self, slot=slot, numbers=u) for slot, u in zip(slots, numbers, strict=True)]
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -84,20 +87,24 @@ def _signed(number: int) -> int:
 
 def uniform(key: Key) -> Tensor:
     """float64 in [0, 1), multiples of 2^-53: [B] or [B, J]."""
+    if key.numbers is not None:
+        return key.numbers
     return _shift_right(_bits(key), 11).double() * 2.0**-53
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """First id with cumsum > u * total, never an id of probability zero.
 
-    probs: [..., V], non-negative, need not sum to one. u: [...] in [0, 1). Returns int64 [...].
+    probs: [B, V], non-negative, need not sum to one. u: float64 [B] in [0, 1). Returns int64 [B].
     """
-    # Sums in float64: a float32 cumsum returns an impossible id in 27% of top-50 rows at the largest u. The zeroed
-    # entries make the total one of the *possible* ids' sums, also where a parallel scan rounds differently.
-    cumulative = probs.cumsum(-1, dtype=torch.float64).where(probs > 0, 0.0)
-    total = cumulative.amax(-1)
-    threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    return (cumulative > threshold[..., None]).to(torch.uint8).argmax(-1)
+    # In float64: a float32 cumsum returns an impossible id in 27% of top-50 rows at the largest u.
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    below_total = total.nextafter(torch.zeros((), dtype=torch.float64, device=total.device))  # u * total may round up
+    ids = torch.searchsorted(cumulative, torch.minimum(u[:, None] * total, below_total), right=True)
+    if probs.is_cuda:  # a parallel scan need not be monotone to the last bit, where probability 0 adds nothing
+        ids = torch.where(probs.gather(1, ids) > 0, ids, probs.argmax(-1, keepdim=True))
+    return ids[:, 0]
 
 
 def draw(probs: Tensor, key: Key) -> Tensor:

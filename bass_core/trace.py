@@ -82,8 +82,8 @@ class Trace:
     @cached_property
     def steps(self) -> pd.DataFrame:
         """One line per (step, row). `step` counts the session's steps, prefills included; `kind` is prefill or decode;
-        `k` the planned draft length; `drafted` and `accepted` what the row submitted and had accepted; `emitted` what
-        was kept of accepted + 1 after EOS, stop string or limit; `kv_length` the row's tokens before the step; times are
+        `k` the planned draft length; `drafted`, `accepted`: what the row submitted and had accepted; `emitted`: what
+        was kept of accepted + 1 after EOS, stop string or limit; `kv_length` the row's tokens before it; times are
         the whole step's, the same on each of its rows."""
         return _frame(self._step_parts, STEP_COLUMNS)
 

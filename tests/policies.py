@@ -27,10 +27,7 @@ class PerRow(DraftLengthPolicy):
         self.most = most
 
     def plan(self, rows):
-        total = int(rows.generated.sum())
-        return torch.tensor(
-            [(total + int(row) + int(step)) % (self.most + 1) for row, step in zip(rows.ids, rows.steps)]
-        )
+        return torch.from_numpy((rows.generated.sum() + rows.ids + rows.steps) % (self.most + 1))
 
 
 class Alternating(DraftLengthPolicy):

@@ -55,8 +55,8 @@ class TabularModel(PreTrainedModel, GenerationMixin):
         else:
             keys, values = past_key_values.update(values, values, 0)
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-            mean, _ = attend(self, torch.zeros_like(keys[:, :, :1]).expand(-1, -1, input_ids.shape[1], -1), keys, values,
-                             attention_mask, scaling=1.0)  # fmt: skip
+            queries = torch.zeros_like(keys[:, :, :1]).expand(-1, -1, input_ids.shape[1], -1)  # uniform attention
+            mean, _ = attend(self, queries, keys, values, attention_mask, scaling=1.0)
             codes = mean[:, :, 0, 0] * (position_ids + 1)
         return CausalLMOutputWithPast(logits=self.table[codes.round().long() % ENTRIES])
 

@@ -1,4 +1,7 @@
-"""What naive batch implementations get wrong ("Batch Speculative Decoding Done Right", arXiv 2510.22876), one test each."""
+"""What naive batch implementations get wrong, one test each.
+
+"Batch Speculative Decoding Done Right", arXiv 2510.22876.
+"""
 
 import pytest
 import torch
@@ -121,7 +124,7 @@ def test_draft_is_never_behind_when_it_drafts(policy):
     checked = 0
     for row, (prompt, sequence) in enumerate(zip(PROMPTS, out.sequences, strict=True)):
         logits = pair.draft(torch.cat([prompt, sequence])[None]).logits[0]
-        accepted = out.trace.tokens.query("row == @row and kind == 'accepted'")
+        accepted = out.trace.tokens[(out.trace.tokens.row == row) & (out.trace.tokens.kind == "accepted")]
         for position, token, q in zip(accepted.position, accepted.token, accepted.q, strict=True):
             assert q == pytest.approx((logits[position - 1] / 0.8).softmax(-1)[token].item(), rel=1e-6)
             checked += 1

@@ -1,4 +1,4 @@
-"""What must not change the text: the batch, the order of rows, stale memory; what must be exact when the draft is perfect."""
+"""What must not change the text: the batch, the order of rows, stale memory. What a perfect draft must give."""
 
 import pytest
 import torch

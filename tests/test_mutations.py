@@ -117,7 +117,7 @@ def test_reused_key_is_caught(monkeypatch):
 
 def test_draft_drawn_with_the_targets_key_is_caught(monkeypatch):
     monkeypatch.setattr(
-        "bass_core.drafters.Key", lambda stream, step, purpose, slot: Key(stream, step, Purpose.TARGET, 0)
+        "bass_core.drafters.Key", lambda stream, step, purpose, slot: Key(stream, step, Purpose.TARGET, slot)
     )
     with pytest.raises(RepeatedKey):
         distance()

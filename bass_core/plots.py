@@ -1,0 +1,151 @@
+"""Figures and coloured text of a trace. Each function takes data and returns something to show; none computes text.
+
+One light template, a colour-blind safe palette (Okabe & Ito), and a second cue beside colour everywhere: numbers in the
+raster, underline styles in text, hatching on bars.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from bass_core.trace import Trace
+
+if TYPE_CHECKING:  # plotly is optional; imported where a figure is made
+    import plotly.graph_objects as go
+    from transformers import PreTrainedTokenizerBase
+
+COLOURS = {
+    "accepted": "#0072B2",
+    "recovered": "#D55E00",
+    "bonus": "#009E73",
+    "regular": "#5A5A5A",
+    "rejected": "#CC79A7",
+}
+_TEXT_STYLES = {
+    "accepted": "border-bottom:2px solid",
+    "recovered": "border-bottom:2px dashed",
+    "bonus": "border-bottom:4px double",
+    "regular": "border-bottom:2px dotted",
+}
+_MEANINGS = {
+    "accepted": "drafted, accepted",
+    "recovered": "the target's, after a rejection",
+    "bonus": "the target's, after full acceptance",
+    "regular": "the target's, nothing drafted",
+}
+
+
+def _figure(title: str, x: str, y: str, height: int) -> go.Figure:
+    """An empty figure in the house style."""
+    import plotly.graph_objects as go
+
+    return go.Figure(
+        layout={
+            "template": "plotly_white",
+            "title": {"text": title, "x": 0.01, "xanchor": "left", "font": {"size": 16}},
+            "font": {"family": "system-ui, sans-serif", "size": 13},
+            "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
+            "height": height,
+            "xaxis": {"title": x, "zeroline": False},
+            "yaxis": {"title": y, "zeroline": False},
+        }
+    )
+
+
+def raster_matrix(trace: Trace) -> pd.DataFrame:
+    """Accepted drafts per row and decode step of that row (NaN once it has ended): rows down, steps across."""
+    decode = trace.steps.query("kind == 'decode'")
+    numbered = decode.assign(nth=decode.groupby("row").cumcount() + 1)
+    return numbered.pivot(index="row", columns="nth", values="accepted")
+
+
+def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row and step") -> go.Figure:
+    """The batch as it ran: one line per row, one cell per decode step, coloured and numbered by accepted drafts."""
+    import plotly.graph_objects as go
+
+    matrix = raster_matrix(trace)
+    drafted = int(trace.steps.drafted.max())
+    figure = _figure(title, "decode step of the row", "row", height=140 + 34 * len(matrix))
+    figure.add_trace(
+        go.Heatmap(
+            z=matrix.to_numpy(dtype=float),
+            x=matrix.columns.to_numpy(),
+            y=matrix.index.to_numpy(),
+            zmin=0,
+            zmax=max(drafted, 1),
+            colorscale="Cividis",
+            xgap=2,
+            ygap=2,
+            text=matrix.map(lambda value: "" if np.isnan(value) else f"{value:.0f}").to_numpy(),
+            texttemplate="%{text}",
+            hovertemplate="row %{y}, step %{x}: %{z:.0f} accepted<extra></extra>",
+            colorbar={"title": f"accepted<br>of {drafted}", "thickness": 14, "tickformat": "d"},
+        )
+    )
+    figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False)
+    figure.update_xaxes(showgrid=False)
+    return figure
+
+
+def speed_chart(table: pd.DataFrame, title: str = "Speed over regular decoding") -> go.Figure:
+    """Bars of `over_regular` with the interval `low` … `high`, one per line of the table, labelled by `label`."""
+    import plotly.graph_objects as go
+
+    figure = _figure(title, "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table))
+    figure.add_trace(
+        go.Bar(
+            orientation="h",
+            y=table.label,
+            x=table.over_regular,
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": table.high - table.over_regular,
+                "arrayminus": table.over_regular - table.low,
+            },
+            marker={
+                "color": [COLOURS["accepted"] if "speculative" in label else "#B0B0B0" for label in table.label],
+                "pattern": {"shape": ["" if "speculative" in label else "/" for label in table.label]},
+            },
+            text=[f"{value:.2f}×" for value in table.over_regular],
+            textposition="inside",
+            insidetextanchor="start",
+            hovertemplate="%{y}: %{x:.2f}×<extra></extra>",
+        )
+    )
+    figure.add_vline(x=1, line={"color": "black", "width": 1})
+    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(margin={"l": 200})
+    return figure
+
+
+def legend() -> str:
+    """HTML: what the colours and underlines of `coloured_text` mean."""
+    return " &nbsp; ".join(
+        f'<span style="color:{COLOURS[kind]};{style}">{kind}</span> {_MEANINGS[kind]}'
+        for kind, style in _TEXT_STYLES.items()
+    )
+
+
+def coloured_text(tokens: Sequence[int], kinds: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+    """HTML of generated tokens, each underlined and coloured by where it came from (`Trace.tokens.kind`)."""
+    spans = []
+    for piece, kind in zip(_pieces(tokens, tokenizer), kinds, strict=True):
+        spans.append(f'<span style="color:{COLOURS[kind]};{_TEXT_STYLES[kind]}">{html.escape(piece)}</span>')
+    return f'<pre style="white-space:pre-wrap;line-height:1.6;margin:0">{"".join(spans)}</pre>'
+
+
+def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text that each token adds. A character split over tokens appears with the last of them."""
+    pieces, done = [], ""
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        complete = text[: -len("�")] if text.endswith("�") else text
+        pieces.append(complete[len(done) :] if complete.startswith(done) else "")
+        done = complete
+    return pieces

@@ -1,0 +1,180 @@
+"""The lessons run, say what they say, and look as they should; the demo ends as the README promises."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import papermill
+import pytest
+
+import bass_core as bass
+from bass_core import benchmark, corpus, pages, plots, widgets
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return bass.load_pair(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return corpus.function_prompts(3, seed=0)
+
+
+# --- hygiene ---
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_committed_clean(path):
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert path.stat().st_size < 200_000
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "widgets" not in notebook.metadata
+    assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# ")
+    assert sum("parameters" in cell.metadata.get("tags", []) for cell in code) == 1
+    for cell in code:
+        assert not cell.outputs and cell.execution_count is None
+        assert not re.search(r"^\s*[%!]|/home/|/root/|/Users/", cell.source, re.MULTILINE)
+    lines = sorted(len(cell.source.splitlines()) for cell in code)
+    assert lines[len(lines) // 2] <= 8 and lines[-1] <= 12
+
+
+# --- execution ---
+
+
+def test_all_notebooks_run_with_their_defaults():
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout", "120", "-q", *map(str, NOTEBOOKS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_start_here_takes_parameters(tmp_path):
+    changed = {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2, "seed": 4}
+    executed = papermill.execute_notebook(
+        ROOT / "notebooks/00_start_here.ipynb",
+        tmp_path / "out.ipynb",
+        parameters=changed,
+        cwd=ROOT / "notebooks",
+        progress_bar=False,
+        store_widget_state=False,
+    )
+    text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))
+    assert "identical to transformers.generate, row by row: 2 of 2" in text
+
+
+@pytest.fixture(scope="module")
+def demo():
+    """`bass demo` as a user runs it: its output."""
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bass", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_demo_ends_with_the_promised_line(demo):
+    last = demo.strip().splitlines()[-1]
+    pattern = r"identical tokens: 8/8 \(greedy, float32\) · \d+\.\d× · open build/html/00_start_here\.html"
+    assert re.fullmatch(pattern, last)
+
+
+def test_demo_shows_generated_python_first(demo):
+    assert demo.index("def ") < demo.index("Checking the text")
+
+
+def test_page_draws_its_figures_in_a_browser(demo, tmp_path):
+    browser = shutil.which("chromium")
+    if browser is None:
+        assert not os.environ.get("CI"), "CI installs chromium: this test may not be skipped there"
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    page = ROOT / "build/html/00_start_here.html"
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
+    command = [
+        browser,
+        *flags,
+        f"--user-data-dir={tmp_path}",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+        page.as_uri(),
+    ]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert dom.count('class="main-svg"') >= 2  # the raster and the speed chart are drawn
+    assert "rows have identical tokens" in dom
+    assert "Traceback" not in dom
+
+
+# --- what the notebooks are made of ---
+
+
+def test_moving_the_slider_redraws_the_raster(pair, prompts):
+    slider, sentence, figure = widgets.draft_length_slider(pair, prompts, value=2, max_new_tokens=24).children
+    before = figure.data[0].z
+    assert figure.data[0].zmax == 2 and "k = 2" in sentence.value
+    slider.value = 4
+    assert figure.data[0].zmax == 4 and "k = 4" in sentence.value
+    assert figure.data[0].z.shape != before.shape or (figure.data[0].z != before).any()
+    assert "same text as regular decoding ✓" in sentence.value
+
+
+def test_race_shows_both_texts_and_counts_identical_rows(pair, prompts):
+    race = widgets.Race(pair, prompts, max_new_tokens=24).run()
+    assert race.identical == 3
+    picture = race._repr_html_()
+    assert "3 of 3 rows have identical tokens" in picture
+    assert picture.count("<pre") == 2 and plots.COLOURS["accepted"] in picture
+
+
+def test_raster_has_a_cell_per_decode_step(pair, prompts):
+    trace = bass.generate(pair, prompts, max_new_tokens=24).trace
+    matrix = plots.raster_matrix(trace)
+    decode = trace.steps.query("kind == 'decode'")
+    assert matrix.shape == (3, decode.groupby("row").size().max())
+    assert matrix.sum().sum() == decode.accepted.sum()
+
+
+def test_coloured_text_keeps_every_character(pair):
+    text = "def f(x):\n    return x < 1 and 'naïve → ☃'\n"
+    tokens = pair.tokenizer(text)["input_ids"]
+    shown = plots.coloured_text(tokens, ["accepted"] * len(tokens), pair.tokenizer)
+    spans = re.findall(r"<span[^>]*>(.*?)</span>", shown, re.DOTALL)
+    import html
+
+    assert html.unescape("".join(spans)) == text and len(spans) == len(tokens)
+
+
+def test_comparison_is_paired_and_checks_the_text(pair, prompts):
+    comparison = benchmark.compare(pair, prompts, repeats=3, max_new_tokens=16)
+    assert comparison.identical == 3
+    assert len(comparison.runs) == 3 * 3 and set(comparison.runs.repeat) == {1, 2, 3}
+    seconds = comparison.runs.pivot(index="repeat", columns="method", values="seconds")
+    middle, low, high = comparison.ratio()
+    assert middle == pytest.approx((seconds.regular / seconds.speculative).median())
+    assert low <= middle <= high
+    table = comparison.summary().set_index("method")
+    assert table.over_regular["regular"] == 1
+    assert (comparison.runs.tokens == 3 * 16).all()
+
+
+def test_index_lists_every_page(tmp_path):
+    source = tmp_path / "07_example.ipynb"
+    cells = [nbformat.v4.new_markdown_cell("# 07 · A <lesson>"), nbformat.v4.new_code_cell("print(6 * 7)")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), source)
+    before = source.read_bytes()
+    (page,) = pages.build([source], tmp_path / "html")
+    assert "42" in page.read_text()
+    assert '<a href="07_example.html">07 · A &lt;lesson&gt;</a>' in (tmp_path / "html/index.html").read_text()
+    assert source.read_bytes() == before
+
+
+def test_failing_cell_stops_the_build(tmp_path):
+    source = tmp_path / "08_broken.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert False")]), source)
+    with pytest.raises(Exception, match="AssertionError"):
+        pages.build([source], tmp_path / "html")

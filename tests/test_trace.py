@@ -1,0 +1,98 @@
+"""The record of a run: counts that add up, files that come back."""
+
+import pytest
+import torch
+from tiny import ragged_prompts, tiny_model
+
+import bass_core as bass
+
+PROMPTS = ragged_prompts(5, 11, 3)
+
+
+def run(trace="tokens", temperature=0.8, draft_length=3, **options):
+    pair = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
+    options = {"max_new_tokens": 20, "eos_token_id": ()} | options
+    return bass.generate(pair, PROMPTS, trace=trace, temperature=temperature, draft_length=draft_length, **options)
+
+
+def test_steps_add_up_to_the_text():
+    out = run()
+    steps = out.trace.steps
+    assert list(steps.columns) == [
+        "step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length", "draft_ms", "verify_ms", "other_ms",
+    ]  # fmt: skip
+    for row, sequence in enumerate(out.sequences):
+        mine = steps[steps.row == row]
+        assert mine.emitted.sum() == len(sequence) == 20
+        assert mine.kind.tolist() == ["prefill"] + ["decode"] * (len(mine) - 1)
+        assert mine.kv_length.tolist() == (len(PROMPTS[row]) + mine.emitted.cumsum() - mine.emitted).tolist()
+    assert (steps.accepted <= steps.drafted).all() and (steps.drafted <= steps.k).all()
+    assert (steps[["draft_ms", "verify_ms", "other_ms"]] >= 0).all().all()
+
+
+def test_tokens_are_the_text_with_its_provenance():
+    out = run()
+    tokens = out.trace.tokens
+    for row, (prompt, sequence) in enumerate(zip(PROMPTS, out.sequences, strict=True)):
+        mine = tokens[(tokens.row == row) & (tokens.kind != "rejected")]
+        assert mine.token.tolist() == sequence.tolist()
+        assert mine.position.tolist() == list(range(len(prompt), len(prompt) + len(sequence)))
+        assert mine.kind.iloc[0] == "regular"
+    steps = out.trace.steps
+    counts = tokens.kind.value_counts()
+    assert counts["accepted"] == steps.accepted.sum()
+    assert counts["rejected"] == (steps.drafted - steps.accepted).sum()
+    assert counts["recovered"] == (steps.accepted < steps.drafted).sum()
+    assert counts["accepted"] > 0 and counts["rejected"] > 0 and counts["bonus"] > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_p_and_q_are_the_models_probabilities(temperature):
+    out = run(temperature=temperature)
+    tokens = out.trace.tokens
+    target = tiny_model(dtype="float64")
+    for row, (prompt, sequence) in enumerate(zip(PROMPTS, out.sequences, strict=True)):
+        logits = target(torch.cat([prompt, sequence])[None]).logits[0] / (temperature or 1)
+        mine = tokens[(tokens.row == row) & (tokens.kind != "rejected")]
+        expected = logits[len(prompt) - 1 : -1].softmax(-1).gather(-1, sequence[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(mine.p.to_numpy()), expected)
+    drafted = tokens[tokens.kind.isin(["accepted", "rejected"])]
+    assert drafted.q.between(0, 1, inclusive="right").all()
+    assert tokens[tokens.kind.isin(["regular", "bonus"])].q.isna().all()
+
+
+def test_summary_is_defined_by_the_steps():
+    out = run()
+    decode = out.trace.steps.query("kind == 'decode'")
+    summary = out.trace.summary()
+    assert summary["tokens_per_step"] == pytest.approx((decode.accepted + 1).mean())
+    assert summary["acceptance_rate"] == pytest.approx(decode.accepted.sum() / decode.drafted.sum())
+    rejections = (decode.accepted < decode.drafted).sum()
+    assert summary["alpha"] == pytest.approx(decode.accepted.sum() / (decode.accepted.sum() + rejections))
+    assert summary["tokens"] == 60 and summary["rows"] == 3 and summary["k"] == 3
+    assert summary["attention"] == "pad" and summary["verification"] == "token"
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+@pytest.mark.parametrize("level", ["steps", "tokens"])
+def test_saved_trace_comes_back(tmp_path, name, level):
+    trace = run(level).trace
+    trace.save(tmp_path / name)
+    loaded = bass.Trace.load(tmp_path / name)
+    assert loaded.steps.equals(trace.steps)
+    assert loaded.summary() == trace.summary()
+    if level == "tokens":
+        assert loaded.tokens.equals(trace.tokens)
+
+
+def test_levels_record_what_they_say():
+    assert len(run("off").trace.steps) == 0
+    with pytest.raises(ValueError, match="trace='tokens'"):
+        _ = run("steps").trace.tokens
+
+
+def test_recording_changes_no_text():
+    texts = [run(level, temperature=t).sequences for t in (0.0, 0.8) for level in ("off", "steps", "tokens")]
+    for group in (texts[:3], texts[3:]):
+        for other in group[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(group[0], other, strict=True))

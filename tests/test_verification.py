@@ -1,0 +1,81 @@
+"""Verification rules on small cases: what the enumeration gate does not show."""
+
+import pytest
+import torch
+
+from bass_core import randomness, verification
+
+B, K, V = 4000, 3, 4
+
+
+def batch(p, q, seed=0):
+    """B rows with the same distributions p [K + 1, V], q [K, V] and drafts drawn from q: arguments of a rule."""
+    generator = torch.Generator().manual_seed(seed)
+    drafted = torch.stack([torch.multinomial(q[k].expand(B, V), 1, generator=generator)[:, 0] for k in range(K)], 1)
+    streams = torch.tensor([randomness.stream(seed, row) for row in range(B)])
+    steps = torch.ones(B, dtype=torch.int64)
+    return drafted, torch.full((B,), K), q.expand(B, K, V), p.expand(B, K + 1, V), streams, steps
+
+
+@pytest.fixture
+def laws():
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.rand(n, V, generator=generator).double().softmax(-1) ** 2 for n in (K + 1, K))
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+
+
+def test_block_accepts_at_least_as_much_as_token(laws):
+    arguments = batch(*laws)
+    token, block = verification.token(*arguments), verification.block(*arguments)
+    assert block.accepted.double().mean() >= token.accepted.double().mean()
+
+
+def test_acceptance_rate_of_the_first_token_is_one_minus_total_variation(laws):
+    p, q = laws
+    expected = torch.minimum(p[0], q[0]).sum()
+    found = (verification.token(*batch(p, q)).accepted > 0).double().mean()
+    assert abs(found - expected) < 4 * (expected * (1 - expected) / B) ** 0.5
+
+
+@pytest.mark.parametrize("rule", [verification.token, verification.block])
+def test_equal_distributions_accept_everything(rule, laws):
+    p, _ = laws
+    assert (rule(*batch(p, p[:K])).accepted == K).all()
+
+
+@pytest.mark.parametrize("rule", [verification.token, verification.block])
+def test_what_is_beyond_a_rows_length_never_matters(rule, laws):
+    drafted, _, q, p, streams, steps = batch(*laws)
+    lengths = torch.arange(B) % (K + 1)
+    outcome = rule(drafted, lengths, q, p, streams, steps)
+    assert (outcome.accepted <= lengths).all()
+    beyond = torch.arange(K) >= lengths[:, None]
+    garbage = rule(
+        drafted.masked_fill(beyond, 0),
+        lengths,
+        q.masked_fill(beyond[..., None], torch.nan),
+        p.masked_fill(torch.nn.functional.pad(beyond, (1, 0))[..., None], torch.nan),
+        streams,
+        steps,
+    )
+    assert torch.equal(outcome.accepted, garbage.accepted)
+    assert torch.equal(outcome.next_token, garbage.next_token)
+
+
+@pytest.mark.parametrize("rule", [verification.token, verification.block])
+def test_impossible_tokens_are_never_committed(rule):
+    p = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).expand(K + 1, V).double()
+    q = torch.tensor([[0.1, 0.1, 0.4, 0.4]]).expand(K, V).double()
+    drafted, *_ = arguments = batch(p, q)
+    outcome = rule(*arguments)
+    assert (outcome.next_token < 2).all()
+    kept = torch.arange(K) < outcome.accepted[:, None]
+    assert (drafted[kept] < 2).all()
+
+
+def test_matching_takes_the_targets_own_choice():
+    drafted = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 0, 7], [5, 6, 7]])
+    choices = torch.tensor([[5, 6, 7, 8], [1, 6, 7, 8], [5, 6, 7, 8], [5, 6, 7, 8]])
+    outcome = verification.matching(drafted, torch.tensor([3, 3, 3, 1]), choices)
+    assert outcome.accepted.tolist() == [3, 0, 1, 1]
+    assert outcome.next_token.tolist() == [8, 1, 6, 6]
