@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 
 from bass_core import attention as attention_paths
 from bass_core import inputs, randomness, sampling, verification
+from bass_core.batch import Batch
 from bass_core.draft_length import DraftLengthPolicy, as_policy, planned_lengths
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
 from bass_core.models import ModelPair
 from bass_core.randomness import Key, Purpose
-from bass_core.rows import Commit, Prompt, Request, Rows
+from bass_core.rows import Commit, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
 from bass_core.trace import Stopwatch, Trace, token_columns
@@ -102,6 +103,7 @@ class Session:
             inputs.eos_ids(pair.target, eos_token_id, self.vocabulary),
             inputs.stop_strings(stop, pair.tokenizer),
         )
+        self.batch = Batch(self.rows, self.target, self.drafter)
         self.trace = Trace(
             trace,
             attention=path,
@@ -110,7 +112,6 @@ class Session:
             policy=repr(self.policy),
         )
         self._watch = Stopwatch(pair.device)
-        self._prompts: dict[tuple[int, ...], Prompt] = {}  # prompts that rows still wait for
         self._submitted = 0
         self._step = 0
 
@@ -134,7 +135,7 @@ class Session:
         inputs.check_context(self.pair, len(ids), max_new_tokens)
         request = Request(
             row=self._submitted,
-            prompt=self._prompts.get(tuple(ids.tolist()), Prompt(ids)),  # samples of one prompt share its prefill
+            prompt=self.batch.prompt(ids),
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
@@ -143,25 +144,18 @@ class Session:
         if max_new_tokens == 0:
             request.finish_reason = "length"
         else:
-            self._prompts[tuple(ids.tolist())] = request.prompt
-            request.prompt.waiting += 1
-            self.rows.waiting.append(request)
+            self.batch.submit(request)
         return request
 
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
         """End a row now; it keeps the tokens it has. Nothing happens if it has ended already."""
-        self.rows.end(handle, reason)
-        self._forget(handle.prompt)
-        self._compact()
+        self.batch.end(handle, reason)
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
         """Make room for rows of that many tokens, prompt included, now rather than as rows come."""
-        if positions > self.rows.capacity:
-            self.target.grow(positions)
-            self.drafter.grow(positions)
-            self.rows.grow(positions)
+        self.batch.reserve(positions)
 
     def result(self, handle: Request) -> Result:
         """What a row has so far, or in the end."""
@@ -179,9 +173,7 @@ class Session:
 
     def close(self) -> None:
         """Free the caches now, also while a traceback still holds the session."""
-        self.target.release()
-        self.drafter.release()
-        self._prompts.clear()
+        self.batch.release()
 
     def __enter__(self) -> Session:
         return self
@@ -219,22 +211,20 @@ class Session:
         commit = self._commit(context, draft, logits, outcome)  # lengths move; nothing is copied
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
-        self._compact()
+        self.batch.compact()
         return self._record("decode", plan, context, draft, logits, p, commit)
 
     def _prefill(self) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
         self._watch.mark()
-        places = self._admit()
+        places, logits = self.batch.admit()
+        logits = logits[:, None]  # [B, 1, V]
         self._watch.mark()
         context = self._context(places, 0)
         draft = Draft.none(context)
-        logits = torch.stack([self.rows.live[place].prompt.logits for place in places])[:, None]  # [B, 1, V]
-        for place in places:
-            self._forget(self.rows.live[place].prompt)
         outcome, p = self._verify(context, draft, logits)
         commit = self._commit(context, draft, logits, outcome)
-        self._compact()
+        self.batch.compact()
         if self.rows.live:
             self.policy.start(self.rows.view())
         return self._record("prefill", 0, context, draft, logits, p, commit)
@@ -301,65 +291,6 @@ class Session:
         slots = torch.arange(most + 1, device=self.pair.device)
         noise = randomness.noise(Key(context.streams, context.lengths, Purpose.NOISE, slots), self.vocabulary)
         return context._replace(noise=noise)
-
-    def _admit(self) -> range:
-        """Move waiting rows into free places with their prompts prefilled. Returns the places.
-
-        On any error the rows wait again, so that an interrupted step can be repeated.
-        """
-        rows, first = self.rows, len(self.rows.live)
-        batch = [rows.waiting[i] for i in range(min(rows.free, len(rows.waiting)))]
-        leaders = {request.prompt: request for request in reversed(batch) if request.prompt.saved is None}
-        leading = list(leaders.values())
-        ordered = leading + [request for request in batch if request not in leading]
-        needed = max(request.limit for request in batch)
-        if needed > rows.capacity:  # at least double, so that growing stays rare
-            self.reserve(max(needed, 2 * rows.capacity))
-        for place, request in enumerate(ordered, first):
-            rows.admit(request, place)
-        if leading:
-            self._prefill_prompts(leading, range(first, first + len(leading)))
-        starting = {prompt: sum(r.prompt is prompt for r in batch) for prompt in {r.prompt for r in batch}}
-        for place, request in enumerate(ordered, first):
-            prompt, length = request.prompt, len(request.prompt.ids)
-            if request in leading:
-                if prompt.waiting > starting[prompt]:  # samples that start later will need it
-                    prompt.saved = (self.target.cache.save_row(place, length), self.drafter.save_row(place, length))
-            elif prompt.saved is not None:
-                self.target.cache.load_row(place, prompt.saved[0])
-                self.drafter.load_row(place, prompt.saved[1], length)
-            else:
-                source = first + ordered.index(leaders[prompt])
-                self._move_row(source, place, length)
-        for request in batch:
-            rows.waiting.popleft()
-            request.prompt.waiting -= 1
-        rows.live += ordered
-        return range(first, len(rows.live))
-
-    def _prefill_prompts(self, leading: list[Request], places: range) -> None:
-        """One pass of each model over new prompts; the target's last logits stay with the prompts."""
-        tokens = self.rows.tokens[places.start : places.stop]
-        lengths = [len(request.prompt.ids) for request in leading]
-        logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
-        self.drafter.prefill(tokens, lengths, places)
-        for request, row_logits in zip(leading, logits, strict=True):
-            request.prompt.logits = row_logits
-
-    def _forget(self, prompt: Prompt) -> None:
-        """Drop what was kept of a prompt once no row waits for it."""
-        if prompt.waiting == 0:
-            prompt.saved = prompt.logits = None
-            self._prompts.pop(tuple(prompt.ids.tolist()), None)
-
-    def _compact(self) -> None:
-        """Let the last live rows take the places of finished ones."""
-        for source, destination, length in self.rows.compact():
-            self._move_row(source, destination, length)
-
-    def _move_row(self, source: int, destination: int, length: int) -> None:
-        self.target.cache.move_row(source, destination, length)
-        self.drafter.move_row(source, destination, length)
 
     def _record(
         self,

@@ -1,0 +1,127 @@
+"""Rows together with the caches that hold them: admitted with one shared prefill per prompt, moved, released.
+
+A prompt is prefilled once, by the first of its samples. Samples that start with it copy its cache row; for samples that
+start later, what the prefill left (both models' cache rows and the target's last logits) is kept until the last of them
+has started.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bass_core.drafters import Drafter
+from bass_core.rows import Prompt, Request, Rows
+from bass_core.runner import Runner
+
+
+class Batch:
+    """`rows`, and what `target` and `drafter` cache of them, kept in step."""
+
+    def __init__(self, rows: Rows, target: Runner, drafter: Drafter):
+        self.rows, self.target, self.drafter = rows, target, drafter
+        self._prompts: dict[tuple[int, ...], Prompt] = {}  # prompts that rows wait for
+
+    def prompt(self, ids: Tensor) -> Prompt:
+        """The prompt with these ids, shared with the rows that wait for the same one."""
+        return self._prompts.get(tuple(ids.tolist()), Prompt(ids))
+
+    def submit(self, request: Request) -> None:
+        """Queue a row."""
+        self._prompts[tuple(request.prompt.ids.tolist())] = request.prompt
+        request.prompt.waiting += 1
+        self.rows.waiting.append(request)
+
+    def end(self, request: Request, reason: str) -> None:
+        """End a waiting or live row, keeping what it has; nothing if it has ended already."""
+        self.rows.end(request, reason)
+        self._forget(request.prompt)
+        self.compact()
+
+    def reserve(self, positions: int) -> None:
+        """Make room for rows of that many tokens, prompt included."""
+        if positions > self.rows.capacity:
+            self.target.grow(positions)
+            self.drafter.grow(positions)
+            self.rows.grow(positions)
+
+    def admit(self) -> tuple[range, Tensor]:
+        """Move waiting rows into the free places. Returns these and the target's logits after the prompts, [B, V].
+
+        On any error the rows wait again, so that an interrupted step can be repeated.
+        """
+        rows, first = self.rows, len(self.rows.live)
+        starting = [rows.waiting[i] for i in range(min(rows.free, len(rows.waiting)))]
+        needed = max(request.limit for request in starting)
+        if needed > rows.capacity:
+            self.reserve(max(needed, 2 * rows.capacity))  # at least double, so that growing stays rare
+        leaders: dict[Prompt, Request] = {}  # the first sample of each prompt that was not prefilled yet
+        for request in starting:
+            if request.prompt.saved is None:
+                leaders.setdefault(request.prompt, request)
+        leading = list(leaders.values())
+        followers = [request for request in starting if leaders.get(request.prompt) is not request]
+        for place, request in enumerate(leading + followers, first):
+            rows.admit(request, place)
+        if leading:
+            self._prefill(leading, range(first, first + len(leading)))
+        place_of = {request.prompt: place for place, request in enumerate(leading, first)}
+        for place, request in enumerate(followers, first + len(leading)):
+            self._copy_prompt(request.prompt, place, place_of.get(request.prompt))
+        for request in starting:
+            rows.waiting.popleft()
+            request.prompt.waiting -= 1
+        rows.live += leading + followers
+        logits = torch.stack([request.prompt.logits for request in leading + followers])
+        for request in starting:
+            self._keep(request.prompt, place_of.get(request.prompt))
+        return range(first, len(rows.live)), logits
+
+    def _prefill(self, leading: list[Request], places: range) -> None:
+        """One pass of each model over new prompts; the target's last logits stay with the prompts."""
+        tokens = self.rows.tokens[places.start : places.stop]
+        lengths = [len(request.prompt.ids) for request in leading]
+        logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
+        self.drafter.prefill(tokens, lengths, places)
+        for request, row_logits in zip(leading, logits, strict=True):
+            request.prompt.logits = row_logits
+
+    def _copy_prompt(self, prompt: Prompt, place: int, source: int | None) -> None:
+        """Write a prompt's cache rows to a place: from another place, or from what was saved."""
+        if source is not None:
+            self._move(source, place, len(prompt.ids))
+        else:
+            self.target.cache.load_row(place, prompt.saved[0])
+            self.drafter.load_row(place, prompt.saved[1], len(prompt.ids))
+
+    def _keep(self, prompt: Prompt, source: int | None) -> None:
+        """Save a prompt's cache rows for samples that start later; forget them once none is left."""
+        if prompt.waiting == 0:
+            self._forget(prompt)
+        elif prompt.saved is None:
+            length = len(prompt.ids)
+            prompt.saved = self.target.cache.save_row(source, length), self.drafter.save_row(source, length)
+
+    def _forget(self, prompt: Prompt) -> None:
+        if prompt.waiting == 0:
+            prompt.saved = prompt.logits = None
+            key = tuple(prompt.ids.tolist())
+            if self._prompts.get(key) is prompt:  # the same text may have been submitted again since
+                del self._prompts[key]
+
+    def compact(self) -> None:
+        """Let the last live rows take the places of finished ones."""
+        for source, destination, length in self.rows.compact():
+            self._move(source, destination, length)
+
+    def _move(self, source: int, destination: int, length: int) -> None:
+        self.target.cache.move_row(source, destination, length)
+        self.drafter.move_row(source, destination, length)
+
+    def release(self) -> None:
+        """Free all memory that depends on the models."""
+        self.target.release()
+        self.drafter.release()
+        for prompt in self._prompts.values():
+            prompt.saved = prompt.logits = None
+        self._prompts.clear()
