@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab notebooks lint embedded-pair clean
+.PHONY: help demo test lab notebooks bench pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -25,6 +25,12 @@ lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 
 notebooks: .venv/.installed-notebooks ## execute every lesson and write it to build/html
 	$(BIN)/bass notebooks
+
+bench: .venv/.installed-notebooks ## time regular and speculative decoding of the embedded pair, on both prompt sets
+	$(BIN)/bass bench
+
+pictures: .venv/.installed-notebooks ## draw the README's picture again (needs Chromium)
+	$(BIN)/bass pictures
 
 lint: .venv/.installed-test ## check format and style of the code and the lessons
 	$(BIN)/ruff format --check .

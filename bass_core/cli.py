@@ -110,3 +110,15 @@ def notebooks() -> None:
 
     built = pages.build(sorted(Path("notebooks").glob("*.ipynb")), PAGES, lambda message: typer.echo(message))
     typer.echo(f"open {PAGES / 'index.html'} ({len(built)} pages)")
+
+
+@app.command()
+def pictures() -> None:
+    """Draw the README's picture from a real run of the embedded pair (needs Chromium)."""
+    import bass_core as bass
+    from bass_core import corpus, pages, plots
+
+    out = bass.generate(bass.load_pair(dtype="float32"), corpus.function_prompts(8, seed=0), max_new_tokens=96)
+    path = Path("pictures/acceptance_raster.png")
+    pages.picture(plots.acceptance_raster(out.trace), path)
+    typer.echo(f"wrote {path} ({path.stat().st_size // 1000} kB)")

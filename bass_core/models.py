@@ -6,11 +6,15 @@ repository of the model unless the caller says so, every tensor accounted for an
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from bass_core.drafters import NgramDrafter
 
@@ -87,14 +91,15 @@ def _load_model(
     name: str | Path, dtype: str | torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-        )
+        with _progress_only_for_people():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+            )
     except Exception as error:  # whatever the file format or the hub says: one kind of error, with the cause kept
         raise ValueError(f"cannot load {str(name)!r} (safetensors checkpoints only): {error}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -105,6 +110,19 @@ def _load_model(
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{str(name)!r} has NaN or infinite values in {key}; the checkpoint is damaged")
     return model.to(device).eval()
+
+
+@contextmanager
+def _progress_only_for_people() -> Iterator[None]:
+    """transformers' progress bars in a terminal; none in notebooks' pages, logs and pipes."""
+    shown = logging.is_progress_bar_enabled()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _load_tokenizer(name: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -1,10 +1,32 @@
-"""Notebooks executed and written as web pages, with an index."""
+"""Notebooks executed and written as web pages, with an index; figures as pictures."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+# Headless, offline, and willing to run as root in a container.
+BROWSER_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--virtual-time-budget=20000",
+)
 
 
 def build(
@@ -26,7 +48,8 @@ def build(
         progress(f"executing {source.name}")
         notebook = nbformat.read(source, as_version=4)
         executor = ExecutePreprocessor(timeout=timeout, kernel_name="python3", store_widget_state=False)
-        executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
+        with _figures_as_html():
+            executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
         body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": source.stem}})
         page = target / f"{source.stem}.html"
         page.write_text(body, encoding="utf-8")
@@ -34,6 +57,19 @@ def build(
         titles.append(_title(notebook, source.stem))
     (target / "index.html").write_text(_index(pages, titles), encoding="utf-8")
     return pages
+
+
+@contextmanager
+def _figures_as_html() -> Iterator[None]:
+    """Kernels started inside draw plotly's figures with the script in the page, so that it works offline."""
+    before = os.environ.get("PLOTLY_RENDERER")
+    os.environ["PLOTLY_RENDERER"] = "notebook"
+    try:
+        yield
+    finally:
+        del os.environ["PLOTLY_RENDERER"]
+        if before is not None:
+            os.environ["PLOTLY_RENDERER"] = before
 
 
 def _title(notebook, default: str) -> str:
@@ -56,3 +92,19 @@ def _index(pages: list[Path], titles: list[str]) -> str:
         "padding:0 1rem}</style><h1>BASS, hands on</h1><p>Batched speculative decoding, from the idea to the "
         f"measurements. Every page was executed from its notebook.</p><ol start='0'>\n{items}\n</ol></html>\n"
     )
+
+
+def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> None:
+    """Write a figure as PNG, drawn by Chromium. Raises FileNotFoundError where there is none."""
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        raise FileNotFoundError("pictures are drawn by Chromium, and there is no chromium here: install it")
+    height = figure.layout.height
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "figure.html"
+        body = figure.update_layout(width=width).to_html(include_plotlyjs=True, full_html=False)
+        page.write_text(f"<!doctype html><meta charset='utf-8'><body style='margin:0'>{body}", encoding="utf-8")
+        options = [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", f"--screenshot={path}"]
+        command = [browser, *BROWSER_FLAGS, f"--force-device-scale-factor={scale}", *options, page.as_uri()]
+        subprocess.run(command, check=True, capture_output=True, timeout=120)

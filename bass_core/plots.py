@@ -73,7 +73,7 @@ def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row
     figure = _figure(title, "decode step of the row", "row", height=140 + 34 * len(matrix))
     figure.add_trace(
         go.Heatmap(
-            z=matrix.to_numpy(dtype=float),
+            z=matrix.astype(object).where(matrix.notna(), None).to_numpy(),  # NaN is no JSON
             x=matrix.columns.to_numpy(),
             y=matrix.index.to_numpy(),
             zmin=0,
