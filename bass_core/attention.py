@@ -276,7 +276,7 @@ def probe(model: PreTrainedModel, path: str) -> str | None:
                 if error <= (limit := _tolerance(model.dtype))
                 else (f"its logits are off by {error:.1e} of their size (allowed {limit:.0e})")
             )
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as exception:  # whatever a foreign architecture raises is the answer
             known[path] = f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"

@@ -7,9 +7,13 @@ has started.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
+from bass_core.cache import free
 from bass_core.drafters import Drafter
 from bass_core.rows import Prompt, Request, Rows
 from bass_core.runner import Runner
@@ -45,11 +49,23 @@ class Batch:
             self.drafter.grow(positions)
             self.rows.grow(positions)
 
-    def admit(self) -> tuple[range, Tensor]:
-        """Move waiting rows into the free places. Returns these and the target's logits after the prompts, [B, V].
+    @contextmanager
+    def admission(self) -> Iterator[None]:
+        """Rows admitted inside wait again if anything is raised, so that an interrupted step can be repeated."""
+        first = len(self.rows.live)
+        try:
+            yield
+        except BaseException:
+            undone = sorted(self.rows.live[first:], key=lambda request: request.row)
+            del self.rows.live[first:]
+            self.rows.waiting.extendleft(reversed(undone))
+            for request in undone:
+                request.prompt.waiting += 1
+                self._prompts.setdefault(tuple(request.prompt.ids.tolist()), request.prompt)
+            raise
 
-        On any error the rows wait again, so that an interrupted step can be repeated.
-        """
+    def admit(self) -> tuple[range, Tensor]:
+        """Move waiting rows into the free places. Returns these and the target's logits after the prompts, [B, V]."""
         rows, first = self.rows, len(self.rows.live)
         starting = [rows.waiting[i] for i in range(min(rows.free, len(rows.waiting)))]
         needed = max(request.limit for request in starting)
@@ -81,6 +97,7 @@ class Batch:
         """One pass of each model over new prompts; the target's last logits stay with the prompts."""
         tokens = self.rows.tokens[places.start : places.stop]
         lengths = [len(request.prompt.ids) for request in leading]
+        self.target.cache.clear(places)
         logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
         self.drafter.prefill(tokens, lengths, places)
         for request, row_logits in zip(leading, logits, strict=True):
@@ -123,5 +140,7 @@ class Batch:
         self.target.release()
         self.drafter.release()
         for prompt in self._prompts.values():
+            for saved in prompt.saved or ():
+                free(saved)
             prompt.saved = prompt.logits = None
         self._prompts.clear()

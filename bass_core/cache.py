@@ -15,6 +15,8 @@ Everything that touches transformers' cache classes is in this module.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +52,12 @@ class Pass:
         if chunk is not None:
             seen &= slots // chunk == query // chunk
         return seen
+
+
+def free(tensors: Iterable[Tensor]) -> None:
+    """Free these tensors' memory now, although frames of a traceback may hold views of them."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -125,9 +133,12 @@ class RaggedCache(Cache):
     def explain(self, error: Exception) -> Exception:
         """An allocator's or a device's error, retold with what the user can do; any other error as it is."""
         text = str(error)
-        if "device-side assert" in text:
-            return RuntimeError(f"the GPU raised an assertion and cannot be used again: restart the kernel ({text})")
-        if "memory" not in text and not isinstance(error, MemoryError):
+        if error.__cause__ is not None:
+            return error  # explained already
+        if "device-side assert" in text or "illegal memory access" in text:
+            return RuntimeError(f"the GPU cannot be used again by this process: restart the kernel ({text})")
+        full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
+        if not full:
             return error
         per_row = self.row_bytes
         message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {self.slots} positions"
@@ -139,21 +150,41 @@ class RaggedCache(Cache):
         kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError
         return kind(message + ". Lower max_batch_size or max_new_tokens; the next call starts from a clean state")
 
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Errors raised inside are retold by `explain`."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if (explained := self.explain(error)) is error:
+                raise
+            raise explained from error
+
     def grow(self, capacity: int) -> None:
         """Make room for rows of `capacity` positions; what is stored stays where it is."""
-        old_slots, self.slots = self.slots, capacity + 1
+        grown = []  # all of them before any is put in place: running out of memory half-way must leave the cache whole
         for layer in self.layers:
             for name in ("keys", "values") if layer.is_initialized else ():
                 old = getattr(layer, name)
-                new = self.allocate(old, (self.max_rows, self.slots, *old.shape[2:]))
-                new[:, : old_slots - 1] = old[:, :-1]
-                setattr(layer, name, new)
+                new = self.allocate(old, (self.max_rows, capacity + 1, *old.shape[2:]))
+                new[:, : self.slots - 1] = old[:, :-1]
+                grown.append((layer, name, new))
+        for layer, name, new in grown:
+            setattr(layer, name, new)
+        self.slots = capacity + 1
 
     def move_row(self, source: int, destination: int, length: int) -> None:
         """Copy a row's first `length` positions to another place."""
         for layer in self.layers:
             for buffer in layer.buffers():
                 buffer[destination, :length] = buffer[source, :length]
+                buffer[destination, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
+
+    def clear(self, places: range) -> None:
+        """Forget what rows that lived there have left."""
+        for layer in self.layers:
+            for buffer in layer.buffers():
+                buffer[places.start : places.stop] = 0
 
     def save_row(self, place: int, length: int) -> list[Tensor]:
         """A copy of a row's first `length` positions (a prompt's cache, kept for samples that start later)."""
@@ -164,10 +195,12 @@ class RaggedCache(Cache):
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         for buffer, stored in zip(buffers, saved, strict=True):
             buffer[place, : len(stored)] = stored
+            buffer[place, len(stored) :] = 0
 
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""
         self.current = self.flat_slots = None
         for layer in self.layers:
+            free(layer.buffers())
             layer.keys = layer.values = None
             layer.is_initialized = False

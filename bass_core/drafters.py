@@ -126,6 +126,7 @@ class ModelDrafter(Drafter):
         self.cached = np.zeros(runner.cache.max_rows, dtype=np.int64)  # valid positions per place
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
+        self.runner.cache.clear(places)
         self.runner.feed_last(self._known(tokens), lengths, max(lengths), places)
         self.cached[places.start : places.stop] = lengths
 

@@ -28,7 +28,7 @@ from bass_core.randomness import Key, Purpose
 from bass_core.rows import Commit, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
-from bass_core.trace import Stopwatch, Trace, token_columns
+from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
 from bass_core.verification import Outcome
 
 RULES = {"token": verification.token, "block": verification.block}  # "coupled" compares choices instead
@@ -85,10 +85,13 @@ class Session:
         self.rule = inputs.one_of("verification", verification, (*RULES, "coupled"))
         self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
         self.vocabulary = pair.target.config.get_text_config().vocab_size
-        path = attention_paths.resolve(pair.target, attention)
+        max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
+        inputs.one_of("trace", trace, LEVELS)
+        eos = inputs.eos_ids(pair.target, eos_token_id, self.vocabulary)
+        finder = inputs.stop_strings(stop, pair.tokenizer)
+        path = attention_paths.resolve(pair.target, attention)  # runs the model: after all that is refused without
         drafts = isinstance(pair.draft, PreTrainedModel)
         draft_path = attention_paths.resolve(pair.draft, attention) if drafts else None
-        max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
 
         self.target = Runner(pair.target, path, max_rows)
         self.drafter: Drafter = pair.draft or NgramDrafter()
@@ -96,13 +99,8 @@ class Session:
             runner = Runner(pair.draft, draft_path, max_rows)
             coupled = self.rule == "coupled"
             self.drafter = ModelDrafter(runner, self.params, self.vocabulary, coupled, keep_q=trace == "tokens")
-        self.rows = Rows(
-            max_rows,
-            pair.device,
-            self.vocabulary if self.params.needs_history else None,
-            inputs.eos_ids(pair.target, eos_token_id, self.vocabulary),
-            inputs.stop_strings(stop, pair.tokenizer),
-        )
+        history = self.vocabulary if self.params.needs_history else None
+        self.rows = Rows(max_rows, pair.device, history, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
         self.trace = Trace(
             trace,
@@ -113,6 +111,7 @@ class Session:
         )
         self._watch = Stopwatch(pair.device)
         self._submitted = 0
+        self._closed = False
         self._step = 0
 
     # --- rows come and go -------------------------------------------------------------------------
@@ -173,6 +172,7 @@ class Session:
 
     def close(self) -> None:
         """Free the caches now, also while a traceback still holds the session."""
+        self._closed = True
         self.batch.release()
 
     def __enter__(self) -> Session:
@@ -189,15 +189,17 @@ class Session:
 
         Raises FloatingPointError if a model's logits are not numbers; no token of that step is committed then.
         """
+        if self._closed:
+            raise RuntimeError("the session is closed and its caches are freed; make a new one")
         for request in self.rows.expired():
             self.cancel(request, "budget")
-        with self.prepared():
+        with self.target.cache.explaining(), self.prepared():
             if self.rows.waiting and self.rows.free:
                 return self._prefill()
             return self._decode() if self.rows.live else StepEvent(self._step, [], [])
 
     def _decode(self) -> StepEvent:
-        self._watch.mark()
+        self._watch.start()
         view = self.rows.view()
         plan = self.policy.plan(view)  # draft length, shared or per row
         lengths = planned_lengths(plan, view)  # [B]
@@ -216,14 +218,15 @@ class Session:
 
     def _prefill(self) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
-        self._watch.mark()
-        places, logits = self.batch.admit()
-        logits = logits[:, None]  # [B, 1, V]
-        self._watch.mark()
-        context = self._context(places, 0)
-        draft = Draft.none(context)
-        outcome, p = self._verify(context, draft, logits)
-        commit = self._commit(context, draft, logits, outcome)
+        self._watch.start()
+        with self.batch.admission():
+            places, logits = self.batch.admit()
+            logits = logits[:, None]  # [B, 1, V]
+            self._watch.mark()
+            context = self._context(places, 0)
+            draft = Draft.none(context)
+            outcome, p = self._verify(context, draft, logits)
+            commit = self._commit(context, draft, logits, outcome)
         self.batch.compact()
         if self.rows.live:
             self.policy.start(self.rows.view())

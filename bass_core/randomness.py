@@ -102,6 +102,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     below_total = total.nextafter(torch.zeros((), dtype=torch.float64, device=total.device))  # u * total may round up
     ids = torch.searchsorted(cumulative, torch.minimum(u[:, None] * total, below_total), right=True)
+    ids = ids.clamp(max=probs.shape[-1] - 1)  # NaN sorts last; such rows are refused later, but ids index memory now
     if probs.is_cuda:  # a parallel scan need not be monotone to the last bit, where probability 0 adds nothing
         ids = torch.where(probs.gather(1, ids) > 0, ids, probs.argmax(-1, keepdim=True))
     return ids[:, 0]

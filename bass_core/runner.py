@@ -94,11 +94,9 @@ class Runner:
         slots = positions if slots is None else slots
         places = range(len(ids)) if places is None else places
         current = Pass(positions, slots, places, max(kv_lengths), kv_lengths)
-        try:
-            with nullcontext() if self._is_prepared else attention.using(self.model, self.path):
-                return attention.forward(self.model, self.path, ids, current, self.cache, last_only)
-        except (RuntimeError, MemoryError) as error:
-            raise self.cache.explain(error) from error
+        switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
+        with self.cache.explaining(), switched:
+            return attention.forward(self.model, self.path, ids, current, self.cache, last_only)
 
     def grow(self, capacity: int) -> None:
         """Room for rows of `capacity` positions."""

@@ -7,6 +7,7 @@ Target and draft go through the same processing; losslessness is about the *proc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +28,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
 
     def __post_init__(self):
-        _require_number("temperature", self.temperature, self.temperature >= 0, "a finite number >= 0 (0 = greedy)")
+        _require_number("temperature", self.temperature, lambda t: t >= 0, "a finite number >= 0 (0 = greedy)")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k must be an integer >= 0 (0 = off), got {self.top_k!r}")
-        _require_number("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1] (1 = off)")
-        _require_number("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1] (0 = off)")
-        _require_number("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "> 0 (1 = off)")
+        _require_number("top_p", self.top_p, lambda p: 0 < p <= 1, "in (0, 1] (1 = off)")
+        _require_number("min_p", self.min_p, lambda p: 0 <= p <= 1, "in [0, 1] (0 = off)")
+        _require_number("repetition_penalty", self.repetition_penalty, lambda penalty: penalty > 0, "> 0 (1 = off)")
 
     @property
     def greedy(self) -> bool:
@@ -44,8 +45,10 @@ class SamplingParams:
         return self.repetition_penalty != 1
 
 
-def _require_number(name: str, value: float, in_range: bool, accepted: str) -> None:
-    if not in_range or not math.isfinite(value):  # NaN fails every comparison
+def _require_number(name: str, value: float, in_range: Callable[[float], bool], accepted: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be {accepted}, got {value!r}")
+    if not in_range(value) or not math.isfinite(value):  # NaN fails every comparison
         raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 

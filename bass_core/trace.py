@@ -35,6 +35,11 @@ class Stopwatch:
         self._on_cuda = device.type == "cuda"
         self._marks: list = []
 
+    def start(self) -> None:
+        """The first mark; an interrupted step's are dropped."""
+        self._marks = []
+        self.mark()
+
     def mark(self) -> None:
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)

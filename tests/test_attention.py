@@ -136,4 +136,4 @@ def test_named_paths_are_taken_or_refused():
         attention.resolve(tiny_model(), "flash")
     if not attention.kernels_available():
         with pytest.raises(ValueError, match="Triton kernels"):
-            bass.generate(bass.ModelPair(tiny_model()), torch.tensor([3, 4]), attention="ragged")
+            bass.generate(bass.ModelPair(tiny_model()), torch.tensor([3, 4]), max_new_tokens=4, attention="ragged")

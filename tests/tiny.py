@@ -10,8 +10,6 @@ import tokenizers
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-torch.set_num_threads(1)  # threads that wait for a busy core make matrices this small a hundred times slower
-
 VOCABULARY = 97
 CONTEXT = 96
 BYTES = 3 + 256  # the vocabulary of `byte_tokenizer`

@@ -1,0 +1,553 @@
+"""After an interruption, an error or a full memory: everything is as before, and a re-run gives the same tokens."""
+
+import copy
+import itertools
+import weakref
+
+import pytest
+import torch
+from tiny import VOCABULARY, ragged_prompts, tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import bass_core as bass
+from bass_core import attention, randomness, sampling
+from bass_core.cache import RaggedCache
+from bass_core.rows import Rows
+from bass_core.trace import Trace
+
+PROMPTS = ragged_prompts(5, 9, 13)
+
+
+def disturbed_pair() -> bass.ModelPair:
+    """Models of this test's own, in training mode in part, with dropout that would change the text."""
+    dropout = {"attention_dropout": 0.5}
+    pair = bass.ModelPair(
+        copy.deepcopy(tiny_model(dtype="float64", **dropout)),
+        copy.deepcopy(tiny_model(dtype="float64", noise=0.02, **dropout)),
+    )
+    pair.target.train()
+    pair.target.model.layers[0].eval()
+    pair.draft.model.layers[1].train()
+    return pair
+
+
+def generate(pair: bass.ModelPair, **options) -> bass.Generation:
+    defaults = {"max_new_tokens": 12, "temperature": 0.8, "eos_token_id": (), "draft_length": 3}
+    return bass.generate(pair, PROMPTS, **(defaults | options))
+
+
+def assert_same(out: bass.Generation, other: bass.Generation) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(out.sequences, other.sequences, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(out.logprobs, other.logprobs, strict=True))
+    assert out.finish_reasons == other.finish_reasons
+
+
+def state(model) -> dict:
+    """All that `generate` might change and must not."""
+    return {
+        "configuration": copy.deepcopy(model.config.to_dict()),
+        "attention": model.config._attn_implementation,
+        "generation": copy.deepcopy(model.generation_config.to_dict()),
+        "training": [module.training for module in model.modules()],
+        "attributes": [sorted(vars(module)) for module in model.modules()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "weights": {name: (tensor.data_ptr(), tensor.sum().item()) for name, tensor in model.state_dict().items()},
+    }
+
+
+def states(pair: bass.ModelPair) -> list[dict]:
+    return [state(model) for model in (pair.target, pair.draft)]
+
+
+class CacheMemory:
+    """Watches the bytes behind every key and value that a cache ever stored, whoever still holds them."""
+
+    def __init__(self, monkeypatch):
+        self._storages = []
+        for name in ("allocate", "save_row"):
+            monkeypatch.setattr(RaggedCache, name, self._noting(getattr(RaggedCache, name)))
+
+    def _noting(self, method):
+        def noting(*args, **kwargs):
+            made = method(*args, **kwargs)
+            tensors = [made] if isinstance(made, torch.Tensor) else made
+            self._storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+            return made
+
+        return noting
+
+    @property
+    def was_used(self) -> bool:
+        return len(self._storages) > 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that are not free yet; nobody should have to wait for the garbage collector."""
+        storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._storages]
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+@pytest.fixture
+def cache_memory(monkeypatch) -> CacheMemory:
+    return CacheMemory(monkeypatch)
+
+
+class Interruption(Exception):
+    """Not an error that the library knows."""
+
+
+def fail_at_call(monkeypatch, owner, name: str, number: int, error: BaseException) -> None:
+    """The call number `number` (from 1) of owner.name raises."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*args, **kwargs):
+        if next(calls) == number:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+# Where it happens: what raises (given the pair), and at which of its calls. Every place is met while rows are decoded,
+# except for the prefills.
+PHASES = {
+    "target prefill": (lambda pair: (pair.target, "forward"), 1),
+    "draft prefill": (lambda pair: (pair.draft, "forward"), 1),
+    "attention of a prefill": (lambda pair: (attention, "_attend"), 2),
+    "verification of a prefill": (lambda pair: (sampling, "probabilities"), 1),
+    "commit of a prefill": (lambda pair: (Rows, "commit"), 1),
+    "first draft pass": (lambda pair: (pair.draft, "forward"), 2),
+    "later draft pass": (lambda pair: (pair.draft, "forward"), 6),
+    "target pass": (lambda pair: (pair.target, "forward"), 3),
+    "attention of the target pass": (lambda pair: (attention, "_attend"), 2 + 2 + 3 * 2 + 2),
+    "after attention": (lambda pair: (pair.target.model.layers[1].mlp, "forward"), 3),
+    "verification": (lambda pair: (randomness, "accept"), 2),
+    "commit": (lambda pair: (Rows, "commit"), 3),
+    "compaction": (lambda pair: (Rows, "compact"), 3),
+    "recording": (lambda pair: (Trace, "record_step"), 3),
+}
+BEFORE_A_COMMIT = [name for name in PHASES if name not in ("commit of a prefill", "commit", "compaction", "recording")]
+
+
+@pytest.fixture
+def fresh_pair() -> bass.ModelPair:
+    return disturbed_pair()
+
+
+@pytest.fixture
+def before(fresh_pair) -> list[dict]:
+    """The models' state before they ever ran."""
+    return states(fresh_pair)
+
+
+@pytest.fixture
+def pair(fresh_pair, before) -> bass.ModelPair:
+    for model in (fresh_pair.target, fresh_pair.draft):
+        attention.resolve(model)  # or the probe's calls would be counted
+    return fresh_pair
+
+
+def interrupt(monkeypatch, pair, phase: str, error: BaseException) -> None:
+    where, number = PHASES[phase]
+    fail_at_call(monkeypatch, *where(pair), number, error)
+
+
+def test_phases_of_an_undisturbed_run_are_met_where_they_say(monkeypatch, pair):
+    """Else the tests below would prove nothing about, say, the attention of a target pass."""
+    seen = []
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        model.register_forward_pre_hook(lambda *args, role=role: seen.append(role))
+    with monkeypatch.context() as patch:
+        interrupt(patch, pair, "attention of the target pass", Interruption())
+        with pytest.raises(Interruption):
+            generate(pair)
+    assert seen == ["target", "draft", "draft", "draft", "draft", "target"]
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Interruption(), RuntimeError("of some kind"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("phase", PHASES)
+def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before, cache_memory, phase, error):
+    expected = generate(pair)
+    with monkeypatch.context() as patch:
+        interrupt(patch, pair, phase, error)
+        with pytest.raises(type(error)) as caught:  # holds the traceback and its frames, as sys.last_traceback does
+            generate(pair)
+    assert caught.value is error
+    assert caught.traceback
+    assert states(pair) == before
+    assert attention._current is None
+    assert cache_memory.was_used
+    assert cache_memory.held == 0
+    assert_same(generate(pair), expected)
+
+
+@pytest.mark.parametrize("error", [Interruption(), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("at_step", [0, 1, 3])
+def test_call_interrupted_in_on_step_leaves_everything_as_it_was(pair, before, cache_memory, at_step, error):
+    def on_step(event):
+        if event.step == at_step:
+            raise error
+
+    expected = generate(pair)
+    with pytest.raises(type(error)) as caught:
+        generate(pair, on_step=on_step)
+    assert caught.value is error
+    assert states(pair) == before
+    assert cache_memory.was_used
+    assert cache_memory.held == 0
+    assert_same(generate(pair), expected)
+
+
+def test_interrupted_call_frees_the_saved_caches_of_prompts(pair, cache_memory):
+    """While samples of a prompt wait for a place, its cache is kept: that is memory of the call's, too."""
+
+    def on_step(event):
+        if event.step == 2:
+            raise Interruption
+
+    with pytest.raises(Interruption) as caught:
+        generate(pair, num_return_sequences=3, max_batch_size=4, on_step=on_step)
+    assert caught.traceback
+    assert cache_memory.was_used
+    assert cache_memory.held == 0
+
+
+def test_finished_call_leaves_everything_as_it_was(pair, before, cache_memory):
+    out = generate(pair, num_return_sequences=2, max_batch_size=4, trace="tokens", repetition_penalty=1.1)
+    assert states(pair) == before
+    assert attention._current is None
+    assert cache_memory.was_used
+    assert cache_memory.held == 0
+    assert len(out.sequences) == 6
+
+
+def test_refused_call_leaves_everything_as_it_was(pair, before):
+    for options in ({"max_new_tokens": 1000}, {"attention": "flash"}, {"top_p": 0}):
+        with pytest.raises(ValueError):
+            generate(pair, **options)
+    assert states(pair) == before
+
+
+def test_models_in_training_mode_decode_without_dropout(pair):
+    sound = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.02))
+    assert_same(generate(pair), generate(sound))
+
+
+def test_probe_interrupted_in_its_midst_leaves_everything_as_it_was(monkeypatch, fresh_pair, before, cache_memory):
+    pair = fresh_pair
+    for call in (1, 3, 6):
+        with monkeypatch.context() as patch:
+            fail_at_call(patch, pair.target, "forward", call, KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt) as caught:
+                generate(pair)
+        assert caught.traceback
+        assert states(pair) == before
+        assert cache_memory.held == 0
+    assert generate(pair).trace.summary()["attention"] == "pad"
+
+
+@pytest.mark.parametrize("architecture", ["codegen", "mistral"])
+def test_path_with_masks_of_ours_leaves_the_model_as_it_was_too(monkeypatch, architecture, cache_memory):
+    model = copy.deepcopy(tiny_model(architecture, dtype="float64"))
+    before = state(model)
+    pair = bass.ModelPair(model, model)
+    expected = generate(pair, attention="eager")
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, model, "forward", 5, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt) as caught:
+            generate(pair, attention="eager")
+    assert caught.traceback
+    assert state(model) == before
+    assert cache_memory.held == 0
+    assert_same(generate(pair, attention="eager"), expected)
+
+
+def test_closing_a_session_frees_its_caches_while_it_is_held(pair, cache_memory):
+    session = bass.Session(pair, max_batch_size=2, eos_token_id=())
+    for _ in range(3):
+        session.submit(PROMPTS[0], max_new_tokens=8)
+    session.step()
+    session.step()
+    assert cache_memory.held > 0
+    session.close()
+    assert cache_memory.held == 0
+
+
+# --- a session goes on ----------------------------------------------------------------------------
+
+
+def session_with_rows(pair, **options) -> tuple[bass.Session, list]:
+    session = bass.Session(pair, eos_token_id=(), draft_length=3, **options)
+    return session, [session.submit(prompt, max_new_tokens=12) for prompt in PROMPTS]
+
+
+def run_to_the_end(session) -> None:
+    while not session.idle:
+        session.step()
+
+
+def assert_same_results(session, handles, other, other_handles) -> None:
+    for handle, other_handle in zip(handles, other_handles, strict=True):
+        result, expected = session.result(handle), other.result(other_handle)
+        assert torch.equal(result.sequence, expected.sequence)
+        assert torch.equal(result.logprobs, expected.logprobs)
+        assert result.finish_reason == expected.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("phase", "temperature"),
+    [(phase, 0.8) for phase in BEFORE_A_COMMIT]
+    + [(phase, 0.0) for phase in BEFORE_A_COMMIT if "verification" not in phase],  # greedy verification draws nothing
+)
+def test_step_interrupted_before_its_commit_can_be_repeated(monkeypatch, pair, phase, temperature):
+    undisturbed = session_with_rows(pair, temperature=temperature)
+    run_to_the_end(undisturbed[0])
+    session, handles = session_with_rows(pair, temperature=temperature)
+    with monkeypatch.context() as patch:
+        interrupt(patch, pair, phase, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            run_to_the_end(session)
+    run_to_the_end(session)
+    assert_same_results(session, handles, *undisturbed)
+
+
+def test_session_goes_on_with_the_other_rows_after_the_bad_one_is_cancelled(pair):
+    """What the error message's reader does: on_row_error="raise", then cancel that row."""
+    undisturbed = session_with_rows(pair)
+    run_to_the_end(undisturbed[0])
+    session, handles = session_with_rows(pair)
+    session.step()
+    place = [request.row for request in session.rows.live].index(1)
+
+    def spoil(module, args, output):
+        output.logits[place] = float("nan")
+
+    hook = pair.target.register_forward_hook(spoil)
+    with pytest.raises(FloatingPointError, match="row 1"):
+        session.step()
+    hook.remove()
+    session.cancel(handles[1])
+    run_to_the_end(session)
+    assert len(session.result(handles[1]).sequence) == 1
+    assert_same_results(session, handles[::2], undisturbed[0], undisturbed[1][::2])
+    assert len(session.trace.steps) > 0
+
+
+def test_closed_session_is_not_stepped_on_in_silence(pair):
+    """Its caches are gone: its rows' next tokens would come from zeros."""
+    session, _ = session_with_rows(pair)
+    session.step()
+    session.close()
+    with pytest.raises((RuntimeError, ValueError), match="clos"):
+        session.step()
+
+
+# --- memory that is full --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """small_memory(error, elements): an allocator that refuses zeroed tensors of more elements than that."""
+    zeros = torch.zeros
+
+    def install(error: BaseException, elements: int) -> None:
+        def limited(*shape, **options):
+            made = zeros(*shape, **options)
+            if made.numel() > elements:
+                raise error
+            return made
+
+        monkeypatch.setattr(torch, "zeros", limited)
+
+    yield install
+    monkeypatch.setattr(torch, "zeros", zeros)
+
+
+CUDA_IS_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+FULL = {
+    "CUDA": (torch.OutOfMemoryError(CUDA_IS_FULL), torch.OutOfMemoryError),
+    "CPU": (
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError,
+    ),
+    "Python": (MemoryError(), MemoryError),
+}
+
+
+def elements_of_a_cache(rows: int, slots: int) -> int:
+    """Keys of one layer of the tiny llama: 2 KV heads of 8 dimensions."""
+    return rows * slots * 2 * 8
+
+
+@pytest.mark.parametrize("allocator", FULL)
+def test_cache_that_does_not_fit_says_how_large_a_row_is_and_what_to_lower(
+    monkeypatch, pair, cache_memory, small_memory, allocator
+):
+    expected = generate(pair)
+    error, kind = FULL[allocator]
+    slots = 13 + 12 + 1
+    with monkeypatch.context():
+        small_memory(error, elements_of_a_cache(3, slots) - 1)
+        with pytest.raises(kind) as caught:
+            generate(pair)
+    gigabytes = 2 * 2 * elements_of_a_cache(1, slots) * 8 / 1e9  # keys and values, 2 layers, float64
+    text = str(caught.value)
+    assert text.startswith("out of memory")
+    assert f"{gigabytes:.3g} GB per row" in text
+    assert "3 rows" in text
+    assert "max_batch_size" in text and "max_new_tokens" in text
+    assert caught.value.__cause__ is error
+    assert cache_memory.held == 0
+    monkeypatch.undo()
+    assert_same(generate(pair), expected)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number"),
+    [
+        (lambda pair: pair.draft, "forward", 3),
+        (lambda pair: pair.target, "forward", 3),
+        (lambda pair: sampling, "probabilities", 3),
+        (lambda pair: RaggedCache, "move_row", 1),
+        (lambda pair: RaggedCache, "save_row", 1),
+    ],
+    ids=["draft pass", "target pass", "probabilities", "moving a row", "saving a prompt"],
+)
+def test_memory_that_fills_up_anywhere_in_a_step_is_explained_and_the_next_call_works(
+    monkeypatch, pair, cache_memory, owner, name, number
+):
+    options = {"num_return_sequences": 2, "max_batch_size": 3}
+    expected = generate(pair, **options)
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, owner(pair), name, number, torch.OutOfMemoryError(CUDA_IS_FULL))
+        with pytest.raises(torch.OutOfMemoryError, match=r"GB per row.*max_batch_size") as caught:
+            generate(pair, **options)
+    assert caught.traceback
+    assert cache_memory.held == 0
+    assert_same(generate(pair, **options), expected)
+
+
+@pytest.mark.parametrize("allocator", FULL)
+def test_cache_that_cannot_grow_is_explained_and_the_live_rows_go_on_unharmed(monkeypatch, pair, allocator):
+    undisturbed = session_with_rows(pair)
+    run_to_the_end(undisturbed[0])
+    session, handles = session_with_rows(pair)
+    session.step()
+    session.step()
+    longer = session.submit(ragged_prompts(60)[0], max_new_tokens=12)
+    error, kind = FULL[allocator]
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, RaggedCache, "allocate", 3, error)
+        with pytest.raises(kind, match=r"GB per row.*max_batch_size"):
+            session.step()
+    session.cancel(longer)
+    run_to_the_end(session)
+    assert_same_results(session, handles, *undisturbed)
+
+
+@pytest.mark.parametrize("allocator", FULL)
+def test_memory_that_is_full_during_the_probe_does_not_condemn_the_model(monkeypatch, allocator):
+    monkeypatch.setattr(attention, "_probed", weakref.WeakKeyDictionary())
+    pair = bass.ModelPair(copy.deepcopy(tiny_model(dtype="float64")))
+    error, kind = FULL[allocator]
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, RaggedCache, "allocate", 2, error)
+        with pytest.raises(kind, match="out of memory"):
+            generate(pair)
+    assert generate(pair).trace.summary()["attention"] == "pad"
+
+
+# --- devices that are lost ------------------------------------------------------------------------
+
+ASSERTION = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously"
+
+
+@pytest.mark.parametrize("text", [ASSERTION, ILLEGAL_ACCESS], ids=["assertion", "illegal access"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_lost_device_says_to_restart_the_kernel(monkeypatch, pair, role, text):
+    fail_at_call(monkeypatch, getattr(pair, role), "forward", 2, RuntimeError(text))
+    with pytest.raises(RuntimeError, match="restart the kernel") as caught:
+        generate(pair)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+    assert text in str(caught.value)  # or nobody could look it up
+
+
+def test_lost_device_that_shows_at_the_copy_to_the_host_says_to_restart_the_kernel(monkeypatch, pair):
+    """Kernels run asynchronously: most assertions surface there."""
+    fail_at_call(monkeypatch, torch.Tensor, "cpu", 2, RuntimeError(ASSERTION))
+    with pytest.raises(RuntimeError, match="restart the kernel"):
+        generate(pair)
+
+
+@pytest.mark.parametrize(
+    "text", ["required rank 4 tensor to use channels_last memory format", "unsupported operation: more than one"]
+)
+def test_error_of_another_kind_is_passed_on_as_it_is(monkeypatch, pair, text):
+    error = RuntimeError(text)
+    fail_at_call(monkeypatch, pair.target, "forward", 2, error)
+    with pytest.raises(RuntimeError) as caught:
+        generate(pair)
+    assert caught.value is error
+    assert error.__cause__ is None
+
+
+# --- the same again -------------------------------------------------------------------------------
+
+
+def test_same_seed_gives_the_same_bits_twenty_times():
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.02))
+    first = generate(pair, max_new_tokens=24, seed=3)
+    assert first.sequences[0].tolist() != generate(pair, max_new_tokens=24, seed=4).sequences[0].tolist()
+    for _ in range(19):
+        assert_same(generate(pair, max_new_tokens=24, seed=3), first)
+
+
+def test_global_generators_play_no_part(pair):
+    torch.manual_seed(1)
+    first, before = generate(pair), torch.get_rng_state()
+    torch.manual_seed(2)
+    assert_same(generate(pair), first)
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class OneMoreEachStep(bass.DraftLengthPolicy):
+    """A policy whose state shows at once when it is not reset."""
+
+    def start(self, rows):
+        if not rows.steps.any():
+            self.k = 0
+
+    def plan(self, rows):
+        return self.k
+
+    def update(self, drafted, accepted):
+        self.k += 1
+
+
+@pytest.mark.parametrize("kind", [bass.BassHeuristic, bass.HuggingFaceHeuristic, OneMoreEachStep])
+@pytest.mark.parametrize("interrupted_at", [0, 1, 4])
+def test_policy_object_used_again_after_an_interrupted_call_starts_afresh(pair, kind, interrupted_at):
+    def on_step(event):
+        if event.step == interrupted_at:
+            raise KeyboardInterrupt
+
+    expected = generate(pair, draft_length=kind(), max_new_tokens=30)
+    policy = kind()
+    with pytest.raises(KeyboardInterrupt):
+        generate(pair, draft_length=policy, max_new_tokens=30, on_step=on_step)
+    for _ in range(2):
+        out = generate(pair, draft_length=policy, max_new_tokens=30)
+        assert_same(out, expected)
+        assert out.trace.steps.k.tolist() == expected.trace.steps.k.tolist()
+
+
+def test_ids_of_the_tiny_models_cover_their_vocabulary():
+    """The tests above compare tokens: a model that repeats one of them would hide differences."""
+    pair = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.02))
+    emitted = torch.cat(generate(pair, max_new_tokens=40).sequences)
+    assert len(set(emitted.tolist())) > VOCABULARY / 3

@@ -1,0 +1,735 @@
+"""Rows come, wait, end and go at any time, and none of it changes another row's tokens."""
+
+import copy
+import itertools
+import time
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import BYTES, byte_tokenizer, forward_passes, greedy_alone, ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core.cache import RaggedCache
+
+TARGET = tiny_model(dtype="float64")
+DRAFT = tiny_model(dtype="float64", noise=0.02)
+PAIR = bass.ModelPair(TARGET, DRAFT)
+PERFECT = bass.ModelPair(TARGET, TARGET)  # every draft is accepted
+PROMPTS = ragged_prompts(5, 9, 13, 7)
+SAMPLED = {"temperature": 0.8, "seed": 3}
+
+
+def session_over(pair=PAIR, **options) -> bass.Session:
+    return bass.Session(pair, **({"eos_token_id": (), "draft_length": 3} | options))
+
+
+def generate(prompts=PROMPTS, pair=PAIR, **options) -> bass.Generation:
+    return bass.generate(pair, prompts, **({"eos_token_id": (), "draft_length": 3, "max_new_tokens": 12} | options))
+
+
+def run_to_the_end(session: bass.Session) -> None:
+    while not session.idle:
+        session.step()
+
+
+def alone(row: int, prompt, new: int, **options):
+    """The result of a row that has the whole session for itself."""
+    session = session_over(max_batch_size=1, **options)
+    for _ in range(row):
+        session.submit(prompt, max_new_tokens=0)  # the row's number names its random numbers
+    handle = session.submit(prompt, max_new_tokens=new)
+    run_to_the_end(session)
+    return session.result(handle)
+
+
+def assert_same_result(result, expected) -> None:
+    assert result.sequence.tolist() == expected.sequence.tolist()
+    assert torch.allclose(result.logprobs, expected.logprobs)
+    assert result.finish_reason == expected.finish_reason
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until its `now` is moved."""
+
+    class Clock:
+        now = 1000.0
+
+    monkeypatch.setattr(time, "monotonic", lambda: Clock.now)
+    return Clock
+
+
+# --- results and idleness -------------------------------------------------------------------------
+
+
+def test_result_grows_from_nothing_to_the_whole_row():
+    session = session_over()
+    handle = session.submit(PROMPTS[0], max_new_tokens=12)
+    result = session.result(handle)
+    assert (len(result.sequence), len(result.logprobs), result.finish_reason) == (0, 0, None)
+    expected = greedy_alone(TARGET, PROMPTS[0], 12)
+    lengths = []
+    while not session.idle:
+        session.step()
+        result = session.result(handle)
+        lengths.append(len(result.sequence))
+        assert torch.equal(result.sequence, expected[: lengths[-1]])
+        assert len(result.logprobs) == lengths[-1]
+        assert result.finish_reason == ("length" if lengths[-1] == 12 else None)
+    assert lengths[0] == 1 and lengths[-1] == 12
+    assert sorted(set(lengths)) == lengths, "every step adds something"
+    session.step()
+    assert_same_result(session.result(handle), result)
+
+
+def test_result_is_a_copy_that_later_steps_do_not_touch():
+    session = session_over()
+    handle = session.submit(PROMPTS[0], max_new_tokens=12)
+    session.step()
+    early = session.result(handle)
+    token = int(early.sequence[0])
+    early.sequence[0] = early.logprobs[0] = 0
+    run_to_the_end(session)
+    assert int(session.result(handle).sequence[0]) == token
+    assert len(early.sequence) == 1
+
+
+def test_result_is_int64_ids_and_float32_logprobs_of_the_targets_unprocessed_law():
+    session = session_over(temperature=0.7, top_k=5, repetition_penalty=1.3)
+    handle = session.submit(PROMPTS[1], max_new_tokens=12)
+    run_to_the_end(session)
+    result = session.result(handle)
+    assert (result.sequence.dtype, result.logprobs.dtype) == (torch.int64, torch.float32)
+    text = torch.cat([PROMPTS[1], result.sequence])
+    law = TARGET(text[None]).logits[0].log_softmax(-1)[len(PROMPTS[1]) - 1 : -1]
+    assert torch.allclose(result.logprobs.double(), law.gather(1, result.sequence[:, None])[:, 0], atol=1e-5)
+
+
+def test_session_is_idle_before_the_first_row_and_after_the_last():
+    session = session_over()
+    assert session.idle
+    session.submit(PROMPTS[0], max_new_tokens=0)
+    assert session.idle, "a row without tokens is done at once"
+    session.submit(PROMPTS[0], max_new_tokens=2)
+    assert not session.idle
+    session.step()
+    assert not session.idle
+    session.step()
+    assert session.idle
+
+
+def test_step_of_an_idle_session_does_nothing():
+    session = session_over()
+    with forward_passes(TARGET, DRAFT) as passes:
+        for _ in range(2):
+            event = session.step()
+            assert (event.rows, event.new_tokens) == ([], [])
+    assert passes == []
+    handle = session.submit(PROMPTS[0], max_new_tokens=4)
+    run_to_the_end(session)
+    assert torch.equal(session.result(handle).sequence, greedy_alone(TARGET, PROMPTS[0], 4))
+
+
+# --- coming and going -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, SAMPLED | {"verification": "coupled"}], ids=str)
+def test_row_submitted_between_steps_equals_the_row_alone(options):
+    session = session_over(max_batch_size=3, **options)
+    handles = []
+    for prompt in PROMPTS:
+        handles.append(session.submit(prompt, max_new_tokens=12))
+        session.step()
+        session.step()
+    run_to_the_end(session)
+    for row, (handle, prompt) in enumerate(zip(handles, PROMPTS, strict=True)):
+        assert_same_result(session.result(handle), alone(row, prompt, 12, **options))
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
+def test_rows_of_very_different_lengths_equal_each_alone_while_places_are_closed(options):
+    news = [1, 30, 4, 17, 2, 24, 9, 3]
+    prompts = ragged_prompts(12, 3, 8, 20, 6, 2, 10, 4)
+    session = session_over(max_batch_size=8, **options)
+    handles = [session.submit(prompt, max_new_tokens=new) for prompt, new in zip(prompts, news, strict=True)]
+    run_to_the_end(session)
+    for row, (handle, prompt, new) in enumerate(zip(handles, prompts, news, strict=True)):
+        assert_same_result(session.result(handle), alone(row, prompt, new, **options))
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
+def test_longer_row_that_joins_makes_room_and_leaves_live_rows_as_they_were(options):
+    prompts = [*ragged_prompts(4, 6), *ragged_prompts(30, 60, seed=1)]
+    session = session_over(**options)
+    handles = []
+    for prompt in prompts:
+        handles.append(session.submit(prompt, max_new_tokens=14))
+        for _ in range(2):
+            session.step()
+    run_to_the_end(session)
+    for row, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+        assert_same_result(session.result(handle), alone(row, prompt, 14, **options))
+
+
+def test_seed_of_a_row_is_the_sessions_unless_it_has_its_own():
+    def row(session_seed, **own):
+        session = session_over(temperature=0.8, seed=session_seed)
+        handle = session.submit(PROMPTS[0], max_new_tokens=12, **own)
+        run_to_the_end(session)
+        return session.result(handle).sequence.tolist()
+
+    assert row(1, seed=7) == row(2, seed=7) == row(7)
+    assert row(1) != row(7)
+
+
+def test_samples_of_one_prompt_differ():
+    sequences = generate(PROMPTS[:1], num_return_sequences=4, **SAMPLED).sequences
+    assert len({tuple(sequence.tolist()) for sequence in sequences}) == 4
+
+
+# --- cancelling -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
+@pytest.mark.parametrize("cancelled", range(3))
+def test_cancelled_row_keeps_its_tokens_and_the_others_are_unchanged(cancelled, options):
+    session = session_over(max_batch_size=3, **options)
+    handles = [session.submit(prompt, max_new_tokens=20) for prompt in PROMPTS[:3]]
+    for _ in range(3):
+        session.step()
+    before = session.result(handles[cancelled])
+    session.cancel(handles[cancelled])
+    after = session.result(handles[cancelled])
+    assert 0 < len(after.sequence) < 20
+    assert after.finish_reason == "cancelled"
+    assert torch.equal(after.sequence, before.sequence) and torch.equal(after.logprobs, before.logprobs)
+    run_to_the_end(session)
+    assert_same_result(session.result(handles[cancelled]), after)
+    for row in {0, 1, 2} - {cancelled}:
+        assert_same_result(session.result(handles[row]), alone(row, PROMPTS[row], 20, **options))
+
+
+def test_cancelled_row_that_waits_never_starts():
+    session = session_over(max_batch_size=1)
+    first, second, third = (session.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:3])
+    session.step()
+    session.cancel(second)
+    with forward_passes(TARGET) as passes:
+        run_to_the_end(session)
+    result = session.result(second)
+    assert (len(result.sequence), result.finish_reason) == (0, "cancelled")
+    assert not any(length >= len(PROMPTS[1]) and length != len(PROMPTS[2]) for _, length in passes)
+    assert_same_result(session.result(first), alone(0, PROMPTS[0], 6))
+    assert_same_result(session.result(third), alone(2, PROMPTS[2], 6))
+
+
+def test_place_of_a_cancelled_row_is_taken_by_a_waiting_one():
+    session = session_over(max_batch_size=1)
+    first, second = (session.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:2])
+    session.step()
+    session.cancel(first)
+    assert session.step().rows == [1]
+    run_to_the_end(session)
+    assert_same_result(session.result(second), alone(1, PROMPTS[1], 6))
+
+
+def test_cancelling_what_has_ended_changes_nothing():
+    session = session_over()
+    handle = session.submit(PROMPTS[0], max_new_tokens=4)
+    other = session.submit(PROMPTS[1], max_new_tokens=9)
+    while session.result(handle).finish_reason is None:
+        session.step()
+    before = session.result(handle)
+    session.cancel(handle)
+    session.cancel(handle)
+    assert_same_result(session.result(handle), before)
+    run_to_the_end(session)
+    assert_same_result(session.result(other), alone(1, PROMPTS[1], 9))
+
+
+def test_session_with_all_rows_cancelled_is_idle():
+    session = session_over(max_batch_size=2)
+    handles = [session.submit(prompt, max_new_tokens=6) for prompt in PROMPTS]
+    session.step()
+    for handle in handles:
+        session.cancel(handle)
+    assert session.idle
+    assert [session.result(handle).finish_reason for handle in handles] == ["cancelled"] * 4
+    assert [len(session.result(handle).sequence) for handle in handles] == [1, 1, 0, 0]
+
+
+def test_row_numbers_go_on_after_a_cancelled_row():
+    session = session_over(max_batch_size=2)
+    first = session.submit(PROMPTS[0], max_new_tokens=6)
+    session.cancel(first)
+    second = session.submit(PROMPTS[1], max_new_tokens=6)
+    assert session.step().rows == [1]
+    run_to_the_end(session)
+    assert_same_result(session.result(second), alone(1, PROMPTS[1], 6))
+
+
+# --- deadlines and budgets ------------------------------------------------------------------------
+
+
+def test_row_past_its_deadline_ends_with_what_it_has(clock):
+    session = session_over()
+    hurried = session.submit(PROMPTS[0], max_new_tokens=20, deadline=2.0)
+    other = session.submit(PROMPTS[1], max_new_tokens=20)
+    session.step()
+    clock.now += 1.9
+    session.step()
+    before = session.result(hurried)
+    assert before.finish_reason is None
+    clock.now += 0.1
+    assert session.step().rows == [1]
+    after = session.result(hurried)
+    assert after.finish_reason == "budget"
+    assert torch.equal(after.sequence, before.sequence)
+    run_to_the_end(session)
+    assert_same_result(session.result(other), alone(1, PROMPTS[1], 20))
+
+
+def test_deadline_passes_for_a_row_that_still_waits(clock):
+    session = session_over(max_batch_size=1)
+    first = session.submit(PROMPTS[0], max_new_tokens=6)
+    hurried = session.submit(PROMPTS[1], max_new_tokens=6, deadline=1.0)
+    session.step()
+    clock.now += 1.0
+    run_to_the_end(session)
+    result = session.result(hurried)
+    assert (len(result.sequence), result.finish_reason) == (0, "budget")
+    assert session.result(first).finish_reason == "length"
+
+
+def test_deadline_counts_from_the_submission(clock):
+    session = session_over()
+    session.submit(PROMPTS[0], max_new_tokens=20)
+    clock.now += 10
+    handle = session.submit(PROMPTS[1], max_new_tokens=4, deadline=5.0)
+    run_to_the_end(session)
+    assert session.result(handle).finish_reason == "length"
+
+
+def test_deadline_of_zero_ends_a_row_before_it_starts(clock):
+    session = session_over()
+    handle = session.submit(PROMPTS[0], max_new_tokens=4, deadline=0)
+    with forward_passes(TARGET, DRAFT) as passes:
+        run_to_the_end(session)
+    assert passes == []
+    assert session.result(handle).finish_reason == "budget"
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
+def test_time_budget_ends_live_rows_with_what_they_have_and_waiting_ones_empty(clock, options):
+    def on_step(event):
+        clock.now += 1.0
+
+    full = generate(max_new_tokens=20, max_batch_size=2, **options)
+    out = generate(max_new_tokens=20, max_batch_size=2, time_budget=3.5, on_step=on_step, **options)
+    assert out.finish_reasons == ["budget"] * 4
+    for sequence, logprobs, whole in zip(out.sequences[:2], out.logprobs, full.sequences, strict=False):
+        assert 4 <= len(sequence) < 20
+        assert len(logprobs) == len(sequence)
+        assert torch.equal(sequence, whole[: len(sequence)])
+    assert [len(sequence) for sequence in out.sequences[2:]] == [0, 0]
+    assert out.trace.steps.step.max() == 3, "four steps were begun within 3.5 seconds"
+
+
+def test_row_that_finished_within_the_budget_keeps_its_reason(clock):
+    def on_step(event):
+        clock.now += 1.0
+
+    texts = [greedy_alone(TARGET, prompt, 40).tolist() for prompt in PROMPTS[:2]]
+    stop = next(token for token in texts[1] if token not in texts[0])
+    out = generate(PROMPTS[:2], max_new_tokens=40, eos_token_id=stop, time_budget=4, on_step=on_step)
+    assert out.finish_reasons[1] == "eos"
+    assert out.finish_reasons[0] == "budget"
+
+
+def test_budget_that_is_spent_at_once_runs_no_model(clock):
+    generate()  # the probe is not meant
+    with forward_passes(TARGET, DRAFT) as passes:
+        out = generate(time_budget=0)
+    assert passes == []
+    assert out.finish_reasons == ["budget"] * 4
+    assert [len(sequence) for sequence in out.sequences] == [0] * 4
+
+
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+@pytest.mark.parametrize("max_batch_size", [1, 2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_that_wait_for_a_place_equal_those_that_start_at_once(max_batch_size, temperature, verification):
+    options = {"num_return_sequences": 2, "temperature": temperature, "verification": verification}
+    expected = generate(**options)
+    with forward_passes(TARGET, DRAFT) as passes:
+        out = generate(max_batch_size=max_batch_size, **options)
+    assert max(rows for rows, _ in passes) <= max_batch_size
+    for result, other in zip(out.sequences, expected.sequences, strict=True):
+        assert result.tolist() == other.tolist()
+    for result, other in zip(out.logprobs, expected.logprobs, strict=True):
+        assert torch.allclose(result, other)
+
+
+def test_freed_place_is_taken_before_the_other_rows_end():
+    session = session_over(max_batch_size=2)
+    for new in (3, 40, 3):
+        session.submit(PROMPTS[0], max_new_tokens=new)
+    events = []
+    while not session.idle:
+        events.append(session.step())
+    last_of_the_long_row = max(event.step for event in events if 1 in event.rows)
+    assert min(event.step for event in events if 2 in event.rows) < last_of_the_long_row
+
+
+# --- shared prefill -------------------------------------------------------------------------------
+
+LONG = ragged_prompts(30, 28, seed=5)
+
+
+def prefilled_rows(passes) -> int:
+    """Rows in passes over prompts; those of decoding feed fewer than ten tokens."""
+    return sum(rows for rows, queries in passes if queries >= 10)
+
+
+@pytest.mark.parametrize("pair", [PAIR, bass.ModelPair(TARGET)], ids=["model", "n-gram"])
+@pytest.mark.parametrize("max_batch_size", [None, 1, 2, 3, 5])
+def test_samples_of_a_prompt_are_prefilled_once_however_late_they_start(pair, max_batch_size):
+    generate(LONG, pair)
+    options = {"num_return_sequences": 5, "max_new_tokens": 8, **SAMPLED}
+    expected = [generate(LONG, pair, **options).sequences[row].tolist() for row in range(10)]
+    with forward_passes(TARGET) as of_target, forward_passes(DRAFT) as of_draft:
+        out = generate(LONG, pair, max_batch_size=max_batch_size, **options)
+    assert prefilled_rows(of_target) == 2
+    assert prefilled_rows(of_draft) == (2 if pair is PAIR else 0)
+    assert [sequence.tolist() for sequence in out.sequences] == expected
+
+
+def test_samples_submitted_one_by_one_share_what_is_still_kept():
+    session = session_over(max_batch_size=1, **SAMPLED)
+    handles = [session.submit(LONG[0], max_new_tokens=4) for _ in range(2)]
+    with forward_passes(TARGET) as passes:
+        session.step()
+        handles.append(session.submit(LONG[0].tolist(), max_new_tokens=4))
+        run_to_the_end(session)
+    assert prefilled_rows(passes) == 1
+    for row, handle in enumerate(handles):
+        assert_same_result(session.result(handle), alone(row, LONG[0], 4, **SAMPLED))
+
+
+@pytest.fixture
+def saved_caches(monkeypatch):
+    """() -> how many saved prompt caches of the target are alive."""
+    saved, save_row = [], RaggedCache.save_row
+
+    def noting(self, place, length):
+        made = save_row(self, place, length)
+        saved.append(torch.multiprocessing.reductions.StorageWeakRef(made[0].untyped_storage()))
+        return made
+
+    monkeypatch.setattr(RaggedCache, "save_row", noting)
+    return lambda: sum(not storage.expired() for storage in saved)
+
+
+def test_kept_cache_of_a_prompt_is_dropped_when_its_last_sample_starts(saved_caches):
+    session = session_over(bass.ModelPair(TARGET), max_batch_size=2)
+    handles = [session.submit(LONG[0], max_new_tokens=new) for new in (3, 6, 9)]
+    session.step()
+    assert saved_caches() == 1, "a sample still waits"
+    while not len(session.result(handles[2]).sequence):
+        session.step()
+    assert saved_caches() == 0
+    assert not session.idle
+    run_to_the_end(session)
+    assert saved_caches() == 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_kept_cache_of_a_prompt_is_dropped_when_the_last_sample_gives_up(saved_caches, clock, how):
+    session = session_over(bass.ModelPair(TARGET), max_batch_size=1)
+    session.submit(LONG[0], max_new_tokens=20)
+    waiting = [session.submit(LONG[0], max_new_tokens=6, deadline=5) for _ in range(2)]
+    session.step()
+    session.cancel(waiting[0])
+    assert saved_caches() == 1
+    if how == "cancel":
+        session.cancel(waiting[1])
+    clock.now += 10
+    session.step()
+    assert saved_caches() == 0
+    run_to_the_end(session)
+
+
+def test_no_cache_is_kept_for_a_prompt_whose_samples_all_start_together(saved_caches):
+    session = session_over(max_batch_size=4)
+    for _ in range(4):
+        session.submit(LONG[0], max_new_tokens=4)
+    session.step()
+    assert saved_caches() == 0
+
+
+def test_cancelling_an_ended_row_does_not_forget_the_prompt_for_others_that_wait():
+    session = session_over(max_batch_size=1)
+    ended = session.submit(LONG[0], max_new_tokens=1)
+    session.step()
+    with forward_passes(TARGET) as passes:
+        session.submit(LONG[0], max_new_tokens=4)
+        session.submit(LONG[0], max_new_tokens=4)
+        session.step()
+        session.cancel(ended)
+        session.submit(LONG[0], max_new_tokens=4)
+        run_to_the_end(session)
+    assert prefilled_rows(passes) == 1
+
+
+# --- events ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, {"draft_length": 0}], ids=str)
+def test_events_hold_exactly_the_tokens_of_the_rows(options):
+    told, steps = defaultdict(list), []
+
+    def on_step(event):
+        steps.append(event.step)
+        assert len(event.rows) == len(set(event.rows)) == len(event.new_tokens)
+        for row, tokens in zip(event.rows, event.new_tokens, strict=True):
+            told[row] += tokens
+
+    eos = greedy_alone(TARGET, PROMPTS[2], 6)[3:5].tolist()
+    out = generate(num_return_sequences=2, max_batch_size=3, eos_token_id=eos, on_step=on_step, **options)
+    assert [told[row] for row in range(8)] == [sequence.tolist() for sequence in out.sequences]
+    assert steps == list(range(len(steps)))
+    assert "eos" in out.finish_reasons and "length" in out.finish_reasons
+
+
+def test_trace_counts_the_same_tokens_as_the_events():
+    out = generate(max_new_tokens=17)
+    assert out.trace.steps.groupby("row").emitted.sum().tolist() == [17] * 4
+
+
+# --- where rows end -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
+@pytest.mark.parametrize("pair", [PAIR, PERFECT, bass.ModelPair(TARGET)], ids=["draft", "perfect draft", "n-gram"])
+def test_row_of_one_new_token_is_the_first_of_a_longer_row(pair, options):
+    short, long = (generate(pair=pair, max_new_tokens=new, **options) for new in (1, 9))
+    assert short.finish_reasons == ["length"] * 4
+    for one, many in zip(short.sequences, long.sequences, strict=True):
+        assert one.tolist() == many[:1].tolist()
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 4, 7])
+@pytest.mark.parametrize("new", [1, 2, 3, 5, 8, 13])
+def test_row_has_exactly_the_new_tokens_asked_for(new, draft_length):
+    out = generate(pair=PERFECT, max_new_tokens=new, draft_length=draft_length)
+    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
+        assert torch.equal(sequence, greedy_alone(TARGET, prompt, new))
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_eos_ends_a_row_wherever_in_a_draft_it_comes(at):
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    first = text.index(text[at])
+    out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], draft_length=5)
+    assert out.sequences[0].tolist() == text[: first + 1]
+    assert len(out.logprobs[0]) == first + 1
+    assert out.finish_reasons == ["eos"]
+
+
+def test_first_of_several_eos_ids_ends_a_row():
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    for eos in ([text[6], text[3]], (text[3], text[6]), torch.tensor([text[6], text[3]]), {text[3], text[6]}):
+        out = generate(PROMPTS[:1], PERFECT, eos_token_id=eos, draft_length=5)
+        assert out.sequences[0].tolist() == text[: text.index(text[3]) + 1]
+
+
+def test_eos_of_the_model_is_the_default_and_no_eos_never_stops():
+    model = copy.deepcopy(TARGET)
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    model.generation_config.eos_token_id = [text[4], text[9]]
+    pair = bass.ModelPair(model, DRAFT)
+    assert generate(PROMPTS[:1], pair, eos_token_id=None).sequences[0].tolist() == text[: text.index(text[4]) + 1]
+    assert generate(PROMPTS[:1], pair, eos_token_id=()).sequences[0].tolist() == text
+    model.generation_config.eos_token_id = None
+    assert generate(PROMPTS[:1], pair, eos_token_id=None).sequences[0].tolist() == text
+
+
+def test_eos_as_the_last_token_asked_for_is_eos():
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    new = text.index(text[5]) + 1
+    out = generate(PROMPTS[:1], eos_token_id=text[5], max_new_tokens=new)
+    assert (out.sequences[0].tolist(), out.finish_reasons) == (text[:new], ["eos"])
+
+
+# --- stop strings ---------------------------------------------------------------------------------
+
+TOKENIZER = byte_tokenizer()
+
+
+def speller(text: str):
+    """A model that goes on with `text` after any of its tokens, all of which must differ; then with its last one."""
+    ids = TOKENIZER(text)["input_ids"]
+    assert len(set(ids)) == len(ids)
+    following = torch.full((BYTES,), ids[-1])
+    following[ids[:-1]] = torch.tensor(ids[1:])
+
+    def spell(module, args, kwargs, output):
+        fed = kwargs["input_ids"][:, -output.logits.shape[1] :]
+        output.logits = F.one_hot(following[fed], BYTES).to(output.logits) * 40
+
+    model = copy.deepcopy(tiny_model(vocab_size=BYTES))
+    model.register_forward_hook(spell, with_kwargs=True)
+    return model
+
+
+SPELLED = "!the né€g😀xyzw"  # characters of one to four bytes
+MODEL = speller(SPELLED)
+SPELLING = bass.ModelPair(MODEL, MODEL, TOKENIZER)
+
+
+def spell(stop, draft_length=5, new=18, **options) -> bass.Generation:
+    options = {"stop": stop, "draft_length": draft_length, "max_new_tokens": new, "eos_token_id": (), **options}
+    return bass.generate(SPELLING, ["!"], **options)
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+def test_speller_spells():
+    out = spell((), new=len(tokens_of(SPELLED)) - 1)
+    assert out.texts == [SPELLED[1:]]
+    assert out.trace.summary()["acceptance_rate"] == 1
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("stop", ["t", "he", "e n", "é", "né", "€", "€g", "😀", "😀x", "the né€g😀", "z"])
+def test_stop_string_ends_a_row_at_the_token_that_completes_it(stop, draft_length):
+    out = spell([stop], draft_length)
+    before = SPELLED[1 : SPELLED.index(stop)]
+    assert out.texts == [before]
+    assert out.sequences[0].tolist() == tokens_of(before + stop)
+    assert len(out.logprobs[0]) == len(out.sequences[0])
+    assert out.finish_reasons == ["stop"]
+
+
+@pytest.mark.parametrize("draft_length", [0, 3, 8])
+def test_first_of_several_stop_strings_to_be_completed_ends_the_row(draft_length):
+    out = spell(["z", "€g", "absent", "né€"], draft_length)
+    assert out.texts == ["the "]
+    assert out.sequences[0].tolist() == tokens_of("the né€")
+
+
+def test_single_stop_string_needs_no_list():
+    assert spell("é").texts == ["the n"]
+
+
+def test_stop_string_of_the_prompt_is_not_found_again():
+    assert spell(["!t"]).finish_reasons == ["length"]
+    assert spell(["!"]).finish_reasons == ["length"]
+
+
+def test_stop_string_that_never_comes_changes_nothing():
+    out = spell(["absent", "🙃"], new=12)
+    assert out.finish_reasons == ["length"]
+    assert out.sequences[0].tolist() == tokens_of(SPELLED)[1:13]
+
+
+def test_row_cut_off_within_a_character_is_no_match():
+    """The first byte of € alone decodes to a replacement character, which is not in the text to come."""
+    new = len(tokens_of("the né")) + 1
+    out = spell(["€"], new=new)
+    assert out.finish_reasons == ["length"]
+    assert len(out.sequences[0]) == new
+
+
+def test_stop_string_completed_by_the_last_token_asked_for_is_a_stop():
+    out = spell(["né"], new=len(tokens_of("the né")))
+    assert (out.finish_reasons, out.texts) == (["stop"], ["the "])
+
+
+def test_eos_that_comes_before_the_stop_string_wins_and_the_other_way_round():
+    n, e = tokens_of("n")[0], tokens_of("e")[0]
+    assert spell(["né"], eos_token_id=n).finish_reasons == ["eos"]
+    assert spell(["he"], eos_token_id=n).finish_reasons == ["stop"]
+    assert spell(["né"], eos_token_id=e).texts == ["the"]
+
+
+def test_stop_strings_of_one_row_leave_the_others_alone():
+    out = bass.generate(SPELLING, ["!", "n", "g", "x"], stop="€", max_new_tokens=6, eos_token_id=())
+    assert out.finish_reasons == ["length", "stop", "length", "length"]
+    assert out.texts[1] == "é"
+    for text, row in ((SPELLED[1:], 0), ("😀xy", 2)):
+        assert out.sequences[row].tolist() == tokens_of(text)[:6]
+
+
+def test_texts_skip_special_tokens_and_are_none_without_a_tokenizer():
+    end = TOKENIZER.eos_token_id
+    pair = bass.ModelPair(tiny_model(vocab_size=BYTES), tokenizer=TOKENIZER)
+    text = greedy_alone(pair.target, torch.tensor([50, 60]), 8)
+
+    def finish(module, args, output):
+        output.logits[..., end] = torch.where(output.logits.argmax(-1) == text[5], 1e4, output.logits[..., end])
+
+    hook = pair.target.register_forward_hook(finish)
+    try:
+        out = bass.generate(pair, [torch.tensor([50, 60])], max_new_tokens=8)
+    finally:
+        hook.remove()
+    assert out.sequences[0][-1] == end and out.finish_reasons == ["eos"]
+    assert out.texts == [TOKENIZER.decode(out.sequences[0][:-1])]
+    assert generate(PROMPTS).texts == [None] * 4
+
+
+def test_results_of_a_running_session_end_before_the_stop_string_too():
+    session = bass.Session(SPELLING, stop="€g", draft_length=3, eos_token_id=())
+    handle = session.submit("!", max_new_tokens=18)
+    texts = []
+    while not session.idle:
+        session.step()
+        texts.append(session.result(handle).text)
+    assert texts[-1] == "the né"
+    assert all("g" not in text for text in texts)
+    assert session.result(handle).finish_reason == "stop"
+
+
+# --- the same prompt among others, many times -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "any_length"),
+    # How many tokens are left bounds the last drafts, and so which random numbers verification meets: shortening a row
+    # need not leave its sampled text a beginning of the longer one, unless these are numbered by position.
+    [({}, True), (SAMPLED, False), (SAMPLED | {"verification": "coupled"}, True)],
+    ids=["greedy", "token", "coupled"],
+)
+def test_any_order_of_events_leaves_every_row_as_it_is_alone(options, any_length):
+    """Rows are submitted, cancelled and stepped in random orders of our own."""
+    prompts, longest = ragged_prompts(3, 11, 6, 19), 15
+    expected = {
+        (row, which): alone(row, prompts[which], longest, **options).sequence.tolist()
+        for row, which in itertools.product(range(8), range(len(prompts)))
+    }
+    for trial in range(8):
+        chance = np.random.default_rng(trial)
+        session = session_over(max_batch_size=int(chance.integers(1, 4)), **options)
+        rows = []
+        while len(rows) < 8 or not session.idle:
+            if len(rows) < 8 and chance.random() < 0.5:
+                which = int(chance.integers(len(prompts)))
+                new = int(chance.integers(longest + 1)) if any_length else longest
+                rows.append((session.submit(prompts[which], max_new_tokens=new), which, new))
+            if rows and chance.random() < 0.1:
+                session.cancel(rows[int(chance.integers(len(rows)))][0])
+            session.step()
+        for row, (handle, which, new) in enumerate(rows):
+            result = session.result(handle)
+            assert result.finish_reason in ("length", "cancelled")
+            length = new if result.finish_reason == "length" else len(result.sequence)
+            assert result.sequence.tolist() == expected[row, which][:length]
