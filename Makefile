@@ -21,7 +21,7 @@ test: .venv/.installed-test ## run all tests
 	$(BIN)/python -m pytest
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 notebooks: .venv/.installed-notebooks ## execute every lesson and write it to build/html
 	$(BIN)/bass notebooks

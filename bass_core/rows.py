@@ -149,7 +149,7 @@ class Rows:
     # --- coming -----------------------------------------------------------------------------------
 
     def admit(self, request: Request, place: int) -> None:
-        """Write a request's prompt into a place; it becomes live with `start`."""
+        """Write a request's prompt into a place; the row is live once it stands in `live`."""
         ids = request.prompt.ids
         self.tokens[place, : len(ids)] = ids.to(self.device)
         self.tokens_host[place, : len(ids)] = ids.numpy()
@@ -191,7 +191,7 @@ class Rows:
         self.lengths[rows] += accepted + 1
         self.steps[rows] += 1
 
-        new_host, accepted_host = host[:, :-1], host[:, -1]
+        new_host, accepted_host = host[:, :-1], np.where(failed, 0, host[:, -1])
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
         columns = np.arange(new_host.shape[1])
         at_host = np.where(columns < emitted[:, None], self.lengths_host[rows, None] + columns, self.capacity)
