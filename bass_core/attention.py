@@ -62,18 +62,15 @@ def _ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attenti
     return ragged_attention(query, key, value, _current, **kwargs), None
 
 
-def _group(query: Tensor, key: Tensor, options: dict) -> int:
-    """Query heads that share a KV head become more queries of it, so that nothing is expanded (GQA packing): how many.
-
-    1 where scores need more than a bias, so that the plain product is used.
-    """
-    plain = options.get("softcap") is not None or options.get("s_aux") is not None
-    return 1 if plain else query.shape[1] // key.shape[1]
+def _needs_scores(options: dict) -> bool:
+    """Whether scores need more than a bias (softcap, sinks), so that the product is written out."""
+    return options.get("softcap") is not None or options.get("s_aux") is not None
 
 
 def _bias(current: Pass, query: Tensor, key: Tensor, options: dict) -> Tensor:
     """Additive mask [B, 1, group * Q, extent] in the query's dtype, built once per pass, window and group."""
-    window, group = options.get("sliding_window"), _group(query, key, options)
+    # Query heads that share a KV head become more queries of it, so that nothing is expanded (GQA packing).
+    window, group = options.get("sliding_window"), 1 if _needs_scores(options) else query.shape[1] // key.shape[1]
     kind = (window, group, query.dtype)
     if kind not in current.masks:
         hidden = ~current.visible(window)[:, None].repeat(1, 1, group, 1)
@@ -87,7 +84,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: di
     scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads = query.shape[1], key.shape[1]
-    if softcap is None and sinks is None:
+    if not _needs_scores(options):
         packed = query.reshape(query.shape[0], kv_heads, -1, query.shape[-1])
         out = F.scaled_dot_product_attention(packed, key, value, attn_mask=bias, scale=scaling)
         return out.view(query.shape[0], heads, query.shape[2], -1)
@@ -115,10 +112,10 @@ def using(model: PreTrainedModel, path: str) -> Iterator[None]:
     """Run `model` with an attention path, in evaluation mode; leave it exactly as it was found."""
     before = _implementations(model.config)
     training = [module for module in model.modules() if module.training]
-    model.config._attn_implementation = _prefixed(path)
-    for module in training:
-        module.training = False
     try:
+        model.config._attn_implementation = _prefixed(path)
+        for module in training:
+            module.training = False
         yield
     finally:
         for config, implementation in before:

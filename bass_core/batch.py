@@ -128,8 +128,7 @@ class Batch:
 
     def compact(self) -> None:
         """Let the last live rows take the places of finished ones."""
-        for source, destination, length in self.rows.compact():
-            self._move(source, destination, length)
+        self.rows.compact(self._move)
 
     def _move(self, source: int, destination: int, length: int) -> None:
         self.target.cache.move_row(source, destination, length)

@@ -33,12 +33,9 @@ METHODS = ("transformers", "regular", "speculative")
 @dataclass(frozen=True)
 class Comparison:
     """runs: one line per (repeat, method): repeat, method, seconds, tokens, tokens_per_second, alpha, acceptance_rate,
-    tokens_per_step. identical: rows whose speculative text equals `transformers.generate`'s of the row alone (greedy
-    decoding only, else None)."""
+    tokens_per_step."""
 
     runs: pd.DataFrame
-    rows: int
-    identical: int | None
 
     def ratio(self, method: str = "speculative", to: str = "regular") -> tuple[float, float, float]:
         """Speed of one method over another: median of the paired ratios, and its 95% interval (bootstrap)."""
@@ -81,11 +78,11 @@ def compare(
 ) -> Comparison:
     """Time the methods on the same prompts, one batch, EOS switched off so that all emit the same number of tokens.
 
-    repeats: interleaved, after one that warms up and is not counted. Greedy decoding also checks the text.
+    repeats: interleaved, after one that warms up and is not counted.
     """
     for method in methods:
         inputs.one_of("methods", method, METHODS)
-    ids = [inputs.prompt_ids(prompt, pair.tokenizer, pair.target.config.vocab_size) for prompt in prompts]
+    ids = _token_ids(pair, prompts)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "eos_token_id": ()}
     decode = {
         "transformers": lambda seed: _transformers(pair, ids, max_new_tokens, temperature, seed),
@@ -105,12 +102,20 @@ def compare(
             lines.append(line | {name: summary.get(name, float("nan")) for name in names})
     runs = pd.DataFrame(lines).query("repeat > 0")
     runs = runs.assign(tokens_per_second=runs.tokens / runs.seconds)
-    identical = None
-    if temperature == 0:
-        found = decode["speculative"](0).sequences
-        alone = [_transformers(pair, [row], max_new_tokens, 0.0, 0)[0] for row in ids]
-        identical = sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
-    return Comparison(runs, len(ids), identical)
+    return Comparison(runs)
+
+
+def identical_rows(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, draft_length: int = 5) -> int:
+    """Rows of a greedy speculative batch whose every token equals `transformers.generate`'s for the row alone."""
+    ids = _token_ids(pair, prompts)
+    found = generate(pair, ids, max_new_tokens=max_new_tokens, draft_length=draft_length, eos_token_id=()).sequences
+    alone = [_transformers(pair, [row], max_new_tokens, 0.0, 0)[0] for row in ids]
+    return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+
+
+def _token_ids(pair: ModelPair, prompts: Sequence[str]) -> list[Tensor]:
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    return [inputs.prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in prompts]
 
 
 def _timed(device: torch.device, decode: Callable, seed: int) -> tuple[float, object]:

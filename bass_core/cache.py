@@ -144,9 +144,9 @@ class RaggedCache(Cache):
         message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {self.slots} positions"
         message += f" and {self.max_rows} rows were wanted"
         if torch.cuda.is_available() and per_row:
-            free = torch.cuda.mem_get_info()[0]
-            held = sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers())
-            message += f"; about {(free + held) // per_row} rows would fit"
+            buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
+            unused = torch.cuda.mem_get_info(buffers[0].device if buffers else None)[0]
+            message += f"; about {(unused + sum(buffer.nbytes for buffer in buffers)) // per_row} rows would fit"
         kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError
         return kind(message + ". Lower max_batch_size or max_new_tokens; the next call starts from a clean state")
 
@@ -162,6 +162,8 @@ class RaggedCache(Cache):
 
     def grow(self, capacity: int) -> None:
         """Make room for rows of `capacity` positions; what is stored stays where it is."""
+        if capacity < self.slots:
+            return  # there is room: another cache of the batch may have failed to grow with this one
         grown = []  # all of them before any is put in place: running out of memory half-way must leave the cache whole
         for layer in self.layers:
             for name in ("keys", "values") if layer.is_initialized else ():

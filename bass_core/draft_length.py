@@ -85,6 +85,8 @@ class BassHeuristic(DraftLengthPolicy):
     limit: int = 32
 
     def __post_init__(self):
+        if min(self.initial, self.increment, self.modulus) < 1 or self.limit < self.initial:
+            raise ValueError(f"needs initial, increment, modulus >= 1 and limit >= initial, got {self}")
         self._reset()
 
     def _reset(self) -> None:
@@ -115,6 +117,8 @@ class HuggingFaceHeuristic(DraftLengthPolicy):
     initial: int = 5
 
     def __post_init__(self):
+        if self.initial < 1:
+            raise ValueError(f"needs initial >= 1, got {self}")
         self.length = self.initial
 
     def start(self, rows: RowsView) -> None:
@@ -139,15 +143,15 @@ def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy
         return FixedLength(5)
     if isinstance(draft_length, DraftLengthPolicy):
         return draft_length
-    if isinstance(draft_length, int) and not isinstance(draft_length, bool):
-        return FixedLength(draft_length)
+    if isinstance(draft_length, int | np.integer) and not isinstance(draft_length, bool):
+        return FixedLength(int(draft_length))
     raise TypeError(
         f"draft_length must be None (default policy), an integer >= 0 or a DraftLengthPolicy, got {draft_length!r}"
     )
 
 
-def planned_lengths(k: int | Tensor, rows: RowsView) -> np.ndarray:
-    """Draft length per row: what the policy planned, cut to what the row may still emit. int64 [B].
+def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.ndarray]:
+    """Draft length per row as the policy planned it, and cut to what the row may still emit. int64 [B] each.
 
     One place of the remaining tokens belongs to the target's own, so no position runs past the row's end.
     Raises ValueError for a plan that is negative or of the wrong shape.
@@ -155,4 +159,5 @@ def planned_lengths(k: int | Tensor, rows: RowsView) -> np.ndarray:
     plan = k.cpu().numpy() if isinstance(k, Tensor) else np.asarray(k)
     if plan.shape not in ((), rows.remaining.shape) or not np.issubdtype(plan.dtype, np.integer) or (plan < 0).any():
         raise ValueError(f"plan must return an integer >= 0, or {len(rows.ids)} of them (one per row); got {k!r}")
-    return np.minimum(plan, rows.remaining - 1).astype(np.int64)
+    planned = np.broadcast_to(plan, rows.remaining.shape).astype(np.int64)
+    return planned, np.minimum(planned, rows.remaining - 1)

@@ -91,7 +91,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        """Up to lengths[b] >= 0 tokens for row b."""
+        """Up to lengths[b] >= 0 tokens for row b; some row wants one."""
 
     def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
         """Rows had `before` tokens and accepted that many of the draft."""
@@ -115,9 +115,9 @@ class ModelDrafter(Drafter):
     on everything it missed: holes in its cache would cost acceptance.
     """
 
-    def __init__(self, runner: Runner, params: SamplingParams, vocabulary: int, coupled: bool, keep_q: bool = False):
-        """keep_q: keep q under greedy decoding too, where only a trace wants it (at temperature 1)."""
-        self.keep_q = keep_q or not params.greedy
+    def __init__(self, runner: Runner, params: SamplingParams, vocabulary: int, coupled: bool, keep_q: bool):
+        """keep_q: return q with the draft. Greedy and coupled verification do without; a trace may want it."""
+        self.keep_q = keep_q
         self.runner = runner
         self.params = params
         self.vocabulary = vocabulary  # the target's: ids beyond it are never drafted
@@ -151,23 +151,20 @@ class ModelDrafter(Drafter):
         self.runner.release()
 
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        if not lengths.any():
-            return Draft.none(context)
         device = context.tokens.device
         lengths_host = lengths.copy()
         wanted = torch.as_tensor(lengths, device=device)
         finite = torch.ones(len(lengths), dtype=torch.bool, device=device)
-        slots = torch.arange(int(lengths.max()), device=device)
-        keys = Key(context.streams, context.steps, Purpose.DRAFT, slots).each()
+        keys = Key(context.streams, context.steps, Purpose.DRAFT).each(int(lengths.max()))
         tokens, probs, seen = [], [], context.seen
         logits = self._catch_up(context)
         for slot, key in enumerate(keys):
+            finite &= logits.amax(-1).isfinite() | (slot >= wanted)  # before a policy can mistake NaN for doubt
             if policy.keep_drafting is not None:
                 lengths_host = self._stop_rows(policy, logits, slot, lengths_host)
                 wanted = torch.as_tensor(lengths_host, device=device)
                 if int(lengths_host.max()) <= slot:
                     break
-            finite &= logits.amax(-1).isfinite() | (slot >= wanted)
             token, q = self._next_token(logits, context, seen, key)
             tokens.append(token)
             probs.append(q)
@@ -176,7 +173,7 @@ class ModelDrafter(Drafter):
             if slot + 1 < int(lengths_host.max()):
                 logits = self._feed(token, context, slot, lengths_host)
         if not tokens:
-            return Draft.none(context)
+            return Draft.none(context)._replace(finite=finite)
         q = torch.stack(probs, 1) if self.keep_q else None  # [B, K, V]
         return Draft(torch.stack(tokens, 1), wanted, lengths_host, q, finite)
 
@@ -185,7 +182,9 @@ class ModelDrafter(Drafter):
         missed = int((context.lengths_host - self.cached[: len(context.lengths_host)]).max())
         # Two tokens cover every step that drafted; longer gaps are padded to a power of two, so that shapes repeat.
         count = 2 if missed <= 2 else 1 << (missed - 1).bit_length()
-        return self._comparable(self.runner.feed_last(self._known(context.tokens), context.lengths_host, count))
+        logits = self.runner.feed_last(self._known(context.tokens), context.lengths_host, count)
+        self.cached[: len(context.lengths_host)] = context.lengths_host
+        return self._comparable(logits)
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
         """Logits [B, V] after the token drafted in `slot`, for the rows that will draft another one."""
@@ -203,13 +202,17 @@ class ModelDrafter(Drafter):
         """The next draft token [B] and the distribution it came from [B, V] over the target's ids."""
         seen = None if seen is None else seen[:, : logits.shape[-1]]
         if self.params.greedy:
-            q = F.pad(logits.softmax(-1), (0, self.vocabulary - logits.shape[-1])) if self.keep_q else None
+            q = self._q(logits, self.params.at_temperature_one, seen) if self.keep_q else None
             return sampling.penalise(logits, self.params, seen).argmax(-1), q
-        q = sampling.probabilities(logits, self.params, seen)
-        q = F.pad(q, (0, self.vocabulary - q.shape[-1]))  # ids that only the target has: probability 0
+        q = self._q(logits, self.params, seen)
         if self.coupled:
             return perturbed_choice(q, context.noise[:, key.slot]), q
         return randomness.draw(q, key), q
+
+    def _q(self, logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
+        """The draft's distribution over the target's ids [B, V]; ids that only the target has get probability 0."""
+        q = sampling.probabilities(logits, params, seen)
+        return F.pad(q, (0, self.vocabulary - q.shape[-1]))
 
     def _stop_rows(self, policy: DraftLengthPolicy, logits: Tensor, slot: int, lengths: np.ndarray) -> np.ndarray:
         """The policy's in-step answer: rows that stop now keep the `slot` tokens they have."""

@@ -98,7 +98,8 @@ class Session:
         if drafts:
             runner = Runner(pair.draft, draft_path, max_rows)
             coupled = self.rule == "coupled"
-            self.drafter = ModelDrafter(runner, self.params, self.vocabulary, coupled, keep_q=trace == "tokens")
+            keep_q = trace == "tokens" or not (coupled or self.params.greedy)
+            self.drafter = ModelDrafter(runner, self.params, self.vocabulary, coupled, keep_q)
         history = self.vocabulary if self.params.needs_history else None
         self.rows = Rows(max_rows, pair.device, history, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
@@ -111,7 +112,7 @@ class Session:
         )
         self._watch = Stopwatch(pair.device)
         self._submitted = 0
-        self._closed = False
+        self._closed = self._committing = False
         self._step = 0
 
     # --- rows come and go -------------------------------------------------------------------------
@@ -123,17 +124,19 @@ class Session:
         max_new_tokens: int = 128,
         deadline: float | None = None,
         seed: int | None = None,
+        row: int | None = None,
     ) -> Request:
         """Queue a row; it starts at the next step that has a place for it. Returns its handle.
 
-        deadline: seconds from now after which the row ends with reason "budget". seed: the session's where None. Rows
-        are numbered in the order of submission. Raises ValueError / TypeError for a prompt that cannot be decoded.
+        deadline: seconds from now after which the row ends with reason "budget". seed: the session's where None. row:
+        its number, the next one where None; random numbers are a function of seed and number alone. Raises ValueError
+        or TypeError for a prompt that cannot be decoded.
         """
         ids = inputs.prompt_ids(prompt, self.pair.tokenizer, self.vocabulary)
         max_new_tokens = inputs.integer("max_new_tokens", max_new_tokens)
         inputs.check_context(self.pair, len(ids), max_new_tokens)
         request = Request(
-            row=self._submitted,
+            row=self._submitted if row is None else inputs.integer("row", row),
             prompt=self.batch.prompt(ids),
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
@@ -191,6 +194,9 @@ class Session:
         """
         if self._closed:
             raise RuntimeError("the session is closed and its caches are freed; make a new one")
+        if self._committing:
+            raise RuntimeError("an earlier step was interrupted while it committed; make a new session")
+        self.batch.compact()  # what an interrupted step may have left
         for request in self.rows.expired():
             self.cancel(request, "budget")
         with self.target.cache.explaining(), self.prepared():
@@ -201,11 +207,13 @@ class Session:
     def _decode(self) -> StepEvent:
         self._watch.start()
         view = self.rows.view()
-        plan = self.policy.plan(view)  # draft length, shared or per row
-        lengths = planned_lengths(plan, view)  # [B]
+        planned, lengths = planned_lengths(
+            self.policy.plan(view), view
+        )  # draft lengths [B], as planned and as possible
         context = self._context(range(len(self.rows.live)), int(lengths.max()))
         self._watch.mark()
-        draft = self.drafter.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
+        drafts = lengths.any()  # or is this a step of regular decoding?
+        draft = self.drafter.draft(context, lengths, self.policy) if drafts else Draft.none(context)  # tokens [B, K]
         self._watch.mark()
         logits = self._target_pass(context, draft)  # [B, K + 1, V]
         self._watch.mark()
@@ -214,7 +222,7 @@ class Session:
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
-        return self._record("decode", plan, context, draft, logits, p, commit)
+        return self._record("decode", planned, context, draft, p, commit)
 
     def _prefill(self) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
@@ -230,7 +238,7 @@ class Session:
         self.batch.compact()
         if self.rows.live:
             self.policy.start(self.rows.view())
-        return self._record("prefill", 0, context, draft, logits, p, commit)
+        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, p, commit)
 
     def _target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""
@@ -242,7 +250,9 @@ class Session:
         seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)
         if self.params.greedy:
             choices = sampling.penalise(logits, self.params, seen).argmax(-1)
-            return verification.matching(draft.tokens, draft.lengths, choices), None
+            shown = self.trace.level == "tokens"
+            p = sampling.probabilities(logits, self.params.at_temperature_one, seen) if shown else None
+            return verification.matching(draft.tokens, draft.lengths, choices), p
         p = sampling.probabilities(logits, self.params, seen)
         if self.rule == "coupled":
             choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
@@ -254,7 +264,7 @@ class Session:
         """Append what was accepted, after the step's one copy to the host has shown that all logits were numbers."""
         accepted, next_token = outcome
         new = torch.cat([draft.tokens, next_token[:, None]], 1).scatter(1, accepted[:, None], next_token[:, None])
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = sampling.wide(logits)
         total = logits.logsumexp(-1)  # [B, K + 1]; finite only if every logit is a number and one is finite
         slots = torch.arange(new.shape[1], device=new.device)
         target_finite = (total.isfinite() | (slots > draft.lengths[:, None])).all(1)
@@ -262,7 +272,10 @@ class Session:
         flags = torch.stack([accepted, target_finite.long(), draft.finite.long()], 1)
         host = torch.cat([new, flags], 1).cpu().numpy()  # [B, K + 4]
         failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
-        return self.rows.commit(context.places, new, accepted, logprobs, host[:, :-2], failed)
+        self._committing = True
+        commit = self.rows.commit(context.places, new, accepted, logprobs, host[:, :-2], failed)
+        self._committing = False
+        return commit
 
     def _failed_rows(self, context: Context, target_finite: np.ndarray, draft_finite: np.ndarray) -> np.ndarray:
         """bool [B]: rows to end with reason "error". Raises FloatingPointError unless on_row_error is "finish"."""
@@ -298,10 +311,9 @@ class Session:
     def _record(
         self,
         kind: str,
-        plan: int | Tensor,
+        planned: np.ndarray,
         context: Context,
         draft: Draft,
-        logits: Tensor,
         p: Tensor | None,
         commit: Commit,
     ) -> StepEvent:
@@ -313,7 +325,7 @@ class Session:
             step=self._step,
             row=np.array(ids),
             kind=kind,
-            k=np.asarray(plan),
+            k=planned,
             drafted=draft.lengths_host,
             accepted=commit.accepted,
             emitted=commit.emitted,
@@ -323,7 +335,6 @@ class Session:
             other_ms=before + after,
         )
         if self.trace.level == "tokens":
-            p = logits.softmax(-1) if p is None else p
             self.trace.record_tokens(**token_columns(self._step, context.lengths_host, draft, p, commit))
         event = StepEvent(
             self._step, ids, [t[:n].tolist() for t, n in zip(commit.new_tokens, commit.emitted, strict=True)]

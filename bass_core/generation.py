@@ -61,7 +61,8 @@ def generate(
     prompts: a text, a list of texts, or a list of 1-D int tensors of token ids (of any lengths).
     num_return_sequences: samples per prompt; a prompt is prefilled once.
     temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty: as in transformers, same order.
-    seed: same seed, same text, whatever the batch; `verification="coupled"`: whatever the draft and its length, too.
+    seed: same seed and place among the outputs, same text, whatever else is in the batch; with
+        `verification="coupled"` also whatever the draft and its length, 0 included.
     draft_length: None for the default policy, an int for a fixed length, 0 for regular decoding, or a policy.
     verification: "token", "block" or "coupled" (one and the same at temperature 0).
     attention: "auto" takes the best path that the models pass; "ragged", "pad", "split", "eager" are taken or refused.

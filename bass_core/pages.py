@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -43,7 +44,7 @@ def build(
     if not sources:
         raise ValueError("no notebooks to build")
     target.mkdir(parents=True, exist_ok=True)
-    pages, titles = [], []
+    pages = []
     for source in sources:
         progress(f"executing {source.name}")
         notebook = nbformat.read(source, as_version=4)
@@ -54,8 +55,7 @@ def build(
         page = target / f"{source.stem}.html"
         page.write_text(body, encoding="utf-8")
         pages.append(page)
-        titles.append(_title(notebook, source.stem))
-    (target / "index.html").write_text(_index(pages, titles), encoding="utf-8")
+    (target / "index.html").write_text(_index(sorted(target.glob("[0-9]*.html"))), encoding="utf-8")
     return pages
 
 
@@ -72,20 +72,15 @@ def _figures_as_html() -> Iterator[None]:
             os.environ["PLOTLY_RENDERER"] = before
 
 
-def _title(notebook, default: str) -> str:
-    """The first heading."""
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for line in cell.source.splitlines():
-                if line.startswith("# "):
-                    return line[2:].strip()
-    return default
+def _title(page: Path) -> str:
+    """The first heading of a page, as HTML."""
+    heading = re.search(r"<h1[^>]*>(.*?)<a ", page.read_text(encoding="utf-8"), re.DOTALL)
+    return heading[1].strip() if heading else html.escape(page.stem)
 
 
-def _index(pages: list[Path], titles: list[str]) -> str:
-    items = "\n".join(
-        f'<li><a href="{page.name}">{html.escape(title)}</a></li>' for page, title in zip(pages, titles, strict=True)
-    )
+def _index(pages: list[Path]) -> str:
+    """The index of these pages (whatever was built earlier stays listed)."""
+    items = "\n".join(f'<li><a href="{page.name}">{_title(page)}</a></li>' for page in pages)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         "<title>BASS, hands on</title><style>body{font:17px/1.6 system-ui,sans-serif;max-width:42rem;margin:3rem auto;"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,13 +46,12 @@ class Key:
     counter: Tensor
     purpose: Purpose
     slot: int | Tensor = 0
-    numbers: Tensor | None = None  # `uniform` of this key, where it was worked out for many slots at once
+    together: _Together | None = None  # the numbers of all slots, where they are worked out at once
 
-    def each(self) -> list[Key]:
-        """One key per slot 0..J-1 of a key with slots [J]; the hash is worked out once for all of them."""
-        numbers = uniform(self).unbind(1)
-        slots = range(len(self.slot))
-        return [replace(self, slot=slot, numbers=u) for slot, u in zip(slots, numbers, strict=True)]
+    def each(self, count: int) -> list[Key]:
+        """One key per slot 0..count-1; their numbers are worked out together, when the first is asked for."""
+        shared = _Together(replace(self, slot=torch.arange(count, device=self.stream.device)))
+        return [replace(self, slot=slot, together=shared) for slot in range(count)]
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -80,6 +80,17 @@ def _bits(key: Key) -> Tensor:
     return _mix(base[:, None] + (key.slot * 8 + int(key.purpose)) * _GOLDEN)
 
 
+@dataclass(frozen=True)
+class _Together:
+    """Numbers of several slots, hashed once and not before they are needed."""
+
+    key: Key  # with slots [J]
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        return uniform(self.key)  # [B, J]
+
+
 def _signed(number: int) -> int:
     """An integer wrapped into int64's range, as tensor arithmetic would."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -87,8 +98,8 @@ def _signed(number: int) -> int:
 
 def uniform(key: Key) -> Tensor:
     """float64 in [0, 1), multiples of 2^-53: [B] or [B, J]."""
-    if key.numbers is not None:
-        return key.numbers
+    if key.together is not None:
+        return key.together.numbers[:, key.slot]
     return _shift_right(_bits(key), 11).double() * 2.0**-53
 
 

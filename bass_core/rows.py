@@ -257,19 +257,20 @@ class Rows:
         now = time.monotonic() if with_deadline else 0.0
         return [request for request in with_deadline if now >= request.deadline]
 
-    def compact(self) -> list[tuple[int, int, int]]:
-        """Close the places of finished rows. Returns the moves made: (from place, to place, committed tokens)."""
-        moves = []
+    def compact(self, move_caches: Callable[[int, int, int], None]) -> None:
+        """Close the places of finished rows: the last live row moves in. `move_caches(from, to, committed tokens)`.
+
+        May be repeated after an interrupt: a place is copied over only while its row has finished.
+        """
         for place in reversed(range(len(self.live))):
             if self.live[place].finish_reason is None:
                 continue
             last = len(self.live) - 1
             if place != last:
+                move_caches(last, place, int(self.lengths_host[last]))
                 self._move(last, place)
-                moves.append((last, place, int(self.lengths_host[last])))
                 self.live[place] = self.live[last]
             self.live.pop()
-        return moves
 
     def _move(self, source: int, destination: int) -> None:
         tables = [self.tokens, self.logprobs, self.lengths, self.steps, self.streams, self.seen]

@@ -40,6 +40,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def at_temperature_one(self) -> SamplingParams:
+        """What greedy decoding is shown with: its argmax, with probabilities."""
+        return SamplingParams(temperature=1.0, repetition_penalty=self.repetition_penalty)
+
+    @property
     def needs_history(self) -> bool:
         """Whether a token's probability depends on which ids came before it (repetition penalty)."""
         return self.repetition_penalty != 1
@@ -52,19 +57,22 @@ def _require_number(name: str, value: float, in_range: Callable[[float], bool], 
         raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
+def wide(logits: Tensor) -> Tensor:
+    """float32, or float64 as it comes: half precision would round processed logits into ties."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
     """Repetition penalty (Keskar et al. 2019). logits [..., V], seen bool [..., V] (None: no penalty)."""
     if not params.needs_history:
         return logits
-    penalty = params.repetition_penalty
+    penalty, logits = params.repetition_penalty, wide(logits)
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """Processed distribution [..., V] at temperature > 0, float32 (float64 for float64 logits)."""
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    logits = penalise(logits, params, seen)
+    logits = penalise(wide(logits), params, seen)
     # The maximum goes first, so that no temperature, however small, overflows.
     logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature
     if 0 < params.top_k < logits.shape[-1]:

@@ -32,6 +32,7 @@ class Stopwatch:
     """Wall time between marks, in milliseconds. On CUDA by events, read after the step's one copy to the host."""
 
     def __init__(self, device: torch.device):
+        self._device = device
         self._on_cuda = device.type == "cuda"
         self._marks: list = []
 
@@ -43,7 +44,7 @@ class Stopwatch:
     def mark(self) -> None:
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(torch.cuda.current_stream(self._device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())
@@ -106,8 +107,10 @@ class Trace:
         """tokens, steps; tokens per step (decode steps of a row, prefill excluded, before truncation); acceptance rate
         (accepted / drafted) with the mean k; alpha (chance that a draft token is accepted if all before it in the step
         were); seconds of prefill, draft, verify and other."""
+        if self.level == "off":
+            raise ValueError("steps were not recorded: trace='off'; ask for trace='steps'")
         steps = self.steps
-        decode = steps[steps.kind == "decode"]
+        decode = steps[(steps.kind == "decode") & (steps.emitted > 0)]  # a row that failed emitted nothing
         once = steps.drop_duplicates("step")
         once_decode = once[once.kind == "decode"]
         accepted, drafted = int(decode.accepted.sum()), int(decode.drafted.sum())
@@ -131,8 +134,9 @@ class Trace:
         """Write as JSON (gzipped where the name ends in .gz)."""
         document = {"level": self.level, "meta": self.meta, "steps": self.steps.to_dict("list")}
         if self.level == "tokens":
-            document["tokens"] = self.tokens.to_dict("list")
-        text = json.dumps(document)
+            tokens = self.tokens.to_dict("list")
+            document["tokens"] = tokens | {"q": [None if np.isnan(q) else q for q in tokens["q"]]}  # NaN is no JSON
+        text = json.dumps(document, allow_nan=False)
         path = Path(path)
         path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
 
@@ -143,7 +147,9 @@ class Trace:
         document = json.loads(gzip.decompress(data) if Path(path).suffix == ".gz" else data)
         trace = cls(document["level"], **document["meta"])
         trace._step_parts = [document["steps"]]
-        trace._token_parts = [document["tokens"]] if "tokens" in document else []
+        if "tokens" in document:
+            q = np.array(document["tokens"]["q"], dtype=float)  # null is NaN
+            trace._token_parts = [document["tokens"] | {"q": q}]
         return trace
 
 

@@ -37,7 +37,12 @@ class Race:
         self._text: dict[str, str] = {"regular": "", "speculative": ""}
 
     def run(self) -> Race:
-        """Decode twice; in a notebook the picture follows live. Returns itself."""
+        """Decode twice; in a notebook the picture follows live. Returns itself.
+
+        Both runs record every token, which costs both a little. A few tokens are decoded first, so that neither clock
+        counts what happens once (probing the models, warming up).
+        """
+        generate(self.pair, self.prompts, draft_length=self.draft_length, **self.options | {"max_new_tokens": 8})
         view = _LiveHtml(self)
         self.regular = self._decode("regular", 0, view)
         self.speculative = self._decode("speculative", self.draft_length, view)

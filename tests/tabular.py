@@ -12,6 +12,14 @@ import functools
 import numpy as np
 import torch
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -67,24 +75,43 @@ def tabular(vocabulary: int, seed: int, spread: float = 1.0) -> TabularModel:
     return TabularModel(TabularConfig(vocab_size=vocabulary, seed=seed, spread=spread)).eval()
 
 
-def law(model: TabularModel, prompt: list[int], new: int, temperature: float = 1.0) -> dict[tuple[int, ...], float]:
-    """Exact probability of every continuation of `new` tokens, by the definition of the model's table."""
+def law(model: TabularModel, prompt: list[int], new: int, **processing) -> dict[tuple[int, ...], float]:
+    """Exact probability of every continuation of `new` tokens, by the definition of the model's table.
+
+    processing: transformers' options, applied by transformers' own processors.
+    """
     laws = {(): 1.0}
     for _ in range(new):
         longer = {}
         for tail, probability in laws.items():
-            for token, p in enumerate(next_token_law(model, prompt + list(tail), temperature)):
+            for token, p in enumerate(next_token_law(model, prompt + list(tail), **processing)):
                 longer[(*tail, token)] = probability * p
         laws = longer
     return laws
 
 
-def next_token_law(model: TabularModel, prefix: list[int], temperature: float = 1.0) -> np.ndarray:
+def next_token_law(model: TabularModel, prefix: list[int], **processing) -> np.ndarray:
     base = model.config.vocab_size + 1
     code = sum((token + 1) * base**position for position, token in enumerate(prefix))
-    logits = model.table[code % ENTRIES].numpy() / temperature
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    logits = model.table[code % ENTRIES][None]
+    return transformers_law(logits, torch.tensor([prefix]), **processing)[0].numpy()
+
+
+def transformers_law(
+    logits, history, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0
+) -> torch.Tensor:
+    """Probabilities [B, V] by transformers' processors, in its own order."""
+    steps = LogitsProcessorList()
+    if repetition_penalty != 1:
+        steps.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
+    steps.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k:
+        steps.append(TopKLogitsWarper(top_k))
+    if top_p < 1:
+        steps.append(TopPLogitsWarper(top_p))
+    if min_p > 0:
+        steps.append(MinPLogitsWarper(min_p))
+    return steps(history, logits.clone()).softmax(-1)
 
 
 def total_variation(a: dict, b: dict) -> float:

@@ -40,10 +40,10 @@ def law_of_engine(target, draft, new, draft_length, prompts=(PROMPT,), threshold
     return Oracle(thresholds).laws(run)
 
 
-def exact_law(target, new, prompts=(PROMPT,), temperature=1.0):
+def exact_law(target, new, prompts=(PROMPT,), **processing):
     joint = {(): 1.0}
     for prompt in prompts:
-        rows = law(target, prompt, new, temperature)
+        rows = law(target, prompt, new, **processing)
         joint = {(*seen, tokens): p * q for seen, p in joint.items() for tokens, q in rows.items()}
     return joint
 
@@ -96,15 +96,25 @@ def test_law_with_one_hot_drafts(rule):
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_law_at_another_temperature(rule):
-    target, draft = tabular(3, seed=1), tabular(3, seed=2)
-    found = law_of_engine(target, draft, 4, lambda: 2, verification=rule, temperature=0.6)
-    assert total_variation(found, exact_law(target, 4, temperature=0.6)) < EXACT
-
-
 @pytest.mark.parametrize(
-    "policy", ["regular", "k=1", "k=3", "algorithm 1", "stop when unsure", "per row", "alternating"]
+    "processing",
+    [
+        {"temperature": 0.6},
+        {"top_k": 2},
+        {"top_p": 0.7},
+        {"min_p": 0.3},
+        {"temperature": 1.4, "repetition_penalty": 1.5},
+    ],
+    ids=str,
 )
+def test_law_of_processed_distributions(rule, processing):
+    """Target and draft keep different ids: p = 0 < q and q = 0 < p both occur."""
+    target, draft = tabular(3, seed=1), tabular(3, seed=2)
+    found = law_of_engine(target, draft, 4, lambda: 2, verification=rule, **processing)
+    assert total_variation(found, exact_law(target, 4, **processing)) < EXACT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_coupled_law_is_the_targets(policy):
     target, draft = tabular(2, seed=8), tabular(2, seed=9)
     thresholds = coupled_thresholds((target, draft), PROMPT, new=4)

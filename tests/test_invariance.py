@@ -65,8 +65,7 @@ def test_row_alone_equals_row_in_batch(dtype, rule):
     together = bass.generate(pair, PROMPTS, seed=3, **options)
     for row, prompt in enumerate(PROMPTS):
         with bass.Session(pair, seed=3, **{k: v for k, v in options.items() if k != "max_new_tokens"}) as session:
-            session._submitted = row  # the row id keys the randomness
-            handle = session.submit(prompt, max_new_tokens=24)
+            handle = session.submit(prompt, max_new_tokens=24, row=row)
             while not session.idle:
                 session.step()
             assert torch.equal(session.result(handle).sequence, together.sequences[row])

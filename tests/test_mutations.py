@@ -20,7 +20,7 @@ def distance(rule="token", new=4, k=3, prompts=(PROMPT,), **options):
     """Total variation between the engine's law (with whatever bug is injected) and the target's."""
     target, draft = tabular(2, seed=1), tabular(2, seed=2)
     found = law_of_engine(target, draft, new, lambda: k, prompts, verification=rule, **options)
-    return total_variation(found, exact_law(target, new, prompts, options.get("temperature", 1.0)))
+    return total_variation(found, exact_law(target, new, prompts, temperature=options.get("temperature", 1.0)))
 
 
 def mutate_rule(monkeypatch, change):
@@ -116,9 +116,7 @@ def test_reused_key_is_caught(monkeypatch):
 
 
 def test_draft_drawn_with_the_targets_key_is_caught(monkeypatch):
-    monkeypatch.setattr(
-        "bass_core.drafters.Key", lambda stream, step, purpose, slot: Key(stream, step, Purpose.TARGET, slot)
-    )
+    monkeypatch.setattr("bass_core.drafters.Key", lambda stream, step, purpose: Key(stream, step, Purpose.TARGET))
     with pytest.raises(RepeatedKey):
         distance()
 

@@ -22,7 +22,7 @@ def test_numbers_are_a_function_of_the_key_alone():
 
 def test_numbers_of_single_slots_equal_those_worked_out_together():
     together = randomness.uniform(keys())
-    for slot, key in enumerate(keys().each()):
+    for slot, key in enumerate(keys().each(5)):
         assert torch.equal(randomness.uniform(key), together[:, slot])
         alone = Key(key.stream, key.counter, key.purpose, slot)
         assert torch.equal(randomness.uniform(alone), together[:, slot])

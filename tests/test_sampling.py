@@ -2,16 +2,9 @@
 
 import pytest
 import torch
+from tabular import transformers_law
 from tiny import ragged_prompts, tiny_model
 from transformers import GenerationConfig
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 import bass_core as bass
 from bass_core.sampling import SamplingParams, probabilities, seen_after
@@ -29,21 +22,6 @@ CASES = [
 ]
 
 
-def theirs(logits, history, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0):
-    """transformers' processors in its own order."""
-    steps = LogitsProcessorList()
-    if repetition_penalty != 1:
-        steps.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
-    steps.append(TemperatureLogitsWarper(temperature))
-    if top_k:
-        steps.append(TopKLogitsWarper(top_k))
-    if top_p < 1:
-        steps.append(TopPLogitsWarper(top_p))
-    if min_p > 0:
-        steps.append(MinPLogitsWarper(min_p))
-    return steps(history, logits.clone()).softmax(-1)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probabilities_equal_transformers(case, dtype):
@@ -52,8 +30,8 @@ def test_probabilities_equal_transformers(case, dtype):
     history = torch.randint(0, 31, (40, 9), generator=generator)
     seen = torch.zeros(40, 31, dtype=torch.bool).scatter(1, history, True)
     found = probabilities(logits, SamplingParams(**case), seen)
-    torch.testing.assert_close(found, theirs(logits, history, **case), rtol=1e-5, atol=1e-7)
-    assert torch.equal(found > 0, theirs(logits, history, **case) > 0)
+    torch.testing.assert_close(found, transformers_law(logits, history, **case), rtol=1e-5, atol=1e-7)
+    assert torch.equal(found > 0, transformers_law(logits, history, **case) > 0)
 
 
 def test_no_temperature_is_too_small():
