@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from bass_core import inputs
+from bass_core.engine import Session
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 
@@ -190,3 +191,30 @@ def _commit() -> str:
     except OSError:
         return ""
     return head + ("+" if head and changed else "")
+
+
+def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float:
+    """Share of the decode steps' time that is spent outside the two models' forward passes (on a CPU: wall time).
+
+    options: as in `generate`. Prefill is left out of both.
+    """
+    started, inside, steps = [], [], []
+    models = [pair.target, pair.draft]
+    hooks = [model.register_forward_pre_hook(lambda *_: started.append(time.perf_counter())) for model in models]
+    hooks += [
+        model.register_forward_hook(lambda *_: inside.append(time.perf_counter() - started[-1])) for model in models
+    ]
+    try:
+        with Session(pair, max_batch_size=len(prompts), eos_token_id=(), **options) as session, session.prepared():
+            for prompt in prompts:
+                session.submit(prompt, max_new_tokens=max_new_tokens)
+            session.step()  # prefill
+            inside.clear()
+            while not session.idle:
+                before = time.perf_counter()
+                session.step()
+                steps.append(time.perf_counter() - before)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return 1 - sum(inside) / sum(steps)

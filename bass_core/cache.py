@@ -114,6 +114,7 @@ class RaggedCache(Cache):
         self.row_bytes = 0  # keys and values of one row in all layers; known once a layer has shown its shape
         self.current: Pass | None = None
         self.flat_slots: Tensor | None = None
+        self._first_slots: Tensor | None = None  # [places, 1], where each place begins in a buffer seen as one long row
 
     @property
     def scratch_slot(self) -> int:
@@ -121,9 +122,10 @@ class RaggedCache(Cache):
 
     def begin(self, current: Pass) -> None:
         """The next forward pass writes and reads as `current` says."""
-        places = torch.arange(current.places.start, current.places.stop, device=current.slots.device)
+        if self._first_slots is None:
+            self._first_slots = torch.arange(self.max_rows, device=current.slots.device)[:, None] * self.slots
         self.current = current
-        self.flat_slots = (places[:, None] * self.slots + current.slots).flatten()
+        self.flat_slots = (self._first_slots[current.places.start : current.places.stop] + current.slots).flatten()
 
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""
@@ -173,7 +175,7 @@ class RaggedCache(Cache):
                 grown.append((layer, name, new))
         for layer, name, new in grown:
             setattr(layer, name, new)
-        self.slots = capacity + 1
+        self.slots, self._first_slots = capacity + 1, None
 
     def move_row(self, source: int, destination: int, length: int) -> None:
         """Copy a row's first `length` positions to another place."""

@@ -154,12 +154,13 @@ class ModelDrafter(Drafter):
         device = context.tokens.device
         lengths_host = lengths.copy()
         wanted = torch.as_tensor(lengths, device=device)
-        finite = torch.ones(len(lengths), dtype=torch.bool, device=device)
         keys = Key(context.streams, context.steps, Purpose.DRAFT).each(int(lengths.max()))
         tokens, probs, seen = [], [], context.seen
+        largest, asked = [], []  # per slot: the logits' maximum [B], and which rows were to draft from them
         logits = self._catch_up(context)
         for slot, key in enumerate(keys):
-            finite &= logits.amax(-1).isfinite() | (slot >= wanted)  # before a policy can mistake NaN for doubt
+            largest.append(logits.amax(-1))
+            asked.append(lengths_host > slot)  # before a policy can mistake NaN for doubt
             if policy.keep_drafting is not None:
                 lengths_host = self._stop_rows(policy, logits, slot, lengths_host)
                 wanted = torch.as_tensor(lengths_host, device=device)
@@ -172,6 +173,8 @@ class ModelDrafter(Drafter):
                 seen = seen.scatter(1, token[:, None], True)
             if slot + 1 < int(lengths_host.max()):
                 logits = self._feed(token, context, slot, lengths_host)
+        finite = torch.stack(largest, 1).isfinite() | ~torch.as_tensor(np.stack(asked, 1), device=device)
+        finite = finite.all(1)
         if not tokens:
             return Draft.none(context)._replace(finite=finite)
         q = torch.stack(probs, 1) if self.keep_q else None  # [B, K, V]
@@ -212,7 +215,8 @@ class ModelDrafter(Drafter):
     def _q(self, logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
         """The draft's distribution over the target's ids [B, V]; ids that only the target has get probability 0."""
         q = sampling.probabilities(logits, params, seen)
-        return F.pad(q, (0, self.vocabulary - q.shape[-1]))
+        missing = self.vocabulary - q.shape[-1]
+        return F.pad(q, (0, missing)) if missing else q
 
     def _stop_rows(self, policy: DraftLengthPolicy, logits: Tensor, slot: int, lengths: np.ndarray) -> np.ndarray:
         """The policy's in-step answer: rows that stop now keep the `slot` tokens they have."""
@@ -225,7 +229,7 @@ class ModelDrafter(Drafter):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Ids that only the target has are fed as some id of the draft's: this costs acceptance, never exactness."""
-        return tokens.clamp(max=self.draft_vocabulary - 1)
+        return tokens if self.draft_vocabulary >= self.vocabulary else tokens.clamp(max=self.draft_vocabulary - 1)
 
     def _comparable(self, logits: Tensor) -> Tensor:
         """Logits over ids that the target has too: the others get probability 0 before the softmax."""

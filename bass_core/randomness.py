@@ -97,22 +97,21 @@ def _signed(number: int) -> int:
 
 
 def uniform(key: Key) -> Tensor:
-    """float64 in [0, 1), multiples of 2^-53: [B] or [B, J]."""
+    """float64 in [0, 1), multiples of 2^-52: [B] or [B, J]."""
     if key.together is not None:
         return key.together.numbers[:, key.slot]
-    return _shift_right(_bits(key), 11).double() * 2.0**-53
+    return _shift_right(_bits(key), 12).double() * 2.0**-52
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     """First id with cumsum > u * total, never an id of probability zero.
 
-    probs: [B, V], non-negative, need not sum to one. u: float64 [B] in [0, 1). Returns int64 [B].
+    probs: [B, V], non-negative, need not sum to one. u: [B], as `uniform` makes them. Returns int64 [B].
     """
-    # In float64: a float32 cumsum returns an impossible id in 27% of top-50 rows at the largest u.
+    # In float64: a float32 cumsum returns an impossible id in 27% of top-50 rows at the largest u. And u is at most
+    # 1 - 2^-52, so that u * total always rounds below the total.
     cumulative = probs.cumsum(-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
-    below_total = total.nextafter(torch.zeros((), dtype=torch.float64, device=total.device))  # u * total may round up
-    ids = torch.searchsorted(cumulative, torch.minimum(u[:, None] * total, below_total), right=True)
+    ids = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     ids = ids.clamp(max=probs.shape[-1] - 1)  # NaN sorts last; such rows are refused later, but ids index memory now
     if probs.is_cuda:  # a parallel scan need not be monotone to the last bit, where probability 0 adds nothing
         ids = torch.where(probs.gather(1, ids) > 0, ids, probs.argmax(-1, keepdim=True))

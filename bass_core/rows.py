@@ -262,6 +262,8 @@ class Rows:
 
         May be repeated after an interrupt: a place is copied over only while its row has finished.
         """
+        if all(request.finish_reason is None for request in self.live):
+            return
         for place in reversed(range(len(self.live))):
             if self.live[place].finish_reason is None:
                 continue

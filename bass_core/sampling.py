@@ -73,8 +73,9 @@ def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Ten
 def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """Processed distribution [..., V] at temperature > 0, float32 (float64 for float64 logits)."""
     logits = penalise(wide(logits), params, seen)
-    # The maximum goes first, so that no temperature, however small, overflows.
-    logits = (logits - logits.amax(-1, keepdim=True)) / params.temperature
+    if params.temperature < 1e-6:  # the quotient could overflow: the maximum goes first
+        logits = logits - logits.amax(-1, keepdim=True)
+    logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(params.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)

@@ -124,6 +124,12 @@ def test_windows_are_pieces_of_the_stream(tokenizer, texts):
         windows.take(1, len(windows.stream) + 1, torch.Generator())
 
 
+def test_windows_stay_unpadded_after_a_padded_batch(tokenizer, texts):
+    before = training.Windows(texts[:100], tokenizer).stream
+    tokenizer(texts[:2], padding=True)
+    assert torch.equal(training.Windows(texts[:100], tokenizer).stream, before)
+
+
 def test_training_attention_equals_sdpa(tokenizer):
     torch.manual_seed(0)
     model = training.new_model(TINY.target, TINY, tokenizer)
