@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bass_core import randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, Signals
-from bass_core.randomness import Key, Purpose
+from bass_core.randomness import StepKeys
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
 from bass_core.verification import perturbed_choice
@@ -31,8 +31,7 @@ class Context(NamedTuple):
     tokens: Tensor  # int64 [B, S]
     lengths: Tensor  # int64 [B], committed tokens
     lengths_host: np.ndarray  # the same on the host
-    streams: Tensor  # int64 [B], randomness
-    steps: Tensor  # int64 [B], the row's own step number
+    keys: StepKeys  # the randomness of the rows' own step
     seen: Tensor | None  # bool [B, V], ids so far (repetition penalty)
     noise: Tensor | None = None  # [B, K + 1, V], Gumbel noise of the next positions (coupled verification)
 
@@ -154,11 +153,10 @@ class ModelDrafter(Drafter):
         device = context.tokens.device
         lengths_host = lengths.copy()
         wanted = torch.as_tensor(lengths, device=device)
-        keys = Key(context.streams, context.steps, Purpose.DRAFT).each(int(lengths.max()))
         tokens, probs, seen = [], [], context.seen
         largest, asked = [], []  # per slot: the logits' maximum [B], and which rows were to draft from them
         logits = self._catch_up(context)
-        for slot, key in enumerate(keys):
+        for slot in range(int(lengths.max())):
             largest.append(logits.amax(-1))
             asked.append(lengths_host > slot)  # before a policy can mistake NaN for doubt
             if policy.keep_drafting is not None:
@@ -166,7 +164,7 @@ class ModelDrafter(Drafter):
                 wanted = torch.as_tensor(lengths_host, device=device)
                 if int(lengths_host.max()) <= slot:
                     break
-            token, q = self._next_token(logits, context, seen, key)
+            token, q = self._next_token(logits, context, seen, slot)
             tokens.append(token)
             probs.append(q)
             if seen is not None:
@@ -200,7 +198,7 @@ class ModelDrafter(Drafter):
         return self._comparable(logits[:, -1])
 
     def _next_token(
-        self, logits: Tensor, context: Context, seen: Tensor | None, key: Key
+        self, logits: Tensor, context: Context, seen: Tensor | None, slot: int
     ) -> tuple[Tensor, Tensor | None]:
         """The next draft token [B] and the distribution it came from [B, V] over the target's ids."""
         seen = None if seen is None else seen[:, : logits.shape[-1]]
@@ -209,8 +207,8 @@ class ModelDrafter(Drafter):
             return sampling.penalise(logits, self.params, seen).argmax(-1), q
         q = self._q(logits, self.params, seen)
         if self.coupled:
-            return perturbed_choice(q, context.noise[:, key.slot]), q
-        return randomness.draw(q, key), q
+            return perturbed_choice(q, context.noise[:, slot]), q
+        return randomness.draw(q, context.keys.draft(slot)), q
 
     def _q(self, logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
         """The draft's distribution over the target's ids [B, V]; ids that only the target has get probability 0."""

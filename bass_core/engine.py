@@ -258,7 +258,7 @@ class Session:
             choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
             return verification.matching(draft.tokens, draft.lengths, choices), p
         q = draft.distributions(self.vocabulary)
-        return RULES[self.rule](draft.tokens, draft.lengths, q, p, context.streams, context.steps), p
+        return RULES[self.rule](draft.tokens, draft.lengths, q, p, context.keys), p
 
     def _commit(self, context: Context, draft: Draft, logits: Tensor, outcome: Outcome) -> Commit:
         """Append what was accepted, after the step's one copy to the host has shown that all logits were numbers."""
@@ -301,11 +301,11 @@ class Session:
 
     def _context(self, places: range, most: int) -> Context:
         """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
-        context = self.rows.context(places)
+        context = self.rows.context(places, most)
         if self.rule != "coupled" or self.params.greedy:
             return context
         slots = torch.arange(most + 1, device=self.pair.device)
-        noise = randomness.noise(Key(context.streams, context.lengths, Purpose.NOISE, slots), self.vocabulary)
+        noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
         return context._replace(noise=noise)
 
     def _record(

@@ -11,7 +11,7 @@ walks every branch (tests/oracle.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 
@@ -46,12 +46,43 @@ class Key:
     counter: Tensor
     purpose: Purpose
     slot: int | Tensor = 0
-    together: _Together | None = None  # the numbers of all slots, where they are worked out at once
+    together: StepKeys | None = None  # where this key's numbers are worked out with others
 
-    def each(self, count: int) -> list[Key]:
-        """One key per slot 0..count-1; their numbers are worked out together, when the first is asked for."""
-        shared = _Together(replace(self, slot=torch.arange(count, device=self.stream.device)))
-        return [replace(self, slot=slot, together=shared) for slot in range(count)]
+
+@dataclass(frozen=True)
+class StepKeys:
+    """The keys of one step of some rows: drafts, acceptances and the target's token, for `slots` slots each.
+
+    All their numbers are hashed together, when the first is asked for; they are those of the keys alone.
+    """
+
+    stream: Tensor  # int64 [B]
+    counter: Tensor  # int64 [B]
+    slots: int
+
+    def draft(self, slot: int) -> Key:
+        """For x_{slot + 1} of each row."""
+        return Key(self.stream, self.counter, Purpose.DRAFT, slot, self)
+
+    def accept(self, slots: Tensor) -> Key:
+        """For the acceptance of x_1 … x_J: slots is 0 … J - 1."""
+        return Key(self.stream, self.counter, Purpose.ACCEPT, slots, self)
+
+    def target(self) -> Key:
+        """For the step's last token."""
+        return Key(self.stream, self.counter, Purpose.TARGET, 0, self)
+
+    @cached_property
+    def _numbers(self) -> Tensor:
+        """Uniform numbers by (row, slot, purpose): [B, slots, 4]."""
+        slots = torch.arange(self.slots, device=self.stream.device)[:, None]
+        purposes = torch.arange(len(Purpose) + 1, device=self.stream.device)
+        words = (slots * 8 + purposes) * _GOLDEN
+        return _unit(_mix(_mix(self.stream + self.counter * _GOLDEN)[:, None, None] + words))
+
+    def numbers(self, purpose: Purpose, slot: int | Tensor) -> Tensor:
+        """[B] for one slot, [B, J] for slots 0 … J - 1."""
+        return self._numbers[:, slot if isinstance(slot, int) else slice(len(slot)), int(purpose)]
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
@@ -80,27 +111,21 @@ def _bits(key: Key) -> Tensor:
     return _mix(base[:, None] + (key.slot * 8 + int(key.purpose)) * _GOLDEN)
 
 
-@dataclass(frozen=True)
-class _Together:
-    """Numbers of several slots, hashed once and not before they are needed."""
-
-    key: Key  # with slots [J]
-
-    @cached_property
-    def numbers(self) -> Tensor:
-        return uniform(self.key)  # [B, J]
-
-
 def _signed(number: int) -> int:
     """An integer wrapped into int64's range, as tensor arithmetic would."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
+def _unit(bits: Tensor) -> Tensor:
+    """float64 in [0, 1), multiples of 2^-52, from 64 random bits."""
+    return _shift_right(bits, 12).double() * 2.0**-52
+
+
 def uniform(key: Key) -> Tensor:
     """float64 in [0, 1), multiples of 2^-52: [B] or [B, J]."""
     if key.together is not None:
-        return key.together.numbers[:, key.slot]
-    return _shift_right(_bits(key), 12).double() * 2.0**-52
+        return key.together.numbers(key.purpose, key.slot)
+    return _unit(_bits(key))
 
 
 def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:

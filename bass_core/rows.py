@@ -133,16 +133,15 @@ class Rows:
             remaining=self.limits[:b] - lengths,
         )
 
-    def context(self, places: range) -> Context:
-        """The rows in `places` as a step meets them."""
+    def context(self, places: range, most: int) -> Context:
+        """The rows in `places` as a step meets them that drafts up to `most` tokens."""
         rows = slice(places.start, places.stop)
         return Context(
             places,
             self.tokens[rows, : self.capacity],
             self.lengths[rows],
             self.lengths_host[rows].copy(),
-            self.streams[rows],
-            self.steps[rows],
+            randomness.StepKeys(self.streams[rows], self.steps[rows], max(most, 1)),
             None if self.seen is None else self.seen[rows],
         )
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bass_core import randomness
-from bass_core.randomness import Key, Purpose
+from bass_core.randomness import StepKeys
 
 
 class Outcome(NamedTuple):
@@ -26,29 +26,29 @@ class Outcome(NamedTuple):
     next_token: Tensor
 
 
-def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, stream: Tensor, step: Tensor) -> Outcome:
+def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys) -> Outcome:
     """Token verification (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2).
 
-    drafted int64 [B, K], lengths int64 [B], q [B, K, V], p [B, K + 1, V]; stream, step int64 [B] key the randomness.
+    drafted int64 [B, K], lengths int64 [B], q [B, K, V], p [B, K + 1, V]; keys: the randomness of this step.
     """
     if drafted.shape[1] == 0:
-        return _regular(p, stream, step)
+        return _regular(p, keys)
     slots = torch.arange(drafted.shape[1], device=drafted.device)  # [K]
     p_x, q_x = _of_drafted(p, drafted), _of_drafted(q, drafted)  # [B, K]
     # p >= q: accept. p < q: accept with probability p/q. First rejection: resample from norm(max(0, p - q)).
     ratio = p_x.double() / q_x.double()
-    kept = randomness.accept(ratio.clamp(max=1), Key(stream, step, Purpose.ACCEPT, slots))
+    kept = randomness.accept(ratio.clamp(max=1), keys.accept(slots))
     accepted = _leading(kept & (slots < lengths[:, None]))
-    return Outcome(accepted, _residual_draw(q, p, accepted, lengths, None, stream, step))
+    return Outcome(accepted, _residual_draw(q, p, accepted, lengths, None, keys))
 
 
-def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, stream: Tensor, step: Tensor) -> Outcome:
+def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys) -> Outcome:
     """Block verification (Sun et al. 2024, algorithm 2): accepts at least as many tokens in expectation.
 
     Arguments as for `token`. q must be the distribution that the drafts were really drawn from.
     """
     if drafted.shape[1] == 0:
-        return _regular(p, stream, step)
+        return _regular(p, keys)
     slots = torch.arange(drafted.shape[1], device=drafted.device)
     p, q = p.double(), q.double()
     ratio = _of_drafted(p, drafted) / _of_drafted(q, drafted)  # [B, K]
@@ -59,14 +59,14 @@ def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, stream: Tensor
     inner = torch.where(denominator > 0, excess / denominator, 0.0)
     is_last = slots + 1 == lengths[:, None]
     h = torch.where(is_last, weight[:, 1:], torch.nn.functional.pad(inner, (0, 1)))  # [B, K]
-    kept = randomness.accept(h, Key(stream, step, Purpose.ACCEPT, slots)) & (slots < lengths[:, None])
+    kept = randomness.accept(h, keys.accept(slots)) & (slots < lengths[:, None])
     accepted = (kept * (slots + 1)).amax(1)  # the largest i with u_i < h_i, 0 if none
-    return Outcome(accepted, _residual_draw(q, p, accepted, lengths, weight, stream, step))
+    return Outcome(accepted, _residual_draw(q, p, accepted, lengths, weight, keys))
 
 
-def _regular(p: Tensor, stream: Tensor, step: Tensor) -> Outcome:
+def _regular(p: Tensor, keys: StepKeys) -> Outcome:
     """Nothing was drafted: one token from the target's distribution."""
-    return Outcome(torch.zeros_like(step), randomness.draw(p[:, 0], Key(stream, step, Purpose.TARGET)))
+    return Outcome(torch.zeros_like(keys.counter), randomness.draw(p[:, 0], keys.target()))
 
 
 def matching(drafted: Tensor, lengths: Tensor, choices: Tensor) -> Outcome:
@@ -105,7 +105,7 @@ def _running_weight(ratio: Tensor) -> Tensor:
 
 
 def _residual_draw(
-    q: Tensor, p: Tensor, accepted: Tensor, lengths: Tensor, weight: Tensor | None, stream: Tensor, step: Tensor
+    q: Tensor, p: Tensor, accepted: Tensor, lengths: Tensor, weight: Tensor | None, keys: StepKeys
 ) -> Tensor:
     """Draw from norm(max(0, w P - Q)) at the first rejected slot, or from P after full acceptance. int64 [B].
 
@@ -118,4 +118,4 @@ def _residual_draw(
     residual = (scaled - q_next).clamp(min=0)
     # A residual without mass has probability zero, up to rounding of p = q; the target's own law is then the limit.
     full = (accepted == lengths) | (residual.sum(-1) <= 0)
-    return randomness.draw(torch.where(full[:, None], at_next, residual), Key(stream, step, Purpose.TARGET))
+    return randomness.draw(torch.where(full[:, None], at_next, residual), keys.target())

@@ -7,6 +7,7 @@ from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import Context
+from bass_core.randomness import StepKeys
 
 
 def lookup(rows, k, longest=3, shortest=1):
@@ -16,7 +17,7 @@ def lookup(rows, k, longest=3, shortest=1):
     for line, row in zip(tokens, rows, strict=True):
         line[: len(row)] = torch.tensor(row)
     nothing = torch.zeros(len(rows), dtype=torch.int64)
-    context = Context(range(len(rows)), tokens, torch.from_numpy(lengths), lengths, nothing, nothing, None)
+    context = Context(range(len(rows)), tokens, torch.from_numpy(lengths), lengths, StepKeys(nothing, nothing, k), None)
     draft = bass.NgramDrafter(longest, shortest).draft(context, np.full(len(rows), k), bass.FixedLength(k))
     return [t[:n].tolist() for t, n in zip(draft.tokens, draft.lengths_host, strict=True)]
 

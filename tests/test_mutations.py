@@ -92,7 +92,7 @@ def test_unnormalised_residual_is_caught(monkeypatch, rule):
 
 
 def test_bonus_drawn_from_q_is_caught(monkeypatch):
-    def from_q(outcome, drafted, lengths, q, p, stream, step):
+    def from_q(outcome, drafted, lengths, q, p, keys):
         k = drafted.shape[1]
         if k == 0:
             return outcome
@@ -106,8 +106,8 @@ def test_bonus_drawn_from_q_is_caught(monkeypatch):
 
 
 def test_reused_key_is_caught(monkeypatch):
-    def again(outcome, drafted, lengths, q, p, stream, step):
-        randomness.draw(p[:, 0], Key(stream, step, Purpose.TARGET))
+    def again(outcome, drafted, lengths, q, p, keys):
+        randomness.draw(p[:, 0], keys.target())
         return outcome
 
     mutate_rule(monkeypatch, again)
@@ -116,7 +116,9 @@ def test_reused_key_is_caught(monkeypatch):
 
 
 def test_draft_drawn_with_the_targets_key_is_caught(monkeypatch):
-    monkeypatch.setattr("bass_core.drafters.Key", lambda stream, step, purpose: Key(stream, step, Purpose.TARGET))
+    monkeypatch.setattr(
+        randomness.StepKeys, "draft", lambda self, slot: Key(self.stream, self.counter, Purpose.TARGET, slot)
+    )
     with pytest.raises(RepeatedKey):
         distance()
 
@@ -128,7 +130,11 @@ def test_step_counter_that_stands_still_is_caught(monkeypatch):
 
 
 def _without_counting(original):
-    return lambda self, places: original(self, places)._replace(steps=torch.zeros(len(places), dtype=torch.int64))
+    def context(self, places, most):
+        context = original(self, places, most)
+        return context._replace(keys=randomness.StepKeys(context.keys.stream, context.keys.counter * 0, max(most, 1)))
+
+    return context
 
 
 def test_draft_one_token_behind_is_caught(monkeypatch):

@@ -21,11 +21,17 @@ def test_numbers_are_a_function_of_the_key_alone():
 
 
 def test_numbers_of_single_slots_equal_those_worked_out_together():
-    together = randomness.uniform(keys())
-    for slot, key in enumerate(keys().each(5)):
-        assert torch.equal(randomness.uniform(key), together[:, slot])
-        alone = Key(key.stream, key.counter, key.purpose, slot)
-        assert torch.equal(randomness.uniform(alone), together[:, slot])
+    key = keys()
+    step = randomness.StepKeys(key.stream, key.counter, slots=5)
+    accepts = Key(key.stream, key.counter, Purpose.ACCEPT, torch.arange(3))
+    assert torch.equal(randomness.uniform(step.accept(torch.arange(3))), randomness.uniform(accepts))
+    assert torch.equal(
+        randomness.uniform(step.target()), randomness.uniform(Key(key.stream, key.counter, Purpose.TARGET))
+    )
+    for slot in range(5):
+        alone = Key(key.stream, key.counter, Purpose.DRAFT, slot)
+        assert torch.equal(randomness.uniform(step.draft(slot)), randomness.uniform(alone))
+        assert torch.equal(randomness.uniform(alone), randomness.uniform(key)[:, slot])
 
 
 def test_every_part_of_the_key_changes_the_numbers():

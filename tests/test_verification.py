@@ -13,8 +13,8 @@ def batch(p, q, seed=0):
     generator = torch.Generator().manual_seed(seed)
     drafted = torch.stack([torch.multinomial(q[k].expand(B, V), 1, generator=generator)[:, 0] for k in range(K)], 1)
     streams = torch.tensor([randomness.stream(seed, row) for row in range(B)])
-    steps = torch.ones(B, dtype=torch.int64)
-    return drafted, torch.full((B,), K), q.expand(B, K, V), p.expand(B, K + 1, V), streams, steps
+    keys = randomness.StepKeys(streams, torch.ones(B, dtype=torch.int64), K)
+    return drafted, torch.full((B,), K), q.expand(B, K, V), p.expand(B, K + 1, V), keys
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ def test_equal_distributions_accept_everything(rule, laws):
 
 @pytest.mark.parametrize("rule", [verification.token, verification.block])
 def test_what_is_beyond_a_rows_length_never_matters(rule, laws):
-    drafted, _, q, p, streams, steps = batch(*laws)
+    drafted, _, q, p, keys = batch(*laws)
     lengths = torch.arange(B) % (K + 1)
-    outcome = rule(drafted, lengths, q, p, streams, steps)
+    outcome = rule(drafted, lengths, q, p, keys)
     assert (outcome.accepted <= lengths).all()
     beyond = torch.arange(K) >= lengths[:, None]
     garbage = rule(
@@ -55,8 +55,7 @@ def test_what_is_beyond_a_rows_length_never_matters(rule, laws):
         lengths,
         q.masked_fill(beyond[..., None], torch.nan),
         p.masked_fill(torch.nn.functional.pad(beyond, (1, 0))[..., None], torch.nan),
-        streams,
-        steps,
+        keys,
     )
     assert torch.equal(outcome.accepted, garbage.accepted)
     assert torch.equal(outcome.next_token, garbage.next_token)
