@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import shutil
@@ -51,7 +50,7 @@ def build(
         executor = ExecutePreprocessor(timeout=timeout, kernel_name="python3", store_widget_state=False)
         with _figures_as_html():
             executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
-        body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": source.stem}})
+        body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": _title(notebook, source.stem)}})
         page = target / f"{source.stem}.html"
         page.write_text(body, encoding="utf-8")
         pages.append(page)
@@ -72,15 +71,20 @@ def _figures_as_html() -> Iterator[None]:
             os.environ["PLOTLY_RENDERER"] = before
 
 
-def _title(page: Path) -> str:
-    """The first heading of a page, as HTML."""
-    heading = re.search(r"<h1[^>]*>(.*?)<a ", page.read_text(encoding="utf-8"), re.DOTALL)
-    return heading[1].strip() if heading else html.escape(page.stem)
+def _title(notebook, default: str) -> str:
+    """The first heading."""
+    lines = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
+    return next((line[2:].strip() for line in lines if line.startswith("# ")), default)
+
+
+def _title_of_page(page: Path) -> str:
+    """A page's title, as HTML."""
+    return re.search(r"<title>(.*?)</title>", page.read_text(encoding="utf-8"), re.DOTALL)[1].strip()
 
 
 def _index(pages: list[Path]) -> str:
     """The index of these pages (whatever was built earlier stays listed)."""
-    items = "\n".join(f'<li><a href="{page.name}">{_title(page)}</a></li>' for page in pages)
+    items = "\n".join(f'<li><a href="{page.name}">{_title_of_page(page)}</a></li>' for page in pages)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         "<title>BASS, hands on</title><style>body{font:17px/1.6 system-ui,sans-serif;max-width:42rem;margin:3rem auto;"

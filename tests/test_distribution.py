@@ -12,7 +12,7 @@ import bass_core as bass
 
 VOCABULARY = 5
 PROMPT = torch.tensor([3, 1, 4, 1])
-SAMPLES, TOKENS = 20_000, 3
+SAMPLES, TOKENS = 60_000, 3
 CASES = [
     (rule, draft, sampling)
     for rule in ("token", "block", "coupled")
@@ -65,7 +65,7 @@ def test_first_tokens_follow_the_exact_law(rule, draft, sampling):
         pair,
         PROMPT,
         num_return_sequences=SAMPLES,
-        max_batch_size=2000,
+        max_batch_size=4000,
         max_new_tokens=TOKENS,
         draft_length=2,
         verification=rule,
