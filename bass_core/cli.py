@@ -102,14 +102,14 @@ def bench(
             typer.echo(f"identical to transformers, greedy, float32: {identical} of {batch} rows")
             exactness = {"dtype": "float32", "identical": identical, "rows": batch}
             common = {"prompt_set": name, "batch": batch, "exactness": exactness}
-            results += [common | line for line in table.to_dict("records")]
+            results += [common | line for line in table.astype(object).where(table.notna(), None).to_dict("records")]
     common = {"models": "embedded pair", "dtype": str(pair.target.dtype), "k": draft_length, "repeats": repeats}
     document = benchmark.environment() | common | {"temperature": temperature, "results": results}
     if record is not None:
         record.parent.mkdir(parents=True, exist_ok=True)
         with record.open("a") as file:
-            file.write(json.dumps(document) + "\n")
-    typer.echo(json.dumps(document))
+            file.write(json.dumps(document, allow_nan=False) + "\n")
+    typer.echo(json.dumps(document, allow_nan=False))
 
 
 @app.command()

@@ -102,7 +102,7 @@ def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "figure.html"
-        body = figure.update_layout(width=width).to_html(include_plotlyjs=True, full_html=False)
+        body = figure.update_layout(width=width).to_html(full_html=False, config={"displayModeBar": False})
         page.write_text(f"<!doctype html><meta charset='utf-8'><body style='margin:0'>{body}", encoding="utf-8")
         options = [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", f"--screenshot={path}"]
         command = [browser, *BROWSER_FLAGS, f"--force-device-scale-factor={scale}", *options, page.as_uri()]
