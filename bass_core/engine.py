@@ -207,13 +207,13 @@ class Session:
     def _decode(self) -> StepEvent:
         self._watch.start()
         view = self.rows.view()
-        planned, lengths = planned_lengths(
-            self.policy.plan(view), view
-        )  # draft lengths [B], as planned and as possible
+        plan = self.policy.plan(view)  # draft length, shared or per row; 0 is regular decoding
+        planned, lengths = planned_lengths(plan, view)  # [B], and cut to what each row may still emit
         context = self._context(range(len(self.rows.live)), int(lengths.max()))
         self._watch.mark()
-        drafts = lengths.any()  # or is this a step of regular decoding?
-        draft = self.drafter.draft(context, lengths, self.policy) if drafts else Draft.none(context)  # tokens [B, K]
+        draft = Draft.none(context)
+        if lengths.any():
+            draft = self.drafter.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
         self._watch.mark()
         logits = self._target_pass(context, draft)  # [B, K + 1, V]
         self._watch.mark()
