@@ -111,15 +111,24 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 def using(model: PreTrainedModel, path: str) -> Iterator[None]:
     """Run `model` with an attention path, in evaluation mode; leave it exactly as it was found."""
     before = _implementations(model.config)
-    training = [module for module in model.modules() if module.training]
     try:
         model.config._attn_implementation = _prefixed(path)
+        with _evaluating(model):
+            yield
+    finally:
+        for config, implementation in before:
+            config._attn_implementation_internal = implementation
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode for every module; those that were training train again afterwards."""
+    training = [module for module in model.modules() if module.training]
+    try:
         for module in training:
             module.training = False
         yield
     finally:
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
         for module in training:
             module.training = True
 
@@ -301,12 +310,10 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
         for buffer in (b for layer in runner.cache.layers for b in layer.buffers()):
             buffer.fill_(1e4)  # stale values that no query may see
         runner.feed_last(ids, lengths, length)
-        rejected = ids.flip(0).gather(
-            1, torch.tensor(lengths, device=ids.device)[:, None] + torch.arange(3, device=ids.device)
-        )
-        runner.feed(rejected, torch.tensor(lengths, device=ids.device), lengths, [3, 3])
-        shorter = ids.gather(1, torch.tensor(lengths, device=ids.device)[:, None] + torch.arange(3, device=ids.device))
-        logits = runner.feed(shorter, torch.tensor(lengths, device=ids.device), lengths, [3, 1])
+        starts = torch.tensor(lengths, device=ids.device)
+        following = starts[:, None] + torch.arange(3, device=ids.device)  # [2, 3]
+        runner.feed(ids.flip(0).gather(1, following), starts, lengths, [3, 3])  # tokens that will be rejected
+        logits = runner.feed(ids.gather(1, following), starts, lengths, [3, 1])
     expected = [_plain_logits(model, ids[b : b + 1, : n + 3]) for b, n in enumerate(lengths)]
     errors = [
         _relative_error(logits[b, :q], expected[b][n : n + q])
@@ -323,14 +330,8 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 def _plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The model's own forward pass, in evaluation mode: [T, V]."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
+    with _evaluating(model):
         return model(input_ids=ids, use_cache=False).logits[0]
-    finally:
-        for module in training:
-            module.training = True
 
 
 def context_length(model: PreTrainedModel) -> int | None:

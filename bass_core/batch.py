@@ -113,13 +113,13 @@ class Batch:
 
     def _keep(self, prompt: Prompt, source: int | None) -> None:
         """Save a prompt's cache rows for samples that start later; forget them once none is left."""
-        if prompt.waiting == 0:
-            self._forget(prompt)
-        elif prompt.saved is None:
+        if prompt.waiting > 0 and prompt.saved is None:
             length = len(prompt.ids)
             prompt.saved = self.target.cache.save_row(source, length), self.drafter.save_row(source, length)
+        self._forget(prompt)
 
     def _forget(self, prompt: Prompt) -> None:
+        """Drop what is kept of a prompt, unless a row still waits for it."""
         if prompt.waiting == 0:
             prompt.saved = prompt.logits = None
             key = tuple(prompt.ids.tolist())
