@@ -26,7 +26,7 @@ lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 notebooks: .venv/.installed-notebooks ## execute every lesson and write it to build/html
 	$(BIN)/bass notebooks
 
-bench: .venv/.installed-notebooks ## time regular and speculative decoding of the embedded pair, on both prompt sets
+bench: .venv/.installed-notebooks ## time all ways to decode with the embedded pair, on both prompt sets
 	$(BIN)/bass bench
 
 pictures: .venv/.installed-notebooks ## draw the README's picture again (needs Chromium)
@@ -36,8 +36,9 @@ lint: .venv/.installed-test ## check format and style of the code and the lesson
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-embedded-pair: .venv/.installed-notebooks ## train the embedded models again
+embedded-pair: .venv/.installed-notebooks ## train the embedded models again (two hours on two cores; goes on where it was cut off)
 	$(BIN)/python -m bass_core.training
+	$(BIN)/python -m bass_core.data_card
 
 clean: ## remove what was built and the caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

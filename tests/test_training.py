@@ -1,27 +1,28 @@
-"""The corpus is deterministic, valid and honestly held out; training writes folders that transformers loads."""
-
-import ast
-import re
+"""Training can be cut off and gone on with; it writes folders that transformers loads."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from bass_core import corpus, training
+from bass_core import corpus, data_card, training
+from bass_core.evaluation import load_problems
+from bass_core.prompt_sets import prompt_set
 
+SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
 TINY = training.Recipe(
     vocab_size=400,
-    context=128,
+    context=512,
+    generated=400,
     batch_tokens=512,
     lengths=((0.0, 64),),
-    target={
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "intermediate_size": 64,
-    },
+    target=SIZES | {"hidden_size": 32, "num_hidden_layers": 2},
+    draft=SIZES | {"hidden_size": 32, "num_hidden_layers": 1},
+    deep_draft=SIZES | {"hidden_size": 16, "num_hidden_layers": 3},
+    target_tokens=40 * 512,
+    draft_tokens=10 * 512,
+    aligning_tokens=10 * 512,
+    target_texts=8,
+    text_tokens=64,
 )
 
 
@@ -38,63 +39,6 @@ def tokenizer(texts):
 def prompt_of(function: str) -> str:
     end = function.index('"""\n') + 4
     return function[:end]
-
-
-def test_same_seed_gives_the_same_functions(texts):
-    assert corpus.generated_functions(1500, seed=3) == texts
-    assert corpus.generated_functions(1500, seed=4) != texts
-
-
-def test_generated_functions_are_valid_python(texts):
-    for text in texts:
-        (function,) = ast.parse(text).body
-        assert ast.get_docstring(function) and len(function.body) > 1
-
-
-def test_generated_functions_do_what_they_say():
-    tests = {
-        "even": lambda x: x % 2 == 0,
-        "odd": lambda x: x % 2,
-        "positive": lambda x: x > 0,
-        "negative": lambda x: x < 0,
-    }
-    sums = re.compile(
-        r'"""[A-Z][a-z ]+ (?:sum of|total of|up) the (even|odd|positive|negative) \w+( in (the list )?\w+)?\.'
-    )
-    numbers = [1, 2, 3, 4, -6, -7, 0]
-    found = 0
-    for text in corpus.generated_functions(20_000, seed=1):
-        if said := sums.search(text):
-            scope: dict = {}
-            exec(text, scope)
-            assert scope[ast.parse(text).body[0].name](numbers) == sum(filter(tests[said[1]], numbers)), text
-            found += 1
-    assert found > 5
-
-
-def test_held_out_prompts_never_occur_in_training(texts):
-    prompts = corpus.function_prompts(300, seed=3)
-    assert len(set(prompts)) == 300
-    assert not set(prompts) & {prompt_of(text) for text in texts}
-    assert all(prompt.endswith('"""\n') for prompt in prompts)
-
-
-def test_the_same_thing_is_written_in_several_ways(texts):
-    bodies = {}
-    for text in corpus.generated_functions(20_000, seed=1):
-        prompt = prompt_of(text)
-        bodies.setdefault(prompt, set()).add(text[len(prompt) :])
-    assert max(map(len, bodies.values())) >= 3
-
-
-def test_library_prompts_come_from_held_out_modules_only():
-    prompts = corpus.library_prompts(40)
-    assert prompts == corpus.library_prompts(40)
-    assert all(prompt.startswith("def ") and len(prompt) <= 400 for prompt in prompts)
-    held_out = corpus.library_functions(held_out=True)
-    assert all(any(function.startswith(prompt) for function in held_out) for prompt in prompts)
-    with pytest.raises(ValueError, match="library prompts"):
-        corpus.library_prompts(100_000)
 
 
 def test_tokenizer_gives_any_text_back_and_adds_nothing(tokenizer, texts):
@@ -139,43 +83,97 @@ def test_training_attention_equals_sdpa(tokenizer):
     torch.testing.assert_close(ours, model(windows, use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_a_short_training_lowers_the_loss_and_writes_a_loadable_folder(tokenizer, texts, tmp_path):
+def test_training_norm_equals_the_models_own(tokenizer):
     torch.manual_seed(0)
-    windows = training.Windows(texts, tokenizer)
-    generator = torch.Generator().manual_seed(0)
+    model = training.new_model(TINY.target, TINY, tokenizer)
+    plain = LlamaForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict())
+    windows = torch.randint(0, TINY.vocab_size, (2, 40))
+    torch.testing.assert_close(model(windows).logits, plain(windows).logits, rtol=1e-4, atol=1e-5)
+
+
+def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
+    torch.manual_seed(0)
     model = training.new_model(TINY.target, TINY, tokenizer)
     report = training.fit(
         model,
         lambda rows: training.next_token_loss(model, rows),
-        lambda progress: windows.take(8, 64, generator),
+        lambda progress, generator: windows.take(8, 64, generator),
+        tokens=tokens,
         lr=1e-2,
-        seconds=1.5,
         name="tiny",
-        threads=2,
+        recipe=TINY,
+        folder=folder,
+        save_every=0.0,
     )
-    assert report["last_loss"] < report["first_loss"] - 0.2
-    probe = windows.take(2, 64, generator)
-    before = training.next_token_loss(model, probe).item()
-
-    training.save(model, tokenizer, tmp_path)
-    loaded, again = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.bfloat16
-    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert again(texts[0])["input_ids"] == tokenizer(texts[0])["input_ids"]
-    assert training.next_token_loss(loaded.float(), probe).item() == pytest.approx(before, abs=0.05)
+    return model, report
 
 
-def test_a_model_accepts_its_own_drafts_always(tokenizer):
+def test_a_short_training_lowers_the_loss(tokenizer, texts, tmp_path):
+    _, report = fitted(tokenizer, training.Windows(texts, tokenizer), tmp_path)
+    assert report["tokens"] == TINY.target_tokens and report["steps"] == 40
+    assert report["last_loss"] < report["first_loss"] - 0.1
+
+
+def test_a_training_that_was_cut_off_ends_where_the_whole_one_does(tokenizer, texts, tmp_path, monkeypatch):
+    windows = training.Windows(texts, tokenizer)
+    whole, _ = fitted(tokenizer, windows, tmp_path / "whole")
+    steps = []
+
+    def cut(*args):
+        steps.append(1)
+        if len(steps) == 25:
+            raise KeyboardInterrupt
+        return training.Windows.take(windows, *args)
+
+    monkeypatch.setattr(windows, "take", cut)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tokenizer, windows, tmp_path / "cut")
+    resumed, report = fitted(tokenizer, windows, tmp_path / "cut")
+    assert report["steps"] == 40 and len(steps) == 41  # the step that was cut off is done again, no other
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_finished_training_is_not_repeated(tokenizer, texts, tmp_path):
+    windows = training.Windows(texts, tokenizer)
+    first, _ = fitted(tokenizer, windows, tmp_path)
+    windows.take = None  # would raise
+    again, report = fitted(tokenizer, windows, tmp_path)
+    assert report["steps"] == 40
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_another_recipe_does_not_go_on_with_this_ones_training(tokenizer, texts, tmp_path):
+    windows = training.Windows(texts, tokenizer)
+    fitted(tokenizer, windows, tmp_path)
+    with pytest.raises(ValueError, match="another recipe"):
+        fitted(tokenizer, windows, tmp_path, tokens=2 * TINY.target_tokens)
+
+
+def test_the_recipe_writes_models_and_a_card_of_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_card, "MAX_NEW_TOKENS", 4)
+    monkeypatch.setattr(data_card, "prompt_set", lambda name: prompt_set(name, 2))
+    monkeypatch.setattr(data_card, "load_problems", lambda: load_problems()[:2])
+    trained = training.train_pair(TINY, tmp_path / "out", tmp_path / "work")
+    for name in ("target", "draft", "deep_draft", "unaligned_draft", "unaligned_deep_draft"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name)
+        assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == 0
+        AutoTokenizer.from_pretrained(tmp_path / "out" / name)
+    figures = data_card.measure(tmp_path / "out")
+    card = data_card.data_card(figures, trained, TINY)
+    assert f"{trained['target']['parameters']:,}" in card
+    assert f"{figures['draft']['mini']['alpha']:.3f}" in card and f"{figures['draft']['library']['alpha']:.3f}" in card
+
+
+def test_alignment_lowers_the_distance_to_the_target(tokenizer):
     torch.manual_seed(0)
-    model = training.new_model(TINY.target, TINY, tokenizer).eval()
-    model.set_attn_implementation("sdpa")
-    measured = training.acceptance(model, model, tokenizer, ["def f(x):\n", "def longer(a, b):\n"], max_new_tokens=8)
-    assert measured["alpha"] == pytest.approx(1.0, abs=1e-5)
-    assert measured["greedy_agreement"] == 1.0
+    target, draft = (training.new_model(getattr(TINY, name), TINY, tokenizer) for name in ("target", "draft"))
+    windows = torch.randint(0, TINY.vocab_size, (2, 40))
+    assert training.distillation_loss([target], target, windows, (1.0, 0.4)).item() == pytest.approx(0, abs=1e-5)
+    assert training.distillation_loss([draft], target, windows, (1.0, 0.4)) > 0
 
 
 def test_recipe_says_what_it_accepts():
-    with pytest.raises(ValueError, match="minutes"):
-        training.Recipe(minutes=0)
-    with pytest.raises(ValueError, match="target_share"):
-        training.Recipe(target_share=0.9, draft_share=0.3)
+    with pytest.raises(ValueError, match="target_tokens"):
+        training.Recipe(target_tokens=0)

@@ -1,0 +1,44 @@
+"""Programming problems in HumanEval's format (Chen et al. 2021, arXiv 2107.03374): one JSON object per line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+MINI_SET = Path(__file__).parents[1] / "assets" / "mini_set.jsonl"
+FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """prompt: what the model continues. prompt + canonical_solution is right. test: source of `check(candidate)`, which
+    raises where the function named `entry_point` is wrong. composition: the mini set's only, what is held out."""
+
+    task_id: str
+    prompt: str
+    entry_point: str
+    canonical_solution: str
+    test: str
+    composition: str = ""
+
+
+def load_problems(path: str | Path | None = None) -> list[Problem]:
+    """The problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
+
+    Raises ValueError naming the line for one that is no problem, FileNotFoundError where there is no file.
+    """
+    path = Path(MINI_SET if path is None else path)
+    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        return [_problem(path, number, line) for number, line in enumerate(file, 1) if line.strip()]
+
+
+def _problem(path: Path, number: int, line: str) -> Problem:
+    try:
+        fields = json.loads(line)
+        return Problem(**{name: fields[name] for name in FIELDS}, composition=fields.get("composition", ""))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number} is not a problem with the fields {', '.join(FIELDS)}: {error}"
+        ) from None
