@@ -1,44 +1,72 @@
-"""How fast is it here? Interleaved repeats of regular and speculative decoding, with paired ratios and intervals.
+"""How fast is it here? Interleaved repeats of several ways to decode, with paired ratios and intervals.
 
 Every repeat runs all methods one after the other on the same prompts with the same limits, so that a slow moment of the
-machine slows all of them; a speed-up is the ratio within a repeat. The baseline is this engine with draft length 0;
-`transformers.generate` is quoted beside it.
+machine slows all of them; a speed-up is the ratio within a repeat. The baseline is this engine with draft length 0:
+the same cache and the same loop without speculative work. `transformers.generate` is quoted beside it.
+
+| method | what it is |
+| --- | --- |
+| `transformers` | `model.generate` on the left-padded batch |
+| `assisted` | `model.generate(assistant_model=draft)` with its own defaults; takes one sequence, so rows take turns |
+| `regular` | this engine, draft length 0 |
+| `single` | this engine, one row at a time |
+| `batched` | this engine, all rows at once: BASS |
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
-import transformers
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from bass_core import inputs
-from bass_core.engine import Session
-from bass_core.generation import generate
+from bass_core import inputs, records
+from bass_core.engine import Session, StepEvent
+from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 
-METHODS = ("transformers", "regular", "speculative")
+METHODS = ("transformers", "assisted", "regular", "single", "batched")
+COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
+LATENCIES = ("first_ms", "last_ms", "mean_ms")
+
+
+@dataclass
+class Clock:
+    """When each row of one run was prefilled and when it was finished, in seconds."""
+
+    prefilled: dict[int, float] = field(default_factory=dict)
+    finished: dict[int, float] = field(default_factory=dict)
+
+    def tick(self, rows: Sequence[int]) -> None:
+        """These rows have just emitted tokens."""
+        now = time.perf_counter()
+        for row in rows:
+            self.prefilled.setdefault(row, now)
+            self.finished[row] = now
+
+    def latencies(self, new: int) -> dict[str, float]:
+        """Milliseconds per token of the first row to finish, of the last, and their mean over the rows: from the end
+        of the row's prefill, which gives its first token, to its end (names: paper; definition: ours)."""
+        per_row = [1e3 * (self.finished[row] - start) / max(new - 1, 1) for row, start in self.prefilled.items()]
+        return dict(zip(LATENCIES, (min(per_row), max(per_row), sum(per_row) / len(per_row)), strict=True))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: one line per (repeat, method): repeat, method, seconds, tokens, tokens_per_second, alpha, acceptance_rate,
-    tokens_per_step."""
+    """runs: one line per (repeat, method): repeat, method, k, seconds, tokens, tokens_per_second, first_ms, last_ms,
+    mean_ms (latency per token), alpha, acceptance_rate, tokens_per_step (NaN where nothing was drafted)."""
 
     runs: pd.DataFrame
 
-    def ratio(self, method: str = "speculative", to: str = "regular") -> tuple[float, float, float]:
+    def ratio(self, method: str = "batched", to: str = "regular") -> tuple[float, float, float]:
         """Speed of one method over another: median of the paired ratios, and its 95% interval (bootstrap)."""
         seconds = self.runs.pivot(index="repeat", columns="method", values="seconds")
         ratios = (seconds[to] / seconds[method]).to_numpy()
@@ -47,21 +75,13 @@ class Comparison:
         return float(np.median(ratios)), float(low), float(high)
 
     def summary(self) -> pd.DataFrame:
-        """One line per method: medians of tokens/s, alpha, tokens per step; speed over regular decoding, interval."""
+        """One line per method: medians of tokens/s, latencies and counts; speed over regular decoding, interval."""
         lines = []
         for method, runs in self.runs.groupby("method", sort=False):
             middle, low, high = self.ratio(method)
-            lines.append(
-                {
-                    "method": method,
-                    "tokens_per_second": runs.tokens_per_second.median(),
-                    "over_regular": middle,
-                    "low": low,
-                    "high": high,
-                    "alpha": runs.alpha.median(),
-                    "tokens_per_step": runs.tokens_per_step.median(),
-                }
-            )
+            line = {"method": method, "k": runs.k.iloc[0], "tokens_per_second": runs.tokens_per_second.median()}
+            line |= {"over_regular": middle, "low": low, "high": high}
+            lines.append(line | {name: runs[name].median() for name in (*LATENCIES, *COUNTS)})
         return pd.DataFrame(lines)
 
 
@@ -69,48 +89,195 @@ def compare(
     pair: ModelPair,
     prompts: Sequence[str],
     *,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = ("transformers", "regular", "batched"),
     repeats: int = 7,
     max_new_tokens: int = 96,
     temperature: float = 0.0,
-    draft_length: int = 5,
+    draft_length: int | None = 5,
+    other_lengths: Sequence[int] = (),
     verification: str = "token",
     progress: Callable[[str], None] = lambda message: None,
 ) -> Comparison:
-    """Time the methods on the same prompts, one batch, EOS switched off so that all emit the same number of tokens.
+    """Time the methods on the same prompts, EOS switched off so that all emit the same number of tokens.
 
-    repeats: interleaved, after one that warms up and is not counted.
+    repeats: interleaved, after one that warms up and is not counted. draft_length: of `single` and `batched`; None is
+    the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on. Raises
+    ValueError for an unknown method and for `assisted` without a draft model.
     """
     for method in methods:
         inputs.one_of("methods", method, METHODS)
+    if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
+        raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
     ids = _token_ids(pair, prompts)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "eos_token_id": ()}
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+    drafting = options | {"draft_length": draft_length, "verification": verification}
+
+    def batched(k: int, clock: Clock, seed: int) -> Generation:
+        return _ours(pair, ids, **drafting | {"draft_length": k}, seed=seed, clock=clock)
+
     decode = {
-        "transformers": lambda seed: _transformers(pair, ids, max_new_tokens, temperature, seed),
-        "regular": lambda seed: generate(pair, ids, draft_length=0, seed=seed, **options),
-        "speculative": lambda seed: generate(
-            pair, ids, draft_length=draft_length, verification=verification, seed=seed, **options
-        ),
+        "transformers": lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock),
+        "assisted": lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock),
+        "regular": lambda clock, seed: _ours(pair, ids, **options, draft_length=0, seed=seed, clock=clock),
+        "single": lambda clock, seed: _ours(pair, ids, **drafting, max_batch_size=1, seed=seed, clock=clock),
+        "batched": partial(batched, draft_length),
     }
+    decode = {method: decode[method] for method in methods} | {
+        f"batched k={k}": partial(batched, k) for k in other_lengths
+    }
+    lengths = {"single": draft_length, "batched": draft_length} | {f"batched k={k}": k for k in other_lengths}
     lines = []
     for repeat in range(repeats + 1):
-        for method in methods:
+        for method in decode:
             progress(f"repeat {repeat} of {repeats}: {method}")
-            seconds, out = _timed(pair.device, decode[method], repeat)
-            line = {"repeat": repeat, "method": method, "seconds": seconds, "tokens": len(ids) * max_new_tokens}
-            names = ("alpha", "acceptance_rate", "tokens_per_step")
-            summary = {} if method == "transformers" else out.trace.summary()
-            lines.append(line | {name: summary.get(name, float("nan")) for name in names})
+            clock = Clock()
+            seconds, out = _timed(pair.device, decode[method], clock, repeat)
+            line = {"repeat": repeat, "method": method, "k": lengths.get(method), "seconds": seconds}
+            line["tokens"] = len(ids) * max_new_tokens
+            summary = out.trace.summary() if isinstance(out, Generation) else {}
+            counts = {name: summary.get(name, float("nan")) for name in COUNTS}
+            lines.append(line | clock.latencies(max_new_tokens) | counts)
     runs = pd.DataFrame(lines).query("repeat > 0")
-    runs = runs.assign(tokens_per_second=runs.tokens / runs.seconds)
-    return Comparison(runs)
+    return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
 
 
-def identical_rows(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, draft_length: int = 5) -> int:
-    """Rows of a greedy speculative batch whose every token equals `transformers.generate`'s for the row alone."""
+def bench(
+    pair: ModelPair,
+    sets: dict[str, Sequence[str]],
+    *,
+    models: str,
+    batches: Sequence[int] = (1, 2, 4, 8, 16),
+    methods: Sequence[str],
+    repeats: int = 7,
+    max_new_tokens: int = 96,
+    temperature: float = 0.2,
+    draft_length: int | None = 5,
+    other_lengths: Sequence[int] = (),
+    progress: Callable[[str], None] = lambda message: None,
+) -> Iterator[list[dict]]:
+    """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
+
+    sets: prompts by name, at least as many as the largest batch. models: what to call the pair. One row has no `single`
+    beside `batched`. exactness: of greedy rows in float32, copies of the models if they are not float32. Raises
+    ValueError as `compare` does, and without the method `regular`.
+    """
+    if "regular" not in methods:
+        raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
+    exact = as_float32(pair)
+    common = {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch."), "repeats": repeats, "seed": 0}
+    common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": False}
+    for name, prompts in sets.items():
+        alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
+        for batch in batches:
+            progress(f"{name}, batch {batch}")
+            comparison = compare(
+                pair,
+                prompts[:batch],
+                methods=[method for method in methods if batch > 1 or method != "single"],
+                repeats=repeats,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                draft_length=draft_length,
+                other_lengths=other_lengths,
+                progress=progress,
+            )
+            exactness = {"dtype": "float32", "rows": batch}
+            exactness["identical"] = identical_rows(
+                exact, prompts[:batch], max_new_tokens=max_new_tokens, draft_length=draft_length, alone=alone[:batch]
+            )
+            spent = {
+                method: step_overhead(
+                    pair, prompts[:batch], max_new_tokens=max_new_tokens, temperature=temperature, draft_length=k
+                )
+                for method, k in (("regular", 0), ("batched", draft_length))
+            }
+            yield [
+                records.environment()
+                | common
+                | {"prompt_set": name, "batch": batch, "exactness": exactness}
+                | _record(line, comparison)
+                | ({"step_overhead": spent[line["method"]]} if line["method"] in spent else {})
+                for line in comparison.summary().to_dict("records")
+            ]
+
+
+def _record(line: dict, comparison: Comparison) -> dict:
+    """A line of the summary in the names and types of `records`."""
+    runs = comparison.runs[comparison.runs.method == line["method"]]
+    ratio = {"median": line["over_regular"], "low": line["low"], "high": line["high"]}
+    numbers = {name: line[name] for name in ("tokens_per_second", *LATENCIES)}
+    counts = {name: None if np.isnan(line[name]) else line[name] for name in COUNTS}
+    return {
+        "method": line["method"].split()[0],
+        "k": None if pd.isna(line["k"]) else int(line["k"]),
+        "seconds": runs.seconds.tolist(),
+        "over_regular": ratio,
+        **numbers,
+        **counts,
+    }
+
+
+def table(lines: Sequence[dict]) -> str:
+    """The records of one prompt set and batch as text for people."""
+    first, shown = lines[0], []
+    for line in lines:
+        ratio = line["over_regular"]
+        shown.append(
+            {
+                "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
+                "tokens/s": f"{line['tokens_per_second']:.0f}",
+                "over regular": f"{ratio['median']:.2f}× ({ratio['low']:.2f}-{ratio['high']:.2f})",
+                **{f"{name.removesuffix('_ms')}, ms/token": f"{line[name]:.2f}" for name in LATENCIES},
+                **{name: "" if line[name] is None else f"{line[name]:.2f}" for name in COUNTS},
+                "outside passes": f"{line['step_overhead']:.1%}" if "step_overhead" in line else "",
+            }
+        )
+    exactness = first["exactness"]
+    heading = (
+        f"{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, {first['dtype']}, "
+        f"{first['repeats']} repeats"
+    )
+    exact = f"greedy rows equal to transformers', {exactness['dtype']}: {exactness['identical']} of {exactness['rows']}"
+    return f"\n{heading}\n{exact}\n{pd.DataFrame(shown).to_string(index=False)}"
+
+
+def methods_of(pair: ModelPair) -> list[str]:
+    """The methods that this pair can be timed with: all, or without a draft model all but `assisted`."""
+    return [method for method in METHODS if method != "assisted" or isinstance(pair.draft, PreTrainedModel)]
+
+
+def as_float32(pair: ModelPair) -> ModelPair:
+    """The pair in float32: itself, or with copies of the models."""
+    drafts = isinstance(pair.draft, PreTrainedModel)
+    if pair.target.dtype == torch.float32 and (not drafts or pair.draft.dtype == torch.float32):
+        return pair
+    return replace(
+        pair, target=deepcopy(pair.target).float(), draft=deepcopy(pair.draft).float() if drafts else pair.draft
+    )
+
+
+def greedy_alone(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96) -> list[Tensor]:
+    """What `transformers.generate` writes greedily after each prompt alone: the reference of exactness."""
     ids = _token_ids(pair, prompts)
+    inputs.check_context(pair, max(map(len, ids)), max_new_tokens)
+    return [transformers_generate(pair, [row], max_new_tokens=max_new_tokens)[0] for row in ids]
+
+
+def identical_rows(
+    pair: ModelPair,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 96,
+    draft_length: int | None = 5,
+    alone: Sequence[Tensor] | None = None,
+) -> int:
+    """Rows of a greedy speculative batch whose every token equals `transformers.generate`'s for the row alone.
+
+    alone: those texts if they are known already (`greedy_alone`).
+    """
+    ids = _token_ids(pair, prompts)
+    alone = greedy_alone(pair, prompts, max_new_tokens=max_new_tokens) if alone is None else alone
     found = generate(pair, ids, max_new_tokens=max_new_tokens, draft_length=draft_length, eos_token_id=()).sequences
-    alone = [_transformers(pair, [row], max_new_tokens, 0.0, 0)[0] for row in ids]
     return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
 
 
@@ -119,10 +286,10 @@ def _token_ids(pair: ModelPair, prompts: Sequence[str]) -> list[Tensor]:
     return [inputs.prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in prompts]
 
 
-def _timed(device: torch.device, decode: Callable, seed: int) -> tuple[float, object]:
+def _timed(device: torch.device, decode: Callable, *arguments) -> tuple[float, object]:
     _synchronize(device)
     started = time.perf_counter()
-    out = decode(seed)
+    out = decode(*arguments)
     _synchronize(device)
     return time.perf_counter() - started, out
 
@@ -132,65 +299,68 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def _ours(pair: ModelPair, ids: Sequence[Tensor], *, clock: Clock, **options) -> Generation:
+    def on_step(event: StepEvent) -> None:  # a step ends with a copy to the host: its time is the device's too
+        clock.tick(event.rows)
+
+    return generate(pair, ids, eos_token_id=(), on_step=on_step, **options)
+
+
 @torch.inference_mode()
-def _transformers(pair: ModelPair, ids: Sequence[Tensor], new: int, temperature: float, seed: int) -> list[Tensor]:
-    """`transformers.generate` on the left-padded batch: the generated ids per row."""
-    width = max(map(len, ids))
+def transformers_generate(
+    pair: ModelPair,
+    ids: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    clock: Clock | None = None,
+    rows: Sequence[int] | None = None,
+    **options,
+) -> list[Tensor]:
+    """`transformers.generate` on the left-padded batch of 1-D id tensors, never stopping: the generated ids per row."""
+    width, rows = max(map(len, ids)), range(len(ids)) if rows is None else rows
     padded = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in ids]).to(pair.device)
     mask = torch.stack([torch.arange(width) >= width - len(row) for row in ids]).long().to(pair.device)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    config = GenerationConfig(max_new_tokens=new, pad_token_id=0, **sampling)
-    before, pair.target.generation_config = pair.target.generation_config, GenerationConfig()  # its EOS would fill in
-    try:
+    config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **sampling)
+    never = torch.zeros(len(ids), dtype=torch.bool, device=pair.device)
+
+    def tick(tokens: Tensor, scores: object, **kwargs) -> Tensor:
+        if clock is not None:
+            _synchronize(pair.device)
+            clock.tick(rows)
+        return never
+
+    with _without_ends(pair):
         torch.manual_seed(seed)
-        out = pair.target.generate(padded, attention_mask=mask, generation_config=config)
-    finally:
-        pair.target.generation_config = before
+        criteria = StoppingCriteriaList([tick])
+        out = pair.target.generate(
+            padded, attention_mask=mask, generation_config=config, stopping_criteria=criteria, **options
+        )
     return list(out[:, width:].cpu())
 
 
-def environment() -> dict[str, str | int]:
-    """Where a figure was measured: device, processor, cores, versions, commit."""
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else _processor(),
-        "cores": os.cpu_count() or 0,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "bass": version("bass-hands-on") if _installed() else "not installed",
-        "commit": _commit(),
-    }
+def _assisted(pair: ModelPair, ids: Sequence[Tensor], *, seed: int, clock: Clock, **options) -> list[Tensor]:
+    """Assisted generation refuses more than one sequence: row by row."""
+    return [
+        transformers_generate(pair, [row], seed=seed, clock=clock, rows=[i], assistant_model=pair.draft, **options)[0]
+        for i, row in enumerate(ids)
+    ]
 
 
-def _processor() -> str:
-    """The processor's name as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _installed() -> bool:
+@contextmanager
+def _without_ends(pair: ModelPair) -> Iterator[None]:
+    """Both models' own generation configuration put aside: `generate` would fill in their EOS."""
+    models = [model for model in (pair.target, pair.draft) if isinstance(model, PreTrainedModel)]
+    before = [model.generation_config for model in models]
+    for model in models:
+        model.generation_config = GenerationConfig()
     try:
-        version("bass-hands-on")
-    except ModuleNotFoundError:
-        return False
-    return True
-
-
-def _commit() -> str:
-    """The repository's commit, with + if the tree differs from it; empty outside a repository."""
-    run = {"capture_output": True, "text": True, "cwd": Path(__file__).parent}
-    try:
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **run).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **run).stdout.strip()
-    except OSError:
-        return ""
-    return head + ("+" if head and changed else "")
+        yield
+    finally:
+        for model, config in zip(models, before, strict=True):
+            model.generation_config = config
 
 
 def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float:
@@ -199,7 +369,7 @@ def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: in
     options: as in `generate`. Prefill is left out of both.
     """
     started, inside, steps = [], [], []
-    models = [pair.target, pair.draft]
+    models = [model for model in (pair.target, pair.draft) if isinstance(model, PreTrainedModel)]
     hooks = [model.register_forward_pre_hook(lambda *_: started.append(time.perf_counter())) for model in models]
     hooks += [
         model.register_forward_hook(lambda *_: inside.append(time.perf_counter() - started[-1])) for model in models

@@ -109,8 +109,8 @@ def speed_chart(table: pd.DataFrame, title: str = "Speed over regular decoding")
                 "arrayminus": table.over_regular - table.low,
             },
             marker={
-                "color": [COLOURS["accepted"] if "speculative" in label else "#B0B0B0" for label in table.label],
-                "pattern": {"shape": ["" if "speculative" in label else "/" for label in table.label]},
+                "color": [COLOURS["accepted"] if "batched" in label else "#B0B0B0" for label in table.label],
+                "pattern": {"shape": ["" if "batched" in label else "/" for label in table.label]},
             },
             text=[f"{value:.2f}×" for value in table.over_regular],
             textposition="inside",

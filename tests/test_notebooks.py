@@ -12,7 +12,8 @@ import papermill
 import pytest
 
 import bass_core as bass
-from bass_core import benchmark, corpus, pages, plots, widgets
+from bass_core import benchmark, pages, plots, widgets
+from bass_core.prompt_sets import prompt_set
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -25,7 +26,7 @@ def pair():
 
 @pytest.fixture(scope="module")
 def prompts():
-    return corpus.function_prompts(3, seed=0)
+    return prompt_set("mini", 3)
 
 
 # --- hygiene ---
@@ -57,7 +58,7 @@ def test_all_notebooks_run_with_their_defaults():
 
 
 def test_start_here_takes_parameters(tmp_path):
-    changed = {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2, "seed": 4}
+    changed = {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2}
     executed = papermill.execute_notebook(
         ROOT / "notebooks/00_start_here.ipynb",
         tmp_path / "out.ipynb",
@@ -155,7 +156,7 @@ def test_comparison_is_paired_and_checks_the_text(pair, prompts):
     assert len(comparison.runs) == 3 * 3 and set(comparison.runs.repeat) == {1, 2, 3}
     seconds = comparison.runs.pivot(index="repeat", columns="method", values="seconds")
     middle, low, high = comparison.ratio()
-    assert middle == pytest.approx((seconds.regular / seconds.speculative).median())
+    assert middle == pytest.approx((seconds.regular / seconds.batched).median())
     assert low <= middle <= high
     table = comparison.summary().set_index("method")
     assert table.over_regular["regular"] == 1

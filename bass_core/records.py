@@ -1,0 +1,170 @@
+"""Measured results as JSON lines that pandas reads back, and that others can contribute.
+
+One line is one method on one prompt set at one batch size; `FIELDS` is the schema. A speed without a word on exactness
+is not a result: every line carries it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import transformers
+
+FIELDS: dict[str, type | tuple[type, ...]] = {
+    "method": str,
+    "models": str,
+    "dtype": str,
+    "prompt_set": str,
+    "batch": int,
+    "k": (int, type(None)),  # null: nothing drafted, or a policy (named in "policy")
+    "temperature": (int, float),
+    "max_new_tokens": int,
+    "seed": int,
+    "repeats": int,
+    "seconds": list,  # one per repeat
+    "tokens_per_second": (int, float),
+    "first_ms": (int, float),  # per token; see benchmark.Clock.latencies
+    "last_ms": (int, float),
+    "mean_ms": (int, float),
+    "alpha": (int, float, type(None)),
+    "acceptance_rate": (int, float, type(None)),
+    "tokens_per_step": (int, float, type(None)),
+    "over_regular": dict,  # median, low, high of the paired ratios
+    "exactness": dict,  # dtype, identical, rows; or the bf16 divergences
+    "synthetic": bool,  # acceptance forced rather than earned
+    "device": str,
+    "cores": int,
+    "python": str,
+    "torch": str,
+    "transformers": str,
+    "commit": str,
+}
+POSITIVE = ("batch", "max_new_tokens", "repeats", "tokens_per_second", "first_ms", "last_ms", "mean_ms")
+
+
+def check(line: dict) -> None:
+    """Raises ValueError naming the field that is missing, of the wrong type, or contradicts another."""
+    if not isinstance(line, dict):
+        raise ValueError(f"a record is a JSON object, got {type(line).__name__}")
+    for name, kind in FIELDS.items():
+        if name not in line:
+            raise ValueError(f"the field {name!r} is missing")
+        value = line[name]
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{name} must be {_names(kind)}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value!r}")
+    for name in POSITIVE:
+        if line[name] <= 0:
+            raise ValueError(f"{name} must be positive, got {line[name]!r}")
+    if len(line["seconds"]) != line["repeats"] or not all(_positive(s) for s in line["seconds"]):
+        raise ValueError(
+            f"seconds must be {line['repeats']} positive numbers (one per repeat), got {line['seconds']!r}"
+        )
+    if not line["first_ms"] <= line["mean_ms"] <= line["last_ms"]:
+        raise ValueError(
+            f"first_ms ≤ mean_ms ≤ last_ms does not hold: {[line[n] for n in ('first_ms', 'mean_ms', 'last_ms')]}"
+        )
+    for name in ("alpha", "acceptance_rate"):
+        if line[name] is not None and not 0 <= line[name] <= 1:
+            raise ValueError(f"{name} must be in [0, 1] or null, got {line[name]!r}")
+    _check_ratio(line["over_regular"])
+    _check_exactness(line["exactness"])
+
+
+def _check_ratio(ratio: dict) -> None:
+    if not all(_positive(ratio.get(name)) for name in ("low", "median", "high")):
+        raise ValueError(f"over_regular must hold positive low, median and high, got {ratio!r}")
+    if not ratio["low"] <= ratio["median"] <= ratio["high"]:
+        raise ValueError(f"over_regular: low ≤ median ≤ high does not hold: {ratio!r}")
+
+
+def _check_exactness(exactness: dict) -> None:
+    rows, identical = exactness.get("rows"), exactness.get("identical")
+    if not isinstance(rows, int) or not isinstance(identical, int) or not 0 <= identical <= rows or rows < 1:
+        raise ValueError(f"exactness must hold the numbers of rows and of identical ones among them, got {exactness!r}")
+    if exactness.get("dtype") == "float32" and identical != rows:
+        raise ValueError(f"in float32 every row must be identical, got {identical} of {rows}: find out why first")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _names(kind: type | tuple[type, ...]) -> str:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return " or ".join("null" if one is type(None) else one.__name__ for one in kinds)
+
+
+def append(path: Path, lines: list[dict]) -> None:
+    """Add checked lines to a file of JSON lines. Raises ValueError, and writes nothing, if one is wrong."""
+    for line in lines:
+        check(line)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+
+
+def read(path: Path) -> list[dict]:
+    """The checked lines of a file. Raises ValueError naming file, line and what is wrong with it."""
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            check(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        lines.append(line)
+    if not lines:
+        raise ValueError(f"{path} holds no record")
+    return lines
+
+
+def environment() -> dict[str, str | int]:
+    """Where a figure was measured: device, processor, cores, versions, commit."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else _processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "bass": _own_version(),
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    """The processor's name as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _own_version() -> str:
+    try:
+        return version("bass-hands-on")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _commit() -> str:
+    """The repository's commit, with + if the tree differs from it; empty outside a repository."""
+    run = {"capture_output": True, "text": True, "cwd": Path(__file__).parent}
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **run).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **run).stdout.strip()
+    except OSError:
+        return ""
+    return head + ("+" if head and changed else "")
