@@ -1,9 +1,11 @@
 """BASS, hands on: exact batched speculative decoding for ordinary transformers models (arXiv 2404.15778)."""
 
+from bass_core.checks import verify
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, HuggingFaceHeuristic
 from bass_core.drafters import ModelDrafter, NgramDrafter
 from bass_core.engine import Session, StepEvent
 from bass_core.generation import Generation, generate
+from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.sampling import SamplingParams
 from bass_core.trace import Trace
@@ -21,6 +23,8 @@ __all__ = [
     "Session",
     "StepEvent",
     "Trace",
+    "bass_generate",
     "generate",
     "load_pair",
+    "verify",
 ]

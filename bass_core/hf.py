@@ -1,0 +1,263 @@
+"""`bass_generate`: the engine behind `transformers`' own `generate`.
+
+    model.generate(**inputs, custom_generate=bass_generate, draft_model=draft, do_sample=True, num_return_sequences=8)
+
+transformers prepares everything as for its own decoding and calls us in place of its loop. What it prepared is either
+honoured or refused by name: nothing that would change the text is dropped in silence. Four arguments never reach a
+callable, so they can be neither (transformers 5.17 - 5.23, tried):
+
+* `assistant_model` is not used, and `generate` refuses it together with `num_return_sequences`. Pass `draft_model`.
+* `streamer` is given the prompt, then nothing, and its `end` is never called: whoever reads a `TextIteratorStreamer`
+  waits for ever. Pass `on_step`.
+* `tokenizer` is dropped, so `generate` raises for `stop_strings` whether it was passed or not. Use
+  `bass_core.generate(..., stop=...)`.
+* `assistant_tokenizer` is dropped: draft and target must share a vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from bass_core.draft_length import DraftLengthPolicy
+from bass_core.drafters import NgramDrafter
+from bass_core.engine import StepEvent
+from bass_core.generation import Generation, generate
+from bass_core.models import ModelPair
+
+# Fields of a GenerationConfig that are honoured, or say nothing about decoding.
+HONOURED = {
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "do_sample", "num_return_sequences",
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id",
+    "return_dict_in_generate", "transformers_version",
+}  # fmt: skip
+# Their processors: the option each is made from, and the attribute that holds its value.
+PROCESSORS = {
+    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+INSTEAD = {
+    "num_beams": "beam search has no speculative form; sample with do_sample=True, num_return_sequences=…",
+    "use_mtp": "pass draft_model=…",
+    "prompt_lookup_num_tokens": "pass draft_model=NgramDrafter()",
+    "assistant_early_exit": "pass draft_model=…",
+    "output_scores": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
+    "output_logits": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
+    "cache_implementation": "the engine brings its own cache; leave it out",
+    "use_cache": "the engine always has a cache; leave it out",
+    "past_key_values": "the engine brings its own cache; pass the whole text as input_ids",
+    "inputs_embeds": "pass token ids (input_ids)",
+    "trace": "it is returned with return_dict_in_generate=True",
+}
+
+
+@dataclass
+class BassOutput(GenerateDecoderOnlyOutput):
+    """What `generate` returns with return_dict_in_generate=True: `sequences`, and our `generation`.
+
+    generation: log-probabilities, reasons for ending and the trace; its sequences are without prompt and padding.
+    """
+
+    generation: Generation | None = None
+
+
+def bass_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    draft_model: PreTrainedModel | NgramDrafter | None = None,
+    draft_length: int | DraftLengthPolicy | None = None,
+    verification: str = "token",
+    attention: str = "auto",
+    max_batch_size: int | None = None,
+    seed: int | None = None,
+    on_step: Callable[[StepEvent], None] | None = None,
+    trace: str = "off",
+    **model_kwargs,
+) -> Tensor | BassOutput:
+    """For `model.generate(..., custom_generate=bass_generate)`; returns what `generate` does, by BASS.
+
+    The named arguments are yours to pass to `model.generate`, and mean what they mean for `bass_core.generate`:
+    draft_model: a smaller model of the same vocabulary, an `NgramDrafter`, or None for n-gram drafting.
+    draft_length, verification, attention, max_batch_size: as there.
+    seed: None draws one from torch's global generator if tokens are sampled, so that `torch.manual_seed` governs.
+    on_step: called with a StepEvent after each step; its rows are those of the output. This is how to stream.
+    trace: "steps" or "tokens" need return_dict_in_generate=True, whose result holds the trace.
+
+    Returns int64 [B * num_return_sequences, P + N] on the input's device: the prompts with their left padding, then the
+    new tokens, padded on the right with pad_token_id to the longest row. Greedy text is that of `generate`, sampled
+    text has the same law (with other random numbers); a prompt is prefilled once for all of its samples. Dropout is off
+    also in training mode. Padding is never penalised as a repetition (transformers 5.17 counts the pad token as seen).
+    max_time is checked between steps, also before the first; rows may then differ in length, and be empty.
+
+    Raises ValueError naming any other processor, stopping criterion, generation option or model input, for masks that
+    hide anything but left padding, and where `bass_core.generate` does.
+    """
+    pair = ModelPair(model, draft_model)
+    _refuse_other_options(generation_config)
+    _refuse_other_inputs(model_kwargs)
+    _refuse_other_processors(logits_processor, generation_config, input_ids.shape[1])
+    stops = _stops(stopping_criteria, input_ids.shape[1])
+    sampling = _sampling(generation_config)
+    pad = _padding(generation_config, stops, len(input_ids))
+    if trace != "off" and not generation_config.return_dict_in_generate:
+        _refuse("trace", trace)
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ())) if sampling["temperature"] else 0
+    generation = generate(
+        pair,
+        _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")),
+        **stops,
+        **sampling,
+        seed=seed,
+        draft_length=draft_length,
+        verification=verification,
+        attention=attention,
+        max_batch_size=max_batch_size,
+        on_step=on_step,
+        trace=trace,
+    )
+    new = pad_sequence(generation.sequences, batch_first=True, padding_value=pad)  # [B, N]
+    sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
+    return BassOutput(sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
+
+
+def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
+    instead = INSTEAD.get(name, "leave it out, or call generate without custom_generate")
+    raise ValueError(f"bass_generate cannot honour {kind}{name}={str(value)[:60]}: {instead}")
+
+
+def _refuse_other_options(config: GenerationConfig) -> None:
+    """Every field is honoured, unset, or what `generate` takes by default."""
+    defaults = GenerationConfig._get_default_generation_params()
+    for name, value in vars(config).items():
+        if name.startswith("_") or name in HONOURED or value is None or value == defaults.get(name, False):
+            continue
+        _refuse(name, value, "the generation option ")
+
+
+def _refuse_other_inputs(model_kwargs: dict) -> None:
+    """`generate` itself adds masks, positions, an empty cache and two flags; anything else came from the caller."""
+    cache = model_kwargs.get("past_key_values")
+    if getattr(cache, "_is_user_defined", False):
+        _refuse("past_key_values", type(cache).__name__)
+    for name, value in model_kwargs.items():
+        known = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+        if name not in known and value is not None:
+            _refuse(name, type(value).__name__, "the model input ")
+
+
+def _refuse_other_processors(processors: LogitsProcessorList, config: GenerationConfig, width: int) -> None:
+    """Every processor is one that `generate` makes from an honoured option. width: the prompts', padding included."""
+    seen = set()
+    for processor in processors:
+        kind = type(processor)
+        if kind is MinLengthLogitsProcessor and processor.min_length <= width:
+            continue  # the prompts are that long already
+        if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
+            _refuse(name, getattr(config, name), "the generation option ")
+        if kind in seen or not _made_from_option(processor, config):
+            name = "prefix_allowed_tokens_fn" if kind is PrefixConstrainedLogitsProcessor else kind.__name__
+            instead = f"set the option {PROCESSORS[kind][0]}" if kind in PROCESSORS else "leave it out"
+            raise ValueError(
+                f"bass_generate cannot honour the logits processor {name}: {instead}, or call generate without "
+                f"custom_generate; honoured are the options {', '.join(option for option, _ in PROCESSORS.values())}"
+            )
+        seen.add(kind)
+
+
+def _made_from_option(processor: LogitsProcessor, config: GenerationConfig) -> bool:
+    if type(processor) not in PROCESSORS:
+        return False
+    option, attribute = PROCESSORS[type(processor)]
+    ignores_prompt = isinstance(getattr(processor, "prompt_ignore_length", None), int)  # generate's ignores padding
+    return getattr(processor, attribute) == getattr(config, option) and not ignores_prompt
+
+
+def _sampling(config: GenerationConfig) -> dict[str, float]:
+    """`config`'s processing as our options; None is off, and temperature 0 is greedy."""
+    off = {"repetition_penalty": 1.0}
+    if config.do_sample:
+        off |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    options = {name: none if getattr(config, name) is None else getattr(config, name) for name, none in off.items()}
+    return {"temperature": 0.0} | options
+
+
+def _stops(criteria: StoppingCriteriaList, width: int) -> dict[str, Any]:
+    """When rows end: max_new_tokens (at least 1, as `generate` looks after each token), time_budget, eos_token_id."""
+    for criterion in criteria:
+        if type(criterion) not in CRITERIA:
+            raise ValueError(
+                f"bass_generate cannot honour the stopping criterion {type(criterion).__name__}: leave it out, or call "
+                "generate without custom_generate; honoured are max_new_tokens, max_length, max_time and eos_token_id"
+            )
+
+    def all_of(kind: type) -> list:
+        return [criterion for criterion in criteria if type(criterion) is kind]
+
+    ends = [criterion.initial_timestamp + criterion.max_time for criterion in all_of(MaxTimeCriteria)]
+    return {
+        "max_new_tokens": max(1, min(criterion.max_length for criterion in all_of(MaxLengthCriteria)) - width),
+        "time_budget": max(0.0, min(ends) - time.time()) if ends else None,
+        "eos_token_id": {
+            i for criterion in all_of(EosTokenCriteria) for i in criterion.eos_token_id.flatten().tolist()
+        },
+    }
+
+
+def _padding(config: GenerationConfig, stops: dict, rows: int) -> int:
+    """The id that fills rows which ended early; without one, rows that may do so are refused."""
+    pad = config._pad_token_tensor
+    if pad is not None:
+        return int(pad)
+    if rows > 1 and (stops["eos_token_id"] or stops["time_budget"] is not None):
+        raise ValueError("rows may end at different lengths, and there is no pad_token_id: pass one to generate")
+    return 0  # all rows end at the same length
+
+
+def _prompts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> list[Tensor]:
+    """The rows [P_b] without their left padding. input_ids, mask: [B, P]; equal rows will share a prefill."""
+    kept = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
+    usual = kept.long().cumsum(-1) - 1
+    positions = usual if position_ids is None else position_ids  # generate makes them as wide as the mask was
+    if not kept.shape[1] == positions.shape[-1] == input_ids.shape[1] or bool((kept[:, :-1] & ~kept[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask must have the shape of input_ids and zeros on the left of each row only (it is inferred "
+            "from pad_token_id if not given). Pad with tokenizer.padding_side='left'"
+        )
+    if bool(((positions != usual) & kept).any()):
+        raise ValueError("position_ids other than 0, 1, 2, … from each row's first token cannot be honoured: drop them")
+    return [row[shown] for row, shown in zip(input_ids.cpu(), kept.cpu(), strict=True)]

@@ -1,0 +1,346 @@
+"""`model.generate(custom_generate=bass_generate)` returns what `generate` does, or refuses by name."""
+
+import functools
+
+import pytest
+import torch
+from tiny import SUPPORTED, VOCABULARY, byte_tokenizer, forward_passes, ragged_prompts, tiny_model
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
+    TemperatureLogitsWarper,
+    TextStreamer,
+)
+from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor
+
+import bass_core as bass
+from bass_core import bass_generate
+
+PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
+NEW = 24
+PAD = 0
+
+
+def left_padded(prompts) -> dict[str, torch.Tensor]:
+    width = max(map(len, prompts))
+    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=PAD) for prompt in prompts])
+    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+BATCH = left_padded(PROMPTS)
+WIDTH = BATCH["input_ids"].shape[1]
+
+
+def by_bass(model=None, draft=None, **options):
+    """`generate` by our engine, on the left-padded batch unless the options say otherwise."""
+    model, draft = model or tiny_model(), draft or tiny_model(noise=0.1)
+    options = {"max_new_tokens": NEW} | (BATCH if "inputs" not in options else {}) | options
+    return model.generate(custom_generate=bass_generate, draft_model=draft, **options)
+
+
+def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
+    """Ids that rows generate early and late: good ends of sequence."""
+    return sequences[:, WIDTH:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:count].tolist()
+
+
+# --- greedy: token for token ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_greedy_is_generate_on_left_padded_rows_of_every_architecture(architecture):
+    model, draft = tiny_model(architecture), tiny_model(architecture, noise=0.1)
+    plain = {**BATCH, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
+    expected = model.generate(**plain)
+    for eos in (None, frequent_ids(expected, 1)[0], frequent_ids(expected, 4)):
+        options = plain | {"eos_token_id": eos}
+        expected = model.generate(**options)
+        found = by_bass(model, draft, **options)
+        assert torch.equal(found, expected)
+        assert found.dtype == torch.int64 and not found.is_inference()
+
+
+@pytest.mark.parametrize("draft", [None, bass.NgramDrafter(longest=2)], ids=["none", "ngram"])
+def test_greedy_without_a_draft_model_is_generate(draft):
+    options = {**BATCH, "max_new_tokens": NEW, "custom_generate": bass_generate, "draft_model": draft}
+    assert torch.equal(tiny_model().generate(**options), tiny_model().generate(**BATCH, max_new_tokens=NEW))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": None, "max_length": WIDTH + 7},
+        {"max_new_tokens": None},  # generate's own default: 20
+        {"min_length": WIDTH},  # true already
+        {"min_new_tokens": 5, "eos_token_id": None},  # nothing to suppress
+        {"pad_token_id": 5, "eos_token_id": list(range(10, 30))},
+        {"pad_token_id": None, "eos_token_id": list(range(10, 30))},  # generate pads with the first of them
+        {"temperature": 0.5, "top_p": 0.5, "do_sample": False},  # of no account without sampling
+        {"generation_config": GenerationConfig(max_length=WIDTH + 3, pad_token_id=7)},
+        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(600.0)])},
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_greedy_with_option_is_generate(options):
+    options = BATCH | {"max_new_tokens": NEW} | options
+    if "generation_config" in options:
+        del options["max_new_tokens"]
+    expected = tiny_model().generate(**options)
+    found = tiny_model().generate(custom_generate=bass_generate, draft_model=tiny_model(noise=0.1), **options)
+    assert torch.equal(found, expected)
+
+
+def test_repetition_penalty_is_that_of_each_row_without_its_padding():
+    options = {"max_new_tokens": NEW, "repetition_penalty": 1.4, "eos_token_id": None, "pad_token_id": PAD}
+    for prompt, row in zip(PROMPTS, by_bass(**options), strict=True):
+        assert torch.equal(row[WIDTH - len(prompt) :], tiny_model().generate(prompt[None], **options)[0])
+
+
+def test_mask_is_inferred_from_the_pad_token_as_in_generate():
+    options = {"input_ids": BATCH["input_ids"], "max_new_tokens": NEW, "pad_token_id": PAD}
+    assert torch.equal(by_bass(attention_mask=None, **options), tiny_model().generate(**options))
+
+
+def test_inputs_may_be_positional_and_short_integers():
+    ids = PROMPTS[3][None]
+    found = tiny_model().generate(ids.int(), custom_generate=bass_generate, max_new_tokens=NEW)
+    assert torch.equal(found, tiny_model().generate(ids, max_new_tokens=NEW))
+
+
+def test_options_may_be_bound_beforehand():
+    method = functools.partial(bass_generate, draft_model=tiny_model(noise=0.1), draft_length=3)
+    found = tiny_model().generate(**BATCH, custom_generate=method, max_new_tokens=NEW)
+    assert torch.equal(found, by_bass())
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def test_samples_have_the_shape_of_generates_and_share_one_prefill_per_prompt():
+    options = {"do_sample": True, "num_return_sequences": 8, "eos_token_id": None, "pad_token_id": PAD}
+    with forward_passes(tiny_model()) as passes:
+        found = by_bass(**options)
+    assert found.shape == tiny_model().generate(**BATCH, max_new_tokens=NEW, **options).shape == (40, WIDTH + NEW)
+    assert torch.equal(found[:, :WIDTH], BATCH["input_ids"].repeat_interleave(8, dim=0))
+    assert passes[-1][0] <= 40 and (len(PROMPTS), WIDTH) in passes
+    assert all(queries < WIDTH for rows, queries in passes if rows > len(PROMPTS))  # no other prefill
+    assert len(found[:8].unique(dim=0)) > 1
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_samples_are_those_of_the_engine(waiting):
+    places = 3 if waiting else None
+    found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=places, eos_token_id=None)
+    expected = bass.generate(
+        bass.ModelPair(tiny_model(), tiny_model(noise=0.1)),
+        PROMPTS,
+        num_return_sequences=4,
+        max_new_tokens=NEW,
+        temperature=1.0,
+        top_k=50,  # what generate takes unless told otherwise
+        seed=5,
+        eos_token_id=(),
+    )
+    assert torch.equal(found[:, WIDTH:], torch.stack(expected.sequences))
+
+
+def test_coupled_samples_are_those_of_regular_decoding():
+    options = {"do_sample": True, "num_return_sequences": 8, "seed": 3, "verification": "coupled", "temperature": 1.5}
+    options |= {"top_k": 0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+    assert torch.equal(by_bass(**options, draft_length=4), by_bass(**options, draft_length=0))
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}], ids=str)
+def test_sampling_option_that_leaves_one_choice_gives_greedy_text(options):
+    assert torch.equal(by_bass(do_sample=True, **options), by_bass())
+    assert not torch.equal(by_bass(do_sample=True), by_bass())
+
+
+def test_manual_seed_governs_and_greedy_decoding_leaves_the_generator_alone():
+    def sample():
+        torch.manual_seed(11)
+        return by_bass(do_sample=True), by_bass(do_sample=True)
+
+    first, second = sample()
+    assert torch.equal(first, sample()[0]) and torch.equal(second, sample()[1])
+    assert not torch.equal(first, second)
+    before = torch.get_rng_state()
+    by_bass()
+    by_bass(do_sample=True, seed=4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# --- what comes back ------------------------------------------------------------------------------
+
+
+def test_dictionary_holds_the_sequences_and_what_the_engine_knows():
+    out = by_bass(return_dict_in_generate=True, trace="tokens")
+    assert isinstance(out, GenerateDecoderOnlyOutput)
+    assert torch.equal(out.sequences, by_bass()) and torch.equal(out["sequences"], out[0])
+    assert out.scores is None and out.past_key_values is None
+    assert len(out.generation.logprobs) == len(PROMPTS)
+    assert len(out.generation.trace.tokens) > 0
+
+
+@pytest.mark.parametrize("places", [2, None])
+def test_streamed_tokens_are_those_of_the_result_in_order(places):
+    streamed = [[] for _ in PROMPTS]
+
+    def on_step(event):
+        for row, tokens in zip(event.rows, event.new_tokens, strict=True):
+            streamed[row] += tokens
+
+    eos = frequent_ids(by_bass(eos_token_id=None), 3)
+    found = by_bass(on_step=on_step, max_batch_size=places, eos_token_id=eos, pad_token_id=PAD)
+    for row, tokens in zip(found[:, WIDTH:].tolist(), streamed, strict=True):
+        assert row[: len(tokens)] == tokens and set(row[len(tokens) :]) <= {PAD}
+
+
+def test_max_time_ends_rows_and_pads_them():
+    found = by_bass(max_time=1e-6, max_new_tokens=70)
+    assert torch.equal(found, BATCH["input_ids"])
+    stale = StoppingCriteriaList([MaxTimeCriteria(600.0, initial_timestamp=0.0)])
+    assert torch.equal(by_bass(stopping_criteria=stale), found)
+    assert torch.equal(by_bass(max_time=600.0), by_bass())
+
+
+def test_models_are_left_as_they_were_found():
+    model, draft = tiny_model("gpt2", seed=4, attn_pdrop=0.5), tiny_model("gpt2", seed=5)
+    expected = model.generate(**BATCH, max_new_tokens=NEW)
+    before = [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)]
+    model.train()
+    try:
+        assert torch.equal(by_bass(model, draft), expected)
+        assert model.training and not draft.training
+        assert [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)] == before
+    finally:
+        model.eval()
+
+
+# --- what is refused, by name ---------------------------------------------------------------------
+
+
+class Any(LogitsProcessor, StoppingCriteria):
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("never called")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "num_beams=3", "min_new_tokens=4", "min_length=40", "no_repeat_ngram_size=2", "bad_words_ids=[[4]]",
+        "sequence_bias={(4,): 2.0}", "typical_p=0.5", "top_h=0.5", "epsilon_cutoff=0.1", "eta_cutoff=0.1",
+        "length_penalty=2.0", "early_stopping=True", "renormalize_logits=True", "forced_bos_token_id=3",
+        "forced_eos_token_id=3", "remove_invalid_values=True", "exponential_decay_length_penalty=(3, 1.5)",
+        "suppress_tokens=[4]", "begin_suppress_tokens=[4]", "guidance_scale=1.5", "encoder_repetition_penalty=1.5",
+        "output_scores=True", "output_logits=True", "output_attentions=True", "output_hidden_states=True",
+        "use_cache=False", "cache_implementation='static'", "prompt_lookup_num_tokens=3", "num_assistant_tokens=7",
+        "assistant_confidence_threshold=0.1", "penalty_alpha=0.6", "dola_layers='high'", "prefill_chunk_size=4",
+        "disable_compile=True",
+    ],
+)  # fmt: skip
+def test_generation_option_is_refused_by_name(name):
+    key, value = name.split("=", 1)
+    with pytest.raises(ValueError, match=f"bass_generate cannot honour the generation option {key}=.*: "):
+        by_bass(do_sample=key not in ("early_stopping", "penalty_alpha"), **{key: eval(value)})
+
+
+def test_option_of_the_models_own_configuration_is_refused_too():
+    model, before = tiny_model(), tiny_model().generation_config
+    try:
+        model.generation_config = GenerationConfig(no_repeat_ngram_size=2, pad_token_id=PAD)
+        with pytest.raises(ValueError, match="no_repeat_ngram_size"):
+            by_bass(model)
+        model.generation_config = GenerationConfig(cache_implementation="hybrid", temperature=0.6, top_k=20)
+        assert by_bass(model).shape == (5, WIDTH + NEW)  # what hub models set; generate itself drops the cache
+        model.generation_config = GenerationConfig(unheard_of=1)
+        with pytest.raises(ValueError, match="unheard_of"):
+            by_bass(model)
+    finally:
+        model.generation_config = before
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"logits_processor": LogitsProcessorList([Any()])}, "the logits processor Any"),
+        ({"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])}, "set the option temperature"),
+        (
+            {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, 3)], "repetition_penalty": 1.4},
+            "RepetitionPenaltyLogitsProcessor",
+        ),
+        (
+            {"logits_processor": [TemperatureLogitsWarper(0.5)], "temperature": 0.5, "do_sample": True},
+            "TemperatureLogitsWarper",  # generate would divide twice
+        ),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [4]}, "prefix_allowed_tokens_fn"),
+        ({"stopping_criteria": StoppingCriteriaList([Any()])}, "the stopping criterion Any"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"inputs_embeds": torch.randn(5, WIDTH, 32)}, "inputs_embeds"),
+        ({"input_ids": None, "attention_mask": None, "inputs_embeds": torch.randn(2, 4, 32)}, "inputs_embeds"),
+        ({"labels": BATCH["input_ids"]}, "the model input labels"),
+        ({"position_ids": torch.arange(WIDTH)[None].expand(5, -1)}, "position_ids"),
+        ({"attention_mask": BATCH["attention_mask"].flip(1)}, "attention_mask"),
+        ({"attention_mask": torch.ones(5, WIDTH + 1)}, "attention_mask"),
+        ({"attention_mask": 0 * BATCH["attention_mask"]}, "a prompt is empty"),
+        ({"trace": "steps"}, "return_dict_in_generate"),
+        ({"verification": "blok"}, "verification"),
+        ({"attention": "flash"}, "attention"),
+        ({"draft_length": -1}, "draft_length|draft length"),
+        ({"max_new_tokens": 90}, "context of 96"),
+        ({"eos_token_id": -1}, "eos_token_id -1"),
+        ({"draft_lenght": 4}, "draft_lenght"),
+        ({"stop_strings": ["x"], "tokenizer": byte_tokenizer()}, "stop strings"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+def test_input_is_refused_by_name(options, name):
+    with pytest.raises(ValueError, match=name):
+        by_bass(**options)
+
+
+def test_rows_that_may_end_early_need_a_pad_token():
+    model, before = tiny_model(), tiny_model().generation_config
+    try:
+        model.generation_config = GenerationConfig()
+        assert by_bass(model).shape == (5, WIDTH + NEW)
+        with pytest.raises(ValueError, match="pad_token_id"):
+            by_bass(model, max_time=600.0)
+        assert by_bass(model, max_time=600.0, pad_token_id=3).shape == (5, WIDTH + NEW)
+    finally:
+        model.generation_config = before
+
+
+def test_draft_of_another_kind_and_encoder_decoder_models_are_refused():
+    with pytest.raises(TypeError, match="draft must be"):
+        by_bass(draft="a name")
+    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        by_bass(T5ForConditionalGeneration(config))
+
+
+# --- what transformers keeps from us --------------------------------------------------------------
+
+
+def test_what_becomes_of_arguments_that_transformers_swallows(capsys):
+    one = {"input_ids": PROMPTS[1][None], "attention_mask": None}
+    draft = tiny_model(noise=0.1)
+    with forward_passes(draft) as passes:
+        by_bass(draft=bass.NgramDrafter(), **one, assistant_model=draft)
+    assert passes == []
+    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
+        by_bass(do_sample=True, num_return_sequences=2, assistant_model=draft)
+    shown = []
+    streamer = TextStreamer(byte_tokenizer())
+    streamer.put, streamer.end = lambda ids: shown.append(ids.shape), lambda: shown.append("end")
+    by_bass(**one, streamer=streamer)
+    assert shown == [(1, len(PROMPTS[1]))]  # the prompt, and no end
