@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -23,22 +26,26 @@ def demo(rows: Annotated[int, typer.Option(min=1, help="prompts decoded at once"
     lesson = _lessons()[0]
     typer.echo("Loading the embedded pair …")
     import bass_core as bass
-    from bass_core import benchmark, corpus, pages
+    from bass_core import benchmark, pages, terminal
+    from bass_core.prompt_sets import prompt_set
 
     pair = bass.load_pair(dtype="float32")
-    prompts = corpus.function_prompts(rows, seed=0)
+    prompts = prompt_set("mini", rows)
     typer.echo(f"Decoding {rows} Python prompts at once; row 0:\n")
-    _stream_first_row(pair, prompts)
+    out = terminal.stream(pair, prompts, max_new_tokens=96)
+    typer.echo(f"\n{terminal.summary_line(out.trace)}")
 
     typer.echo("\nChecking the text against transformers, timing both ways …")
     identical = benchmark.identical_rows(pair, prompts)
     comparison = benchmark.compare(
-        pair, prompts, methods=("regular", "speculative"), progress=lambda message: typer.echo(f"  {message}")
+        pair, prompts, methods=("regular", "batched"), progress=lambda message: typer.echo(f"  {message}")
     )
     typer.echo(f"Building the first lesson ({lesson}) …")
     (page,) = pages.build([lesson], PAGES, lambda message: typer.echo(f"  {message}"))
     ratio, low, high = comparison.ratio()
-    typer.echo(f"\nspeculative over regular decoding: {ratio:.2f}× (95% interval {low:.2f}-{high:.2f}, 7 paired runs)")
+    typer.echo(
+        f"\nbatched speculative over regular decoding: {ratio:.2f}× (95% interval {low:.2f}-{high:.2f}, 7 paired runs)"
+    )
     typer.echo(f"identical tokens: {identical}/{rows} (greedy, float32) · {ratio:.1f}× · open {page}")
     if identical != rows:
         raise typer.Exit(1)
@@ -52,64 +59,165 @@ def _lessons() -> list[Path]:
     return found
 
 
-def _stream_first_row(pair, prompts: list[str]) -> None:
-    """Print row 0 as it grows."""
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="standard input if none")] = None,
+    target: Annotated[str | None, typer.Option(help="hub name or folder; the embedded pair if none")] = None,
+    draft: Annotated[str | None, typer.Option(help="hub name or folder; n-gram drafting if only --target")] = None,
+    max_new_tokens: int = 128,
+    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 = off")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 = off")] = 1.0,
+    seed: int = 0,
+    num_return_sequences: Annotated[int, typer.Option(help="samples per prompt")] = 1,
+    draft_length: Annotated[int | None, typer.Option(help="0 = regular decoding; a policy decides if none")] = None,
+    verification: Annotated[str, typer.Option(help="token, block or coupled")] = "token",
+    attention: Annotated[str, typer.Option(help="auto, ragged, pad, split or eager")] = "auto",
+    stop: Annotated[list[str] | None, typer.Option(help="text that ends a row; may be given several times")] = None,
+    show_accepted: Annotated[bool, typer.Option(help="colour tokens by origin (in a terminal, at the end)")] = False,
+) -> None:
+    """Continue every prompt; one row streams, more are printed when all are done. Figures go to standard error."""
     import bass_core as bass
+    from bass_core import terminal
 
-    typer.echo(prompts[0], nl=False)
-    tokens, shown = [], ""
+    with _one_line_errors():
+        prompts = prompts or [_standard_input()]
+        pair = bass.load_pair(target, draft)
+        options = {
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
+            "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
+            "attention": attention, "stop": stop or (),
+        }  # fmt: skip
+        coloured = show_accepted and _is_terminal(sys.stdout)
+        if len(prompts) * num_return_sequences == 1 and not coloured:
+            out = terminal.stream(pair, prompts, **options)
+        else:
+            out = bass.generate(pair, prompts, **options, trace="tokens" if coloured else "steps")
+            terminal.print_rows(pair.tokenizer, prompts, out, options["stop"], coloured)
+    typer.echo(terminal.summary_line(out.trace), err=True)
 
-    def on_step(event) -> None:
-        nonlocal shown
-        if 0 in event.rows:
-            tokens.extend(event.new_tokens[event.rows.index(0)])
-            text = pair.tokenizer.decode(tokens, skip_special_tokens=True).rstrip("�")  # half a character waits
-            typer.echo(text[len(shown) :], nl=False)
-            shown = text
 
-    out = bass.generate(pair, prompts, max_new_tokens=96, on_step=on_step)
-    summary = out.trace.summary()
-    typer.echo(
-        f"\n\n{summary['tokens']} tokens for {summary['rows']} rows in {summary['steps']} steps; "
-        f"{summary['tokens_per_step']:.2f} tokens per step and row (α = {summary['alpha']:.2f})"
-    )
+def _standard_input() -> str:
+    """All of it, as one prompt. Raises BadParameter at a terminal, where nobody knows that they are to type."""
+    if _is_terminal(sys.stdin):
+        raise typer.BadParameter("give a prompt, or pipe one into standard input", param_hint="PROMPT")
+    return sys.stdin.read()
+
+
+def _is_terminal(stream) -> bool:
+    return stream.isatty()
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What the user can mend ends the command with one line and exit status 2, not with a traceback."""
+    import torch
+
+    try:
+        yield
+    except (ValueError, TypeError, FileNotFoundError, FloatingPointError, MemoryError, torch.OutOfMemoryError) as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def doctor(
+    target: Annotated[str | None, typer.Argument(help="hub name or folder; the embedded pair if none")] = None,
+    draft: Annotated[str | None, typer.Option(help="hub name or folder; n-gram drafting if only TARGET")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON document as the last line")] = False,
+) -> None:
+    """What is installed here, what the devices can do, and which attention paths these models get."""
+    from bass_core.doctor import diagnose, report
+
+    document = diagnose(target, draft)
+    typer.echo(report(document))
+    if as_json:
+        typer.echo(json.dumps(document, allow_nan=False))
+    if document["problem"] is not None:
+        typer.echo(f"error: {document['problem']}", err=True)
+        raise typer.Exit(1)
 
 
 @app.command()
 def bench(
-    rows: Annotated[list[int], typer.Option(help="batch sizes")] = [1, 8],  # noqa: B006 (typer reads it, nobody writes)
+    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
+    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16")] = None,
+    rows: Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")] = [1, 2, 4, 8, 16],  # noqa: B006
+    prompts: Annotated[list[str], typer.Option(help="prompt sets: mini, library")] = ["mini", "library"],  # noqa: B006
+    methods: Annotated[list[str] | None, typer.Option(help="ways to decode; none: all that this pair can")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="interleaved repeats")] = 7,
-    temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
     draft_length: Annotated[int, typer.Option(min=1)] = 5,
-    record: Annotated[Path | None, typer.Option(help="append the results to this file of JSON lines")] = None,
+    also_length: Annotated[list[int] | None, typer.Option(min=1, help="batched again with this draft length")] = None,
+    record: Annotated[Path | None, typer.Option(help="append to this file of JSON lines, and check all of it")] = None,
+    check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
 ) -> None:
-    """Time regular and speculative decoding of the embedded pair on both prompt sets; the last line is JSON."""
-    import bass_core as bass
-    from bass_core import benchmark, corpus
+    """Time regular, single-sequence and batched speculative decoding, and transformers' own; the last line is JSON."""
+    from bass_core import benchmark, records
+    from bass_core.models import load_pair
+    from bass_core.prompt_sets import prompt_set
 
-    pair, exact_pair = bass.load_pair(), bass.load_pair(dtype="float32")
-    sets = {"functions": lambda n: corpus.function_prompts(n, seed=0), "library": corpus.library_prompts}
-    results = []
-    for name, prompts in sets.items():
-        for batch in rows:
-            typer.echo(f"{name}, batch {batch}", err=True)
-            comparison = benchmark.compare(
-                pair, prompts(batch), repeats=repeats, temperature=temperature, draft_length=draft_length
-            )
-            table = comparison.summary()
-            typer.echo(f"\n{name} prompts, batch {batch}\n{table.round(3).to_string(index=False)}")
-            identical = benchmark.identical_rows(exact_pair, prompts(batch), draft_length=draft_length)
-            typer.echo(f"identical to transformers, greedy, float32: {identical} of {batch} rows")
-            exactness = {"dtype": "float32", "identical": identical, "rows": batch}
-            common = {"prompt_set": name, "batch": batch, "exactness": exactness}
-            results += [common | line for line in table.astype(object).where(table.notna(), None).to_dict("records")]
-    common = {"models": "embedded pair", "dtype": str(pair.target.dtype), "k": draft_length, "repeats": repeats}
-    document = benchmark.environment() | common | {"temperature": temperature, "results": results}
-    if record is not None:
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with record.open("a") as file:
-            file.write(json.dumps(document, allow_nan=False) + "\n")
-    typer.echo(json.dumps(document, allow_nan=False))
+    with _one_line_errors():
+        if check_only and record is None:
+            raise ValueError("--check-only checks a record: name it with --record FILE")
+        if record is not None and (check_only or record.exists()):
+            typer.echo(f"{record}: {len(records.read(record))} lines are as they should be", err=True)
+        if check_only:
+            return
+        sets = {name: prompt_set(name, max(rows)) for name in prompts}
+        pair = load_pair(target, draft, dtype=dtype)
+        results = []
+        for lines in benchmark.bench(
+            pair,
+            sets,
+            models=f"{target} + {draft or 'n-gram'}" if target else "embedded pair",
+            batches=rows,
+            methods=methods or benchmark.methods_of(pair),
+            repeats=repeats,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            draft_length=draft_length,
+            other_lengths=also_length or (),
+            progress=lambda message: typer.echo(f"  {message}", err=True),
+        ):
+            typer.echo(benchmark.table(lines))
+            results += lines
+            if record is not None:
+                records.append(record, lines)
+    typer.echo(json.dumps({"results": results}, allow_nan=False))
+
+
+@app.command()
+def verify(
+    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
+    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="may be repeated; none: some that come with it")] = None,
+    samples: Annotated[int, typer.Option(min=1000, help="rows of each sampled test")] = 8192,
+    seed: Annotated[int, typer.Option(help="of the sampled tests")] = 0,
+) -> None:
+    """Check that decoding is exact for these models; exit code 1 if it is not. The last line is JSON."""
+    from bass_core import checks
+    from bass_core.models import load_pair
+
+    with _one_line_errors():
+        pair = load_pair(target, draft, dtype=dtype)
+        report = checks.verify(
+            pair, prompt, samples=samples, seed=seed, progress=lambda name: typer.echo(f"checking {name} …", err=True)
+        )
+    typer.echo(f"{report.models}\n")
+    for check in report.checks:
+        typer.echo(f"{'PASS' if check.passed else 'FAIL'}  {check.name} ({check.seconds:.1f} s)\n      {check.tested}")
+    if divergences := report.checks[-1].details.get("divergences"):
+        import pandas as pd
+
+        typer.echo(f"\n{report.checks[-1].name}, first of each row\n{pd.DataFrame(divergences).to_string(index=False)}")
+    typer.echo(f"\n{'PASS' if report.passed else 'FAIL'}")
+    typer.echo(report.to_json())
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -125,9 +233,10 @@ def notebooks() -> None:
 def pictures() -> None:
     """Draw the README's picture from a real run of the embedded pair (needs Chromium)."""
     import bass_core as bass
-    from bass_core import corpus, pages, plots
+    from bass_core import pages, plots
+    from bass_core.prompt_sets import prompt_set
 
-    out = bass.generate(bass.load_pair(dtype="float32"), corpus.function_prompts(8, seed=0), max_new_tokens=96)
+    out = bass.generate(bass.load_pair(dtype="float32"), prompt_set("mini", 8), max_new_tokens=96)
     path = Path("pictures/acceptance_raster.png")
     pages.picture(plots.acceptance_raster(out.trace), path)
     typer.echo(f"wrote {path} ({path.stat().st_size // 1000} kB)")

@@ -1,0 +1,87 @@
+"""Generated text on a terminal: one row as it grows, or all rows, coloured by where their tokens came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+from transformers import PreTrainedTokenizerBase
+
+from bass_core.generation import Generation, generate
+from bass_core.models import ModelPair
+from bass_core.trace import Trace
+
+ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": None}  # colours
+
+
+def stream(pair: ModelPair, prompts: list[str], stop: Sequence[str] = (), **options) -> Generation:
+    """Generate, printing the first row as it grows; returns the Generation."""
+    text = _GrowingText(pair.tokenizer, stop)
+
+    def on_step(event) -> None:
+        if 0 in event.rows:
+            begins = prompts[0] if not text.tokens else ""  # not before the input has passed all checks
+            typer.echo(begins + text.add(event.new_tokens[event.rows.index(0)]), nl=False)
+
+    out = generate(pair, prompts, stop=stop, on_step=on_step, **options)
+    typer.echo(out.texts[0][len(text.shown) :] if text.tokens else prompts[0])
+    return out
+
+
+class _GrowingText:
+    """A row's text as its tokens come; nothing is shown that a later token may change."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
+        self.tokenizer, self.stop = tokenizer, stop
+        self.tokens, self.shown = [], ""
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """What can be shown now and could not before."""
+        self.tokens.extend(tokens)
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True).rstrip("�")  # half a character waits
+        if any(string in text for string in self.stop):
+            text = text[: min(text.find(string) for string in self.stop if string in text)]
+        else:  # as does what may turn out to be the beginning of a stop string
+            text = text[: max(0, len(text) - max(map(len, self.stop), default=1) + 1)]
+        before, self.shown = self.shown, max(self.shown, text, key=len)
+        return self.shown[len(before) :]
+
+
+def summary_line(trace: Trace) -> str:
+    """Tokens, steps, tokens per step, α and tokens per second, as far as there are any, in one line."""
+    summary = trace.summary()
+    seconds = sum(summary[f"{part}_s"] for part in ("prefill", "draft", "verify", "other"))
+    line = f"{summary['tokens']} tokens for {summary['rows']} rows in {summary['steps']} steps"
+    if summary["steps"]:
+        line += f"; {summary['tokens_per_step']:.2f} tokens per step and row"
+    if summary["acceptance_rate"] >= 0:  # NaN where nothing was drafted
+        line += f" (α = {summary['alpha']:.2f})"
+    return line + (f"; {summary['tokens'] / seconds:,.0f} tokens/s" if seconds else "")
+
+
+ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": None}  # colours
+
+
+def print_rows(
+    tokenizer: PreTrainedTokenizerBase, prompts: list[str], out: Generation, stop: Sequence[str], coloured: bool
+) -> None:
+    """Every row under a heading, prompt first."""
+    samples = len(out.texts) // len(prompts)
+    for row, text in enumerate(out.texts):
+        heading = f"row {row}: prompt {row // samples}, sample {row % samples} ({out.finish_reasons[row]})"
+        typer.secho(heading, bold=True)
+        shown = _coloured(tokenizer, out, row, stop) if coloured else text
+        typer.echo(f"{prompts[row // samples]}{shown}\n")
+    if coloured:
+        typer.echo(" ".join(typer.style(kind, fg=colour) for kind, colour in ORIGINS.items()), err=True)
+
+
+def _coloured(tokenizer: PreTrainedTokenizerBase, out: Generation, row: int, stop: Sequence[str]) -> str:
+    """A row's text, each token in the colour of its origin."""
+    text = _GrowingText(tokenizer, stop)
+    tokens = out.trace.tokens
+    tokens = tokens[(tokens.row == row) & (tokens.kind != "rejected")].sort_values("position")
+    pieces = [
+        typer.style(text.add([token]), fg=ORIGINS[kind]) for token, kind in zip(tokens.token, tokens.kind, strict=True)
+    ]
+    return "".join(pieces) + out.texts[row][len(text.shown) :]
