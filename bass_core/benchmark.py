@@ -149,7 +149,7 @@ def bench(
     batches: Sequence[int] = (1, 2, 4, 8, 16),
     methods: Sequence[str],
     repeats: int = 7,
-    max_new_tokens: int = 96,
+    max_new_tokens: int = 128,
     temperature: float = 0.2,
     draft_length: int | None = 5,
     other_lengths: Sequence[int] = (),

@@ -115,7 +115,7 @@ def verify(
     prompts: str | Sequence[str] | Sequence[Tensor] | None = None,
     *,
     max_new_tokens: int = 48,
-    samples: int = 8192,
+    samples: int = 4096,
     seed: int = 0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Report:
@@ -271,8 +271,7 @@ def _sampled(subject: _Subject) -> Finding:
     correct sampler).
     """
     pair, samples = subject.pair, subject.samples
-    prompt = _sampled_prompt(subject)
-    params, law = _spread_law(pair.target, prompt)
+    prompt, params, law = _spread_law(pair.target, _beginnings(subject))
     batch = min(samples, 512, max(8, 2**24 // pair.target.config.get_text_config().vocab_size))
     options = {"temperature": params.temperature, "top_k": TOP_K, "max_new_tokens": TOKENS, "eos_token_id": ()}
     options |= {"num_return_sequences": samples, "max_batch_size": batch, "draft_length": _ByRow()}
@@ -292,27 +291,38 @@ def _sampled(subject: _Subject) -> Finding:
     return not rejected, tested, {"rejected": rejected, "temperature": params.temperature, "tests": tests}
 
 
-def _sampled_prompt(subject: _Subject) -> Tensor:
-    """A short prompt; n-gram drafting gets one in which its ending occurred before, or it would not draft."""
+def _beginnings(subject: _Subject) -> list[Tensor]:
+    """Prompts to choose from: short beginnings. n-gram drafting gets one whose ending occurred before, or it would not
+    draft."""
     room = int(min(_context(subject.pair), 64)) - TOKENS
     if isinstance(subject.pair.draft, PreTrainedModel):
-        return subject.prompts[0][: min(8, room)]
+        return [prompt[: min(size, room)] for prompt in subject.prompts[:4] for size in (1, 2, 4, 8)]
     start = subject.prompts[0][: min(6, max(1, room // 3))]
     follows, _ = reference.greedy(subject.pair.target, start, max(1, min(5, room - 2 * len(start))))
-    return torch.cat([start, follows, start])
+    return [torch.cat([start, follows, start])]
 
 
-def _spread_law(target: PreTrainedModel, prompt: Tensor) -> tuple[SamplingParams, dict[tuple[int, ...], float]]:
-    """The lowest temperature at which the target chooses between two tokens at a time or more, and its law there.
+def _spread_law(
+    target: PreTrainedModel, beginnings: Sequence[Tensor]
+) -> tuple[Tensor, SamplingParams, dict[tuple[int, ...], float]]:
+    """The beginning after which the target chooses between two tokens at a time or more at the lowest temperature.
 
-    A law that is nearly certain tests nothing: tokens drawn wrongly must have somewhere else to go.
+    Returns it with that temperature's parameters and the target's law of what follows. A law that is nearly certain
+    tests nothing (tokens drawn wrongly must have somewhere else to go), and so does one that heat has made flat, where
+    target and draft agree.
     """
     for temperature in TEMPERATURES:
         params = SamplingParams(temperature=temperature, top_k=TOP_K)
-        law = reference.exact_law(target, prompt, params, TOKENS)
-        if -sum(p * math.log(p) for p in law.values() if p > 0) >= TOKENS * math.log(2):
+        entropies = [_entropy(reference.exact_law(target, prompt, params, 3)) for prompt in beginnings]
+        widest = max(range(len(beginnings)), key=entropies.__getitem__)
+        if entropies[widest] >= 3 * math.log(2):
             break
-    return params, law
+    return beginnings[widest], params, reference.exact_law(target, beginnings[widest], params, TOKENS)
+
+
+def _entropy(law: dict[tuple[int, ...], float]) -> float:
+    """In nats."""
+    return -sum(p * math.log(p) for p in law.values() if p > 0)
 
 
 def _coupled(subject: _Subject) -> Finding:

@@ -147,7 +147,7 @@ def bench(
     prompts: Annotated[list[str], typer.Option(help="prompt sets: mini, library")] = ["mini", "library"],  # noqa: B006
     methods: Annotated[list[str] | None, typer.Option(help="ways to decode; none: all that this pair can")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="interleaved repeats")] = 7,
-    max_new_tokens: Annotated[int, typer.Option(min=2)] = 96,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
     draft_length: Annotated[int, typer.Option(min=1)] = 5,
     also_length: Annotated[list[int] | None, typer.Option(min=1, help="batched again with this draft length")] = None,
@@ -195,7 +195,7 @@ def verify(
     draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
     dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="may be repeated; none: some that come with it")] = None,
-    samples: Annotated[int, typer.Option(min=1000, help="rows of each sampled test")] = 8192,
+    samples: Annotated[int, typer.Option(min=1000, help="rows of each sampled test")] = 4096,
     seed: Annotated[int, typer.Option(help="of the sampled tests")] = 0,
 ) -> None:
     """Check that decoding is exact for these models; exit code 1 if it is not. The last line is JSON."""

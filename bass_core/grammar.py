@@ -55,12 +55,14 @@ class Iteration:
 class Pipeline:
     """What a function shall do, before it is decided how to write it.
 
-    key: the composition. head: the line with `def`. said: the docstring's sentence. arguments: type hints by name.
+    key: the composition. filters: how many it has. head: the line with `def`. said: the docstring's sentence.
+    arguments: type hints by name.
     kind, field, element: what is iterated over: number, string or character; the entry of a dictionary, or ""; its
     code. tests, values: ways to write the filters and the map. empty: what an empty argument gives, or "".
     """
 
     key: str
+    filters: int
     head: str
     said: str
     arguments: dict[str, str]
@@ -146,6 +148,7 @@ def pipeline(rng: Random) -> Pipeline:
     kinds = [*source["loops"], *sorted(keep["name"] for keep in keeps), (change or {}).get("name", "-")]
     return Pipeline(
         key="/".join([*kinds, finish["said"][0]]),
+        filters=len(keeps),
         head=_head(rng, names, noun, arguments, finish["hint"].format(t=TYPES[_kind(source, change)])),
         said=sentence,
         arguments=arguments,

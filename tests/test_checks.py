@@ -1,5 +1,6 @@
 """`verify` passes the healthy engine and fails planted bugs of three kinds, on the embedded pair itself."""
 
+import inspect
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 import bass_core as bass
-from bass_core import checks, cli, randomness, reference, verification
+from bass_core import checks, cli, engine, randomness, reference, verification
 from bass_core.drafters import ModelDrafter
 
 NAMES = ["greedy identity", "sampled law", "coupled identity", "bfloat16 divergences"]
@@ -77,6 +78,20 @@ def test_a_lost_cache_entry_is_caught(embedded, monkeypatch):
 
     monkeypatch.setattr(bass.Session, "_target_pass", lossy)
     assert verdicts(embedded) == dict.fromkeys(NAMES, False)
+
+
+def test_a_block_rule_without_its_weights_is_caught(embedded, monkeypatch):
+    """Block verification with h_i = p_i for every i: nearly token verification, and not exact."""
+
+    source = inspect.getsource(verification.block)
+    mutated = source.replace(
+        "torch.where(is_last, weight[:, 1:], torch.nn.functional.pad(inner, (0, 1)))", "weight[:, 1:]"
+    )
+    assert mutated != source
+    scope = dict(vars(verification))
+    exec(mutated, scope)
+    monkeypatch.setitem(engine.RULES, "block", scope["block"])
+    assert verdicts(embedded, samples=2000) == dict.fromkeys(NAMES, True) | {"sampled law": False}
 
 
 # --- other models ---------------------------------------------------------------------------------
