@@ -40,23 +40,26 @@ LATENCIES = ("first_ms", "last_ms", "mean_ms")
 
 @dataclass
 class Clock:
-    """When each row of one run was prefilled and when it was finished, in seconds."""
+    """When rows of one run emitted: at first (with the time, how many tokens that were) and at last, in seconds."""
 
-    prefilled: dict[int, float] = field(default_factory=dict)
-    finished: dict[int, float] = field(default_factory=dict)
+    first: dict[int, tuple[float, int]] = field(default_factory=dict)
+    last: dict[int, float] = field(default_factory=dict)
 
-    def tick(self, rows: Sequence[int]) -> None:
-        """These rows have just emitted tokens."""
+    def tick(self, rows: Sequence[int], emitted: int) -> None:
+        """These rows have just emitted; each has `emitted` tokens if these are its first."""
         now = time.perf_counter()
         for row in rows:
-            self.prefilled.setdefault(row, now)
-            self.finished[row] = now
+            self.first.setdefault(row, (now, emitted))
+            self.last[row] = now
 
     def latencies(self, new: int) -> dict[str, float]:
-        """Milliseconds per token of the first row to finish, of the last, and their mean over the rows: from the end
-        of the row's prefill, which gives its first token, to its end (names: paper; definition: ours)."""
-        per_row = [1e3 * (self.finished[row] - start) / max(new - 1, 1) for row, start in self.prefilled.items()]
-        return dict(zip(LATENCIES, (min(per_row), max(per_row), sum(per_row) / len(per_row)), strict=True))
+        """Milliseconds per token of the first row to finish, of the last, and their mean over the rows of `new` tokens:
+        from a row's first tokens (its prefill gives one; assisted generation's first step may give more) to its end,
+        divided by the tokens in between (names: the paper's; definition: ours)."""
+        per_row = [1e3 * (self.last[row] - start) / max(new - had, 1) for row, (start, had) in self.first.items()]
+        first, last = min(per_row), max(per_row)
+        mean = min(max(sum(per_row) / len(per_row), first), last)  # the mean of equal numbers need not be equal to them
+        return dict(zip(LATENCIES, (first, last, mean), strict=True))
 
 
 @dataclass(frozen=True)
@@ -301,7 +304,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _ours(pair: ModelPair, ids: Sequence[Tensor], *, clock: Clock, **options) -> Generation:
     def on_step(event: StepEvent) -> None:  # a step ends with a copy to the host: its time is the device's too
-        clock.tick(event.rows)
+        clock.tick(event.rows, emitted=1)  # a row's first step is its prefill
 
     return generate(pair, ids, eos_token_id=(), on_step=on_step, **options)
 
@@ -329,7 +332,7 @@ def transformers_generate(
     def tick(tokens: Tensor, scores: object, **kwargs) -> Tensor:
         if clock is not None:
             _synchronize(pair.device)
-            clock.tick(rows)
+            clock.tick(rows, emitted=tokens.shape[1] - width)
         return never
 
     with _without_ends(pair):

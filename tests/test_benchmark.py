@@ -29,7 +29,7 @@ def lines(pair) -> list[dict]:
         batches=[3],
         methods=benchmark.METHODS,
         repeats=2,
-        max_new_tokens=10,
+        max_new_tokens=24,
         draft_length=3,
         other_lengths=[1],
     )
@@ -78,15 +78,15 @@ def test_one_row_has_no_single_beside_batched(pair):
     assert [line["method"] for line in found] == ["regular", "batched"]
 
 
-def test_latency_is_from_the_rows_prefill_to_its_end():
-    clock = benchmark.Clock(prefilled={0: 1.0, 1: 2.0}, finished={0: 3.0, 1: 8.0})
-    assert clock.latencies(new=5) == {"first_ms": 500.0, "last_ms": 1500.0, "mean_ms": 1000.0}
+def test_latency_is_from_the_rows_first_tokens_to_its_end():
+    clock = benchmark.Clock(first={0: (1.0, 1), 1: (2.0, 3)}, last={0: 3.0, 1: 8.0})
+    assert clock.latencies(new=5) == {"first_ms": 500.0, "last_ms": 3000.0, "mean_ms": 1750.0}
 
 
 def test_latencies_of_a_run_are_within_its_time(lines):
     for line in lines:
         assert 0 < line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
-        assert line["last_ms"] * 9 / 1e3 < max(line["seconds"])
+        assert line["first_ms"] * 23 / 1e3 < max(line["seconds"])
 
 
 def test_ratio_is_the_median_of_paired_ratios(pair):
