@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -28,10 +27,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
-from bass_core import inputs, records
+from bass_core import inputs, records, reference
 from bass_core.engine import Session, StepEvent
 from bass_core.generation import Generation, generate
-from bass_core.models import ModelPair
+from bass_core.models import ModelPair, in_dtype
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
@@ -166,7 +165,7 @@ def bench(
     """
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
-    exact = as_float32(pair)
+    exact = in_dtype(pair, torch.float32)
     common = {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch."), "repeats": repeats, "seed": 0}
     common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": False}
     for name, prompts in sets.items():
@@ -249,21 +248,11 @@ def methods_of(pair: ModelPair) -> list[str]:
     return [method for method in METHODS if method != "assisted" or isinstance(pair.draft, PreTrainedModel)]
 
 
-def as_float32(pair: ModelPair) -> ModelPair:
-    """The pair in float32: itself, or with copies of the models."""
-    drafts = isinstance(pair.draft, PreTrainedModel)
-    if pair.target.dtype == torch.float32 and (not drafts or pair.draft.dtype == torch.float32):
-        return pair
-    return replace(
-        pair, target=deepcopy(pair.target).float(), draft=deepcopy(pair.draft).float() if drafts else pair.draft
-    )
-
-
 def greedy_alone(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96) -> list[Tensor]:
     """What `transformers.generate` writes greedily after each prompt alone: the reference of exactness."""
     ids = _token_ids(pair, prompts)
     inputs.check_context(pair, max(map(len, ids)), max_new_tokens)
-    return [transformers_generate(pair, [row], max_new_tokens=max_new_tokens)[0] for row in ids]
+    return [reference.greedy(pair.target, row, max_new_tokens)[0] for row in ids]
 
 
 def identical_rows(
@@ -335,7 +324,10 @@ def transformers_generate(
             clock.tick(rows, emitted=tokens.shape[1] - width)
         return never
 
-    with _without_ends(pair):
+    with ExitStack() as plain:
+        for part in (pair.target, pair.draft):
+            if isinstance(part, PreTrainedModel):
+                plain.enter_context(reference.plain(part))
         torch.manual_seed(seed)
         criteria = StoppingCriteriaList([tick])
         out = pair.target.generate(
@@ -350,20 +342,6 @@ def _assisted(pair: ModelPair, ids: Sequence[Tensor], *, seed: int, clock: Clock
         transformers_generate(pair, [row], seed=seed, clock=clock, rows=[i], assistant_model=pair.draft, **options)[0]
         for i, row in enumerate(ids)
     ]
-
-
-@contextmanager
-def _without_ends(pair: ModelPair) -> Iterator[None]:
-    """Both models' own generation configuration put aside: `generate` would fill in their EOS."""
-    models = [model for model in (pair.target, pair.draft) if isinstance(model, PreTrainedModel)]
-    before = [model.generation_config for model in models]
-    for model in models:
-        model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        for model, config in zip(models, before, strict=True):
-            model.generation_config = config
 
 
 def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float:

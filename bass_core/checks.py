@@ -7,7 +7,6 @@ without speculation; there every first divergence must sit on logits closer than
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -26,7 +25,7 @@ from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.drafters import NgramDrafter
 from bass_core.generation import generate
 from bass_core.goodness_of_fit import POWER, detectable, g_test, holm
-from bass_core.models import ASSETS, ModelPair
+from bass_core.models import ASSETS, ModelPair, in_dtype
 from bass_core.prompt_sets import prompt_set
 from bass_core.sampling import SamplingParams
 
@@ -95,13 +94,7 @@ class _Subject:
     @cached_property
     def pair(self) -> ModelPair:
         """The pair in this dtype, copied if one of its models has another."""
-        if all(model.dtype == self.dtype for model in _models(self.original)):
-            return self.original
-        target, draft = copy.deepcopy((self.original.target, self.original.draft))  # together: one may be both
-        copied = replace(self.original, target=target, draft=draft)
-        for model in _models(copied):
-            model.to(self.dtype)
-        return copied
+        return in_dtype(self.original, self.dtype)
 
     @property
     def note(self) -> str:
@@ -115,7 +108,7 @@ def verify(
     prompts: str | Sequence[str] | Sequence[Tensor] | None = None,
     *,
     max_new_tokens: int = 48,
-    samples: int = 4096,
+    samples: int = 6144,
     seed: int = 0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Report:

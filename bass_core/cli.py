@@ -195,7 +195,7 @@ def verify(
     draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
     dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
     prompt: Annotated[list[str] | None, typer.Option(help="may be repeated; none: some that come with it")] = None,
-    samples: Annotated[int, typer.Option(min=1000, help="rows of each sampled test")] = 4096,
+    samples: Annotated[int, typer.Option(min=1000, help="rows of each sampled test")] = 6144,
     seed: Annotated[int, typer.Option(help="of the sampled tests")] = 0,
 ) -> None:
     """Check that decoding is exact for these models; exit code 1 if it is not. The last line is JSON."""

@@ -21,6 +21,7 @@ from bass_core.evaluation.trial import share_passed
 from bass_core.generation import generate
 from bass_core.models import ASSETS, ModelPair, load_pair
 from bass_core.prompt_sets import PROMPT_SETS, prompt_set
+from bass_core.windows import Windows
 
 TEMPLATE = ASSETS / "data_card_template.md"
 SHIPPED = ("target", *training.DRAFTS)
@@ -49,7 +50,7 @@ def measure(folder: Path) -> dict:
         "library": corpus.library_functions(held_out=True),
     }
     for kind, texts in held_out.items():
-        windows = training.Windows(texts, pair.tokenizer)
+        windows = Windows(texts, pair.tokenizer)
         report[f"held_out_loss_{kind}"] = {
             name: held_out_loss(pairs["draft"].target if name == "target" else pairs[name].draft, windows)
             for name in SHIPPED
@@ -82,7 +83,7 @@ def _texts(pair: ModelPair, prompts: Sequence[str], temperature: float) -> list[
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, windows: training.Windows, seed: int = 1) -> float:
+def held_out_loss(model: PreTrainedModel, windows: Windows, seed: int = 1) -> float:
     """Next-token loss in nats on 64 windows of 256 tokens."""
     generator = torch.Generator().manual_seed(seed)
     batches = (windows.take(8, 256, generator).to(model.device) for _ in range(8))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -85,6 +86,18 @@ def load_pair(
         tokenizer=_load_tokenizer(target, trust_remote_code),
         draft_tokenizer=_load_tokenizer(draft, trust_remote_code) if by_name else None,
     )
+
+
+def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
+    """The pair with its models in that dtype: itself, or a pair of copies."""
+    models = [model for model in (pair.target, pair.draft) if isinstance(model, PreTrainedModel)]
+    if all(model.dtype == dtype for model in models):
+        return pair
+    target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
+    for model in (target, draft):
+        if isinstance(model, PreTrainedModel):
+            model.to(dtype)
+    return replace(pair, target=target, draft=draft)
 
 
 def _load_model(

@@ -31,7 +31,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -46,8 +45,8 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bass_core import corpus
+from bass_core.windows import Windows, train_tokenizer
 
-END_OF_TEXT = "<|endoftext|>"
 WORK = Path("build/embedded_pair")
 DRAFTS = ("draft", "deep_draft")
 
@@ -97,63 +96,6 @@ class Recipe:
         for name in ("target_tokens", "draft_tokens", "aligning_tokens", "generated", "target_texts", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024, context: int = 1024) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer that gives any text back exactly and adds no special tokens.
-
-    `<|endoftext|>` is id 0: it ends a text and pads a batch; nothing begins one.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            # A line's end is a token of its own: joined with the next line's indentation, as it would be, the end of a
-            # prompt would look like the end of a text, and the model would stop there.
-            pre_tokenizers.Split("\n", "isolated"),
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-        model_max_length=context,
-        padding_side="left",
-    )
-
-
-class Windows:
-    """Documents of one kind joined into one stream, each followed by the end-of-text token, cut at random places.
-
-    Half of the windows begin at the beginning of a document, because that is where a prompt begins.
-    """
-
-    def __init__(self, documents: list[str], tokenizer: PreTrainedTokenizerBase):
-        # not verbose: some documents are longer than the model's context, which is no fault of a stream
-        encoded = tokenizer(documents, verbose=False)["input_ids"]
-        lengths = torch.tensor([len(ids) + 1 for ids in encoded])
-        self.starts = lengths.cumsum(0) - lengths  # [documents]
-        self.stream = torch.tensor([token for ids in encoded for token in (*ids, tokenizer.eos_token_id)])
-
-    def take(self, count: int, length: int, generator: torch.Generator) -> Tensor:
-        """`count` windows: [count, length]. Raises ValueError if the stream is shorter than a window."""
-        last = len(self.stream) - length
-        if last < 0:
-            raise ValueError(f"a window of {length} tokens does not fit in a stream of {len(self.stream)}")
-        anywhere = torch.randint(0, last + 1, (count,), generator=generator)
-        begins = self.starts[torch.randint(0, len(self.starts), (count,), generator=generator)].clamp(max=last)
-        at = torch.where(torch.rand(count, generator=generator) < 0.5, begins, anywhere)
-        return self.stream[at[:, None] + torch.arange(length)]
 
 
 # --------------------------------------------------------------------------------------------------------- one training

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from bass_core import ModelPair, benchmark, cli, records
 from bass_core.drafters import NgramDrafter
+from bass_core.models import in_dtype
 
 PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
 
@@ -124,9 +125,9 @@ def test_a_pair_in_bfloat16_is_checked_in_float32(pair):
         target=tiny_model(vocab_size=259, dtype="bfloat16"),
         draft=tiny_model(vocab_size=259, dtype="bfloat16", noise=0.3),
     )
-    exact = benchmark.as_float32(low)
+    exact = in_dtype(low, torch.float32)
     assert exact.target.dtype == exact.draft.dtype == torch.float32 and low.target.dtype == torch.bfloat16
-    assert benchmark.as_float32(pair) is pair
+    assert in_dtype(pair, torch.float32) is pair
 
 
 def test_overhead_is_a_share_of_the_steps_and_knows_ngrams(pair):

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from bass_core import corpus, data_card, training
 from bass_core.evaluation import load_problems
 from bass_core.prompt_sets import prompt_set
+from bass_core.windows import Windows, train_tokenizer
 
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
 TINY = training.Recipe(
@@ -33,7 +34,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer(texts):
-    return training.train_tokenizer(texts, TINY.vocab_size, TINY.context)
+    return train_tokenizer(texts, TINY.vocab_size, TINY.context)
 
 
 def prompt_of(function: str) -> str:
@@ -57,7 +58,7 @@ def test_a_prompt_is_the_beginning_of_the_tokens_of_its_function(tokenizer, text
 
 
 def test_windows_are_pieces_of_the_stream(tokenizer, texts):
-    windows = training.Windows(texts[:100], tokenizer)
+    windows = Windows(texts[:100], tokenizer)
     taken = windows.take(8, 32, torch.Generator().manual_seed(0))
     assert taken.shape == (8, 32)
     assert torch.equal(taken, windows.take(8, 32, torch.Generator().manual_seed(0)))
@@ -69,9 +70,9 @@ def test_windows_are_pieces_of_the_stream(tokenizer, texts):
 
 
 def test_windows_stay_unpadded_after_a_padded_batch(tokenizer, texts):
-    before = training.Windows(texts[:100], tokenizer).stream
+    before = Windows(texts[:100], tokenizer).stream
     tokenizer(texts[:2], padding=True)
-    assert torch.equal(training.Windows(texts[:100], tokenizer).stream, before)
+    assert torch.equal(Windows(texts[:100], tokenizer).stream, before)
 
 
 def test_training_attention_equals_sdpa(tokenizer):
@@ -110,13 +111,13 @@ def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
 
 
 def test_a_short_training_lowers_the_loss(tokenizer, texts, tmp_path):
-    _, report = fitted(tokenizer, training.Windows(texts, tokenizer), tmp_path)
+    _, report = fitted(tokenizer, Windows(texts, tokenizer), tmp_path)
     assert report["tokens"] == TINY.target_tokens and report["steps"] == 40
     assert report["last_loss"] < report["first_loss"] - 0.1
 
 
 def test_a_training_that_was_cut_off_ends_where_the_whole_one_does(tokenizer, texts, tmp_path, monkeypatch):
-    windows = training.Windows(texts, tokenizer)
+    windows = Windows(texts, tokenizer)
     whole, _ = fitted(tokenizer, windows, tmp_path / "whole")
     steps = []
 
@@ -124,7 +125,7 @@ def test_a_training_that_was_cut_off_ends_where_the_whole_one_does(tokenizer, te
         steps.append(1)
         if len(steps) == 25:
             raise KeyboardInterrupt
-        return training.Windows.take(windows, *args)
+        return Windows.take(windows, *args)
 
     monkeypatch.setattr(windows, "take", cut)
     with pytest.raises(KeyboardInterrupt):
@@ -136,7 +137,7 @@ def test_a_training_that_was_cut_off_ends_where_the_whole_one_does(tokenizer, te
 
 
 def test_a_finished_training_is_not_repeated(tokenizer, texts, tmp_path):
-    windows = training.Windows(texts, tokenizer)
+    windows = Windows(texts, tokenizer)
     first, _ = fitted(tokenizer, windows, tmp_path)
     windows.take = None  # would raise
     again, report = fitted(tokenizer, windows, tmp_path)
@@ -145,7 +146,7 @@ def test_a_finished_training_is_not_repeated(tokenizer, texts, tmp_path):
 
 
 def test_another_recipe_does_not_go_on_with_this_ones_training(tokenizer, texts, tmp_path):
-    windows = training.Windows(texts, tokenizer)
+    windows = Windows(texts, tokenizer)
     fitted(tokenizer, windows, tmp_path)
     with pytest.raises(ValueError, match="another recipe"):
         fitted(tokenizer, windows, tmp_path, tokens=2 * TINY.target_tokens)
