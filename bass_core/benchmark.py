@@ -166,7 +166,12 @@ def bench(
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
     exact = in_dtype(pair, torch.float32)
-    common = {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch."), "repeats": repeats, "seed": 0}
+    common = records.environment() | {
+        "models": models,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "repeats": repeats,
+        "seed": 0,
+    }
     common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": False}
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
@@ -192,10 +197,10 @@ def bench(
                     pair, prompts[:batch], max_new_tokens=max_new_tokens, temperature=temperature, draft_length=k
                 )
                 for method, k in (("regular", 0), ("batched", draft_length))
+                if method in methods
             }
             yield [
-                records.environment()
-                | common
+                common
                 | {"prompt_set": name, "batch": batch, "exactness": exactness}
                 | _record(line, comparison)
                 | ({"step_overhead": spent[line["method"]]} if line["method"] in spent else {})
@@ -304,9 +309,9 @@ def transformers_generate(
     ids: Sequence[Tensor],
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    seed: int = 0,
-    clock: Clock | None = None,
+    temperature: float,
+    seed: int,
+    clock: Clock,
     rows: Sequence[int] | None = None,
     **options,
 ) -> list[Tensor]:
@@ -319,9 +324,8 @@ def transformers_generate(
     never = torch.zeros(len(ids), dtype=torch.bool, device=pair.device)
 
     def tick(tokens: Tensor, scores: object, **kwargs) -> Tensor:
-        if clock is not None:
-            _synchronize(pair.device)
-            clock.tick(rows, emitted=tokens.shape[1] - width)
+        _synchronize(pair.device)
+        clock.tick(rows, emitted=tokens.shape[1] - width)
         return never
 
     with ExitStack() as plain:

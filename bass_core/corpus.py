@@ -6,7 +6,7 @@ be able to train it again. So there are two sources that every Python has at han
 * **generated functions**: signature + docstring -> body, composed by `grammar.py`.
 * **library functions**: functions of the running interpreter's standard library, read from its source files.
 
-One function is one document. What is held out is decided by what is computed (`grammar.held_out`) and by the module
+One function is one document. What is held out is decided by what is computed (`grammar.is_held_out`) and by the module
 (`HELD_OUT_MODULES`), so a held-out prompt never occurs in training, whatever the seeds.
 """
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from bass_core import corpus, training
 from bass_core.evaluation import load_problems
 from bass_core.evaluation.trial import share_passed
-from bass_core.generation import generate
+from bass_core.generation import Generation, generate
 from bass_core.models import ASSETS, ModelPair, load_pair
 from bass_core.prompt_sets import PROMPT_SETS, prompt_set
 from bass_core.windows import Windows
@@ -42,7 +42,7 @@ def measure(folder: Path) -> dict:
     pair, problems = pairs["draft"], load_problems()
     prompts = [problem.prompt for problem in problems]
     report["pass_at_1"] = {
-        f"temperature {temperature}": share_passed(problems, _texts(pair, prompts, temperature))
+        f"temperature {temperature}": share_passed(problems, _continue(pair, prompts, temperature).texts)
         for temperature in (0.0, TEMPERATURE)
     }
     held_out = {
@@ -60,14 +60,7 @@ def measure(folder: Path) -> dict:
 
 def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
     """α, acceptance rate and tokens per step at k 5, temperature 0.2, to the end of each text or 128 tokens."""
-    out = generate(
-        pair,
-        prompts,
-        max_new_tokens=MAX_NEW_TOKENS,
-        temperature=TEMPERATURE,
-        draft_length=DRAFT_LENGTH,
-        max_batch_size=BATCH,
-    )
+    out = _continue(pair, prompts, TEMPERATURE)
     summary = out.trace.summary()
     ended = sum(reason == "eos" for reason in out.finish_reasons) / len(prompts)
     tokens = sum(map(len, out.sequences)) / len(prompts)
@@ -75,11 +68,15 @@ def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
     return {name: summary[name] for name in names} | {"ended": ended, "tokens": tokens}
 
 
-def _texts(pair: ModelPair, prompts: Sequence[str], temperature: float) -> list[str]:
-    out = generate(
-        pair, prompts, max_new_tokens=MAX_NEW_TOKENS, temperature=temperature, draft_length=5, max_batch_size=BATCH
+def _continue(pair: ModelPair, prompts: Sequence[str], temperature: float) -> Generation:
+    return generate(
+        pair,
+        prompts,
+        max_new_tokens=MAX_NEW_TOKENS,
+        temperature=temperature,
+        draft_length=DRAFT_LENGTH,
+        max_batch_size=BATCH,
     )
-    return [str(text) for text in out.texts]
 
 
 @torch.no_grad()

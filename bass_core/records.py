@@ -23,7 +23,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "dtype": str,
     "prompt_set": str,
     "batch": int,
-    "k": (int, type(None)),  # null: nothing drafted, or a policy (named in "policy")
+    "k": (int, type(None)),  # null: nothing drafted, or the default policy
     "temperature": (int, float),
     "max_new_tokens": int,
     "seed": int,
@@ -37,7 +37,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "acceptance_rate": (int, float, type(None)),
     "tokens_per_step": (int, float, type(None)),
     "over_regular": dict,  # median, low, high of the paired ratios
-    "exactness": dict,  # dtype, identical, rows; or the bf16 divergences
+    "exactness": dict,  # dtype, rows, identical: how many equal transformers' greedy text of the row alone
     "synthetic": bool,  # acceptance forced rather than earned
     "device": str,
     "cores": int,

@@ -40,7 +40,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -360,9 +359,7 @@ def train_pair(recipe: Recipe, folder: Path, work: Path = WORK) -> dict:
     return report | {"seed": recipe.seed, "machine": _machine(), "own_texts": own.numel()}
 
 
-def _tokenizer_of(
-    work: Path, recipe: Recipe, generated: list[str], library: list[str]
-) -> PreTrainedTokenizerFast | PreTrainedTokenizerBase:
+def _tokenizer_of(work: Path, recipe: Recipe, generated: list[str], library: list[str]) -> PreTrainedTokenizerBase:
     if not (work / "tokenizer").exists():
         train_tokenizer([*generated[:20_000], *library[::2]], recipe.vocab_size, recipe.context).save_pretrained(
             work / "tokenizer"
