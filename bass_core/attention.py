@@ -5,6 +5,10 @@
 `ragged`  one launch without padding: the Triton kernel of `bass_kernels`.
 `eager`   the model's own attention code with our additive mask, for architectures that bypass the interface.
 
+On a CUDA GPU the first three are the Triton kernels of `bass_kernels` (module triton_kernels); `pad` and `split` are
+here in plain torch too, for machines without. With `torch.use_deterministic_algorithms(True)`, `ragged` gives a query
+the same bits whatever else is in its batch.
+
 transformers calls a registered function as `fn(module, query, key, value, attention_mask, scaling=..., **kwargs)` and
 never hands it the cache, so the pass at hand is module state, set by `forward` around each call. Some architectures
 silently ignore the interface, others use it with masks of their own: `resolve` therefore asks each model what it
@@ -13,7 +17,6 @@ silently ignore the interface, others use it with masks of their own: `resolve` 
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import math
 import weakref
@@ -25,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
+from bass_core import triton_kernels
 from bass_core.cache import Pass, RaggedCache
 
 PATHS = ("ragged", "pad", "split", "eager")
@@ -41,12 +45,19 @@ def _prefixed(name: str) -> str:
 
 def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """Padded attention in one launch. query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
+    if triton_kernels.run_on(query.device):
+        rows = _current.starts, _current.ends
+        out = triton_kernels.load().pad_attention(query, key, value, *rows, extent=_current.extent, **_flags(kwargs))
+        return out, None
     out = _attend(query, key, value, _bias(_current, query, key, kwargs), kwargs)
     return out.transpose(1, 2).contiguous(), None
 
 
 def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """One launch per row over that row's own keys. Shapes as `pad_attention`."""
+    if triton_kernels.run_on(query.device):
+        rows, lengths = (_current.starts, _current.ends), _current.kv_lengths
+        return triton_kernels.load().split_attention(query, key, value, *rows, lengths=lengths, **_flags(kwargs)), None
     bias = _bias(_current, query, key, kwargs)
     rows = [
         _attend(query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n], bias[b : b + 1, ..., :n], kwargs)
@@ -55,11 +66,22 @@ def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention
     return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
-def _ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
-    """The Triton kernel, loaded when first used. Shapes as `pad_attention`."""
-    from bass_kernels import ragged_attention
+def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
+    """The Triton kernel without padding; layers of one shape share a work list. Shapes as `pad_attention`."""
+    kernels, rows = triton_kernels.load(), (_current.starts, _current.ends)
+    options = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    window = kwargs.get("sliding_window")
+    kind = ("plan", query.shape[1], key.shape[1], query.shape[-1], window)
+    if kind not in _current.shared:
+        _current.shared[kind] = kernels.make_plan(query, key, *rows, sliding_window=window, **options)
+    plan = _current.shared[kind]
+    return kernels.ragged_attention(query, key, value, *rows, plan=plan, **_flags(kwargs), **options), None
 
-    return ragged_attention(query, key, value, _current, **kwargs), None
+
+def _flags(options: dict) -> dict:
+    """What transformers calls the options of an attention layer, under the kernels' names."""
+    names = {"scaling": "scaling", "sliding_window": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
+    return {ours: options.get(theirs) for ours, theirs in names.items()}
 
 
 def _needs_scores(options: dict) -> bool:
@@ -72,11 +94,11 @@ def _bias(current: Pass, query: Tensor, key: Tensor, options: dict) -> Tensor:
     # Query heads that share a KV head become more queries of it, so that nothing is expanded (GQA packing).
     window, group = options.get("sliding_window"), 1 if _needs_scores(options) else query.shape[1] // key.shape[1]
     kind = (window, group, query.dtype)
-    if kind not in current.masks:
+    if kind not in current.shared:
         hidden = ~current.visible(window)[:, None].repeat(1, 1, group, 1)
         bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-        current.masks[kind] = bias.masked_fill_(hidden, -torch.inf)
-    return current.masks[kind]
+        current.shared[kind] = bias.masked_fill_(hidden, -torch.inf)
+    return current.shared[kind]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: dict) -> Tensor:
@@ -100,7 +122,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: di
     return weights[..., : key.shape[2]] @ value
 
 
-for _name, _function in (("pad", pad_attention), ("split", split_attention), ("ragged", _ragged_attention)):
+for _name, _function in (("pad", pad_attention), ("split", split_attention), ("ragged", ragged_attention)):
     AttentionInterface.register(_prefixed(_name), _function)
 
 
@@ -219,10 +241,6 @@ def _takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
 _probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
 
-def kernels_available() -> bool:
-    return importlib.util.find_spec("bass_kernels") is not None
-
-
 def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
     """The attention path that `model` gets: "ragged", "pad", "split" or "eager".
 
@@ -231,15 +249,16 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
     """
     if wanted not in ("auto", *PATHS):
         raise ValueError(f"attention must be one of auto, {', '.join(PATHS)}; got {wanted!r}")
-    if wanted == "ragged" and not kernels_available():
+    if wanted == "ragged" and not triton_kernels.run_on(model.device):
         raise ValueError(
-            "attention='ragged' needs the Triton kernels (package bass_kernels), which this installation does not "
-            "have; use attention='auto', 'pad', 'split' or 'eager'"
+            "attention='ragged' needs the Triton kernels (packages bass_kernels and triton) and a CUDA GPU, and the "
+            f"model is on {model.device}; use attention='auto', 'pad', 'split' or 'eager' (the kernels also run on a "
+            "CPU, slowly: set TRITON_INTERPRET=1 before Python starts)"
         )
     _refuse_stateful(model)
     if wanted != "auto":
         candidates = [wanted]
-    elif model.device.type == "cuda" and kernels_available():
+    elif model.device.type == "cuda" and triton_kernels.run_on(model.device):
         candidates = ["ragged", "pad", "eager"]
     else:
         candidates = ["pad", "eager"]

@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from bass_core import triton_kernels
+
 
 @dataclass
 class Pass:
@@ -30,17 +32,21 @@ class Pass:
 
     positions: int64 [B, Q], the position of every query token. Padding queries repeat a valid position of their row.
     slots: int64 [B, Q], where their keys and values are written; padding queries write to the scratch slot.
+    starts, ends: int64 [B], the position of each row's first query token (negative: it and others before position 0
+    are padding) and the keys the row holds once this pass has written its own.
     places: the range of places that the rows occupy.
     extent: slots 0..extent-1 hold every key that any query of this pass may see.
-    kv_lengths: keys each row holds once this pass has written its own, as host integers (for per-row launches).
+    kv_lengths: `ends` as host integers (for per-row launches).
     """
 
     positions: Tensor
     slots: Tensor
+    starts: Tensor
+    ends: Tensor
     places: range
     extent: int
     kv_lengths: list[int]
-    masks: dict = field(default_factory=dict)  # masks already built for this pass, by attention.py
+    shared: dict = field(default_factory=dict)  # what attention works out once for all layers: masks, work lists
 
     def visible(self, window: int | None = None, chunk: int | None = None) -> Tensor:
         """bool [B, Q, extent]: which slots a query attends to: no later than itself, inside its window or chunk."""
@@ -80,9 +86,14 @@ class RaggedLayer(CacheLayerMixin):
         """Write the pass's keys and values [B, H, Q, D] to its slots; return what it may see, [B, H, extent, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        current, flat = self.cache.current, self.cache.flat_slots
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer.view(-1, *buffer.shape[2:]).index_copy_(0, flat, states.transpose(1, 2).flatten(0, 1))
+        current = self.cache.current
+        if triton_kernels.run_on(key_states.device):
+            write_kv = triton_kernels.load().write_kv
+            write_kv(key_states, value_states, self.keys, self.values, current.slots, current.places.start)
+        else:
+            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+                rows = states.transpose(1, 2).flatten(0, 1)
+                buffer.view(-1, *buffer.shape[2:]).index_copy_(0, self.cache.flat_slots, rows)
         rows, seen = slice(current.places.start, current.places.stop), slice(0, current.extent)
         return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
 

@@ -29,7 +29,7 @@ from bass_core.rows import Commit, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
 from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
-from bass_core.verification import Outcome
+from bass_core.verification import Outcome, Verified
 
 RULES = {"token": verification.token, "block": verification.block}  # "coupled" compares choices instead
 
@@ -217,8 +217,8 @@ class Session:
         self._watch.mark()
         logits = self._target_pass(context, draft)  # [B, K + 1, V]
         self._watch.mark()
-        outcome, p = self._verify(context, draft, logits)  # accepted [B], next token [B]
-        commit = self._commit(context, draft, logits, outcome)  # lengths move; nothing is copied
+        verified, p = self._verify(context, draft, logits)  # accepted [B], tokens [B, K + 1]
+        commit = self._commit(context, draft, verified)  # lengths move; nothing is copied
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
@@ -233,8 +233,8 @@ class Session:
             self._watch.mark()
             context = self._context(places, 0)
             draft = Draft.none(context)
-            outcome, p = self._verify(context, draft, logits)
-            commit = self._commit(context, draft, logits, outcome)
+            verified, p = self._verify(context, draft, logits)
+            commit = self._commit(context, draft, verified)
         self.batch.compact()
         if self.rows.live:
             self.policy.start(self.rows.view())
@@ -245,7 +245,17 @@ class Session:
         ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
         return self.target.feed(ids, context.lengths - 1, context.lengths_host - 1, draft.lengths_host + 1)
 
-    def _verify(self, context: Context, draft: Draft, logits: Tensor) -> tuple[Outcome, Tensor | None]:
+    def _verify(self, context: Context, draft: Draft, logits: Tensor) -> tuple[Verified, Tensor | None]:
+        """What the step adds; with the target's distributions [B, K + 1, V] if there are and the trace wants them."""
+        simple = self.params.only_temperature and (self.params.greedy or self.rule == "token")
+        if simple and self.trace.level != "tokens" and verification.can_fuse(logits, draft.probs):
+            q = None if draft.probs is None else draft.distributions(self.vocabulary)
+            drafted = draft.tokens, draft.lengths, q, logits, context.lengths
+            return verification.fused(*drafted, self.params.temperature, context.keys), None
+        outcome, p = self._outcome(context, draft, logits)
+        return verification.verified(outcome, draft.tokens, draft.lengths, logits, context.lengths), p
+
+    def _outcome(self, context: Context, draft: Draft, logits: Tensor) -> tuple[Outcome, Tensor | None]:
         """Accepted drafts and the target's next token; with the target's distributions [B, K + 1, V] if there are."""
         seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)
         if self.params.greedy:
@@ -260,20 +270,13 @@ class Session:
         q = draft.distributions(self.vocabulary)
         return RULES[self.rule](draft.tokens, draft.lengths, q, p, context.keys), p
 
-    def _commit(self, context: Context, draft: Draft, logits: Tensor, outcome: Outcome) -> Commit:
+    def _commit(self, context: Context, draft: Draft, verified: Verified) -> Commit:
         """Append what was accepted, after the step's one copy to the host has shown that all logits were numbers."""
-        accepted, next_token = outcome
-        new = torch.cat([draft.tokens, next_token[:, None]], 1).scatter(1, accepted[:, None], next_token[:, None])
-        logits = sampling.wide(logits)
-        total = logits.logsumexp(-1)  # [B, K + 1]; finite only if every logit is a number and one is finite
-        slots = torch.arange(new.shape[1], device=new.device)
-        target_finite = (total.isfinite() | (slots > draft.lengths[:, None])).all(1)
-        logprobs = logits.gather(-1, new[..., None])[..., 0] - total
-        flags = torch.stack([accepted, target_finite.long(), draft.finite.long()], 1)
-        host = torch.cat([new, flags], 1).cpu().numpy()  # [B, K + 4]
+        flags = torch.stack([verified.accepted, verified.finite.long(), draft.finite.long()], 1)
+        host = torch.cat([verified.tokens, flags], 1).cpu().numpy()  # [B, K + 4]
         failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
         self._committing = True
-        commit = self.rows.commit(context.places, new, accepted, logprobs, host[:, :-2], failed)
+        commit = self.rows.commit(context.places, verified, host[:, :-2], failed)
         self._committing = False
         return commit
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from bass_core import randomness
 from bass_core.draft_length import RowsView
 from bass_core.drafters import Context
+from bass_core.verification import Verified
 
 
 @dataclass(eq=False)
@@ -170,24 +171,22 @@ class Rows:
 
     # --- committing -------------------------------------------------------------------------------
 
-    def commit(
-        self, places: range, new: Tensor, accepted: Tensor, logprobs: Tensor, host: np.ndarray, failed: np.ndarray
-    ) -> Commit:
+    def commit(self, places: range, verified: Verified, host: np.ndarray, failed: np.ndarray) -> Commit:
         """Append accepted tokens and the one after them to the rows in `places`; end rows that are done.
 
-        new: int64 [B, K + 1], accepted drafts, then the target's token, then padding. accepted: int64 [B]. logprobs
-        [B, K + 1]. host: new and accepted as one array [B, K + 2]. failed: bool [B], rows to end with reason "error",
-        nothing of theirs committed.
+        host: verified.tokens and verified.accepted as one array [B, K + 2]. failed: bool [B], rows to end with reason
+        "error", nothing of theirs committed.
         """
         rows = slice(places.start, places.stop)
+        new = verified.tokens
         slots = torch.arange(new.shape[1], device=self.device)
-        kept = slots <= accepted[:, None]
+        kept = slots <= verified.accepted[:, None]
         at = torch.where(kept, self.lengths[rows, None] + slots, self.capacity)
         self.tokens[rows].scatter_(1, at, new)
-        self.logprobs[rows].scatter_(1, at, logprobs.to(self.logprobs.dtype))
+        self.logprobs[rows].scatter_(1, at, verified.logprobs.to(self.logprobs.dtype))
         if self.seen is not None:
             self.seen[rows].scatter_(1, torch.where(kept, new, new[:, :1]), True)
-        self.lengths[rows] += accepted + 1
+        self.lengths[rows] = verified.lengths
         self.steps[rows] += 1
 
         new_host, accepted_host = host[:, :-1], np.where(failed, 0, host[:, -1])

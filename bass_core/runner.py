@@ -64,14 +64,14 @@ class Runner:
         the host). Logits beyond a row's query length are meaningless.
         """
         offsets = torch.arange(ids.shape[1], device=ids.device)
-        positions, slots = starts[:, None] + offsets, None
+        positions, slots, ends = starts[:, None] + offsets, None, starts + ids.shape[1]
         if min(query_lengths) < ids.shape[1]:
-            lengths = torch.tensor(query_lengths, device=ids.device)[:, None]  # [B, 1]
-            slots = positions.where(offsets < lengths, self.cache.scratch_slot)
+            ends = starts + torch.tensor(query_lengths, device=ids.device)  # [B]
+            slots = positions.where(positions < ends[:, None], self.cache.scratch_slot)
             # A padding query repeats its row's last valid position: at the end of the context there is no next one.
-            positions = torch.minimum(positions, starts[:, None] + (lengths - 1)).clamp(min=0)
+            positions = torch.minimum(positions, ends[:, None] - 1).clamp(min=0)
         kv_lengths = [start + length for start, length in zip(starts_host, query_lengths, strict=True)]
-        return self._run(ids, positions, slots, kv_lengths, places, last_only=False)
+        return self._run(ids, positions, slots, starts, ends, kv_lengths, places, last_only=False)
 
     def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
@@ -79,21 +79,22 @@ class Runner:
         tokens: int64 [B, >= max length], each row's tokens from position 0; lengths: how many each row has. Rewriting
         positions that the cache already holds writes the same values again.
         """
-        ends = torch.tensor(lengths, device=tokens.device)[:, None]
-        wanted = (
-            ends - count + torch.arange(count, device=tokens.device)
-        )  # [B, count]; the last column is the last token
+        ends = torch.tensor(lengths, device=tokens.device)  # [B]
+        starts = ends - count
+        # [B, count]; the last column is the last token
+        wanted = starts[:, None] + torch.arange(count, device=tokens.device)
         positions = wanted.clamp(min=0)
         slots = None
         if min(lengths) < count:
             slots = positions.where(wanted >= 0, self.cache.scratch_slot)
         ids = tokens.gather(1, positions)
-        return self._run(ids, positions, slots, list(lengths), places, last_only=True)[:, -1]
+        return self._run(ids, positions, slots, starts, ends, lengths, places, last_only=True)[:, -1]
 
-    def _run(self, ids, positions, slots, kv_lengths, places, last_only) -> Tensor:
+    def _run(self, ids, positions, slots, starts, ends, kv_lengths, places, last_only) -> Tensor:
         slots = positions if slots is None else slots
         places = range(len(ids)) if places is None else places
-        current = Pass(positions, slots, places, max(kv_lengths), kv_lengths)
+        kv_lengths = [int(length) for length in kv_lengths]  # may be numpy's, which a kernel does not take
+        current = Pass(positions, slots, starts, ends, places, max(kv_lengths), kv_lengths)
         switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
         with self.cache.explaining(), switched:
             return attention.forward(self.model, self.path, ids, current, self.cache, last_only)

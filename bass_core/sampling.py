@@ -45,6 +45,11 @@ class SamplingParams:
         return SamplingParams(temperature=1.0, repetition_penalty=self.repetition_penalty)
 
     @property
+    def only_temperature(self) -> bool:
+        """Whether nothing but the temperature changes the model's own distribution."""
+        return self == SamplingParams(self.temperature)
+
+    @property
     def needs_history(self) -> bool:
         """Whether a token's probability depends on which ids came before it (repetition penalty)."""
         return self.repetition_penalty != 1

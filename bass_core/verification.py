@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_core import randomness
+from bass_core import randomness, sampling, triton_kernels
 from bass_core.randomness import StepKeys
 
 
@@ -24,6 +24,21 @@ class Outcome(NamedTuple):
 
     accepted: Tensor
     next_token: Tensor
+
+
+class Verified(NamedTuple):
+    """What a step adds to its rows.
+
+    accepted: int64 [B]. tokens: int64 [B, K + 1], accepted drafts, then the target's token, then padding. logprobs
+    [B, K + 1]: of `tokens` under the target at temperature 1, in nats. finite: bool [B], the target's logits were
+    numbers wherever the row submitted tokens. lengths: int64 [B], committed tokens afterwards.
+    """
+
+    accepted: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    finite: Tensor
+    lengths: Tensor
 
 
 def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys) -> Outcome:
@@ -84,6 +99,45 @@ def matching(drafted: Tensor, lengths: Tensor, choices: Tensor) -> Outcome:
 def perturbed_choice(probs: Tensor, gumbel: Tensor) -> Tensor:
     """argmax(log p + g): a draw from p by the Gumbel-max trick. probs, gumbel [..., V] -> int64 [...]."""
     return (probs.log() + gumbel).argmax(-1)
+
+
+def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor, committed: Tensor) -> Verified:
+    """The outcome as tokens with their log-probabilities. logits [B, K + 1, V], the target's; committed int64 [B]."""
+    accepted, next_token = outcome
+    tokens = torch.cat([drafted, next_token[:, None]], 1).scatter(1, accepted[:, None], next_token[:, None])
+    logits = sampling.wide(logits)
+    total = logits.logsumexp(-1)  # [B, K + 1]; finite only if every logit is a number and one is finite
+    slots = torch.arange(tokens.shape[1], device=tokens.device)
+    finite = (total.isfinite() | (slots > lengths[:, None])).all(1)
+    logprobs = logits.gather(-1, tokens[..., None])[..., 0] - total
+    return Verified(accepted, tokens, logprobs, finite, committed + accepted + 1)
+
+
+def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
+    """Whether `fused` can take these tensors."""
+    if not triton_kernels.run_on(logits.device) or logits.dtype == torch.float64:
+        return False
+    return q is None or q.dtype == torch.float32
+
+
+def fused(
+    drafted: Tensor,
+    lengths: Tensor,
+    q: Tensor | None,
+    logits: Tensor,
+    committed: Tensor,
+    temperature: float,
+    keys: StepKeys,
+) -> Verified:
+    """`verified(token(…))` on probabilities at `temperature` (0: `matching` with the argmax), as a few GPU kernels.
+
+    The same decisions from the same random numbers, but for numbers within 1e-6 of a boundary. q [B, K, V], or None:
+    drafted with certainty. logits [B, K + 1, V], the target's. committed: int64 [B], the rows' lengths.
+    """
+    slots = torch.arange(drafted.shape[1], device=drafted.device)
+    numbers = randomness.uniform(keys.accept(slots)), randomness.uniform(keys.target())
+    found = triton_kernels.load().verify(logits, drafted, lengths, q, *numbers, committed, temperature)
+    return Verified(found.accepted, found.tokens, found.logprobs, found.finite, found.lengths)
 
 
 def _of_drafted(probs: Tensor, drafted: Tensor) -> Tensor:

@@ -2,8 +2,21 @@
 
 import os
 
+import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Kernels run on a CPU in Triton's interpreter, which a process has from its start or never.
+
+    Tests marked `interpreted` belong to processes with TRITON_INTERPRET=1; test_interpreter.py starts one.
+    """
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    others = [item for item in items if not interpreting and item.get_closest_marker("interpreted")]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]

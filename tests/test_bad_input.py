@@ -19,7 +19,7 @@ from tiny import (
 from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, BertLMHeadModel, T5Config
 
 import bass_core as bass
-from bass_core import attention
+from bass_core import attention, triton_kernels
 
 TARGET = tiny_model(dtype="float64")
 DRAFT = tiny_model(dtype="float64", noise=0.02)
@@ -76,7 +76,7 @@ def test_prompt_that_is_not_one_dimensional_is_refused(prompt):
         generate([prompt])
 
 
-@pytest.mark.parametrize("prompt", [[1.0, 2.0], [True, False], [1j], torch.tensor([5.5]), None, object()], ids=repr)
+@pytest.mark.parametrize("prompt", [[1.0, 2.0], [True, False], [1j], torch.tensor([5.5]), None, ...], ids=repr)
 def test_prompt_whose_ids_are_no_integers_is_refused(prompt):
     with refused(TypeError, "token ids"):
         generate([prompt])
@@ -273,7 +273,7 @@ def test_stop_that_is_no_text_is_refused(stop):
 
 
 def test_ragged_attention_without_its_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr(attention, "kernels_available", lambda: False)
+    monkeypatch.setattr(triton_kernels, "installed", lambda: False)
     with refused(ValueError, "attention='ragged'", "bass_kernels", "auto"):
         generate(PROMPTS, attention="ragged")
 

@@ -1,0 +1,22 @@
+"""Triton kernels for attention over a ragged KV cache, and for what surrounds it in batched speculative decoding."""
+
+from bass_kernels.kv_write import write_kv
+from bass_kernels.launching import interpreted, runs_on
+from bass_kernels.pad import pad_attention
+from bass_kernels.plan import Plan
+from bass_kernels.ragged import make_plan, ragged_attention
+from bass_kernels.split import split_attention
+from bass_kernels.verification import Verified, verify
+
+__all__ = [
+    "Plan",
+    "Verified",
+    "interpreted",
+    "make_plan",
+    "pad_attention",
+    "ragged_attention",
+    "runs_on",
+    "split_attention",
+    "verify",
+    "write_kv",
+]

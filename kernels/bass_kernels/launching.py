@@ -1,0 +1,79 @@
+"""What all launches share: checks of the arguments, flags, and where a kernel can run at all."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import triton
+from torch import Tensor
+
+from bass_kernels.online_softmax import LOG2_E
+from bass_kernels.tiles import DTYPES, HEAD_DIMS
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its CPU interpreter: TRITON_INTERPRET=1, set before triton was imported."""
+    return triton.knobs.runtime.interpret
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels can run on tensors of this device."""
+    return device.type == "cuda" or (device.type == "cpu" and interpreted())
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Launch on this GPU: Triton takes the current one, whatever the tensors say."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class Flags:
+    """A launch's options as compile-time `constants` (exact at any precision), and the `accumulator` dtype."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ):
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        self.accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
+        self.constants = {
+            "ACC": triton.language.float64 if query.dtype == torch.float64 else triton.language.float32,
+            # With a cap the scores must first have their real size; without, 2^x wants them in units of log 2.
+            "SCALE": float(scaling if softcap is not None else scaling * LOG2_E.value),
+            "SOFTCAP": float(softcap or 0),
+            "WINDOW": sliding_window or 0,
+            "SINKS": sinks is not None,
+            "WIDEN": query.dtype == torch.bfloat16 and interpreted(),
+        }
+
+
+def check(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, kv_lengths: Tensor, sinks: Tensor | None = None
+) -> None:
+    """ValueError where the arguments of an attention kernel do not fit each other or the device."""
+    _require(runs_on(query.device), f"the Triton kernels need a CUDA GPU, got tensors on {query.device} (on a CPU they "
+             "run in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts)")  # fmt: skip
+    batch, heads, _, head_dim = query.shape
+    kv_heads = key.shape[1]
+    _require(query.dtype in DTYPES, f"dtype must be one of {', '.join(map(str, DTYPES))}, got {query.dtype}")
+    _require(head_dim in HEAD_DIMS, f"the head dimension must be at most {HEAD_DIMS[-1]}, got {head_dim}")
+    _require(key.shape == value.shape == (batch, kv_heads, key.shape[2], head_dim), "key and value must be "
+             f"[{batch}, H_kv, S, {head_dim}], got {list(key.shape)} and {list(value.shape)}")  # fmt: skip
+    _require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+    _require(starts.shape == kv_lengths.shape == (batch,), "starts and kv_lengths must be "
+             f"[{batch}], got {list(starts.shape)} and {list(kv_lengths.shape)}")  # fmt: skip
+    for tensor in (key, value):
+        _require(tensor.dtype == query.dtype, f"keys and values must be {query.dtype}, got {tensor.dtype}")
+    _require(query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "the head dimension must be contiguous")
+    _require(sinks is None or sinks.shape == (heads,), f"sinks must be [{heads}], one per query head")
+    devices = {tensor.device for tensor in (query, key, value, starts, kv_lengths)}
+    _require(len(devices) == 1, f"all tensors must be on one device, got {sorted(map(str, devices))}")
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

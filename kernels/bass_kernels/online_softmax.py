@@ -1,0 +1,157 @@
+"""The inner loop that all attention kernels share: softmax(QKᵀ)V over a stretch of keys, in one pass.
+
+Online softmax (Milakov & Gimelshein 2018, as in FlashAttention, Dao et al. 2022): keys are read in blocks; a running
+maximum `top`, a running sum `mass` and an output `acc`, both scaled by 2^-top, absorb one block after the other.
+Nothing of size "queries × keys" is ever written to memory, which leaves the keys and values as the bytes to move.
+
+Query heads that share a KV head are packed: row r of a tile is query token r // GROUP of head r % GROUP, so one read of
+the keys serves them all. Scores are kept in units of log 2 (log2(e) is part of the scale), because a GPU has an
+instruction for 2^x and none for e^x.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def tile_rows(block, start, kv_length, QUERY_LENGTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which queries this tile holds. Returns rows [BLOCK_M], their positions, which are live, the first and last live
+    position (first > last: none is).
+
+    Query token t stands at position start + t; it is live if that is one of 0 … kv_length - 1. The others are padding.
+    """
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    positions = start + rows // GROUP
+    live = (rows < QUERY_LENGTH * GROUP) & (positions >= 0) & (positions < kv_length)
+    first = tl.maximum(start + block * BLOCK_M // GROUP, 0)
+    last_token = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, QUERY_LENGTH - 1)
+    last = tl.minimum(start + last_token, kv_length - 1)
+    return rows, positions, live, first, last
+
+
+@triton.jit
+def load_queries(
+    query, stride_h, stride_q, kv_head, rows, live, D: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """The tile's queries [BLOCK_M, BLOCK_D], 0 where padding. query points to the batch row's."""
+    d = tl.arange(0, BLOCK_D)
+    offsets = (kv_head * GROUP + rows % GROUP) * stride_h + rows // GROUP * stride_q
+    return tl.load(query + offsets[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def capped(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(scores / SOFTCAP), accurate also where scores are small beside the cap."""
+    x = scores * (1 / SOFTCAP)
+    squared = x * x
+    # The quotient cancels near 0; there the series of tanh takes over (its next term is below one rounding).
+    SMALL: tl.constexpr = 0.25 if scores.dtype == tl.float32 else 0.02
+    series = x * (1 - squared * (1 / 3 - squared * (2 / 15 - squared * (17 / 315 - squared * (62 / 2835)))))
+    small = tl.exp2(tl.abs(x) * (-2 * LOG2_E))
+    quotient = (1 - small) / (1 + small)
+    return SOFTCAP * tl.where(tl.abs(x) < SMALL, series, tl.where(x < 0, -quotient, quotient))
+
+
+@triton.jit
+def attend(
+    acc,  # [BLOCK_M, BLOCK_D]
+    top,  # [BLOCK_M], running maximum, -inf at first
+    mass,  # [BLOCK_M], running sum
+    q,  # [BLOCK_M, BLOCK_D]
+    positions,  # [BLOCK_M]
+    key,  # pointers to this row's and head's keys and values, one slot every stride
+    value,
+    key_stride,
+    value_stride,
+    begin,
+    end,
+    limit,  # slots from here on are not read (MASKED)
+    MASKED: tl.constexpr,  # whether any query of the tile may not see one of these keys
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr,  # of the scores; in units of log 2 unless there is a softcap
+    SOFTCAP: tl.constexpr,  # 0: none
+    WINDOW: tl.constexpr,  # 0: none
+    WIDEN: tl.constexpr,  # multiply in float32: the interpreter's dot multiplies the bit patterns of bfloat16
+):
+    """Absorb the keys begin … end - 1 into (acc, top, mass). `begin` is a multiple of BLOCK_N."""
+    d = tl.arange(0, BLOCK_D)
+    for block in range(begin, end, BLOCK_N):
+        n = block + tl.arange(0, BLOCK_N)
+        key_at = key + d[:, None] + n[None, :] * key_stride  # [BLOCK_D, BLOCK_N]
+        value_at = value + n[:, None] * value_stride + d[None, :]  # [BLOCK_N, BLOCK_D]
+        # A slot that is not the row's may hold NaN, and 0 x NaN is NaN: it must not be read, not just weigh nothing.
+        if MASKED:
+            k = tl.load(key_at, mask=(d < D)[:, None] & (n < limit)[None, :], other=0.0)
+        elif D != BLOCK_D:
+            k = tl.load(key_at, mask=(d < D)[:, None], other=0.0)
+        else:
+            k = tl.load(key_at)
+        if WIDEN:
+            scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee", out_dtype=acc.dtype) * SCALE
+        else:
+            scores = tl.dot(q, k, input_precision="ieee", out_dtype=acc.dtype) * SCALE
+        if SOFTCAP > 0:
+            scores = capped(scores, SOFTCAP) * LOG2_E
+        if MASKED:
+            visible = (n[None, :] <= positions[:, None]) & (n < limit)[None, :]
+            if WINDOW > 0:
+                visible &= n[None, :] > positions[:, None] - WINDOW
+            scores = tl.where(visible, scores, float("-inf"))
+        top_next = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen no key yet has top = -inf, and -inf - -inf is NaN.
+        base = tl.where(top_next == float("-inf"), 0.0, top_next)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        mass = mass * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        if MASKED:
+            v = tl.load(value_at, mask=(n < limit)[:, None] & (d < D)[None, :], other=0.0)
+        elif D != BLOCK_D:
+            v = tl.load(value_at, mask=(d < D)[None, :], other=0.0)
+        else:
+            v = tl.load(value_at)
+        if WIDEN:
+            weights = weights.to(v.dtype).to(tl.float32)
+            acc += tl.dot(weights, v.to(tl.float32), input_precision="ieee", out_dtype=acc.dtype)
+        else:
+            acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee", out_dtype=acc.dtype)
+        top = top_next
+    return acc, top, mass
+
+
+@triton.jit
+def normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP: tl.constexpr, SINKS: tl.constexpr):
+    """acc / mass, exactly 0 in padding rows. A sink is one more logit per head that takes mass and gives no value."""
+    if SINKS:
+        sink = tl.load(sinks + kv_head * GROUP + rows % GROUP).to(top.dtype) * LOG2_E
+        highest = tl.maximum(top, sink)
+        shrink = tl.exp2(top - highest)
+        mass = mass * shrink + tl.exp2(sink - highest)
+        acc = acc * shrink[:, None]
+    return tl.where(live[:, None], acc / tl.where(mass > 0, mass, 1.0)[:, None], 0.0)
+
+
+@triton.jit
+def store_output(
+    out,
+    stride_q,
+    stride_h,
+    result,
+    kv_head,
+    rows,
+    QUERY_LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Write a tile [BLOCK_M, BLOCK_D] to this batch row's output [Q, H, D], padding queries too."""
+    d = tl.arange(0, BLOCK_D)
+    offsets = (kv_head * GROUP + rows % GROUP) * stride_h + rows // GROUP * stride_q
+    inside = (rows < QUERY_LENGTH * GROUP)[:, None] & (d < D)[None, :]
+    tl.store(out + offsets[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,189 @@
+"""The work list of a ragged launch: which program attends over which keys of which row.
+
+Rows differ in length, and one program per row would leave the whole GPU waiting for the longest. The plan cuts every
+row's keys into chunks of one size and lists the pieces, longest rows first. A single small program makes it on the
+device, once per forward pass (all layers share it): the host fixes only how many pieces there may be, so a CUDA graph
+that was captured once serves any lengths. (The idea of FlashInfer's planner, Ye et al. 2025, moved to the device.)
+
+Chunk sizes are scored by `waves x (chunk + overhead)`: pieces run in waves, as many at once as the GPU has room for,
+and a wave takes as long as a chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bass_kernels.tiles import Tile, power_of_two
+
+OVERHEAD = 64  # what starting and ending a program costs, in keys
+REDUCE = 128  # what the second kernel costs where any row is split, in keys
+WAVES = 4  # pieces beyond one per row: enough for this many waves
+CHUNK = 512  # keys per piece in deterministic mode
+CANDIDATES = (
+    64  # chunk sizes tried: 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, … blocks of keys; the last exceeds any row
+)
+
+
+class Plan(NamedTuple):
+    """items int32 [I, 4]: row (-1: nothing to do), first key, one past the last, split (where the partial result goes;
+    -1: the row has one piece, which writes the output). rows int32 [B, 2]: first split and number of splits."""
+
+    items: Tensor
+    rows: Tensor
+    tile: Tile
+
+    @property
+    def may_split(self) -> bool:
+        """Whether some row may be cut."""
+        return len(self.items) > len(self.rows)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of this GPU; in the interpreter, of a small one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+def most_items(batch: int, programs_per_item: int, slots: int, width: int, block_n: int, deterministic: bool) -> int:
+    """How many pieces a plan may have: one per row, and as many more as keep the GPU full."""
+    if deterministic:
+        return batch * max(1, triton.cdiv(width, CHUNK))
+    extra = WAVES * slots // programs_per_item
+    return batch + min(extra, batch * (triton.cdiv(width, 2 * block_n) - 1))
+
+
+def make_plan(
+    starts: Tensor,
+    kv_lengths: Tensor,
+    *,
+    query_length: int,
+    kv_heads: int,
+    width: int,
+    tile: Tile,
+    group: int,
+    window: int = 0,
+    deterministic: bool = False,
+) -> Plan:
+    """The work list for rows of these lengths. starts, kv_lengths: int32 or int64 [B], on the device.
+
+    query_length: of the launch (padding included). width: slots of the cache, an upper bound of the lengths. window:
+    keys a query sees (0: all before it).
+    """
+    batch, device = len(kv_lengths), kv_lengths.device
+    programs_per_item = triton.cdiv(query_length * group, tile.block_m) * kv_heads
+    slots = multiprocessors(device) * tile.programs
+    count = most_items(batch, programs_per_item, slots, width, tile.block_n, deterministic)
+    items = torch.empty(count, 4, dtype=torch.int32, device=device)
+    rows = torch.empty(batch, 2, dtype=torch.int32, device=device)
+    block_b = power_of_two(batch, least=2)
+    _plan[(1,)](
+        starts,
+        kv_lengths,
+        items,
+        rows,
+        batch,
+        count,
+        slots,
+        programs_per_item,
+        QUERY_LENGTH=query_length,
+        WINDOW=window,
+        BLOCK_N=tile.block_n,
+        FIXED_CHUNK=CHUNK if deterministic else 0,
+        BLOCK_B=block_b,
+        ITEM_BLOCK=max(16, 2048 // block_b),
+        OVERHEAD=OVERHEAD,
+        REDUCE=REDUCE,
+        CANDIDATES=CANDIDATES,
+        num_warps=4 if batch <= 64 else 16,
+    )
+    return Plan(items, rows, tile)
+
+
+@triton.jit
+def _plan(
+    starts,
+    kv_lengths,
+    items,  # out [count, 4]
+    rows,  # out [batch, 2]
+    batch,
+    count,
+    slots,
+    programs_per_item,
+    QUERY_LENGTH: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    ITEM_BLOCK: tl.constexpr,
+    OVERHEAD: tl.constexpr,
+    REDUCE: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
+    # Longest rows first: one number holds how many keys a row needs and which row it is, and is sorted.
+    b = tl.arange(0, BLOCK_B)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, QUERY_LENGTH, WINDOW, BLOCK_N)
+    order = tl.sort((first - last).to(tl.int64) * BLOCK_B + b)
+    b = (order & (BLOCK_B - 1)).to(tl.int32)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, QUERY_LENGTH, WINDOW, BLOCK_N)
+
+    if FIXED_CHUNK > 0:
+        chunk = FIXED_CHUNK
+    else:
+        i = tl.arange(0, CANDIDATES)
+        sizes = tl.where(i < 2, 2 + i, (4 + (i - 2) % 4) << tl.maximum(i - 2, 0) // 4) * BLOCK_N  # [CANDIDATES]
+        pieces = _pieces(first[None, :], last[None, :], sizes[:, None])  # [CANDIDATES, BLOCK_B]
+        pieces = tl.where((b < batch)[None, :], pieces, 0)
+        total = tl.sum(pieces, 1)
+        waves = tl.cdiv(total * programs_per_item, slots)
+        longest = tl.max(last - first, 0)
+        cost = waves.to(tl.int64) * (tl.minimum(sizes, longest) + OVERHEAD)
+        cost += tl.where(tl.max(pieces, 1) > 1, REDUCE, 0)
+        cost = tl.where(total <= count, cost, 1 << 60)
+        best = tl.argmin(cost, 0)  # the smallest chunk of equal ones
+        chunk = tl.sum(tl.where(i == best, sizes, 0), 0)
+
+    pieces = tl.where(b < batch, _pieces(first, last, chunk), 0)  # [BLOCK_B]
+    behind = tl.cumsum(pieces, 0)
+    ahead = behind - pieces  # pieces of longer rows
+    tl.store(rows + b * 2, ahead, mask=b < batch)
+    tl.store(rows + b * 2 + 1, pieces, mask=b < batch)
+    for block in range(0, count, ITEM_BLOCK):
+        item = block + tl.arange(0, ITEM_BLOCK)
+        mine = (item[:, None] >= ahead[None, :]) & (item[:, None] < behind[None, :])  # [ITEM_BLOCK, BLOCK_B]
+        row = tl.max(tl.where(mine, b[None, :], -1), 1)
+        index = item - tl.sum(tl.where(mine, ahead[None, :], 0), 1)
+        row_first = tl.sum(tl.where(mine, first[None, :], 0), 1)
+        row_last = tl.sum(tl.where(mine, last[None, :], 0), 1)
+        alone = tl.sum(tl.where(mine, pieces[None, :], 0), 1) == 1
+        index += row_first // chunk  # chunks are counted from position 0, so that they stay where they are as rows grow
+        at = items + item * 4
+        tl.store(at, row, mask=item < count)
+        tl.store(at + 1, tl.maximum(index * chunk, row_first), mask=item < count)
+        tl.store(at + 2, tl.minimum((index + 1) * chunk, row_last), mask=item < count)
+        tl.store(at + 3, tl.where(alone, -1, item), mask=item < count)
+
+
+@triton.jit
+def _keys_needed(starts, kv_lengths, b, batch, QUERY_LENGTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key (a multiple of BLOCK_N) and one past the last that any query of these rows sees; 0, 0: none is live."""
+    start = tl.load(starts + b, mask=b < batch, other=0).to(tl.int32)
+    last = tl.load(kv_lengths + b, mask=b < batch, other=0).to(tl.int32)
+    last = tl.minimum(last, start + QUERY_LENGTH)
+    start = tl.maximum(start, 0)
+    live = start < last
+    first = tl.zeros_like(last)
+    if WINDOW > 0:
+        first = tl.maximum(start - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+    return tl.where(live, first, 0), tl.where(live, last, 0)
+
+
+@triton.jit
+def _pieces(first, last, chunk):
+    """Into how many chunks these keys fall; 1 where there are none, for somebody has to write the zeros."""
+    return tl.maximum(tl.cdiv(last, chunk) - first // chunk, 1)

@@ -1,0 +1,279 @@
+"""Ragged attention: every row its own KV length and query length, one set of launches, nothing padded.
+
+Three kernels: the plan (plan.py, once per forward pass), one program per (block of queries, KV head, piece of keys),
+and a reduction for rows that were cut. Splitting over the keys when there are only a few queries is FlashDecoding's
+idea (Dao et al. 2023); here it holds for any query length, packs the query heads of a KV head into one tile, and
+balances rows of different lengths, which is what verifying drafts of many sequences needs (BASS, arXiv 2404.15778).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bass_kernels import launching, plan, tiles
+from bass_kernels.launching import Flags
+from bass_kernels.online_softmax import attend, load_queries, normalised, store_output, tile_rows
+from bass_kernels.plan import Plan
+
+REDUCE_ROWS = 16
+
+
+def make_plan(
+    query: Tensor,
+    key: Tensor,
+    starts: Tensor,
+    kv_lengths: Tensor,
+    *,
+    sliding_window: int | None = None,
+    deterministic: bool = False,
+) -> Plan:
+    """The work list for `ragged_attention` with tensors of these shapes and rows of these lengths.
+
+    Attention layers of one forward pass whose arguments here are alike share one plan; the arguments are those of
+    `ragged_attention`.
+    """
+    launching.check(query, key, key, starts, kv_lengths)
+    _, heads, query_length, head_dim = query.shape
+    group = heads // key.shape[1]
+    return plan.make_plan(
+        starts,
+        kv_lengths,
+        query_length=query_length,
+        kv_heads=key.shape[1],
+        width=key.shape[2],
+        tile=tiles.choose(query_length * group, head_dim, query.dtype, deterministic),
+        group=group,
+        window=sliding_window or 0,
+        deterministic=deterministic,
+    )
+
+
+def ragged_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    kv_lengths: Tensor,
+    *,
+    plan: Plan | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    deterministic: bool = False,
+) -> Tensor:
+    """softmax(QKᵀ · scaling) V, causal by position: [B, Q, H, D], contiguous, in the query's dtype.
+
+    query: [B, H, Q, D]. key, value: [B, H_kv, S, D], slot s holding position s (views of a cache will do: only the last
+    dimension has to be contiguous). starts: int32 or int64 [B], the position of each row's first query token; token t
+    stands at starts[b] + t, and is live where that is one of 0 … kv_lengths[b] - 1. Others are padding, before or after
+    the live ones; their output is exactly 0. For queries that end the row: starts = kv_lengths - Q.
+    Slots at or beyond kv_lengths[b] are never read. kv_lengths[b] <= S is not checked: lengths stay on the device.
+
+    scaling: D ** -0.5 where None. sliding_window: keys a query sees, itself included. softcap: scores become
+    softcap · tanh(score / softcap). sinks: [H], one more logit per head without a value. deterministic: chunks
+    and tiles that depend on nothing else in the batch, so that a query has the same bits alone and among others, at
+    some cost in speed. plan: from `make_plan` with the same arguments. Splits are
+    added in order, so that equal input gives equal bits.
+
+    Raises ValueError for shapes, dtypes and devices that do not fit.
+    """
+    launching.check(query, key, value, starts, kv_lengths, sinks)
+    work = plan or make_plan(query, key, starts, kv_lengths, sliding_window=sliding_window, deterministic=deterministic)
+    batch, heads, query_length, head_dim = query.shape
+    kv_heads, tile = key.shape[1], work.tile
+    group = heads // kv_heads
+    rows = query_length * group
+    out = query.new_empty(batch, query_length, heads, head_dim)
+    flags = Flags(query, scaling, sliding_window, softcap, sinks)
+    splits = len(work.items) if work.may_split else 0
+    partial = out.new_empty(splits, kv_heads, rows, head_dim, dtype=flags.accumulator)
+    partial_top, partial_mass = out.new_empty(2, splits, kv_heads, rows, dtype=flags.accumulator)
+    shape = {"KV_HEADS": kv_heads, "QUERY_LENGTH": query_length, "GROUP": group, "D": head_dim, "BLOCK_D": tile.block_d}
+    with launching.on(query.device):
+        _attend_pieces[(triton.cdiv(rows, tile.block_m), kv_heads, len(work.items))](
+            query,
+            key,
+            value,
+            out,
+            partial,
+            partial_top,
+            partial_mass,
+            starts,
+            kv_lengths,
+            work.items,
+            sinks,
+            *query.stride()[:3],
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *out.stride()[:3],
+            **shape,
+            **flags.constants,
+            MAY_SPLIT=work.may_split,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **tile.launch,
+        )
+        if work.may_split:
+            _reduce[(triton.cdiv(rows, REDUCE_ROWS), kv_heads, batch)](
+                partial,
+                partial_top,
+                partial_mass,
+                out,
+                starts,
+                kv_lengths,
+                work.rows,
+                sinks,
+                *out.stride()[:3],
+                **shape,
+                SINKS=flags.constants["SINKS"],
+                BLOCK_M=REDUCE_ROWS,
+                num_warps=8 if flags.accumulator == torch.float64 else 4,  # four would spill
+            )
+    return out
+
+
+@triton.jit
+def _attend_pieces(
+    query,
+    key,
+    value,
+    out,
+    partial,  # [I, KV_HEADS, Q * GROUP, D]
+    partial_top,  # [I, KV_HEADS, Q * GROUP]
+    partial_mass,
+    starts,
+    kv_lengths,
+    items,  # [I, 4]
+    sinks,
+    query_stride_b,
+    query_stride_h,
+    query_stride_q,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    out_stride_b,
+    out_stride_q,
+    out_stride_h,
+    KV_HEADS: tl.constexpr,
+    QUERY_LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACC: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    MAY_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of queries over one piece of one row's keys."""
+    # Blocks of queries over the same keys are neighbours on the grid, so that all but the first read them from L2.
+    block, kv_head, item = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.load(items + item * 4)
+    if row < 0:
+        return
+    begin = tl.load(items + item * 4 + 1)
+    end = tl.load(items + item * 4 + 2)
+    split = tl.load(items + item * 4 + 3)
+    start = tl.load(starts + row).to(tl.int32)
+    kv_length = tl.load(kv_lengths + row).to(tl.int32)
+    b = row.to(tl.int64)
+    rows, positions, live, first, last = tile_rows(block, start, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)
+    q = load_queries(query + b * query_stride_b, query_stride_h, query_stride_q, kv_head, rows, live, D, GROUP, BLOCK_D)
+    key += b * key_stride_b + kv_head.to(tl.int64) * key_stride_h
+    value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
+    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+    top = tl.full([BLOCK_M], float("-inf"), ACC)
+    mass = tl.zeros([BLOCK_M], ACC)
+
+    end = tl.minimum(end, last + 1)  # no query of this tile looks further
+    if WINDOW > 0:
+        begin = tl.maximum(begin, tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
+        all_see = begin
+    else:  # whole blocks that every query of the tile sees need no mask
+        all_see = begin + tl.maximum(tl.minimum(end, first + 1) - begin, 0) // BLOCK_N * BLOCK_N
+        acc, top, mass = attend(
+            acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, begin, all_see, kv_length,
+            False, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
+        )  # fmt: skip
+    acc, top, mass = attend(
+        acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, all_see, end, kv_length,
+        True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
+    )  # fmt: skip
+
+    if MAY_SPLIT:  # noqa: SIM102 (known when compiling, unlike the next)
+        if split >= 0:
+            at = (split.to(tl.int64) * KV_HEADS + kv_head) * (QUERY_LENGTH * GROUP) + rows
+            d = tl.arange(0, BLOCK_D)
+            tl.store(partial + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
+            tl.store(partial_top + at, top, mask=live)
+            tl.store(partial_mass + at, mass, mask=live)
+            return
+    result = normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP, SINKS)
+    store_output(
+        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, QUERY_LENGTH, GROUP, D, BLOCK_D
+    )
+
+
+@triton.jit
+def _reduce(
+    partial,
+    partial_top,
+    partial_mass,
+    out,
+    starts,
+    kv_lengths,
+    plan_rows,  # [B, 2]
+    sinks,
+    out_stride_b,
+    out_stride_q,
+    out_stride_h,
+    KV_HEADS: tl.constexpr,
+    QUERY_LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add up the pieces of one row, in order, for 16 packed queries of one KV head."""
+    block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_split = tl.load(plan_rows + row * 2)
+    splits = tl.load(plan_rows + row * 2 + 1)
+    if splits <= 1:
+        return  # the piece itself has written the output
+    start = tl.load(starts + row).to(tl.int32)
+    kv_length = tl.load(kv_lengths + row).to(tl.int32)
+    rows, _, live, _, _ = tile_rows(block, start, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    ACC = partial.dtype.element_ty
+    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+    top = tl.full([BLOCK_M], float("-inf"), ACC)
+    mass = tl.zeros([BLOCK_M], ACC)
+    at = (first_split.to(tl.int64) * KV_HEADS + kv_head) * (QUERY_LENGTH * GROUP) + rows
+    for _ in range(splits):
+        top_split = tl.load(partial_top + at, mask=live, other=float("-inf"))
+        mass_split = tl.load(partial_mass + at, mask=live, other=0.0)
+        part = tl.load(partial + at[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        top_next = tl.maximum(top, top_split)
+        base = tl.where(top_next == float("-inf"), 0.0, top_next)
+        shrink, weight = tl.exp2(top - base), tl.exp2(top_split - base)
+        mass = mass * shrink + mass_split * weight
+        acc = acc * shrink[:, None] + part * weight[:, None]
+        top = top_next
+        at += KV_HEADS * QUERY_LENGTH * GROUP
+    result = normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP, SINKS)
+    b = row.to(tl.int64)
+    store_output(
+        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, QUERY_LENGTH, GROUP, D, BLOCK_D
+    )

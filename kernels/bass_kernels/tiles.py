@@ -1,0 +1,72 @@
+"""Which tile a launch gets: how many packed query rows and keys one program holds at a time.
+
+The choice balances three things on a multiprocessor: enough bytes in flight to keep memory busy (several programs, two
+stages of keys and values each), no register spills, and matrix instructions (16 rows at least). Figures per tile come
+from compiling, without a GPU (tests/test_kernel_compile.py holds them).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+HEAD_DIMS = range(1, 257)
+
+
+class Tile(NamedTuple):
+    """Rows and keys of a block, head dimension rounded up for the matrix units, and how it is launched."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    warps: int
+    stages: int
+    programs: int  # per multiprocessor, as its registers and shared memory allow (sm_90)
+
+    @property
+    def launch(self) -> dict[str, int]:
+        """Triton's launch options."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def power_of_two(number: int, least: int = 1) -> int:
+    """The smallest power of two that is >= number and >= least."""
+    return max(least, 1 << max(number - 1, 0).bit_length())
+
+
+@functools.cache
+def choose(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) -> Tile:
+    """The tile for `rows` packed query rows (query length x group) of one KV head.
+
+    deterministic: one tile for any number of rows, so that a query's bits do not depend on how many come with it.
+    """
+    block_d = power_of_two(head_dim, least=16)
+    if dtype.itemsize > 2:
+        # Full precision has no matrix instruction that does not round: plain multiply-adds, small tiles.
+        return Tile(16, 16, block_d, 4, 2, _PROGRAMS_WIDE[max(block_d, 64), dtype.itemsize])
+    # 64 rows are one warpgroup's matrix instruction (wgmma); longer queries take several such blocks, which are
+    # neighbours on the grid, so that the keys they share are read from L2. At head dimension 256, 64 rows would spill.
+    most = 32 if block_d == 256 else 64
+    block_m = most if deterministic else min(power_of_two(rows, least=16), most)
+    # Blocks of 32 keys in three stages have as many bytes in flight as 64 in two, with a third fewer registers.
+    stages = 2 if block_d == 256 else 3
+    programs = _PROGRAMS[max(block_d, 64), block_m]
+    if block_m == 64 and 64 < head_dim < 128:
+        programs = 2  # masks over the head dimension take registers
+    return Tile(block_m, 32, block_d, 4, stages, programs)
+
+
+_PROGRAMS = {
+    (64, 16): 8,
+    (64, 32): 5,
+    (64, 64): 5,
+    (128, 16): 5,
+    (128, 32): 3,
+    (128, 64): 3,
+    (256, 16): 3,
+    (256, 32): 2,
+}
+_PROGRAMS_WIDE = {(64, 4): 8, (128, 4): 4, (256, 4): 2, (64, 8): 3, (128, 8): 2, (256, 8): 2}

@@ -1,0 +1,135 @@
+"""Random arguments for the attention kernels, over a cache that is full of NaN where nothing may be read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bass_kernels import reference
+
+# Largest ‖out - ref‖ / ‖ref‖ against float64.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+class Case(NamedTuple):
+    """Arguments of an attention kernel, and its flags."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    starts: Tensor
+    kv_lengths: Tensor
+    flags: dict
+
+    @property
+    def arguments(self) -> tuple[Tensor, ...]:
+        return self[:5]
+
+    @property
+    def expected(self) -> Tensor:
+        return reference.attention(*self.arguments, **self.flags)
+
+    def filled(self, value: float) -> Case:
+        """With this number instead of NaN beyond the rows' lengths."""
+        return self._replace(key=self.key.nan_to_num(nan=value), value=self.value.nan_to_num(nan=value))
+
+
+def case(
+    kv_lengths: list[int],
+    query_length: int = 5,
+    *,
+    group: int = 2,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    query_lengths: list[int] | None = None,
+    padded_in_front: bool = False,
+    seed: int = 0,
+    device: str = "cpu",
+    **flags,
+) -> Case:
+    """Rows of these lengths; query_lengths: live queries per row (None: all that fit), padding follows."""
+    generator = torch.Generator().manual_seed(seed)
+    batch, slots, heads = len(kv_lengths), max(kv_lengths) + 3, kv_heads * group
+    if query_lengths is None:
+        query_lengths = [min(query_length, length) for length in kv_lengths]
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).to(device).transpose(1, 2)
+
+    query = random(batch, query_length, heads, head_dim)
+    key, value = random(batch, slots, kv_heads, head_dim), random(batch, slots, kv_heads, head_dim)
+    for row, length in enumerate(kv_lengths):
+        key[row, :, length:] = value[row, :, length:] = math.nan
+    if flags.pop("sinks", False):
+        flags["sinks"] = torch.randn(heads, generator=generator).to(dtype).to(device)
+    kv = torch.tensor(kv_lengths, device=device)
+    starts = kv - (query_length if padded_in_front else torch.tensor(query_lengths, device=device))
+    return Case(query, key, value, starts, kv, flags)
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖; infinite where a number is missing or a padding query is not exactly 0."""
+    if found.shape != expected.shape or not found.isfinite().all() or found[expected == 0].any():
+        return math.inf
+    norm = expected.norm()
+    return float((found.double() - expected).norm() / (norm if norm > 0 else 1))
+
+
+QUERY_LENGTHS = (1, 2, 4, 5, 9, 17, 33, 130)
+GROUPS = (1, 2, 3, 4, 8)
+HEAD_DIMS = (64, 80, 96, 128, 256)
+EDGES = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193)  # of blocks and chunks
+FLAGS = ({}, {"sliding_window": 7}, {"sliding_window": 40}, {"softcap": 15.0}, {"sinks": True}, {"scaling": 0.3},
+         {"sliding_window": 24, "softcap": 2.0, "sinks": True})  # fmt: skip
+
+
+def fuzz(count: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Iterator[tuple[str, Case]]:
+    """Descriptions and cases; every query length, group, head dimension, edge and flag occurs where count is >= 20."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(choices, index: int):
+        """All of them in turn; then at random."""
+        at = index if index < len(choices) else int(torch.randint(len(choices), (1,), generator=generator))
+        return choices[at]
+
+    for index in range(count):
+        query_length, group, head_dim = pick(QUERY_LENGTHS, index), pick(GROUPS, index), pick(HEAD_DIMS, index)
+        rows = index % 5 + 1
+        if query_length * group * head_dim > 20_000:  # keeps the interpreter's time small
+            rows, head_dim, group = min(rows, 2), 64, min(group, 3)
+        lengths = [pick(EDGES, index)]
+        lengths += [pick(EDGES, len(EDGES)) for _ in range(rows - 1)]
+        if index % 4 == 3:
+            lengths[-1] = query_length  # nothing but the new tokens
+        live = [int(torch.randint(min(query_length, n) + 1, (1,), generator=generator)) for n in lengths]
+        flags = dict(pick(FLAGS, index))
+        options = {"group": group, "kv_heads": 1 + index % 2, "head_dim": head_dim, "query_lengths": live}
+        options |= {"padded_in_front": index % 6 == 5, "seed": seed + index}
+        described = f"{lengths=} {query_length=} {options} {flags}"
+        yield described, case(lengths, query_length, dtype=dtype, device=device, **options, **flags)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory from torch.empty and new_empty holds NaN, or the smallest integer, as it may on a GPU."""
+
+    def poisoned(allocate):
+        def allocation(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            kind = tensor.dtype
+            return tensor.fill_(math.nan if kind.is_floating_point else (kind == torch.bool) or torch.iinfo(kind).min)
+
+        return allocation
+
+    before = torch.empty, torch.Tensor.new_empty
+    torch.empty, torch.Tensor.new_empty = map(poisoned, before)
+    try:
+        yield
+    finally:
+        torch.empty, torch.Tensor.new_empty = before

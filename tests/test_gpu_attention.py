@@ -1,0 +1,107 @@
+"""The attention kernels on a CUDA device: `pytest -m gpu`. The same cases as in the interpreter, and CUDA graphs."""
+
+import itertools
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
+
+import bass_kernels
+from bass_kernels import pad_attention, ragged_attention, reference, split_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def sdpa_error(arguments: Case) -> float:
+    """Of torch's own attention, on the rows' live queries: what this precision allows."""
+    arguments = arguments.filled(0.0)
+    group = arguments.query.shape[1] // arguments.key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (arguments.key, arguments.value))
+    positions = arguments.starts[:, None] + torch.arange(arguments.query.shape[2], device="cuda")
+    slots = torch.arange(key.shape[2], device="cuda")
+    visible = slots <= positions[..., None]
+    live = ((positions >= 0) & (positions < arguments.kv_lengths[:, None]))[..., None, None]
+    window, scaling = arguments.flags.get("sliding_window"), arguments.flags.get("scaling")
+    if window is not None:
+        visible &= slots > positions[..., None] - window
+    visible |= ~live[..., 0]  # padding queries see everything, rather than nothing
+    out = torch.nn.functional.scaled_dot_product_attention(
+        arguments.query, key, value, attn_mask=visible[:, None], scale=scaling
+    )
+    return error(torch.where(live, out.transpose(1, 2), 0), arguments.expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", [0, 1000])
+def test_ragged_attention_equals_the_reference_over_poisoned_memory(dtype, seed):
+    for described, arguments in fuzz(60, dtype, "cuda", seed):
+        with poisoned_memory():
+            found = ragged_attention(*arguments.arguments, **arguments.flags)
+        ours = error(found, arguments.expected)
+        assert ours <= TOLERANCE[dtype], described
+        if dtype.itemsize == 2 and not arguments.flags.keys() & {"softcap", "sinks"}:
+            assert ours <= 2 * sdpa_error(arguments) + 1e-6, described
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows_of_many_lengths(dtype):
+    for lengths, query_length in (([8192, 700, 5000, 33, 8191, 1, 0, 2048], 6), ([4097] * 3, 1), ([300, 5000], 200)):
+        arguments = case(lengths, query_length, group=4, kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
+        found = ragged_attention(*arguments.arguments)
+        assert error(found, arguments.expected) <= TOLERANCE[dtype]
+        assert torch.equal(found, ragged_attention(*arguments.arguments))  # a moving result would be a race
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pad_and_split_equal_the_reference(dtype):
+    for described, arguments in fuzz(20, dtype, "cuda", seed=100):
+        lengths = arguments.kv_lengths.tolist()
+        found = split_attention(*arguments.arguments, lengths=lengths, **arguments.flags)
+        assert error(found, arguments.expected) <= TOLERANCE[dtype], described
+        arguments = arguments.filled(1e4)
+        found = pad_attention(*arguments.arguments, extent=max(lengths), **arguments.flags)
+        assert error(found, arguments.expected) <= TOLERANCE[dtype], described
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_captured_graph_replays_for_other_lengths(dtype, deterministic):
+    arguments = case([4000] * 6, 5, group=4, kv_heads=8, head_dim=128, dtype=dtype, device="cuda").filled(0.0)
+    ragged_attention(*arguments.arguments, deterministic=deterministic)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ragged_attention(*arguments.arguments, deterministic=deterministic)
+    for lengths, live in (([4000, 3, 1000, 0, 77, 2049], [5, 3, 1, 0, 5, 2]), ([16] * 6, [5] * 6), ([1] * 6, [1] * 6)):
+        arguments.kv_lengths.copy_(torch.tensor(lengths))
+        arguments.starts.copy_(torch.tensor(lengths) - torch.tensor(live))
+        out.fill_(torch.nan)
+        graph.replay()
+        assert error(out, arguments.expected) <= TOLERANCE[dtype], lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_deterministic_queries_have_the_same_bits_alone_and_together(dtype):
+    together = case([3000, 31, 513, 1024], 5, dtype=dtype, group=4, kv_heads=8, head_dim=128, device="cuda")
+    expected = ragged_attention(*together.arguments, deterministic=True)
+    for row, token in itertools.product(range(4), range(5)):
+        query = together.query[row : row + 1, :, token : token + 1]
+        key, value = together.key[row : row + 1], together.value[row : row + 1]
+        position = together.starts[row : row + 1] + token
+        alone = ragged_attention(query, key, value, position, position + 1, deterministic=True)
+        assert torch.equal(alone[0, 0], expected[row, token])
+
+
+def test_write_kv_equals_the_reference():
+    for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
+        states = [torch.randn(4, 6, 8, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(2)]
+        found, expected = (
+            [torch.zeros(9, 50, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2)] for _ in "ab"
+        )
+        slots = torch.stack([torch.randperm(50, device="cuda")[:6] for _ in range(4)])
+        bass_kernels.write_kv(*states, *found, slots, first_place=3)
+        reference.write_kv(*states, *expected, slots, first_place=3)
+        assert all(map(torch.equal, found, expected))

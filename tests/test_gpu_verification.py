@@ -1,0 +1,99 @@
+"""Fused verification on a CUDA device, and inside a CUDA graph: `pytest -m gpu`."""
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+LARGEST_UNIFORM = 1 - 2.0**-52
+
+
+def step(rows, drafts, vocabulary, dtype, temperature, certain, seed):
+    """Arguments of `verify`; rows submit 0 … K tokens. `certain`: no draft distributions."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    on_gpu = {"generator": generator, "device": "cuda"}
+    logits = (3 * torch.randn(rows, drafts + 1, vocabulary, **on_gpu)).to(dtype)
+    noise = torch.randn(rows, drafts, vocabulary, **on_gpu)
+    q = (logits[:, :drafts].float() / (temperature or 1.0) + noise).softmax(-1)
+    drafted = q.reshape(-1, vocabulary).argmax(-1).reshape(rows, drafts)
+    submitted = torch.randint(drafts + 1, (rows,), **on_gpu)
+    u = torch.rand(rows, drafts, dtype=torch.float64, **on_gpu)
+    v = torch.rand(rows, dtype=torch.float64, **on_gpu)
+    committed = torch.randint(1, 1000, (rows,), **on_gpu)
+    return logits, drafted, submitted, None if certain else q, u, v, committed, temperature
+
+
+def assert_agrees(found, expected):
+    """Decisions are equal; these seeds come nowhere within 1e-6 of a boundary."""
+    for name in ("accepted", "next_token", "tokens", "finite", "lengths"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=2e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("temperature", [0, 0.2, 1, 1.7, 1e-7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_decisions_on_the_gpu_are_those_of_the_reference(dtype, temperature, certain):
+    from bass_kernels import reference, verify
+    from bass_kernels.verification import BLOCK
+
+    for rows, drafts, vocabulary in ((1, 0, 1), (3, 5, BLOCK - 1), (5, 1, BLOCK), (2, 3, BLOCK + 1), (8, 7, 50257)):
+        arguments = step(rows, drafts, vocabulary, dtype, temperature, certain, seed=vocabulary)
+        assert_agrees(verify(*arguments), reference.verify(*arguments))
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize("temperature", [0, 0.7, 1])
+def test_a_captured_graph_replays_for_other_inputs(temperature, certain):
+    from bass_kernels import reference, verify
+
+    shape = (4, 3, 10_007, torch.bfloat16, temperature, certain)
+    arguments = step(*shape, seed=0)
+    verify(*arguments)  # compiles; a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = verify(*arguments)
+    for seed in range(1, 6):
+        for buffer, values in zip(arguments, step(*shape, seed=seed), strict=True):
+            if isinstance(buffer, torch.Tensor):
+                buffer.copy_(values)
+        graph.replay()
+        assert_agrees(found, reference.verify(*arguments))
+
+
+def test_extreme_uniform_numbers_never_return_an_impossible_id():
+    from bass_kernels.verification import verify
+
+    for uniform in (0.0, LARGEST_UNIFORM):
+        logits, drafted, submitted, _, u, v, committed, _ = step(64, 2, 50257, torch.float32, 1.0, True, seed=1)
+        logits[..., :20_000] = logits[..., 20_050:] = -torch.inf
+        drafted[:] = 20_000
+        found = verify(logits, drafted, submitted, None, u.fill_(LARGEST_UNIFORM), v.fill_(uniform), committed, 1.0)
+        assert ((found.next_token >= 20_000) & (found.next_token < 20_050)).all()
+        assert (found.next_token[found.accepted < submitted] != 20_000).all()
+
+
+def test_a_slot_without_numbers_disturbs_no_other_row():
+    from bass_kernels.verification import verify
+
+    arguments = step(4, 3, 50257, torch.bfloat16, 0.7, False, seed=2)
+    arguments[2].fill_(3)
+    sound = verify(*arguments)
+    arguments[0][2] = torch.nan
+    found = verify(*arguments)
+    assert found.finite.tolist() == [True, True, False, True]
+    assert 0 <= found.next_token[2] < 50257
+    others = [0, 1, 3]
+    assert all(torch.equal(ours[others], theirs[others]) for ours, theirs in zip(found, sound, strict=True))
+
+
+def test_the_same_inputs_give_the_same_bits():
+    from bass_kernels.verification import verify
+
+    arguments = step(8, 7, 128_256, torch.bfloat16, 0.7, False, seed=3)
+    first = verify(*arguments)
+    for _ in range(3):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(verify(*arguments), first, strict=True))

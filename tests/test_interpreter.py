@@ -1,0 +1,17 @@
+"""The kernels' own tests, in a process with Triton's interpreter: it runs the kernels' code on a CPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+def test_kernels_pass_their_tests_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-m", "interpreted", "-q", "-n", "2", "-p", "no:cacheprovider", TESTS]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS.parent)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 200  # they were found

@@ -1,0 +1,232 @@
+"""The attention kernels compute what the reference computes. Triton's interpreter runs them here, on the CPU."""
+
+import itertools
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
+
+import bass_kernels
+from bass_kernels import make_plan, pad_attention, plan, ragged_attention, reference, split_attention
+
+pytestmark = pytest.mark.interpreted
+
+
+def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> None:
+    assert error(found, arguments.expected) <= TOLERANCE[arguments.query.dtype], described
+
+
+@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_ragged_attention_equals_the_reference_over_poisoned_memory(dtype, part):
+    for described, arguments in itertools.islice(fuzz(24, dtype), part, None, 6):
+        with poisoned_memory():
+            found = ragged_attention(*arguments.arguments, **arguments.flags)
+        assert_agrees(found, arguments, described)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_pad_and_split_equal_the_reference(part):
+    for described, arguments in itertools.islice(fuzz(12, torch.float32, seed=100), part, None, 2):
+        lengths = arguments.kv_lengths.tolist()
+        with poisoned_memory():
+            assert_agrees(
+                split_attention(*arguments.arguments, lengths=lengths, **arguments.flags), arguments, described
+            )
+            arguments = arguments.filled(1e4)  # pad reads what it masks, and 0 x NaN is NaN
+            found = pad_attention(*arguments.arguments, extent=max(lengths), **arguments.flags)
+            assert_agrees(found, arguments, described)
+
+
+def test_pad_over_nan_is_nan():
+    arguments = case([40, 9])
+    assert pad_attention(*arguments.arguments, extent=40).isnan().any()
+
+
+@pytest.mark.parametrize("strides", ["cache", "heads first", "a slice of a wider cache"])
+def test_any_strides_will_do(strides):
+    arguments = case([70, 33], head_dim=64)
+    if strides == "heads first":
+        arguments = Case(*(x.contiguous() for x in arguments.arguments), {})
+    elif strides == "a slice of a wider cache":
+        wide = [torch.nn.functional.pad(x.transpose(1, 2), (0, 16, 0, 1, 0, 9, 1, 0)) for x in arguments[1:3]]
+        key, value = (x[1:, :-9, :-1, :-16].transpose(1, 2) for x in wide)
+        arguments = arguments._replace(key=key, value=value)
+    assert_agrees(ragged_attention(*arguments.arguments), arguments)
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("most_items", "expected"), [(4, [1, 1, 1, 1]), (6, [3, 1, 1, 1]), (40, [13, 2, 5, 1])])
+def test_any_split_equals_no_split(monkeypatch, most_items, expected):
+    monkeypatch.setattr(plan, "most_items", lambda *_: most_items)
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 1000)  # with room for all: the smallest chunk wins
+    arguments = case([400, 37, 130, 0], 3, kv_heads=1)
+    assert make_plan(*arguments[:2], *arguments[3:5]).rows[:, 1].tolist() == expected
+    with poisoned_memory():
+        assert_agrees(ragged_attention(*arguments.arguments), arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_one_plan_serves_layers_of_one_shape(dtype):
+    first, second = case([300, 20], dtype=dtype), case([300, 20], dtype=dtype, seed=1)
+    shared = make_plan(*first[:2], *first[3:5])
+    for arguments in (first, second):
+        assert_agrees(ragged_attention(*arguments.arguments, plan=shared), arguments)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_deterministic_queries_have_the_same_bits_alone_and_together(monkeypatch, window):
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def position_independent_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        """numpy's product, unlike a GPU's, gives a row other bits in another place of the matrix."""
+        product = (a.data[:, :, None] * b.data[None]).sum(1)
+        return TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", position_independent_dot)
+    dtype = torch.float32
+    monkeypatch.setattr(plan, "CHUNK", 64)
+    together = case([150, 31, 66], 5, dtype=dtype, group=4)
+    flags = {"deterministic": True, "sliding_window": window}
+    expected = ragged_attention(*together.arguments, **flags)
+    for row, token in itertools.product(range(3), range(5)):
+        query = together.query[row : row + 1, :, token : token + 1]
+        key, value = together.key[row : row + 1], together.value[row : row + 1]
+        position = together.starts[row : row + 1] + token
+        alone = ragged_attention(query, key, value, position, position + 1, **flags)
+        assert torch.equal(alone[0, 0], expected[row, token])
+
+
+def test_permuted_rows_give_permuted_outputs():
+    arguments = case([200, 5, 64, 130, 5], query_lengths=[5, 0, 3, 5, 2])
+    found = ragged_attention(*arguments.arguments)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    permuted = ragged_attention(*(x[order] for x in arguments.arguments))
+    assert torch.equal(permuted, found[order])
+
+
+def test_programs_may_run_in_any_order(monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    arguments = case([300, 33, 129], 17, group=4, softcap=8.0)
+    with poisoned_memory():
+        expected = ragged_attention(*arguments.arguments, **arguments.flags)
+    in_order, seen = InterpreterBuilder.set_grid_idx, []
+
+    def shuffled(self, *index):
+        """Another program of the grid for each: the grid's i-th goes to a fixed random place."""
+        grid = torch.Size(self.grid_dim)
+        places = torch.randperm(grid.numel(), generator=torch.Generator().manual_seed(0))
+        linear = int((torch.tensor(index) * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum())
+        seen.append(tuple(int(i) for i in torch.unravel_index(places[linear], grid)))
+        in_order(self, *seen[-1])
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", shuffled)
+    with poisoned_memory():
+        assert torch.equal(ragged_attention(*arguments.arguments, **arguments.flags), expected)
+    assert seen != sorted(seen)
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_plan_lists_every_key_once_longest_rows_first(seed, window, deterministic):
+    generator = torch.Generator().manual_seed(seed)
+    batch = 1 + 3 * seed
+    kv_lengths = torch.randint(0, 3000, (batch,), generator=generator)
+    starts = kv_lengths - torch.randint(0, 6, (batch,), generator=generator).clamp(max=kv_lengths)
+    query, key = torch.empty(batch, 4, 5, 64), torch.empty(batch, 2, 3000, 64)
+    options = {"sliding_window": window, "deterministic": deterministic}
+    with poisoned_memory():
+        found = make_plan(query, key, starts, kv_lengths, **options)
+    pieces = [item for item in found.items.tolist() if item[0] >= 0]
+    assert found.items[len(pieces) :, 0].eq(-1).all()
+    first = {}
+    for row, (start, length) in enumerate(zip(starts.tolist(), kv_lengths.tolist(), strict=True)):
+        mine = [item for item in pieces if item[0] == row]
+        first_split, count = found.rows[row].tolist()
+        assert count == len(mine) and pieces[first_split : first_split + count] == mine
+        assert [item[3] for item in mine] == ([-1] if count == 1 else list(range(first_split, first_split + count)))
+        wanted = 0 if window is None else max(start - window + 1, 0) // found.tile.block_n * found.tile.block_n
+        wanted = (wanted, length) if start < length else (0, 0)
+        assert [item[1] for item in mine] == [wanted[0], *(item[2] for item in mine[:-1])] and mine[-1][2] == wanted[1]
+        assert all(item[1] % found.tile.block_n == 0 for item in mine)
+        if deterministic:
+            assert all(item[2] % plan.CHUNK == 0 for item in mine[:-1])
+        first[row] = (first_split, wanted[1] - wanted[0])
+    keys = [needed for _, needed in sorted(first.values())]
+    assert keys == sorted(keys, reverse=True)
+
+
+@pytest.mark.parametrize("kv_lengths", [[2048] * 8, [8192, *[512] * 7], [100], [5000, 3000, 1, 0]])
+def test_the_plan_takes_the_chunk_that_costs_least(kv_lengths):
+    kv = torch.tensor(kv_lengths)
+    query, key = torch.empty(len(kv), 8, 5, 64), torch.empty(len(kv), 2, 8192, 64)
+    found = make_plan(query, key, kv - 5, kv)
+    programs, slots = 2 * 2, plan.multiprocessors(kv.device) * found.tile.programs  # KV heads x blocks of rows
+    sizes = [blocks * found.tile.block_n for blocks in (2, 3, *(m * 2**e for e in range(12) for m in (4, 5, 6, 7)))]
+
+    def cost(chunk):
+        pieces = [max(1, -(-n // chunk)) if n >= 5 else 1 for n in kv_lengths]
+        waves = -(-sum(pieces) * programs // slots)
+        reduce = plan.REDUCE if max(pieces) > 1 else 0
+        return (
+            waves * (min(chunk, max(kv_lengths)) + plan.OVERHEAD) + reduce if sum(pieces) <= len(found.items) else 1e9
+        )
+
+    best = min(sizes, key=cost)
+    assert found.rows[:, 1].tolist() == [max(1, -(-n // best)) if n >= 5 else 1 for n in kv_lengths]
+
+
+def test_prefill_is_never_split():
+    query, key = torch.empty(4, 8, 600, 64), torch.empty(4, 8, 4096, 64)
+    kv = torch.tensor([600, 20, 300, 599])
+    assert not make_plan(query, key, kv - 600, kv).may_split
+
+
+# --- the cache, and arguments that do not fit -----------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_write_kv_equals_the_reference(dtype, head_dim):
+    generator = torch.Generator().manual_seed(0)
+    states = [torch.randn(3, 4, 3, head_dim, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)]
+    slots = torch.tensor([[0, 1, 2, 3], [7, 8, 9, 10], [4, 2, 6, 11]])
+    found, expected = ([torch.zeros(5, 12, 3, head_dim, dtype=dtype) for _ in range(2)] for _ in range(2))
+    bass_kernels.write_kv(*states, *found, slots, first_place=1)
+    reference.write_kv(*states, *expected, slots, first_place=1)
+    assert all(map(torch.equal, found, expected))
+    assert all(buffer.any() for buffer in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 3, 5, 64)}, "3 query heads cannot share 2 KV heads"),
+        ({"key": torch.zeros(2, 2, 9, 32)}, "key and value must be"),
+        ({"value": torch.zeros(2, 2, 43, 64, dtype=torch.float16)}, "keys and values must be torch.float32"),
+        ({"query": torch.zeros(2, 4, 5, 64, dtype=torch.int32)}, "dtype must be one of"),
+        ({"starts": torch.zeros(3, dtype=torch.int64)}, r"starts and kv_lengths must be \[2\]"),
+        ({"query": torch.zeros(2, 4, 64, 5).transpose(2, 3)}, "must be contiguous"),
+        ({"flags": {"sinks": torch.zeros(3)}}, r"sinks must be \[4\]"),
+        ({"query": torch.zeros(2, 4, 5, 300)}, "the head dimension must be at most 256, got 300"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    arguments = case([40, 9])._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        ragged_attention(*arguments.arguments, **arguments.flags)
+
+
+def test_a_cache_shorter_than_the_extent_is_refused():
+    with pytest.raises(ValueError, match="extent must be at most the 43 slots"):
+        pad_attention(*case([40, 9]).arguments, extent=44)
+    with pytest.raises(ValueError, match="lengths must be the 2 rows' KV lengths"):
+        split_attention(*case([40, 9]).arguments, lengths=[40])

@@ -1,0 +1,123 @@
+"""`generate` over the kernels is `generate` over plain torch. Triton's interpreter runs them here, on the CPU."""
+
+import math
+
+import pytest
+import torch
+from tiny import greedy_alone, ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core import attention, triton_kernels, verification
+
+pytestmark = pytest.mark.interpreted
+PROMPTS = ragged_prompts(5, 11, 3)
+
+
+def pair(architecture: str = "llama") -> bass.ModelPair:
+    return bass.ModelPair(tiny_model(architecture), tiny_model(architecture, noise=0.1))
+
+
+def generate(models=None, prompts=PROMPTS, **options):
+    options = {"max_new_tokens": 6, "draft_length": 3, "eos_token_id": ()} | options
+    return bass.generate(models or pair(), prompts, **options)
+
+
+@pytest.fixture
+def in_plain_torch(monkeypatch):
+    """Until the end of the test, or `.undo()`: nothing runs in the interpreter."""
+    monkeypatch.setattr(triton_kernels, "run_on", lambda device: False)
+    return monkeypatch
+
+
+def same(first, second) -> bool:
+    return all(map(torch.equal, first.sequences, second.sequences))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2"])
+def test_ragged_text_is_that_of_pad_and_of_transformers(architecture, in_plain_torch):
+    models = pair(architecture)
+    padded = generate(models, attention="pad")
+    in_plain_torch.undo()
+    ragged = generate(models, attention="ragged")
+    assert ragged.trace.summary()["attention"] == "ragged"
+    assert same(ragged, padded)
+    for prompt, sequence in zip(PROMPTS, ragged.sequences, strict=True):
+        assert sequence.tolist() == greedy_alone(models.target, prompt, 6).tolist()
+
+
+@pytest.mark.parametrize("path", ["pad", "split"])
+def test_the_papers_kernels_stand_in_for_plain_torch(path, in_plain_torch):
+    expected = generate(attention=path)
+    in_plain_torch.undo()
+    assert same(generate(attention=path), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.8}, {"temperature": 0.8, "draft_length": 0}, {"temperature": 0.8, "verification": "block"},
+     {"temperature": 1.0, "top_k": 5}, {"temperature": 0.8, "verification": "coupled"}],
+    ids=str,
+)  # fmt: skip
+def test_kernels_change_no_token_and_no_log_probability(options, in_plain_torch):
+    expected = generate(**options)
+    in_plain_torch.undo()
+    found = generate(attention="ragged", **options)
+    assert same(found, expected)
+    for ours, theirs in zip(found.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("draft", ["model", "n-gram"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_verification_is_fused(draft, temperature, monkeypatch):
+    calls, fused = [], verification.fused
+    monkeypatch.setattr(verification, "fused", lambda *args: calls.append(1) or fused(*args))
+    models = pair() if draft == "model" else bass.ModelPair(tiny_model())
+    out = generate(models, temperature=temperature, attention="ragged")
+    assert len(calls) == out.trace.steps["step"].nunique()
+    calls.clear()
+    generate(models, temperature=0.8, attention="ragged", top_p=0.9)
+    assert not calls  # the kernel knows no processing but the temperature
+
+
+def test_rows_that_finish_early_leave_and_waiting_rows_come():
+    prompts = ragged_prompts(5, 11, 3, 8, 6)
+    out = generate(prompts=prompts, attention="ragged", max_batch_size=2, eos_token_id=17)
+    for prompt, sequence in zip(prompts, out.sequences, strict=True):
+        assert sequence.tolist() == greedy_alone(tiny_model(), prompt, 6, eos=17).tolist()
+
+
+def test_nan_ends_its_row_alone(monkeypatch):
+    models, broken = pair(), 1
+    expected = generate(models, attention="ragged")
+    forward = attention.forward
+
+    def spoiled(model, path, ids, current, *args):
+        logits = forward(model, path, ids, current, *args)
+        if model is models.target and ids.shape[1] > 1 and len(ids) == len(PROMPTS) and current.starts[broken] > 12:
+            logits[broken] = math.nan
+        return logits
+
+    monkeypatch.setattr(attention, "forward", spoiled)
+    out = generate(models, attention="ragged", on_row_error="finish")
+    assert out.finish_reasons == ["length", "error", "length"]
+    assert [torch.equal(a, b) for a, b in zip(out.sequences, expected.sequences, strict=True)] == [True, False, True]
+    with pytest.raises(FloatingPointError, match="row 1"):
+        generate(models, attention="ragged")
+
+
+def test_deterministic_algorithms_reach_the_kernel(monkeypatch):
+    seen, ragged = [], triton_kernels.load().ragged_attention
+    monkeypatch.setattr(
+        triton_kernels.load(),
+        "ragged_attention",
+        lambda *args, **kw: seen.append(kw["deterministic"]) or ragged(*args, **kw),
+    )
+    expected = generate(attention="ragged")
+    assert not any(seen)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same(generate(attention="ragged"), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen[-1]

@@ -1,0 +1,133 @@
+"""The kernels' tests fail on kernels that are wrong: one bug at a time is written into a copy of the package."""
+
+import importlib
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, case, error, poisoned_memory
+
+import bass_kernels
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # wrong kernels make NaN
+]
+SOURCE = Path(bass_kernels.__file__).parent
+
+BUGS = {
+    "a query does not see itself": ("online_softmax", "(n[None, :] <= positions", "(n[None, :] < positions"),
+    "a query sees the token after it": ("online_softmax", "(n[None, :] <= positions", "(n[None, :] <= 1 + positions"),
+    "hidden keys are zeroed, not masked": (
+        "online_softmax",
+        'tl.where(visible, scores, float("-inf"))',
+        "tl.where(visible, scores, 0.0)",
+    ),
+    "no guard for rows that saw no key": (
+        "online_softmax",
+        'base = tl.where(top_next == float("-inf"), 0.0, top_next)',
+        "base = top_next",
+    ),
+    "the window is one too long": ("online_softmax", "positions[:, None] - WINDOW", "positions[:, None] - WINDOW - 1"),
+    "values beyond the row are read": (
+        "online_softmax",
+        "(n < limit)[:, None] & (d < D)[None, :]",
+        "(n < limit + 2)[:, None] & (d < D)[None, :]",
+    ),
+    "the output is not rescaled": ("online_softmax", "acc = acc * shrink[:, None]\n        if MASKED", "if MASKED"),
+    "the sum is not rescaled": (
+        "online_softmax",
+        "mass = mass * shrink + tl.sum(weights, 1)",
+        "mass = mass + tl.sum(weights, 1)",
+    ),
+    "heads of a group are mixed up": (
+        "online_softmax",
+        "rows % GROUP) * stride_h + rows // GROUP * stride_q\n    return",
+        "(rows + 1) % GROUP) * stride_h + rows // GROUP * stride_q\n    return",
+    ),
+    "padding is not zero": (
+        "online_softmax",
+        "tl.where(live[:, None], acc /",
+        "tl.where(live[:, None] | True, 1e-3 + acc /",
+    ),
+    "the softcap is skipped": ("online_softmax", "capped(scores, SOFTCAP) *", "scores *"),
+    "the sink gives no mass": ("online_softmax", "mass * shrink + tl.exp2(sink - highest)", "mass * shrink"),
+    "the tail is one block short": ("ragged", "end = tl.minimum(end, last + 1)", "end = tl.minimum(end, last)"),
+    "a block that not all see is not masked": (
+        "ragged",
+        "tl.minimum(end, first + 1) - begin, 0)",
+        "tl.minimum(end, first + BLOCK_N) - begin, 0)",
+    ),
+    "positions start one late": (
+        "ragged",
+        "= tile_rows(block, start, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)\n    q =",
+        "= tile_rows(block, start + 1, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)\n    q =",
+    ),
+    "the last piece is not added": ("ragged", "for _ in range(splits):", "for _ in range(splits - 1):"),
+    "pieces are added without their weight": ("ragged", "part * weight[:, None]", "part"),
+    "the partial sum goes to the wrong piece": (
+        "ragged",
+        "at += KV_HEADS * QUERY_LENGTH * GROUP",
+        "at += QUERY_LENGTH * GROUP",
+    ),
+    "rows of one piece are reduced too": ("ragged", "if splits <= 1:", "if splits < 1:"),
+    "a piece of each row is left out": (
+        "plan",
+        "tl.maximum(index * chunk, row_first)",
+        "tl.maximum(index * chunk, row_first) + chunk",
+    ),
+    "rows without keys get no piece": (
+        "plan",
+        "tl.cdiv(last, chunk) - first // chunk, 1)",
+        "tl.cdiv(last, chunk) - first // chunk, 0)",
+    ),
+    "the window cuts a key too many": (
+        "plan",
+        "tl.maximum(start - WINDOW + 1, 0) // BLOCK_N",
+        "tl.maximum(start - WINDOW + 1 + BLOCK_N, 0) // BLOCK_N",
+    ),
+}
+
+
+def cases():
+    yield case([70, 33, 5, 0], 5, query_lengths=[5, 3, 0, 0])
+    yield case([400, 37], 3, head_dim=80)  # split
+    yield case([46], 9, group=1, sliding_window=7)  # the first block of keys is in one query's window only
+    yield case([300, 70], 9, group=4, kv_heads=1, sliding_window=40)
+    yield case([40, 130], 2, softcap=2.0, sinks=True)
+    yield case([33, 5], 33, padded_in_front=True)
+
+
+def is_caught(package) -> bool:
+    """Whether any case shows that this package's kernel is wrong."""
+    for arguments in cases():
+        with poisoned_memory():
+            found = package.ragged_attention(*arguments.arguments, **arguments.flags)
+        if not error(found, arguments.expected) <= TOLERANCE[torch.float32]:
+            return True
+    return False
+
+
+def test_without_a_bug_nothing_is_caught():
+    assert not is_caught(bass_kernels)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_bug_is_caught(tmp_path, monkeypatch, bug):
+    module, right, wrong = BUGS[bug]
+    name = "mutant_" + re.sub(r"\W+", "_", bug)
+    copy = shutil.copytree(SOURCE, tmp_path / name)
+    for file in copy.glob("*.py"):
+        file.write_text(file.read_text().replace("bass_kernels", name))
+    text = (copy / f"{module}.py").read_text()
+    assert text.count(right) == 1, f"{module}.py has changed: {right!r} is there {text.count(right)} times"
+    (copy / f"{module}.py").write_text(text.replace(right, wrong))
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        assert is_caught(importlib.import_module(name))
+    finally:
+        for loaded in [key for key in sys.modules if key.split(".")[0] == name]:
+            del sys.modules[loaded]
