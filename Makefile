@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab notebooks bench pictures lint embedded-pair clean
+.PHONY: help demo test lab notebooks bench bench-kernels pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ notebooks: .venv/.installed-notebooks ## execute every lesson and write it to bu
 
 bench: .venv/.installed-notebooks ## time all ways to decode with the embedded pair, on both prompt sets
 	$(BIN)/bass bench
+
+bench-kernels: .venv/.installed-notebooks ## time the Triton kernels against their peers (needs a CUDA GPU)
+	PYTHONPATH=.:kernels $(BIN)/python -m bench $(ARGS)
 
 pictures: .venv/.installed-notebooks ## draw the README's picture again (needs Chromium)
 	$(BIN)/bass pictures

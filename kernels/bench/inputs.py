@@ -1,0 +1,83 @@
+"""The tensors of one case, what it should compute, and how far off a result is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, inf
+
+import torch
+from torch import Tensor
+
+from bass_kernels import reference
+from bench.shapes import Case
+
+ROTATED_BYTES = 256e6  # KV sets together hold this much, several times the L2 cache (50 MB on an H100)
+# ‖out − ref‖ / ‖ref‖ allowed against float64: what rounding inputs and weights to the dtype costs.
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+@dataclass
+class Inputs:
+    """One query, and as many KV sets as it takes for the L2 cache to be of no help.
+
+    query: [B, H, Q, D], a view of [B, Q, H, D] as models make it. sets: (key, value), each [B, H_kv, S, D], a view of
+    [B, S, H_kv, D] as the cache stores them. starts, kv_lengths: int32 [B]. lengths: kv_lengths on the host.
+    """
+
+    case: Case
+    query: Tensor
+    sets: list[tuple[Tensor, Tensor]]
+    starts: Tensor
+    kv_lengths: Tensor
+    lengths: list[int]
+
+    @property
+    def extent(self) -> int:
+        """Slots that a padded kernel has to look at; a multiple of 16, since masks must be aligned."""
+        return min(ceil(max(self.lengths) / 16) * 16, self.sets[0][0].shape[2])
+
+    def bias(self, group: int = 1) -> Tensor:
+        """Additive mask [B, 1, group * Q, extent] in the query's dtype (cuDNN silently misreads any other)."""
+        slots = torch.arange(self.extent, device=self.query.device)
+        positions = self.starts[:, None] + torch.arange(self.case.query_length, device=self.query.device)
+        hidden = (slots > positions[..., None])[:, None].repeat(1, 1, group, 1)
+        return torch.zeros(hidden.shape, dtype=self.query.dtype, device=hidden.device).masked_fill_(hidden, -inf)
+
+
+def number_of_sets(case: Case, seed: int) -> int:
+    """At least two, so that a call never follows another on the same keys."""
+    return max(2, ceil(ROTATED_BYTES / case.kv_bytes(seed)))
+
+
+def make(case: Case, device: torch.device, seed: int, sets: int) -> Inputs:
+    """Random inputs; slots past a row's length hold finite stale values, as in a real cache."""
+    model, lengths = case.model, case.lengths(seed)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        numbers = torch.empty(shape, dtype=getattr(torch, case.dtype), device=device)
+        return numbers.normal_(generator=generator).transpose(1, 2)
+
+    cache = (case.batch, case.slots(seed), model.kv_heads, model.head_dim)
+    kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    return Inputs(
+        case=case,
+        query=random(case.batch, case.query_length, model.heads, model.head_dim),
+        sets=[(random(*cache), random(*cache)) for _ in range(sets)],
+        starts=kv_lengths - case.query_length,  # every query token is live
+        kv_lengths=kv_lengths,
+        lengths=lengths,
+    )
+
+
+def expected(inputs: Inputs) -> Tensor:
+    """Attention over the first KV set in float64: [B, Q, H, D]."""
+    return reference.attention(inputs.query, *inputs.sets[0], inputs.starts, inputs.kv_lengths)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖, infinite where anything is not a number or the shape is another."""
+    if found.shape != wanted.shape:
+        return inf
+    error = float((found.double() - wanted).norm() / wanted.norm())
+    return error if error == error else inf

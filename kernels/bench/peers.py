@@ -1,0 +1,308 @@
+"""The kernels compared, ours and others', behind one interface: `prepare(inputs)` -> `Prepared`.
+
+What one forward pass can do once for all its layers (masks, block masks, page tables, FlashInfer's plan) is done in
+`prepare` and not timed, in the peers' favour; only our own plan is charged. What every layer must do (expanding or
+packing heads, reducing partial results) is part of the call. Layouts that a cache could have had from the start
+(packed rows for `varlen`) are made in `prepare` too. A peer may return a view; ours return contiguous memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+import bass_kernels
+from bench.inputs import Inputs
+from bench.shapes import PAGE, Case
+
+OURS = ("ragged", "pad", "split")
+FLEX_BLOCK = 128  # keys per block of a block mask, and the most query rows that flex decoding holds
+FLEX_SHAPES = ((5, 2048), (5, 8192), (1, 8192))  # query and KV lengths where it runs unasked
+FLASHINFER_PAGE = 16
+FLASHINFER_WORKSPACE = 512 * 2**20
+
+
+class Unavailable(Exception):
+    """This kernel does not exist here or does not take this shape; the message is recorded as the reason."""
+
+
+@dataclass
+class Prepared:
+    """`calls`: one per KV set, each returning [B, Q, H, D]. `shared`: work of a pass that its layers divide."""
+
+    calls: list[Callable[[], Tensor]]
+    shared: Callable[[], object] | None = None
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+def _require_triton(inputs: Inputs) -> None:
+    if not bass_kernels.runs_on(inputs.query.device):
+        raise Unavailable("Triton kernels run on a GPU, or on a CPU under TRITON_INTERPRET=1")
+
+
+def ragged(inputs: Inputs) -> Prepared:
+    _require_triton(inputs)
+    lengths = (inputs.starts, inputs.kv_lengths)
+    plan = partial(bass_kernels.make_plan, inputs.query, inputs.sets[0][0], *lengths)
+    made = plan()
+    return Prepared([partial(bass_kernels.ragged_attention, inputs.query, *kv, *lengths, plan=made)
+                     for kv in inputs.sets], shared=plan)  # fmt: skip
+
+
+def pad(inputs: Inputs) -> Prepared:
+    _require_triton(inputs)
+    run = partial(bass_kernels.pad_attention, extent=max(inputs.lengths))
+    return Prepared([partial(run, inputs.query, *kv, inputs.starts, inputs.kv_lengths) for kv in inputs.sets])
+
+
+def split(inputs: Inputs) -> Prepared:
+    _require_triton(inputs)
+    run = partial(bass_kernels.split_attention, lengths=inputs.lengths)
+    return Prepared([partial(run, inputs.query, *kv, inputs.starts, inputs.kv_lengths) for kv in inputs.sets])
+
+
+# --- torch's scaled_dot_product_attention over the padded cache -----------------------------------
+
+
+def _visible_slots(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
+    return [(key[:, :, : inputs.extent], value[:, :, : inputs.extent]) for key, value in inputs.sets]
+
+
+def sdpa(backend: SDPBackend, expand: bool, inputs: Inputs) -> Prepared:
+    """One backend, forced. `expand`: it does not take grouped heads, so KV heads are repeated in every call."""
+    bias = inputs.bias()
+    group = inputs.query.shape[1] // inputs.sets[0][0].shape[1]
+    grouped = group > 1 and not expand
+
+    def call(key: Tensor, value: Tensor) -> Tensor:
+        if expand and group > 1:
+            key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(inputs.query, key, value, bias, enable_gqa=grouped)
+        return out.transpose(1, 2)
+
+    return Prepared([partial(call, *kv) for kv in _visible_slots(inputs)])
+
+
+def sdpa_packed(backend: SDPBackend, inputs: Inputs) -> Prepared:
+    """Query heads that share a KV head become more queries of it (as bass_core.attention), so nothing is expanded."""
+    batch, heads, query_length, head_dim = inputs.query.shape
+    kv_heads = inputs.sets[0][0].shape[1]
+    if heads == kv_heads:
+        raise Unavailable("no query heads share a KV head: the same as unpacked")
+    bias = inputs.bias(heads // kv_heads)
+
+    def call(key: Tensor, value: Tensor) -> Tensor:
+        packed = inputs.query.reshape(batch, kv_heads, -1, head_dim)
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(packed, key, value, bias)
+        return out.reshape(batch, heads, query_length, head_dim).transpose(1, 2)
+
+    return Prepared([partial(call, *kv) for kv in _visible_slots(inputs)])
+
+
+# --- flex_attention -------------------------------------------------------------------------------
+
+
+def by_default(name: str, case: Case, quick: bool) -> bool:
+    """flex_attention compiles for many seconds per shape, so it runs on a few cases unless it is asked for by name."""
+    few = case.batch == 8 and case.distribution == "ragged" and (case.query_length, case.kv_length) in FLEX_SHAPES
+    return not name.startswith("flex") or (few and not quick)
+
+
+def block_mask(inputs: Inputs, separate: bool) -> BlockMask:
+    """Blocks of keys that some query sees. `separate`: those that all queries see are listed apart and not masked.
+
+    Neither is always faster: with separate blocks, flex decoding splits all rows by the length of the cache (torch
+    2.11 to 2.13), without them each row by its own.
+    """
+    starts, query_length, slots = inputs.starts, inputs.case.query_length, inputs.sets[0][0].shape[2]
+
+    def visible(b, h, q, k):
+        return k <= starts[b] + q
+
+    count = slots // FLEX_BLOCK
+    indices = torch.arange(count, dtype=torch.int32, device=starts.device)
+    full = (starts + 1) // FLEX_BLOCK if separate else torch.zeros_like(starts)
+    partly = (inputs.kv_lengths + FLEX_BLOCK - 1) // FLEX_BLOCK - full
+    return BlockMask.from_kv_blocks(
+        partly[:, None, None].int(),
+        (full[:, None] + indices).clamp(max=count - 1)[:, None, None].int(),  # entries past `partly` are not read
+        full[:, None, None].int() if separate else None,
+        indices.expand(len(starts), 1, 1, count).contiguous() if separate else None,
+        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
+        mask_mod=visible,
+        seq_lengths=(query_length, slots),
+    )
+
+
+def flex(separate: bool, inputs: Inputs) -> Prepared:
+    group = inputs.query.shape[1] // inputs.sets[0][0].shape[1]
+    if group & (group - 1):
+        raise Unavailable(f"flex decoding wants a power of two of query heads per KV head, got {group}")
+    if group * inputs.case.query_length > FLEX_BLOCK:
+        raise Unavailable(f"flex decoding holds at most {FLEX_BLOCK} query rows per KV head")
+    if not inputs.query.is_cuda:
+        raise Unavailable("compiled for a GPU only")
+    mask = block_mask(inputs, separate)
+    torch._dynamo.reset()  # else it gives up compiling after a few shapes
+    # Static shapes, as flex decoding needs; no CUDA graphs of its own, since ours is captured around it.
+    compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
+
+    def call(key: Tensor, value: Tensor) -> Tensor:
+        return compiled(inputs.query, key, value, block_mask=mask, enable_gqa=group > 1).transpose(1, 2)
+
+    return Prepared([partial(call, *kv) for kv in inputs.sets])
+
+
+# --- FlashAttention as torch carries it -----------------------------------------------------------
+
+
+def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
+    return F.pad(torch.tensor(lengths, device=device).cumsum(0), (1, 0)).int()
+
+
+def _flat(states: Tensor) -> Tensor:
+    """[B, heads, T, D] stored as [B, T, heads, D] -> [B * T, heads, D], a view."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def varlen_attention(inputs: Inputs) -> Prepared:
+    """torch.nn.attention.varlen.varlen_attn over rows stored one after another without padding."""
+    batch, heads, query_length, head_dim = inputs.query.shape
+    device = inputs.query.device
+    if not inputs.query.is_cuda:
+        raise Unavailable("FlashAttention needs a GPU")
+    grouped = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # torch 2.11 takes them without asking
+    run = partial(
+        varlen.varlen_attn,
+        cu_seq_q=_cumulative([query_length] * batch, device),
+        cu_seq_k=_cumulative(inputs.lengths, device),
+        max_q=query_length,
+        max_k=max(inputs.lengths),
+        window_size=(-1, 0),  # causal, the last query sees the last key
+        **({"enable_gqa": True} if grouped else {}),
+    )
+
+    def packed(states: Tensor) -> Tensor:  # [ΣL, H_kv, D]
+        return torch.cat([states[b, :, :length].transpose(0, 1) for b, length in enumerate(inputs.lengths)])
+
+    def call(key: Tensor, value: Tensor) -> Tensor:
+        return run(_flat(inputs.query), key, value).view(batch, query_length, heads, head_dim)
+
+    return Prepared([partial(call, packed(key), packed(value)) for key, value in inputs.sets])
+
+
+def flash(paged: bool, inputs: Inputs) -> Prepared:
+    """aten's FlashAttention with per-row lengths over the cache as it is, seen as one long row or as pages."""
+    batch, heads, query_length, head_dim = inputs.query.shape
+    device, slots, longest = inputs.query.device, inputs.sets[0][0].shape[2], max(inputs.lengths)
+    operator = torch.ops.aten._flash_attention_forward.default
+    if not inputs.query.is_cuda:
+        raise Unavailable("FlashAttention needs a GPU")
+    options = {"seqused_k": inputs.kv_lengths}
+    if paged:
+        if "block_table" not in {argument.name for argument in operator._schema.arguments}:
+            raise Unavailable(f"torch {torch.__version__} has no block_table here")
+        pages = batch * slots // PAGE
+        options["block_table"] = torch.arange(pages, dtype=torch.int32, device=device).view(batch, -1)
+    queries, keys = _cumulative([query_length] * batch, device), _cumulative([slots] * batch, device)
+
+    def call(key: Tensor, value: Tensor) -> Tensor:
+        key, value = _flat(key), _flat(value)  # [B * S, H_kv, D]
+        if paged:
+            key, value = (x.unflatten(0, (-1, PAGE)) for x in (key, value))
+        # dropout 0, causal, no debugging mask
+        out = operator(
+            _flat(inputs.query), key, value, queries, keys, query_length, longest, 0.0, True, False, **options
+        )[0]
+        return out.view(batch, query_length, heads, head_dim)
+
+    return Prepared([partial(call, *kv) for kv in inputs.sets])
+
+
+# --- FlashInfer -----------------------------------------------------------------------------------
+
+
+def flashinfer(backend: str, inputs: Inputs) -> Prepared:
+    """BatchPrefillWithPagedKVCacheWrapper over the cache seen as pages of 16 slots."""
+    if not inputs.query.is_cuda:
+        raise Unavailable("FlashInfer needs a GPU")
+    if importlib.util.find_spec("flashinfer") is None:
+        raise Unavailable("flashinfer is not installed")
+    if backend in _flashinfer_failures:
+        raise Unavailable(f"failed before: {_flashinfer_failures[backend]}")
+    try:
+        return _flashinfer(backend, inputs)
+    except Exception as error:  # not tried again: an import, or nvcc, may have taken minutes to fail
+        _flashinfer_failures[backend] = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise
+
+
+_flashinfer_failures: dict[str, str] = {}
+
+
+def _flashinfer(backend: str, inputs: Inputs) -> Prepared:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    batch, heads, query_length, head_dim = inputs.query.shape
+    device, (key, _) = inputs.query.device, inputs.sets[0]
+    pages_per_row = key.shape[2] // FLASHINFER_PAGE
+    used = [-(-length // FLASHINFER_PAGE) for length in inputs.lengths]
+    pages = [torch.arange(count, dtype=torch.int32) + b * pages_per_row for b, count in enumerate(used)]
+    last = [length - (count - 1) * FLASHINFER_PAGE for length, count in zip(inputs.lengths, used, strict=True)]
+    workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
+    wrapper.plan(
+        _cumulative([query_length] * batch, device),
+        _cumulative(used, device),
+        torch.cat(pages).to(device),
+        torch.tensor(last, dtype=torch.int32, device=device),
+        heads,
+        key.shape[1],
+        head_dim,
+        FLASHINFER_PAGE,
+        causal=True,
+        q_data_type=inputs.query.dtype,
+        kv_data_type=key.dtype,
+    )
+    torch.cuda.synchronize(device)  # the plan travels from pinned memory
+
+    def call(key: Tensor, value: Tensor) -> Tensor:
+        query, cache = _flat(inputs.query), tuple(_flat(x).unflatten(0, (-1, FLASHINFER_PAGE)) for x in (key, value))
+        out = wrapper.run(query, cache, out=torch.empty_like(query))  # it would clear an output of its own
+        return out.view(batch, query_length, heads, head_dim)
+
+    return Prepared([partial(call, *kv) for kv in inputs.sets])
+
+
+PEERS: dict[str, Callable[[Inputs], Prepared]] = {
+    "ragged": ragged,
+    "pad": pad,
+    "split": split,
+    "sdpa-cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION, False),
+    "sdpa-cudnn-packed": partial(sdpa_packed, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION, True),
+    "sdpa-efficient-packed": partial(sdpa_packed, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-flash": partial(sdpa, SDPBackend.FLASH_ATTENTION, False),
+    "sdpa-math": partial(sdpa, SDPBackend.MATH, False),
+    "sdpa-math-packed": partial(sdpa_packed, SDPBackend.MATH),
+    "flex": partial(flex, False),
+    "flex-full-blocks": partial(flex, True),
+    "varlen": varlen_attention,
+    "flash-seqused": partial(flash, False),
+    "flash-paged": partial(flash, True),
+    "flashinfer-fa2": partial(flashinfer, "fa2"),
+    "flashinfer-fa3": partial(flashinfer, "fa3"),
+}

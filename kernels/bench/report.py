@@ -1,0 +1,86 @@
+"""Measured lines as a table for people and as a summary against the target."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from bench.peers import OURS
+from bench.shapes import Case
+
+LARGE_GB = 64e-3  # from here on a kernel can be asked for bandwidth
+TARGETS = {1: 80.0, 4: 75.0}  # percent of the copy bandwidth, from this query length on
+
+
+def best_peer(lines: list[dict]) -> dict | None:
+    """The fastest line that is not ours."""
+    timed = [line for line in lines if line["us"] is not None and line["kernel"] not in OURS]
+    return min(timed, key=lambda line: line["us"], default=None)
+
+
+def table(case: Case, lines: list[dict]) -> str:
+    """One case, fastest first."""
+    best = best_peer(lines)
+    rows = [f"\n{case}: {1000 * lines[0]['gb']:.1f} MB, floor {_floor(lines[0]):.1f} µs at the copy's bandwidth"]
+    rows.append(f"  {'kernel':22} {'µs':>9} {'GB/s':>7} {'% copy':>7} {'÷ peer':>7} {'error':>8}")
+    for line in sorted(lines, key=lambda line: (line["us"] is None, line["us"] or 0.0)):
+        if line["us"] is None:
+            rows.append(f"  {line['kernel']:22} {line['reason'][:110]}")
+            continue
+        ratio = f"{line['us'] / best['us']:7.2f}" if best else f"{'':7}"
+        note = "" if line["captured"] else "  (not captured)"
+        if line["us_plan_share"] is not None:
+            note += f"  (plan share {line['us_plan_share']:.2f} µs)"
+        rows.append(
+            f"  {line['kernel']:22} {line['us']:9.1f} {line['gb_per_s']:7.0f} {line['percent_of_copy']:7.1f} "
+            f"{ratio} {line['error']:8.1e}{note}"
+        )
+    return "\n".join(rows)
+
+
+def _floor(line: dict) -> float:
+    return line["gb"] / line["copy_gb_per_s"] * 1e6
+
+
+def summary(lines: list[dict]) -> dict:
+    """How `ragged` stands against the target, and what was wrong or did not run."""
+    by_case = defaultdict(list)
+    for line in lines:
+        by_case[_shape(line)].append(line)
+    shares, slower = defaultdict(list), []
+    for shape, group in by_case.items():
+        ours = next((line for line in group if line["kernel"] == "ragged" and line["us"] is not None), None)
+        if ours is None:
+            continue
+        if ours["gb"] >= LARGE_GB:
+            shares[ours["query_length"]].append(round(ours["percent_of_copy"], 1))
+        best = best_peer(group)
+        if best and ours["us"] > best["us"]:
+            slower.append([shape, best["kernel"], round(ours["us"] / best["us"], 3)])
+    return {
+        "cases": len(by_case),
+        "timed": sum(line["us"] is not None for line in lines),
+        "ragged_percent_of_copy_from_64_mb": {
+            query_length: {
+                "cases": len(found),
+                "lowest": min(found),
+                "median": sorted(found)[len(found) // 2],
+                "target": TARGETS[max(q for q in TARGETS if q <= query_length)],
+            }
+            for query_length, found in sorted(shares.items())
+        },
+        "ragged_slower_than_a_peer": sorted(slower, key=lambda entry: -entry[2]),
+        "wrong": [[line["kernel"], _shape(line)] for line in lines if (line["reason"] or "").startswith("wrong")],
+        "not_captured": dict(Counter(line["kernel"] for line in lines if line["captured"] is False)),
+        "not_run": dict(
+            Counter(f"{line['kernel']}: {line['reason'].split('. ')[0][:80]}" for line in lines if line["reason"])
+        ),
+    }
+
+
+def _shape(line: dict) -> str:
+    return f"{line['model']} B{line['batch']} Q{line['query_length']} L{line['kv_length']} {line['distribution']}"
+
+
+def _brief(reason: str) -> str:
+    """Its first sentence, so that reasons which differ in numbers count as one."""
+    return reason.split(". ")[0][:80]

@@ -1,0 +1,91 @@
+"""One JSON line per kernel and case: its time, or the reason why there is none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+NUMBER = (int, float)
+FIELDS: dict[str, tuple[type, ...]] = {
+    "kernel": (str,),
+    "model": (str,),
+    "heads": (int,),
+    "kv_heads": (int,),
+    "head_dim": (int,),
+    "batch": (int,),
+    "query_length": (int,),
+    "kv_length": (int,),  # mean of the rows
+    "distribution": (str,),
+    "total_kv": (int,),  # sum of the rows' lengths
+    "dtype": (str,),
+    "gb": NUMBER,  # keys and values of all rows, read once; 1e9 bytes
+    "seed": (int,),
+    "clock": (str,),  # cuda, or fake in a dry run, whose times mean nothing
+    "copy_gb_per_s": NUMBER,  # of a large copy in the same run, bytes read and written
+    "error": (*NUMBER, type(None)),  # ‖out − ref‖ / ‖ref‖ against float64
+    "reason": (str, type(None)),  # why there is no time, or null
+    "us": (*NUMBER, type(None)),  # of one call; of `ragged` with its share of the plan
+    "us_plan_share": (*NUMBER, type(None)),  # time of the plan alone by the number of layers that share it
+    "gb_per_s": (*NUMBER, type(None)),
+    "percent_of_copy": (*NUMBER, type(None)),
+    "captured": (bool, type(None)),  # whether in a CUDA graph; else launch gaps are in the time
+    "calls": (int, type(None)),  # per replay, over all KV sets in turn
+    "replays": (int, type(None)),  # whose median is given
+    "device": (str,),
+    "driver": (str,),
+    "torch": (str,),
+    "triton": (str,),
+    "flashinfer": (str, type(None)),
+    "commit": (str,),  # empty outside a repository
+}
+TIMES = ("us", "us_plan_share", "gb_per_s", "percent_of_copy", "captured", "calls", "replays")  # null with a reason
+POSITIVE = ("heads", "kv_heads", "head_dim", "batch", "query_length", "kv_length", "total_kv", "gb", "copy_gb_per_s")
+# Reading alone may beat a copy's read and write by some percent; much more comes out of a cache.
+MOST_PERCENT_OF_COPY = 125.0
+
+
+def check(line: dict) -> None:
+    """ValueError naming the field that is missing, of the wrong type, or contradicts another."""
+    if not isinstance(line, dict):
+        raise ValueError(f"a record is a JSON object, got {type(line).__name__}")
+    if unknown := sorted(set(line) - set(FIELDS)):
+        raise ValueError(f"unknown fields: {', '.join(unknown)}")
+    for name, kinds in FIELDS.items():
+        if name not in line:
+            raise ValueError(f"the field {name!r} is missing")
+        value = line[name]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ValueError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value!r}")
+    for name in POSITIVE:
+        if line[name] <= 0:
+            raise ValueError(f"{name} must be positive, got {line[name]!r}")
+    if line["reason"] is None:
+        _check_timed(line)
+    elif not line["reason"] or any(line[name] is not None for name in TIMES):
+        raise ValueError(f"either a time or a reason, got us {line['us']!r} and reason {line['reason']!r}")
+
+
+def _check_timed(line: dict) -> None:
+    for name in ("error", *TIMES):
+        if line[name] is None and name != "us_plan_share":
+            raise ValueError(f"without a reason, {name} must be given")
+    if line["us"] <= 0 or line["us"] < (line["us_plan_share"] or 0):
+        raise ValueError(f"us must be positive and hold us_plan_share, got {line['us']!r}")
+    if not math.isclose(line["gb_per_s"], line["gb"] / line["us"] * 1e6, rel_tol=1e-6):
+        raise ValueError(f"gb_per_s is not gb / us: {line['gb_per_s']!r}")
+    if not math.isclose(line["percent_of_copy"], 100 * line["gb_per_s"] / line["copy_gb_per_s"], rel_tol=1e-6):
+        raise ValueError(f"percent_of_copy is not gb_per_s / copy_gb_per_s: {line['percent_of_copy']!r}")
+    if line["percent_of_copy"] > MOST_PERCENT_OF_COPY:
+        raise ValueError(f"{line['percent_of_copy']:.0f}% of the copy bandwidth: the KV sets were in a cache")
+
+
+def append(path: Path, lines: list[dict]) -> None:
+    """Add checked lines to a file of JSON lines. Raises ValueError, and writes nothing, if one is wrong."""
+    for line in lines:
+        check(line)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)

@@ -1,0 +1,138 @@
+"""What is measured: the attention shapes of three models, with query lengths and KV lengths of speculative decoding."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import product
+from math import exp
+from statistics import NormalDist
+
+import torch
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+QUERY_LENGTHS = (1, 5)
+LONG_QUERY_LENGTHS = (9, 17)  # measured on a subset
+KV_LENGTHS = (2048, 8192, 512)
+DISTRIBUTIONS = ("ragged", "uniform", "lognormal")
+SPREAD = 0.6  # standard deviation of the logarithm of a lognormal length
+PAGE = 256  # slots come in whole pages, the smallest that the flash kernels of newer torch versions accept
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int  # a plan is made once for all of them
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("llama-8b", 32, 8, 128, 32),
+        Model("mha-7.8b", 32, 32, 128, 32),
+        Model("opt-13b", 40, 40, 128, 40),
+    )
+}
+TINY = Model("tiny", 4, 2, 16, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention call of one layer. `kv_length` is the mean over the rows, the new tokens included."""
+
+    model: Model
+    batch: int
+    query_length: int
+    kv_length: int
+    distribution: str
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        model = self.model
+        return (
+            f"{model.name} ({model.heads}/{model.kv_heads} heads of {model.head_dim}), batch {self.batch}, "
+            f"{self.query_length} queries, {self.kv_length} keys {self.distribution}, {self.dtype}"
+        )
+
+    def lengths(self, seed: int) -> list[int]:
+        """KV length of every row; their mean is `kv_length` but for rounding. The seed fixes the rows' order only.
+
+        uniform: all equal. ragged: evenly spread from 0.25 to 1.75 of the mean. lognormal: the quantiles
+        (i + 1/2) / batch of a lognormal distribution, whose longest of 32 rows is about 3 times the mean.
+        """
+        if self.distribution == "uniform" or self.batch == 1:
+            shares = [1.0] * self.batch
+        elif self.distribution == "ragged":
+            shares = [0.25 + 1.5 * i / (self.batch - 1) for i in range(self.batch)]
+        else:
+            quantiles = [NormalDist().inv_cdf((i + 0.5) / self.batch) for i in range(self.batch)]
+            raw = [exp(SPREAD * quantile) for quantile in quantiles]
+            shares = [share * self.batch / sum(raw) for share in raw]
+        lengths = [max(self.query_length, round(share * self.kv_length)) for share in shares]
+        random.Random(seed).shuffle(lengths)
+        return lengths
+
+    def slots(self, seed: int) -> int:
+        """Slots per row of the cache: the longest row in whole pages."""
+        return -(-max(self.lengths(seed)) // PAGE) * PAGE
+
+    def kv_bytes(self, seed: int) -> int:
+        """The floor: keys and values of every row read once. (Queries and output are under 1% of it.)"""
+        return self._bytes_per_key() * sum(self.lengths(seed))
+
+    def cache_bytes(self, seed: int) -> int:
+        """What one KV set occupies, padding included."""
+        return self._bytes_per_key() * self.batch * self.slots(seed)
+
+    def _bytes_per_key(self) -> int:
+        return 2 * self.model.kv_heads * self.model.head_dim * getattr(torch, self.dtype).itemsize
+
+
+def tiny_case() -> Case:
+    """What a dry run on a CPU computes."""
+    return Case(TINY, 3, 3, 40, "ragged", "float32")
+
+
+def quick_cases() -> list[Case]:
+    """A minute on an H100: each model once at batch 8, and the largest and smallest reads of one."""
+    llama, mha, opt = MODELS.values()
+    return [
+        Case(llama, 8, 5, 2048, "ragged"),
+        Case(llama, 8, 1, 2048, "ragged"),
+        Case(mha, 8, 5, 2048, "ragged"),
+        Case(opt, 8, 5, 2048, "ragged"),
+        Case(llama, 32, 5, 8192, "ragged"),
+        Case(llama, 1, 5, 512, "uniform"),
+    ]
+
+
+def default_cases(models: list[Model], batches: list[int] | None = None) -> list[Case]:
+    """Minutes on an H100, the most telling first, since a run may be cut short."""
+    found: list[Case] = []
+    for kv_length, query_length, model in product(KV_LENGTHS, QUERY_LENGTHS, models):
+        found.append(Case(model, 8, query_length, kv_length, "ragged"))
+    for query_length, model in product(LONG_QUERY_LENGTHS, models):
+        found.append(Case(model, 8, query_length, 2048, "ragged"))
+    for kv_length, query_length, model in product(KV_LENGTHS, QUERY_LENGTHS, models):
+        found.append(Case(model, 1, query_length, kv_length, "uniform"))
+        found.append(Case(model, 32, query_length, kv_length, "ragged"))
+    for kv_length, query_length, model in product(KV_LENGTHS, QUERY_LENGTHS, models):
+        found.append(Case(model, 8, query_length, kv_length, "uniform"))
+    for query_length, model in product(QUERY_LENGTHS, models):
+        found.append(Case(model, 8, query_length, 2048, "lognormal"))
+    return found if batches is None else [case for case in found if case.batch in batches]
+
+
+def all_cases(models: list[Model], batches: list[int] | None = None) -> list[Case]:
+    """Every combination; one row has one distribution."""
+    return [
+        Case(model, batch, query_length, kv_length, distribution)
+        for batch, kv_length, distribution, query_length, model in product(
+            batches or BATCHES, KV_LENGTHS, DISTRIBUTIONS, QUERY_LENGTHS + LONG_QUERY_LENGTHS, models
+        )
+        if (batch > 1 or distribution == "uniform")
+        and (query_length in QUERY_LENGTHS or (batch == 8 and distribution == "ragged"))
+    ]
