@@ -5,8 +5,8 @@
 `ragged`  one launch without padding: the Triton kernel of `bass_kernels`.
 `eager`   the model's own attention code with our additive mask, for architectures that bypass the interface.
 
-On a CUDA GPU the first three are the Triton kernels of `bass_kernels` (module triton_kernels); `pad` and `split` are
-here in plain torch too, for machines without. With `torch.use_deterministic_algorithms(True)`, `ragged` gives a query
+On a CUDA GPU the first three are the Triton kernels of `bass_kernels`, where they run (module triton_kernels); `pad`
+and `split` are here in plain torch too. With `torch.use_deterministic_algorithms(True)`, `ragged` gives a query
 the same bits whatever else is in its batch.
 
 transformers calls a registered function as `fn(module, query, key, value, attention_mask, scaling=..., **kwargs)` and
@@ -45,7 +45,7 @@ def _prefixed(name: str) -> str:
 
 def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """Padded attention in one launch. query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
-    if triton_kernels.run_on(query.device):
+    if _kernels_take(key, value):
         rows = _current.starts, _current.ends
         out = triton_kernels.load().pad_attention(query, key, value, *rows, extent=_current.extent, **_flags(kwargs))
         return out, None
@@ -55,7 +55,7 @@ def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_m
 
 def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """One launch per row over that row's own keys. Shapes as `pad_attention`."""
-    if triton_kernels.run_on(query.device):
+    if _kernels_take(key, value):
         rows, lengths = (_current.starts, _current.ends), _current.kv_lengths
         return triton_kernels.load().split_attention(query, key, value, *rows, lengths=lengths, **_flags(kwargs)), None
     bias = _bias(_current, query, key, kwargs)
@@ -76,6 +76,11 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
         _current.shared[kind] = kernels.make_plan(query, key, *rows, sliding_window=window, **options)
     plan = _current.shared[kind]
     return kernels.ragged_attention(query, key, value, *rows, plan=plan, **_flags(kwargs), **options), None
+
+
+def _kernels_take(key: Tensor, value: Tensor) -> bool:
+    """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size."""
+    return key.shape == value.shape and triton_kernels.run_on(key.device)
 
 
 def _flags(options: dict) -> dict:
@@ -251,9 +256,8 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
         raise ValueError(f"attention must be one of auto, {', '.join(PATHS)}; got {wanted!r}")
     if wanted == "ragged" and not triton_kernels.run_on(model.device):
         raise ValueError(
-            "attention='ragged' needs the Triton kernels (packages bass_kernels and triton) and a CUDA GPU, and the "
-            f"model is on {model.device}; use attention='auto', 'pad', 'split' or 'eager' (the kernels also run on a "
-            "CPU, slowly: set TRITON_INTERPRET=1 before Python starts)"
+            f"attention='ragged' needs the Triton kernels, and {triton_kernels.obstacle(model.device)}. "
+            "Use attention='auto', 'pad', 'split' or 'eager'"
         )
     _refuse_stateful(model)
     if wanted != "auto":

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core import attention as attention_paths
-from bass_core import inputs, randomness, sampling, verification
+from bass_core import inputs, randomness, sampling, triton_kernels, verification
 from bass_core.batch import Batch
 from bass_core.draft_length import DraftLengthPolicy, as_policy, planned_lengths
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
@@ -107,6 +107,7 @@ class Session:
             trace,
             attention=path,
             draft_attention=draft_path,
+            kernels="triton" if triton_kernels.run_on(pair.device) else "torch",
             verification="greedy" if self.params.greedy else self.rule,
             policy=repr(self.policy),
         )

@@ -115,9 +115,9 @@ def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor,
 
 def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
     """Whether `fused` can take these tensors."""
-    if not triton_kernels.run_on(logits.device) or logits.dtype == torch.float64:
+    if not triton_kernels.run_on(logits.device) or logits.dtype == torch.float64 or logits.stride(-1) != 1:
         return False
-    return q is None or q.dtype == torch.float32
+    return q is None or (q.dtype == torch.float32 and q.shape[-1] == logits.shape[-1] and q.stride(-1) == 1)
 
 
 def fused(

@@ -273,7 +273,7 @@ def test_stop_that_is_no_text_is_refused(stop):
 
 
 def test_ragged_attention_without_its_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "installed", lambda: False)
+    monkeypatch.setattr(triton_kernels, "obstacle", lambda device: "the package bass_kernels is not installed")
     with refused(ValueError, "attention='ragged'", "bass_kernels", "auto"):
         generate(PROMPTS, attention="ragged")
 

@@ -1,13 +1,14 @@
 """The attention kernels compute what the reference computes. Triton's interpreter runs them here, on the CPU."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
 
 import bass_kernels
-from bass_kernels import make_plan, pad_attention, plan, ragged_attention, reference, split_attention
+from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention
 
 pytestmark = pytest.mark.interpreted
 
@@ -20,9 +21,10 @@ def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_ragged_attention_equals_the_reference_over_poisoned_memory(dtype, part):
     for described, arguments in itertools.islice(fuzz(24, dtype), part, None, 6):
-        with poisoned_memory():
-            found = ragged_attention(*arguments.arguments, **arguments.flags)
-        assert_agrees(found, arguments, described)
+        for deterministic in (False, True) if dtype == torch.float32 else (False,):
+            with poisoned_memory():
+                found = ragged_attention(*arguments.arguments, **arguments.flags, deterministic=deterministic)
+            assert_agrees(found, arguments, described)
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -183,22 +185,66 @@ def test_the_plan_takes_the_chunk_that_costs_least(kv_lengths):
     assert found.rows[:, 1].tolist() == [max(1, -(-n // best)) if n >= 5 else 1 for n in kv_lengths]
 
 
-def test_prefill_is_never_split():
+def test_a_prefill_that_fills_the_gpu_is_not_split():
     query, key = torch.empty(4, 8, 600, 64), torch.empty(4, 8, 4096, 64)
     kv = torch.tensor([600, 20, 300, 599])
     assert not make_plan(query, key, kv - 600, kv).may_split
+
+
+def test_a_deterministic_prefill_keeps_no_partial_results():
+    query, key = torch.empty(1, 2, 600, 64), torch.empty(1, 2, 4096, 64)
+    kv = torch.tensor([4000])
+    assert not make_plan(query, key, kv - 600, kv, deterministic=True).may_split
+    assert make_plan(query[:, :, :64], key, kv - 64, kv, deterministic=True).may_split
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_longer_than_the_list_was_made_for_lose_no_key(monkeypatch, deterministic):
+    monkeypatch.setattr(plan, "most_items", lambda *_: 4)  # as in a CUDA graph captured over a narrower cache
+    arguments = case([1300, 20, 700])
+    found = ragged_attention(*arguments.arguments, deterministic=deterministic)
+    assert_agrees(found, arguments)
+
+
+def test_every_launch_is_on_the_tensors_device(monkeypatch):
+    from triton.runtime.interpreter import GridExecutor
+
+    inside, outside, execute = [], [], GridExecutor.__call__
+
+    @contextmanager
+    def on(device):
+        inside.append(device)
+        yield
+        inside.pop()
+
+    def launch(self, *args, **kwargs):
+        if not inside:
+            outside.append(self.fn.__name__)
+        return execute(self, *args, **kwargs)
+
+    monkeypatch.setattr(launching, "on", on)
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    arguments = case([300, 20])
+    ragged_attention(*arguments.arguments)
+    pad_attention(*arguments.filled(0.0).arguments, extent=300)
+    split_attention(*arguments.arguments, lengths=[300, 20])
+    cache = torch.zeros(2, 4, 2, 16)
+    bass_kernels.write_kv(
+        torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), cache, cache.clone(), torch.ones(2, 1).long()
+    )
+    assert not outside
 
 
 # --- the cache, and arguments that do not fit -----------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80])
-def test_write_kv_equals_the_reference(dtype, head_dim):
+@pytest.mark.parametrize("head_dims", [(64, 64), (80, 80), (192, 128)])
+def test_write_kv_equals_the_reference(dtype, head_dims):
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(3, 4, 3, head_dim, generator=generator).to(dtype).transpose(1, 2) for _ in range(2)]
+    states = [torch.randn(3, 4, 3, d, generator=generator).to(dtype).transpose(1, 2) for d in head_dims]
     slots = torch.tensor([[0, 1, 2, 3], [7, 8, 9, 10], [4, 2, 6, 11]])
-    found, expected = ([torch.zeros(5, 12, 3, head_dim, dtype=dtype) for _ in range(2)] for _ in range(2))
+    found, expected = ([torch.zeros(5, 12, 3, d, dtype=dtype) for d in head_dims] for _ in range(2))
     bass_kernels.write_kv(*states, *found, slots, first_place=1)
     reference.write_kv(*states, *expected, slots, first_place=1)
     assert all(map(torch.equal, found, expected))
@@ -215,6 +261,8 @@ def test_write_kv_equals_the_reference(dtype, head_dim):
         ({"starts": torch.zeros(3, dtype=torch.int64)}, r"starts and kv_lengths must be \[2\]"),
         ({"query": torch.zeros(2, 4, 64, 5).transpose(2, 3)}, "must be contiguous"),
         ({"flags": {"sinks": torch.zeros(3)}}, r"sinks must be \[4\]"),
+        ({"starts": torch.zeros(2, 2, dtype=torch.int64)[:, 0]}, "starts must be contiguous"),
+        ({"kv_lengths": torch.ones(2)}, "kv_lengths must be int32 or int64"),
         ({"query": torch.zeros(2, 4, 5, 300)}, "the head dimension must be at most 256, got 300"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

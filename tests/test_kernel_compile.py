@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 ARCHITECTURES = {"sm_80": 80, "sm_90": 90}
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # of a multiprocessor, what its programs can share
 REGISTERS = 65536
-ATTENTION = ("_attend_pieces", "_attend_padded", "_attend_row")
+ATTENTION = ("_attend_pieces", "_attend_rows")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,12 @@ def test_the_plan_counts_on_no_more_programs_than_fit(compiled):
         return kernel["programs"] <= min(REGISTERS // registers, SHARED["sm_90"] // (kernel["shared"] + 1024))
 
     assert faulty(kernels, fit) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompts_of_any_length_share_what_was_compiled(compiled, architecture):
+    prompts = [kernel for kernel in compiled[architecture] if kernel.get("prompt")]
+    assert len({kernel["query_length"] for kernel in prompts}) <= 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -1,6 +1,7 @@
 """The kernels' tests fail on kernels that are wrong: one bug at a time is written into a copy of the package."""
 
 import importlib
+import math
 import re
 import shutil
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import TOLERANCE, case, error, poisoned_memory
+from test_kernel_verification import step
 
 import bass_kernels
+from bass_kernels import reference
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -63,15 +66,15 @@ BUGS = {
     ),
     "positions start one late": (
         "ragged",
-        "= tile_rows(block, start, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)\n    q =",
-        "= tile_rows(block, start + 1, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)\n    q =",
+        "= tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)\n    q =",
+        "= tile_rows(block, start + 1, kv_length, query_length, GROUP, BLOCK_M)\n    q =",
     ),
     "the last piece is not added": ("ragged", "for _ in range(splits):", "for _ in range(splits - 1):"),
     "pieces are added without their weight": ("ragged", "part * weight[:, None]", "part"),
     "the partial sum goes to the wrong piece": (
         "ragged",
-        "at += KV_HEADS * QUERY_LENGTH * GROUP",
-        "at += QUERY_LENGTH * GROUP",
+        "at += KV_HEADS * query_length * GROUP",
+        "at += query_length * GROUP",
     ),
     "rows of one piece are reduced too": ("ragged", "if splits <= 1:", "if splits < 1:"),
     "a piece of each row is left out": (
@@ -92,6 +95,35 @@ BUGS = {
 }
 
 
+BUGS |= {
+    "the residual is the target's law": ("verification", "tl.maximum(p - q_ids, 0.0)", "p"),
+    "a row that submitted less has a residual": (
+        "verification",
+        "rejected = slot < length",
+        "rejected = slot < drafts",
+    ),
+    "tokens that were not submitted are kept": (
+        "verification",
+        "(slots < length) & (slots < drafts)",
+        "slots < drafts",
+    ),
+    "a uniform number at the boundary accepts": ("verification", "drafted_at) < ratio", "drafted_at) <= ratio"),
+    "p of the drafted token has no temperature": (
+        "verification",
+        "- shift) * inverse_temperature) / mass",
+        "- shift)) / mass",
+    ),
+    "the first block has no mass": (
+        "verification",
+        "tl.sum(residual.to(tl.float64))",
+        "tl.sum(residual.to(tl.float64)) * (block > 0)",
+    ),
+    "NaN counts as a number": ("verification", "(total > 0).to(tl.int8)", "(total != 0).to(tl.int8)"),
+    "keys go to the first places": ("kv_write", "((first_place + b) *", "(b *"),
+    "keys are written for values": ("kv_write", "* VALUE_DIM + d, v, mask", "* VALUE_DIM + d, k, mask"),
+}
+
+
 def cases():
     yield case([70, 33, 5, 0], 5, query_lengths=[5, 3, 0, 0])
     yield case([400, 37], 3, head_dim=80)  # split
@@ -101,8 +133,8 @@ def cases():
     yield case([33, 5], 33, padded_in_front=True)
 
 
-def is_caught(package) -> bool:
-    """Whether any case shows that this package's kernel is wrong."""
+def attention_is_wrong(package) -> bool:
+    """Whether any case shows that this package's attention is wrong."""
     for arguments in cases():
         with poisoned_memory():
             found = package.ragged_attention(*arguments.arguments, **arguments.flags)
@@ -111,8 +143,36 @@ def is_caught(package) -> bool:
     return False
 
 
-def test_without_a_bug_nothing_is_caught():
-    assert not is_caught(bass_kernels)
+def verification_is_wrong(package) -> bool:
+    """Whether its decisions differ from the reference's."""
+    steps = [step(4, 3, 300, temperature=0.7, seed=seed)[0] for seed in range(3)]
+    steps.append(step(4, 0, 300, temperature=0.7)[0])  # nothing drafted: from the target's law
+    tie = torch.zeros(1, 2, 2), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), None
+    steps.append((*tie, torch.tensor([[0.5]]).double(), torch.tensor([0.3]).double(), torch.ones(1).long(), 1.0))
+    broken = list(step(2, 2, 300, temperature=0.7)[0])
+    broken[0][1, 0, 7] = math.nan
+    found = package.verify(*broken)
+    if not torch.equal(found.finite, reference.verify(*broken).finite):
+        return True
+    pairs = [(package.verify(*arguments), reference.verify(*arguments)) for arguments in steps]
+    return any(not all(map(torch.equal, found[:3], expected[:3])) for found, expected in pairs)
+
+
+def write_is_wrong(package) -> bool:
+    """Whether the cache differs from the reference's."""
+    states = [torch.randn(2, 3, 2, 16) for _ in range(2)]
+    caches = [[torch.zeros(4, 9, 3, 16) for _ in range(2)] for _ in range(2)]
+    for write, cache in zip((package.write_kv, reference.write_kv), caches, strict=True):
+        write(*states, *cache, torch.tensor([[1, 4], [0, 8]]), 1)
+    return not all(map(torch.equal, *caches))
+
+
+CHECKS = {"verification": verification_is_wrong, "kv_write": write_is_wrong}
+
+
+@pytest.mark.parametrize("is_wrong", [attention_is_wrong, *CHECKS.values()])
+def test_without_a_bug_nothing_is_caught(is_wrong):
+    assert not is_wrong(bass_kernels)
 
 
 @pytest.mark.parametrize("bug", BUGS)
@@ -127,7 +187,7 @@ def test_bug_is_caught(tmp_path, monkeypatch, bug):
     (copy / f"{module}.py").write_text(text.replace(right, wrong))
     monkeypatch.syspath_prepend(tmp_path)
     try:
-        assert is_caught(importlib.import_module(name))
+        assert CHECKS.get(module, attention_is_wrong)(importlib.import_module(name))
     finally:
         for loaded in [key for key in sys.modules if key.split(".")[0] == name]:
             del sys.modules[loaded]

@@ -2,10 +2,9 @@
 
 from bass_kernels.kv_write import write_kv
 from bass_kernels.launching import interpreted, runs_on
-from bass_kernels.pad import pad_attention
+from bass_kernels.paper import pad_attention, split_attention
 from bass_kernels.plan import Plan
 from bass_kernels.ragged import make_plan, ragged_attention
-from bass_kernels.split import split_attention
 from bass_kernels.verification import Verified, verify
 
 __all__ = [

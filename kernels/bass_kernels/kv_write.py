@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bass_kernels import launching
+from bass_kernels.launching import require
 from bass_kernels.tiles import power_of_two
 
 
@@ -20,19 +21,24 @@ def write_kv(
     """Row b's token t goes to keys[first_place + b, slots[b, t]], and likewise its values.
 
     key_states, value_states: [B, H_kv, Q, D], the last dimension contiguous. keys, values: the cache, [places, S, H_kv,
-    D], contiguous. slots: int64 [B, Q]; tokens that share a slot (padding, in a scratch slot) leave it undefined.
+    D], contiguous; keys and values may differ in D. slots: int32 or int64 [B, Q], on the device, hence not checked to
+    be below S; tokens that share a slot (padding, in a scratch slot) leave it undefined. Raises ValueError for shapes,
+    dtypes and devices that do not fit.
     """
-    batch, heads, query_length, head_dim = key_states.shape
-    if not launching.runs_on(keys.device):
-        raise ValueError(f"the Triton kernels need a CUDA GPU, got a cache on {keys.device}")
-    dense = keys.is_contiguous() and values.is_contiguous()
-    if not dense or key_states.stride(-1) != 1 or value_states.stride(-1) != 1:
-        raise ValueError("the cache and the head dimension must be contiguous")
-    if keys.shape[2:] != (heads, head_dim) or keys.shape != values.shape or slots.shape != (batch, query_length):
-        raise ValueError(
-            f"keys, values [places, S, H_kv, D] and slots [B, Q] do not fit states {list(key_states.shape)}: "
-            f"got {list(keys.shape)}, {list(values.shape)} and {list(slots.shape)}"
+    batch, heads, query_length, _ = key_states.shape
+    launching.check_device(keys.device)
+    for name, states, cache in (("key", key_states, keys), ("value", value_states, values)):
+        expected = (*keys.shape[:2], heads, states.shape[3])
+        require(states.shape[:3] == (batch, heads, query_length) and cache.shape == expected, f"{name} states "
+                f"{list(states.shape)} do not fit a cache [places, S, H_kv, D] of {list(cache.shape)}")  # fmt: skip
+        require(states.dtype == cache.dtype, f"{name} states are {states.dtype}, their cache is {cache.dtype}")
+        require(
+            cache.is_contiguous() and states.stride(-1) == 1, f"{name}s: cache and head dimension must be contiguous"
         )
+        require(states.device == cache.device == slots.device, f"{name}s: all tensors must be on one device")
+    require(slots.shape == (batch, query_length), f"slots must be [{batch}, {query_length}], got {list(slots.shape)}")
+    require(not slots.is_floating_point(), f"slots must be integers, got {slots.dtype}")
+    require(0 <= first_place <= len(keys) - batch, f"{batch} rows from place {first_place} on do not fit {len(keys)}")
     with launching.on(keys.device):
         _write_token[(query_length, batch)](
             key_states,
@@ -46,14 +52,15 @@ def write_kv(
             *value_states.stride()[:3],
             *slots.stride(),
             HEADS=heads,
-            D=head_dim,
+            KEY_DIM=keys.shape[3],
+            VALUE_DIM=values.shape[3],
             BLOCK_H=power_of_two(heads),
-            BLOCK_D=power_of_two(head_dim),
+            BLOCK_D=power_of_two(max(keys.shape[3], values.shape[3])),
             num_warps=4,
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_place", "slots_per_place"])
 def _write_token(
     key_states,
     value_states,
@@ -71,17 +78,19 @@ def _write_token(
     slots_stride_b,
     slots_stride_q,
     HEADS: tl.constexpr,
-    D: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """One token's keys and values of all heads."""
     token, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    inside = (h < HEADS) & (d < D)
     slot = tl.load(slots + b * slots_stride_b + token * slots_stride_q)
-    to = ((first_place + b) * slots_per_place + slot) * (HEADS * D) + h * D + d
+    first = ((first_place + b) * slots_per_place + slot) * HEADS + h  # in heads
+    inside = (h < HEADS) & (d < KEY_DIM)
     k = tl.load(key_states + b * key_stride_b + token * key_stride_q + h * key_stride_h + d, mask=inside)
+    tl.store(keys + first * KEY_DIM + d, k, mask=inside)
+    inside = (h < HEADS) & (d < VALUE_DIM)
     v = tl.load(value_states + b * value_stride_b + token * value_stride_q + h * value_stride_h + d, mask=inside)
-    tl.store(keys + to, k, mask=inside)
-    tl.store(values + to, v, mask=inside)
+    tl.store(values + first * VALUE_DIM + d, v, mask=inside)

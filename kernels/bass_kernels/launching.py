@@ -51,29 +51,41 @@ class Flags:
         }
 
 
+def check_device(device: torch.device) -> None:
+    """ValueError where kernels cannot run on it."""
+    require(runs_on(device), f"the Triton kernels need a CUDA GPU, got tensors on {device} (on a CPU they run in "
+            "Triton's interpreter: set TRITON_INTERPRET=1 before Python starts)")  # fmt: skip
+
+
 def check(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, kv_lengths: Tensor, sinks: Tensor | None = None
 ) -> None:
     """ValueError where the arguments of an attention kernel do not fit each other or the device."""
-    _require(runs_on(query.device), f"the Triton kernels need a CUDA GPU, got tensors on {query.device} (on a CPU they "
-             "run in Triton's interpreter: set TRITON_INTERPRET=1 before Python starts)")  # fmt: skip
+    check_device(query.device)
     batch, heads, _, head_dim = query.shape
     kv_heads = key.shape[1]
-    _require(query.dtype in DTYPES, f"dtype must be one of {', '.join(map(str, DTYPES))}, got {query.dtype}")
-    _require(head_dim in HEAD_DIMS, f"the head dimension must be at most {HEAD_DIMS[-1]}, got {head_dim}")
-    _require(key.shape == value.shape == (batch, kv_heads, key.shape[2], head_dim), "key and value must be "
+    require(query.dtype in DTYPES, f"dtype must be one of {', '.join(map(str, DTYPES))}, got {query.dtype}")
+    require(head_dim in HEAD_DIMS, f"the head dimension must be at most {HEAD_DIMS[-1]}, got {head_dim}")
+    require(key.shape == value.shape == (batch, kv_heads, key.shape[2], head_dim), "key and value must be "
              f"[{batch}, H_kv, S, {head_dim}], got {list(key.shape)} and {list(value.shape)}")  # fmt: skip
-    _require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} KV heads evenly")
-    _require(starts.shape == kv_lengths.shape == (batch,), "starts and kv_lengths must be "
+    require(heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} KV heads evenly")
+    require(starts.shape == kv_lengths.shape == (batch,), "starts and kv_lengths must be "
              f"[{batch}], got {list(starts.shape)} and {list(kv_lengths.shape)}")  # fmt: skip
     for tensor in (key, value):
-        _require(tensor.dtype == query.dtype, f"keys and values must be {query.dtype}, got {tensor.dtype}")
-    _require(query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "the head dimension must be contiguous")
-    _require(sinks is None or sinks.shape == (heads,), f"sinks must be [{heads}], one per query head")
-    devices = {tensor.device for tensor in (query, key, value, starts, kv_lengths)}
-    _require(len(devices) == 1, f"all tensors must be on one device, got {sorted(map(str, devices))}")
+        require(tensor.dtype == query.dtype, f"keys and values must be {query.dtype}, got {tensor.dtype}")
+    require(query.stride(-1) == key.stride(-1) == value.stride(-1) == 1, "the head dimension must be contiguous")
+    for name, tensor in (("starts", starts), ("kv_lengths", kv_lengths)):
+        require(tensor.dtype in (torch.int32, torch.int64), f"{name} must be int32 or int64, got {tensor.dtype}")
+        require(tensor.is_contiguous(), f"{name} must be contiguous")
+    tensors = [query, key, value, starts, kv_lengths]
+    if sinks is not None:
+        require(sinks.shape == (heads,) and sinks.is_contiguous(), f"sinks must be [{heads}], one per query head")
+        tensors.append(sinks)
+    devices = {tensor.device for tensor in tensors}
+    require(len(devices) == 1, f"all tensors must be on one device, got {sorted(map(str, devices))}")
 
 
-def _require(holds: bool, otherwise: str) -> None:
+def require(holds: bool, otherwise: str) -> None:
+    """ValueError saying `otherwise` unless it holds."""
     if not holds:
         raise ValueError(otherwise)

@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def tile_rows(block, start, kv_length, QUERY_LENGTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def tile_rows(block, start, kv_length, query_length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Which queries this tile holds. Returns rows [BLOCK_M], their positions, which are live, the first and last live
     position (first > last: none is).
 
@@ -26,9 +26,9 @@ def tile_rows(block, start, kv_length, QUERY_LENGTH: tl.constexpr, GROUP: tl.con
     """
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     positions = start + rows // GROUP
-    live = (rows < QUERY_LENGTH * GROUP) & (positions >= 0) & (positions < kv_length)
+    live = (rows < query_length * GROUP) & (positions >= 0) & (positions < kv_length)
     first = tl.maximum(start + block * BLOCK_M // GROUP, 0)
-    last_token = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, QUERY_LENGTH - 1)
+    last_token = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, query_length - 1)
     last = tl.minimum(start + last_token, kv_length - 1)
     return rows, positions, live, first, last
 
@@ -145,7 +145,7 @@ def store_output(
     result,
     kv_head,
     rows,
-    QUERY_LENGTH: tl.constexpr,
+    query_length,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -153,5 +153,5 @@ def store_output(
     """Write a tile [BLOCK_M, BLOCK_D] to this batch row's output [Q, H, D], padding queries too."""
     d = tl.arange(0, BLOCK_D)
     offsets = (kv_head * GROUP + rows % GROUP) * stride_h + rows // GROUP * stride_q
-    inside = (rows < QUERY_LENGTH * GROUP)[:, None] & (d < D)[None, :]
+    inside = (rows < query_length * GROUP)[:, None] & (d < D)[None, :]
     tl.store(out + offsets[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=inside)

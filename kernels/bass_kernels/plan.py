@@ -19,15 +19,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bass_kernels import launching
 from bass_kernels.tiles import Tile, power_of_two
 
 OVERHEAD = 64  # what starting and ending a program costs, in keys
 REDUCE = 128  # what the second kernel costs where any row is split, in keys
 WAVES = 4  # pieces beyond one per row: enough for this many waves
 CHUNK = 512  # keys per piece in deterministic mode
-CANDIDATES = (
-    64  # chunk sizes tried: 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, … blocks of keys; the last exceeds any row
-)
+DRAFTS = 64  # longest pass that deterministic mode splits: partial results of a long prompt would fill the memory
+# Chunk sizes tried: 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, … blocks of keys, up to 160,000.
+CANDIDATES = 64
 
 
 class Plan(NamedTuple):
@@ -50,10 +51,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
-def most_items(batch: int, programs_per_item: int, slots: int, width: int, block_n: int, deterministic: bool) -> int:
+def most_items(
+    batch: int, query_length: int, programs_per_item: int, slots: int, width: int, block_n: int, deterministic: bool
+) -> int:
     """How many pieces a plan may have: one per row, and as many more as keep the GPU full."""
     if deterministic:
-        return batch * max(1, triton.cdiv(width, CHUNK))
+        return batch * max(1, triton.cdiv(width, CHUNK)) if query_length <= DRAFTS else batch
     extra = WAVES * slots // programs_per_item
     return batch + min(extra, batch * (triton.cdiv(width, 2 * block_n) - 1))
 
@@ -78,34 +81,35 @@ def make_plan(
     batch, device = len(kv_lengths), kv_lengths.device
     programs_per_item = triton.cdiv(query_length * group, tile.block_m) * kv_heads
     slots = multiprocessors(device) * tile.programs
-    count = most_items(batch, programs_per_item, slots, width, tile.block_n, deterministic)
+    count = most_items(batch, query_length, programs_per_item, slots, width, tile.block_n, deterministic)
     items = torch.empty(count, 4, dtype=torch.int32, device=device)
     rows = torch.empty(batch, 2, dtype=torch.int32, device=device)
     block_b = power_of_two(batch, least=2)
-    _plan[(1,)](
-        starts,
-        kv_lengths,
-        items,
-        rows,
-        batch,
-        count,
-        slots,
-        programs_per_item,
-        QUERY_LENGTH=query_length,
-        WINDOW=window,
-        BLOCK_N=tile.block_n,
-        FIXED_CHUNK=CHUNK if deterministic else 0,
-        BLOCK_B=block_b,
-        ITEM_BLOCK=max(16, 2048 // block_b),
-        OVERHEAD=OVERHEAD,
-        REDUCE=REDUCE,
-        CANDIDATES=CANDIDATES,
-        num_warps=4 if batch <= 64 else 16,
-    )
+    with launching.on(device):
+        _plan[(1,)](
+            starts,
+            kv_lengths,
+            items,
+            rows,
+            batch,
+            count,
+            slots,
+            programs_per_item,
+            query_length,
+            WINDOW=window,
+            BLOCK_N=tile.block_n,
+            FIXED_CHUNK=CHUNK if deterministic else 0,
+            BLOCK_B=block_b,
+            ITEM_BLOCK=max(16, 2048 // block_b),
+            OVERHEAD=OVERHEAD,
+            REDUCE=REDUCE,
+            CANDIDATES=CANDIDATES,
+            num_warps=4 if batch <= 64 else 16,
+        )
     return Plan(items, rows, tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "count", "slots", "programs_per_item", "query_length"])
 def _plan(
     starts,
     kv_lengths,
@@ -115,7 +119,7 @@ def _plan(
     count,
     slots,
     programs_per_item,
-    QUERY_LENGTH: tl.constexpr,
+    query_length,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
@@ -127,13 +131,15 @@ def _plan(
 ):
     # Longest rows first: one number holds how many keys a row needs and which row it is, and is sorted.
     b = tl.arange(0, BLOCK_B)
-    first, last = _keys_needed(starts, kv_lengths, b, batch, QUERY_LENGTH, WINDOW, BLOCK_N)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW, BLOCK_N)
     order = tl.sort((first - last).to(tl.int64) * BLOCK_B + b)
     b = (order & (BLOCK_B - 1)).to(tl.int32)
-    first, last = _keys_needed(starts, kv_lengths, b, batch, QUERY_LENGTH, WINDOW, BLOCK_N)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW, BLOCK_N)
 
     if FIXED_CHUNK > 0:
-        chunk = FIXED_CHUNK
+        # If a row outgrew what the host made room for, no key may be lost: one piece per row then.
+        total = tl.sum(tl.where(b < batch, _pieces(first, last, FIXED_CHUNK), 0), 0)
+        chunk = tl.where(total <= count, FIXED_CHUNK, 1 << 30)
     else:
         i = tl.arange(0, CANDIDATES)
         sizes = tl.where(i < 2, 2 + i, (4 + (i - 2) % 4) << tl.maximum(i - 2, 0) // 4) * BLOCK_N  # [CANDIDATES]
@@ -170,11 +176,11 @@ def _plan(
 
 
 @triton.jit
-def _keys_needed(starts, kv_lengths, b, batch, QUERY_LENGTH: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """First key (a multiple of BLOCK_N) and one past the last that any query of these rows sees; 0, 0: none is live."""
     start = tl.load(starts + b, mask=b < batch, other=0).to(tl.int32)
     last = tl.load(kv_lengths + b, mask=b < batch, other=0).to(tl.int32)
-    last = tl.minimum(last, start + QUERY_LENGTH)
+    last = tl.minimum(last, start + query_length)
     start = tl.maximum(start, 0)
     live = start < last
     first = tl.zeros_like(last)

@@ -74,14 +74,15 @@ def ragged_attention(
     Slots at or beyond kv_lengths[b] are never read. kv_lengths[b] <= S is not checked: lengths stay on the device.
 
     scaling: D ** -0.5 where None. sliding_window: keys a query sees, itself included. softcap: scores become
-    softcap · tanh(score / softcap). sinks: [H], one more logit per head without a value. deterministic: chunks
-    and tiles that depend on nothing else in the batch, so that a query has the same bits alone and among others, at
-    some cost in speed. plan: from `make_plan` with the same arguments. Splits are
+    softcap · tanh(score / softcap). sinks: [H], one more logit per head without a value. deterministic: a
+    query has the same bits alone and among others, of its row (up to 64 of them in a pass) and of the batch: chunks and
+    tiles depend on nothing else, at some cost in speed. plan: from `make_plan` with the same arguments. Splits are
     added in order, so that equal input gives equal bits.
 
     Raises ValueError for shapes, dtypes and devices that do not fit.
     """
     launching.check(query, key, value, starts, kv_lengths, sinks)
+    launching.require(plan is None or len(plan.rows) == len(query), "the plan is another batch's")
     work = plan or make_plan(query, key, starts, kv_lengths, sliding_window=sliding_window, deterministic=deterministic)
     batch, heads, query_length, head_dim = query.shape
     kv_heads, tile = key.shape[1], work.tile
@@ -92,7 +93,7 @@ def ragged_attention(
     splits = len(work.items) if work.may_split else 0
     partial = out.new_empty(splits, kv_heads, rows, head_dim, dtype=flags.accumulator)
     partial_top, partial_mass = out.new_empty(2, splits, kv_heads, rows, dtype=flags.accumulator)
-    shape = {"KV_HEADS": kv_heads, "QUERY_LENGTH": query_length, "GROUP": group, "D": head_dim, "BLOCK_D": tile.block_d}
+    shape = {"KV_HEADS": kv_heads, "GROUP": group, "D": head_dim, "BLOCK_D": tile.block_d}
     with launching.on(query.device):
         _attend_pieces[(triton.cdiv(rows, tile.block_m), kv_heads, len(work.items))](
             query,
@@ -110,9 +111,11 @@ def ragged_attention(
             *key.stride()[:3],
             *value.stride()[:3],
             *out.stride()[:3],
+            query_length,
             **shape,
             **flags.constants,
             MAY_SPLIT=work.may_split,
+            ONE_LOOP=deterministic,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
             **tile.launch,
@@ -128,15 +131,19 @@ def ragged_attention(
                 work.rows,
                 sinks,
                 *out.stride()[:3],
+                query_length,
                 **shape,
                 SINKS=flags.constants["SINKS"],
                 BLOCK_M=REDUCE_ROWS,
-                num_warps=8 if flags.accumulator == torch.float64 else 4,  # four would spill
+                # What the compiler would choose by itself spills: four warps in float64, 64 registers in float32.
+                num_warps=8 if flags.accumulator == torch.float64 else 4,
+                maxnreg=None if flags.accumulator == torch.float64 else 128,
             )
     return out
 
 
-@triton.jit
+# Query lengths change from prompt to prompt and lengths from step to step: neither may mean compiling anew.
+@triton.jit(do_not_specialize=["query_length"])
 def _attend_pieces(
     query,
     key,
@@ -161,8 +168,8 @@ def _attend_pieces(
     out_stride_b,
     out_stride_q,
     out_stride_h,
+    query_length,
     KV_HEADS: tl.constexpr,
-    QUERY_LENGTH: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -173,6 +180,7 @@ def _attend_pieces(
     SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
     MAY_SPLIT: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -188,7 +196,7 @@ def _attend_pieces(
     start = tl.load(starts + row).to(tl.int32)
     kv_length = tl.load(kv_lengths + row).to(tl.int32)
     b = row.to(tl.int64)
-    rows, positions, live, first, last = tile_rows(block, start, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)
+    rows, positions, live, first, last = tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)
     q = load_queries(query + b * query_stride_b, query_stride_h, query_stride_q, kv_head, rows, live, D, GROUP, BLOCK_D)
     key += b * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
@@ -199,6 +207,7 @@ def _attend_pieces(
     end = tl.minimum(end, last + 1)  # no query of this tile looks further
     if WINDOW > 0:
         begin = tl.maximum(begin, tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
+    if WINDOW > 0 or ONE_LOOP:  # the compiler rounds the two loops differently: which one takes a block changes bits
         all_see = begin
     else:  # whole blocks that every query of the tile sees need no mask
         all_see = begin + tl.maximum(tl.minimum(end, first + 1) - begin, 0) // BLOCK_N * BLOCK_N
@@ -213,7 +222,7 @@ def _attend_pieces(
 
     if MAY_SPLIT:  # noqa: SIM102 (known when compiling, unlike the next)
         if split >= 0:
-            at = (split.to(tl.int64) * KV_HEADS + kv_head) * (QUERY_LENGTH * GROUP) + rows
+            at = (split.to(tl.int64) * KV_HEADS + kv_head) * (query_length * GROUP) + rows
             d = tl.arange(0, BLOCK_D)
             tl.store(partial + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
             tl.store(partial_top + at, top, mask=live)
@@ -221,11 +230,11 @@ def _attend_pieces(
             return
     result = normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP, SINKS)
     store_output(
-        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, QUERY_LENGTH, GROUP, D, BLOCK_D
+        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, query_length, GROUP, D, BLOCK_D
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["query_length"], do_not_specialize_on_alignment=["partial_mass"])
 def _reduce(
     partial,
     partial_top,
@@ -238,8 +247,8 @@ def _reduce(
     out_stride_b,
     out_stride_q,
     out_stride_h,
+    query_length,
     KV_HEADS: tl.constexpr,
-    QUERY_LENGTH: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -254,13 +263,13 @@ def _reduce(
         return  # the piece itself has written the output
     start = tl.load(starts + row).to(tl.int32)
     kv_length = tl.load(kv_lengths + row).to(tl.int32)
-    rows, _, live, _, _ = tile_rows(block, start, kv_length, QUERY_LENGTH, GROUP, BLOCK_M)
+    rows, _, live, _, _ = tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     ACC = partial.dtype.element_ty
     acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
     top = tl.full([BLOCK_M], float("-inf"), ACC)
     mass = tl.zeros([BLOCK_M], ACC)
-    at = (first_split.to(tl.int64) * KV_HEADS + kv_head) * (QUERY_LENGTH * GROUP) + rows
+    at = (first_split.to(tl.int64) * KV_HEADS + kv_head) * (query_length * GROUP) + rows
     for _ in range(splits):
         top_split = tl.load(partial_top + at, mask=live, other=float("-inf"))
         mass_split = tl.load(partial_mass + at, mask=live, other=0.0)
@@ -271,9 +280,9 @@ def _reduce(
         mass = mass * shrink + mass_split * weight
         acc = acc * shrink[:, None] + part * weight[:, None]
         top = top_next
-        at += KV_HEADS * QUERY_LENGTH * GROUP
+        at += KV_HEADS * query_length * GROUP
     result = normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP, SINKS)
     b = row.to(tl.int64)
     store_output(
-        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, QUERY_LENGTH, GROUP, D, BLOCK_D
+        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, query_length, GROUP, D, BLOCK_D
     )

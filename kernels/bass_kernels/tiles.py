@@ -52,21 +52,19 @@ def choose(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) ->
     most = 32 if block_d == 256 else 64
     block_m = most if deterministic else min(power_of_two(rows, least=16), most)
     # Blocks of 32 keys in three stages have as many bytes in flight as 64 in two, with a third fewer registers.
-    stages = 2 if block_d == 256 else 3
-    programs = _PROGRAMS[max(block_d, 64), block_m]
-    if block_m == 64 and 64 < head_dim < 128:
-        programs = 2  # masks over the head dimension take registers
-    return Tile(block_m, 32, block_d, 4, stages, programs)
+    block_n = 16 if block_d == 256 else 32
+    return Tile(block_m, block_n, block_d, 4, 3, _PROGRAMS[max(block_d, 64), block_m])
 
 
+# Programs per multiprocessor by (head dimension rounded up, rows); in full precision by (…, bytes of a number).
 _PROGRAMS = {
     (64, 16): 8,
     (64, 32): 5,
-    (64, 64): 5,
+    (64, 64): 4,
     (128, 16): 5,
     (128, 32): 3,
-    (128, 64): 3,
+    (128, 64): 2,
     (256, 16): 3,
     (256, 32): 2,
 }
-_PROGRAMS_WIDE = {(64, 4): 8, (128, 4): 4, (256, 4): 2, (64, 8): 3, (128, 8): 2, (256, 8): 2}
+_PROGRAMS_WIDE = {(64, 4): 7, (128, 4): 4, (256, 4): 2, (64, 8): 3, (128, 8): 2, (256, 8): 2}

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bass_kernels.launching import on, runs_on
+from bass_kernels.launching import check_device, on
 
 BLOCK = 4096  # vocabulary ids per program
 WARPS = 8  # with half of them `_finish` spills registers
@@ -128,11 +128,7 @@ def verify(
 
 
 def _check(logits: Tensor, q: Tensor | None) -> None:
-    if not runs_on(logits.device):
-        raise ValueError(
-            f"the Triton kernels need a CUDA GPU, got tensors on {logits.device} (on a CPU they run in Triton's "
-            "interpreter: set TRITON_INTERPRET=1 before Python starts)"
-        )
+    check_device(logits.device)
     if logits.dtype not in DTYPES or logits.stride(-1) != 1:
         raise ValueError(
             f"logits must be float32, bfloat16 or float16 with stride 1 along the vocabulary, got {logits.dtype} "

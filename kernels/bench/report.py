@@ -71,9 +71,7 @@ def summary(lines: list[dict]) -> dict:
         "ragged_slower_than_a_peer": sorted(slower, key=lambda entry: -entry[2]),
         "wrong": [[line["kernel"], _shape(line)] for line in lines if (line["reason"] or "").startswith("wrong")],
         "not_captured": dict(Counter(line["kernel"] for line in lines if line["captured"] is False)),
-        "not_run": dict(
-            Counter(f"{line['kernel']}: {line['reason'].split('. ')[0][:80]}" for line in lines if line["reason"])
-        ),
+        "not_run": dict(Counter(f"{line['kernel']}: {_brief(line['reason'])}" for line in lines if line["reason"])),
     }
 
 
