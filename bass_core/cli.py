@@ -189,6 +189,78 @@ def bench(
     typer.echo(json.dumps({"results": results}, allow_nan=False))
 
 
+@app.command("eval")
+def evaluate(
+    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
+    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
+    problems: Annotated[
+        str | None, typer.Option(help="file of JSON lines, or openai_humaneval; none: the mini set")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="the first so many problems only")] = None,
+    methods: Annotated[list[str], typer.Option(help="regular, single, batched")] = ["regular", "single", "batched"],  # noqa: B006
+    samples: Annotated[int, typer.Option(min=1, help="rows per problem")] = 8,
+    budgets: Annotated[
+        list[float] | None, typer.Option(min=0, help="seconds to score at; none: quartiles of the finish times")
+    ] = None,
+    cut_off: Annotated[
+        float | None, typer.Option(min=0, help="seconds after which rows are cut off; none: all end")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
+    draft_length: Annotated[int | None, typer.Option(min=1, help="a policy decides if none")] = None,
+    verification: Annotated[str, typer.Option(help="token, block or coupled")] = "token",
+    seed: int = 0,
+    output: Annotated[Path | None, typer.Option(help="folder for METHOD.jsonl; a second start goes on there")] = None,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe", help="run programs also where the sandbox is not complete; recorded")
+    ] = False,
+) -> None:
+    """Score what the methods write within a time budget (Pass@First, Pass@All); the last line is JSON."""
+    import pandas as pd
+
+    from bass_core.evaluation import load_problems, scores
+    from bass_core.evaluation.evaluate import evaluate
+    from bass_core.models import load_pair
+
+    with _one_line_errors(), _sandbox_errors():
+        chosen = load_problems(problems)[:limit]
+        pair = load_pair(target, draft, dtype=dtype)
+        runs = {
+            method: evaluate(
+                pair,
+                chosen,
+                method=method,
+                n=samples,
+                budget=cut_off,
+                path=None if output is None else output / f"{method}.jsonl",
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                seed=seed,
+                draft_length=draft_length,
+                verification=verification,
+                unsafe=unsafe,
+            )
+            for method in methods
+        }
+        budgets = budgets or scores.quartiles(pd.concat([run.samples for run in runs.values()]), cut_off)
+        found = pd.concat([run.scores(budgets).assign(method=method) for method, run in runs.items()])
+    typer.echo(f"{len(chosen)} problems, {samples} rows each; share of problems (95% interval)\n{scores.table(found)}")
+    document = {"scores": found.to_dict("records"), "settings": {method: run.settings for method, run in runs.items()}}
+    typer.echo(json.dumps(document, allow_nan=False))
+
+
+@contextmanager
+def _sandbox_errors() -> Iterator[None]:
+    """Where programs cannot be run safely: what the user can mend."""
+    from bass_core.evaluation.sandbox import SandboxUnavailable
+
+    try:
+        yield
+    except SandboxUnavailable as error:
+        raise ValueError(f"{error} (the option here is --unsafe; the results say so)") from error
+
+
 @app.command()
 def verify(
     target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,

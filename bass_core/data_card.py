@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import corpus, training
-from bass_core.evaluation import load_problems
-from bass_core.evaluation.trial import share_passed
+from bass_core.evaluation import Problem, grade_all, load_problems
 from bass_core.generation import Generation, generate
 from bass_core.models import ASSETS, ModelPair, load_pair
 from bass_core.prompt_sets import PROMPT_SETS, prompt_set
@@ -56,6 +55,12 @@ def measure(folder: Path) -> dict:
             for name in SHIPPED
         }
     return report
+
+
+def share_passed(problems: Sequence[Problem], completions: Sequence[str]) -> float:
+    """Share of the problems whose completion passes: pass@1 with one sample per problem."""
+    grades = grade_all(list(zip(problems, completions, strict=True)))
+    return sum(grade.passed for grade in grades) / len(grades)
 
 
 def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:

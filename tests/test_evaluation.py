@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from bass_core.evaluation import Problem, load_problems, mini_set
-from bass_core.evaluation.trial import passes, share_passed
 
 HUMAN_EVAL = Path(__file__).parents[2] / "shared" / "data" / "HumanEval.jsonl.gz"
 ADD = Problem(
@@ -72,24 +71,3 @@ def test_a_line_that_is_no_problem_is_named(tmp_path, line):
 def test_humaneval_is_read():
     problems = load_problems(HUMAN_EVAL)
     assert len(problems) == 164 and problems[0].task_id == "HumanEval/0"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "    return a - b\n",
-        "    return a +\n",
-        "    while True: pass\n",
-        "    import os\n    return a + b\n",
-        "    open('/etc/passwd')\n    return a + b\n",
-        "    return [0] * 10**10\n",
-        "    return add(a, b)\n",
-        "    raise SystemExit\n",
-    ],
-)
-def test_a_wrong_or_forbidden_program_does_not_pass(body):
-    assert not passes(ADD, body)
-
-
-def test_share_passed_counts_programs():
-    assert share_passed([ADD] * 4, [ADD.canonical_solution] * 3 + ["    return 0\n"]) == 0.75

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 MINI_SET = Path(__file__).parents[1] / "assets" / "mini_set.jsonl"
+HUB_NAMES = ("openai_humaneval", "openai/openai_humaneval")
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
@@ -27,11 +29,32 @@ class Problem:
 def load_problems(path: str | Path | None = None) -> list[Problem]:
     """The problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
 
-    Raises ValueError naming the line for one that is no problem, FileNotFoundError where there is no file.
+    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). Raises ValueError naming the line for one
+    that is no problem, or why the hub could not be read; FileNotFoundError where there is no file.
     """
+    if str(path) in HUB_NAMES and not Path(path).exists():
+        where = "or give the path of HumanEval.jsonl.gz, from https://github.com/openai/human-eval/tree/master/data"
+        rows = hub_rows("openai/openai_humaneval", split="test", otherwise=where)
+        return [Problem(**{name: row[name] for name in FIELDS}) for row in rows]
     path = Path(MINI_SET if path is None else path)
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         return [_problem(path, number, line) for number, line in enumerate(file, 1) if line.strip()]
+
+
+def hub_rows(name: str, *, split: str, otherwise: str, revision: str | None = None) -> Iterable[dict]:
+    """The rows of a data set on the hub. Raises ValueError with the cause and what to do `otherwise`."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"reading {name} from the hub needs the package datasets: pip install 'bass-hands-on[eval]', {otherwise}"
+        ) from None
+    try:
+        return datasets.load_dataset(name, split=split, revision=revision)
+    except Exception as error:  # no network, no such data set, a full disk: each with exceptions of its own
+        raise ValueError(
+            f"cannot read {name} from the hub ({type(error).__name__}: {error}). Try again, {otherwise}"
+        ) from error
 
 
 def _problem(path: Path, number: int, line: str) -> Problem:

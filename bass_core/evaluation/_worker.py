@@ -1,0 +1,99 @@
+"""Runs inside the sandbox: takes a program, gives up what it can do, executes the program and answers calls to it.
+
+Nothing it sends is trusted, so once the program runs nothing here needs defending: it may patch whatever it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import sys
+
+import values
+from channel import Channel, ChannelError
+from confinement import die_with, drop_root, no_new_privileges, refuse_calls, restrict_files
+
+LIMITS = {"AS": 2**29, "NPROC": 1, "CPU": 4, "FSIZE": 2**20, "NOFILE": 32, "CORE": 0}
+# Modules that programs may want: imported while the files can be read, if the program's text has their name. Nobody
+# may not reach the libraries of an interpreter under a private home.
+IMPORTED = frozenset(
+    re.findall(
+        r"\w+",
+        "abc array base64 binascii bisect calendar cmath collections contextlib copy csv ctypes dataclasses datetime "
+        "decimal difflib enum fractions functools gc hashlib heapq html inspect io itertools json keyword math numbers "
+        "operator os pickle pprint queue random re secrets signal socket statistics string struct subprocess sys "
+        "textwrap threading time traceback types typing unicodedata urllib uuid warnings weakref zlib",
+    )
+)
+LATER = {"collections": "collections.abc", "datetime": "_strptime", "urllib": "urllib.parse"}  # what they bring at use
+
+
+def main(read: int, write: int, parent: int) -> None:
+    """`read` and `write`: the pipes to the checker, whose process is `parent`."""
+    channel = Channel(read, write)
+    try:
+        message = json.loads(channel.receive())
+        import_mentioned(message["program"])
+        lacking = confine(parent)
+        channel.send({"nonce": message["nonce"], "lacking": lacking})
+        if not lacking or message["unsafe"]:
+            answer(channel, message["program"], message["entry_point"])
+    except ChannelError:  # the checker has gone
+        pass
+    os._exit(0)
+
+
+def import_mentioned(program: str) -> None:
+    for name in IMPORTED.intersection(re.findall(r"\w+", program)):
+        with contextlib.suppress(ImportError):  # an interpreter built without it
+            __import__(name)
+            __import__(LATER.get(name, name))
+
+
+def confine(parent: int) -> list[str]:
+    """Give up everything, in an order that works; what could not be done, in words."""
+    measures = {
+        "limits": limit,
+        "no_new_privs": no_new_privileges,
+        "Landlock": restrict_files,
+        "another uid than root's": drop_root,
+        "PR_SET_PDEATHSIG": lambda: die_with(parent),
+        "seccomp": refuse_calls,
+    }
+    lacking = []
+    for name, measure in measures.items():
+        try:
+            measure()
+        except (OSError, ValueError, AttributeError) as error:  # the last: this system has no such call
+            lacking.append(f"{name}: {error}")
+    return lacking
+
+
+def limit() -> None:
+    for name, most in LIMITS.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def answer(channel: Channel, program: str, entry_point: str) -> None:
+    """Load the program when asked, then make each call that is asked for."""
+    module = type(sys)("candidate")
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
+    while True:
+        message = json.loads(channel.receive())
+        reply = {"nonce": message["nonce"], "value": None}
+        try:
+            if "args" in message:
+                args, kwargs = values.decode(message["args"]), values.decode(message["kwargs"])
+                reply["value"] = values.encode(getattr(module, entry_point)(*args, **kwargs))
+            else:
+                exec(compile(program, "<program>", "exec"), module.__dict__)
+                getattr(module, entry_point)
+        except BaseException as error:  # SystemExit too
+            reply = {"nonce": message["nonce"], "raised": [type(error).__name__, str(error)[:200]]}
+        channel.send(reply)

@@ -1,0 +1,103 @@
+"""Samples on disk: JSON lines that a kill cannot spoil. The first line says how they were made, then one per problem.
+
+A line is written whole and synced before the next problem starts, so a kill loses the problem in flight. What follows
+the last line break is a line that was being written; it is dropped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+HEADER = "evaluation"  # the first key of the first line
+START = f'{{"{HEADER}": '.encode()
+
+
+def read(path: str | Path) -> tuple[dict, dict[str, dict]]:
+    """The header and the lines by task_id. Raises ValueError for a file of another kind, FileNotFoundError."""
+    header, lines = _parsed(Path(path), _whole_lines(Path(path).read_bytes()))
+    if header is None:
+        raise ValueError(f"{path} does not begin with a line of settings: it holds no samples of `evaluate`")
+    return header, lines
+
+
+class SampleFile:
+    """A file of samples, open for more; made if there is none. `lines`: what it held, by task_id.
+
+    settings: what the samples depend on; environment: recorded when the file is made, not compared. Raises ValueError,
+    and leaves the file as it is, if it holds something else or samples of other settings, or if another process writes
+    it.
+    """
+
+    def __init__(self, path: str | Path, settings: dict, environment: dict):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+b", buffering=0)
+        try:
+            self.lines = self._begin(settings, environment)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _begin(self, settings: dict, environment: dict) -> dict[str, dict]:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{self.path} is being written by another process; wait, or give another path") from None
+        self._file.seek(0)
+        found = self._file.read()
+        whole = _whole_lines(found)
+        if not whole and found[: len(START)] != START[: len(found)]:
+            raise ValueError(f"{self.path} holds no samples of `evaluate`; it is left as it is, give another path")
+        header, lines = _parsed(self.path, whole)
+        if header is not None:
+            _check_same(self.path, header[HEADER], json.loads(json.dumps(settings)))
+        if len(whole) < len(found):
+            self._file.truncate(len(whole))
+        if header is None:
+            self.append({HEADER: settings, "environment": environment})
+        return lines
+
+    def append(self, line: dict) -> None:
+        """Write one line and wait until it is on the disk."""
+        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        while data:
+            data = data[self._file.write(data) :]
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> SampleFile:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self._file.close()
+
+
+def _whole_lines(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
+    """Header (None of an empty file) and lines by task_id."""
+    header, lines = None, {}
+    for number, text in enumerate(data.splitlines(), 1):
+        try:
+            line = json.loads(text)
+            if number == 1:
+                header = {HEADER: dict(line[HEADER]), "environment": line["environment"]}
+            elif line["task_id"] in lines:
+                raise ValueError(f"{line['task_id']} stands there twice")
+            else:
+                lines[line["task_id"]] = line
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not of `evaluate`: {type(error).__name__}: {error}") from None
+    return header, lines
+
+
+def _check_same(path: Path, there: dict, here: dict) -> None:
+    """Raises ValueError naming the settings that differ."""
+    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if names:
+        differing = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names)
+        raise ValueError(f"{path} holds samples of other settings ({differing}); give another path")

@@ -1,0 +1,141 @@
+"""Scores of stored samples at any time budget: pass@k, Pass@First, Pass@All, with intervals over problems.
+
+The names are the paper's, the definitions ours. A *sample* is one row of one problem; samples are a DataFrame with one
+line each and the columns `COLUMNS`. All rows of a problem share one clock that starts with the call; a row counts at a
+budget if it finished within it. *Pass@First*: of those rows, the one with the highest mean log-probability passes.
+*Pass@All*: any of them passes. No such row is a fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+COLUMNS = {
+    "problem": "its task_id",
+    "row": "0 … n - 1 within the problem; equal mean log-probabilities go to the lower",
+    "finish_seconds": "from the call to the end of the row; NaN if it did not finish",
+    "finished": "ended by itself or at the length limit, not cut off by a budget or an error",
+    "tokens": "emitted, EOS included",
+    "logprob_sum": "of them, in nats: the target's log-probability at temperature 1",
+    "passed": "the problem's tests",
+}
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Chance that k of n samples, drawn without replacement, hold one of the c that pass: 1 - C(n-c, k) / C(n, k).
+
+    In its product form, which neither overflows nor cancels (Chen et al. 2021, arXiv 2107.03374, section 2.1). Raises
+    ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, got n={n}, c={c}, k={k}")
+    if n - c < k:
+        return 1.0
+    return 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
+
+
+def score(
+    samples: pd.DataFrame,
+    budgets: Sequence[float] = (np.inf,),
+    *,
+    ks: Sequence[int] = (1,),
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """One line per (budget, metric): budget in seconds, metric, value, low, high; the last three are shares of
+    problems.
+
+    metrics: "Pass@First", "Pass@All", and "pass@k" for the ks that no problem has fewer rows than; a row that has not
+    finished within the budget fails, so pass@n is Pass@All. low, high: 95% percentile bootstrap over problems, the same
+    resamples for all lines (and for all methods on the same problems); of width 0 where all problems agree.
+
+    Raises ValueError for no samples, a row that stands there twice, or a budget that is no number of seconds >= 0.
+    """
+    if any(not budget >= 0 for budget in budgets):
+        raise ValueError(f"budgets are seconds >= 0, got {list(budgets)}")
+    finish, confidence, passed, rows = _matrices(samples)  # [P, N] each; rows [P]
+    kept = [k for k in ks if k <= rows.min()]
+    lines, columns = [], []
+    for budget in budgets:
+        in_time = finish <= budget
+        columns += _per_problem(in_time, confidence, passed, rows, kept)
+        lines += [(float(budget), metric) for metric in ("Pass@First", "Pass@All", *(f"pass@{k}" for k in kept))]
+    values = np.stack(columns, axis=1)  # [P, budgets × metrics]
+    low, high = _intervals(values, resamples, seed)
+    scores = pd.DataFrame(lines, columns=["budget", "metric"])
+    return scores.assign(value=values.mean(0), low=low, high=high)
+
+
+def _per_problem(
+    in_time: np.ndarray, confidence: np.ndarray, passed: np.ndarray, rows: np.ndarray, ks: Sequence[int]
+) -> list[np.ndarray]:
+    """Every metric at one budget, each [P] in [0, 1]."""
+    ranked = np.where(in_time, confidence, -np.inf)
+    chosen = ranked.argmax(1)  # of equal ones the first: ties go to the lower row
+    right = in_time & passed
+    first = right[np.arange(len(right)), chosen]
+    counts = right.sum(1)
+    at_k = [np.array([pass_at_k(n, c, k) for n, c in zip(rows.tolist(), counts.tolist(), strict=True)]) for k in ks]
+    return [first.astype(float), right.any(1).astype(float), *at_k]
+
+
+def _matrices(samples: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """finish seconds, mean log-probability and passed, each [P, N] in order of the row indices, and the rows [P].
+
+    A row that did not finish, or that a problem does not have, finishes at NaN: within no budget.
+    """
+    missing = [name for name in COLUMNS if name not in samples]
+    if missing or samples.empty:
+        raise ValueError(f"samples need at least one line and the columns {', '.join(COLUMNS)}; missing: {missing}")
+    repeated = samples[samples.duplicated(["problem", "row"])]
+    if len(repeated):
+        raise ValueError(f"row {repeated.row.iloc[0]} of problem {repeated.problem.iloc[0]} stands there twice")
+    problems = pd.factorize(samples.problem.to_numpy())[0]
+    places = samples.groupby("problem").row.rank().to_numpy(dtype=int) - 1
+    shape = problems.max() + 1, places.max() + 1
+    finish, confidence, passed = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape, dtype=bool)
+    seconds = samples.finish_seconds.to_numpy(dtype=float)
+    finish[problems, places] = np.where(samples.finished.to_numpy(dtype=bool), seconds, np.nan)
+    tokens = samples.tokens.to_numpy().clip(1)  # a row that was cut off before it started has none
+    confidence[problems, places] = samples.logprob_sum.to_numpy(dtype=float) / tokens
+    passed[problems, places] = samples.passed.to_numpy(dtype=bool)
+    return finish, confidence, passed, np.bincount(problems)
+
+
+def _intervals(values: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Percentile bootstrap of the columns' means over problems: values [P, M] to low [M] and high [M]."""
+    problems = len(values)
+    counts = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
+    means = counts @ values / problems  # [resamples, M]
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
+    return low, high
+
+
+def quartiles(samples: pd.DataFrame, limit: float | None = None) -> list[float]:
+    """Budgets that show something: the times at which a quarter, half, three quarters and all finished rows are done.
+
+    limit: rows that finished later are left out (None: none are). Seconds, ascending, without repetitions; [0.0] if
+    there is no such row.
+    """
+    seconds = samples.finish_seconds[samples.finished.astype(bool)].to_numpy(dtype=float)
+    seconds = seconds[seconds <= (np.inf if limit is None else limit)]
+    if not len(seconds):
+        return [0.0]
+    return sorted(set(np.quantile(seconds, [0.25, 0.5, 0.75, 1.0], method="inverted_cdf").tolist()))
+
+
+def table(scores: pd.DataFrame) -> str:
+    """Scores with a column `method` as text for people: one line per (budget, method), shares with their intervals."""
+    lines = []
+    for (budget, method), group in scores.groupby(["budget", "method"], sort=False):
+        line = {"budget, s": f"{budget:.3g}", "method": method}
+        for found in group.itertuples():
+            line[found.metric] = f"{found.value:.1%} ({found.low:.1%} to {found.high:.1%})"
+        lines.append((budget, line))
+    return pd.DataFrame([line for _, line in sorted(lines, key=lambda pair: pair[0])]).to_string(index=False)
