@@ -11,13 +11,16 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import transformers
 
-FIELDS: dict[str, type | tuple[type, ...]] = {
+Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
+
+FIELDS: Kinds = {
     "method": str,
     "models": str,
     "dtype": str,
@@ -49,21 +52,26 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 POSITIVE = ("batch", "max_new_tokens", "repeats", "tokens_per_second", "first_ms", "last_ms", "mean_ms")
 
 
-def check(line: dict) -> None:
-    """Raises ValueError naming the field that is missing, of the wrong type, or contradicts another."""
+def check_fields(line: dict, fields: Kinds, positive: Sequence[str]) -> None:
+    """Raises ValueError naming the field that is missing, of the wrong type, infinite, or not positive."""
     if not isinstance(line, dict):
         raise ValueError(f"a record is a JSON object, got {type(line).__name__}")
-    for name, kind in FIELDS.items():
+    for name, kind in fields.items():
         if name not in line:
             raise ValueError(f"the field {name!r} is missing")
-        value = line[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{name} must be {_names(kind)}, got {value!r}")
+        value, kinds = line[name], kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ValueError(f"{name} must be {_names(kinds)}, got {value!r}")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value!r}")
-    for name in POSITIVE:
+    for name in positive:
         if line[name] <= 0:
             raise ValueError(f"{name} must be positive, got {line[name]!r}")
+
+
+def check(line: dict) -> None:
+    """Raises ValueError naming the field that is missing, of the wrong type, or contradicts another."""
+    check_fields(line, FIELDS, POSITIVE)
     if len(line["seconds"]) != line["repeats"] or not all(_positive(s) for s in line["seconds"]):
         raise ValueError(
             f"seconds must be {line['repeats']} positive numbers (one per repeat), got {line['seconds']!r}"
@@ -98,13 +106,12 @@ def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
-def _names(kind: type | tuple[type, ...]) -> str:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
+def _names(kinds: tuple[type, ...]) -> str:
     return " or ".join("null" if one is type(None) else one.__name__ for one in kinds)
 
 
-def append(path: Path, lines: list[dict]) -> None:
-    """Add checked lines to a file of JSON lines. Raises ValueError, and writes nothing, if one is wrong."""
+def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check) -> None:
+    """Add lines that pass `check` to a file of JSON lines. Raises ValueError, and writes nothing, if one is wrong."""
     for line in lines:
         check(line)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
+from functools import partial
+
+from bass_core import records
 
 NUMBER = (int, float)
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -47,21 +48,9 @@ MOST_PERCENT_OF_COPY = 125.0
 
 def check(line: dict) -> None:
     """ValueError naming the field that is missing, of the wrong type, or contradicts another."""
-    if not isinstance(line, dict):
-        raise ValueError(f"a record is a JSON object, got {type(line).__name__}")
+    records.check_fields(line, FIELDS, POSITIVE)
     if unknown := sorted(set(line) - set(FIELDS)):
         raise ValueError(f"unknown fields: {', '.join(unknown)}")
-    for name, kinds in FIELDS.items():
-        if name not in line:
-            raise ValueError(f"the field {name!r} is missing")
-        value = line[name]
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ValueError(f"{name} must be {' or '.join(kind.__name__ for kind in kinds)}, got {value!r}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value!r}")
-    for name in POSITIVE:
-        if line[name] <= 0:
-            raise ValueError(f"{name} must be positive, got {line[name]!r}")
     if line["reason"] is None:
         _check_timed(line)
     elif not line["reason"] or any(line[name] is not None for name in TIMES):
@@ -82,10 +71,4 @@ def _check_timed(line: dict) -> None:
         raise ValueError(f"{line['percent_of_copy']:.0f}% of the copy bandwidth: the KV sets were in a cache")
 
 
-def append(path: Path, lines: list[dict]) -> None:
-    """Add checked lines to a file of JSON lines. Raises ValueError, and writes nothing, if one is wrong."""
-    for line in lines:
-        check(line)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+append = partial(records.append, check=check)
