@@ -133,9 +133,11 @@ class RaggedCache(Cache):
 
     def begin(self, current: Pass) -> None:
         """The next forward pass writes and reads as `current` says."""
+        self.current = current
+        if triton_kernels.run_on(current.slots.device):
+            return  # the kernel finds the places by itself
         if self._first_slots is None:
             self._first_slots = torch.arange(self.max_rows, device=current.slots.device)[:, None] * self.slots
-        self.current = current
         self.flat_slots = (self._first_slots[current.places.start : current.places.stop] + current.slots).flatten()
 
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:

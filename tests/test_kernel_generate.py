@@ -45,6 +45,16 @@ def test_ragged_text_is_that_of_pad_and_of_transformers(architecture, in_plain_t
         assert sequence.tolist() == greedy_alone(models.target, prompt, 6).tolist()
 
 
+def test_keys_wider_than_values_are_written_by_the_kernel_and_read_by_plain_torch():
+    models = pair("deepseek_v3")
+    out = generate(models)
+    assert out.trace.summary()["attention"] == "pad"
+    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
+        assert sequence.tolist() == greedy_alone(models.target, prompt, 6).tolist()
+    with pytest.raises(ValueError, match="key and value must be"):
+        generate(models, attention="ragged")
+
+
 @pytest.mark.parametrize("path", ["pad", "split"])
 def test_the_papers_kernels_stand_in_for_plain_torch(path, in_plain_torch):
     expected = generate(attention=path)

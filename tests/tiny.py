@@ -81,6 +81,24 @@ _OPTIONS = {
             "max_position_embeddings": CONTEXT,
         },
     ),
+    "deepseek_v3": (  # keys are wider than values
+        "deepseek_v3",
+        _LLAMA_LIKE
+        | {
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+    ),
     "bloom": ("bloom", _COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "bamba": (
         "bamba",
