@@ -58,7 +58,7 @@ def choose(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) ->
 
 # Programs per multiprocessor by (head dimension rounded up, rows); in full precision by (…, bytes of a number).
 _PROGRAMS = {
-    (64, 16): 8,
+    (64, 16): 7,  # eight fit, but for a softcap under triton 3.6
     (64, 32): 5,
     (64, 64): 4,
     (128, 16): 5,
