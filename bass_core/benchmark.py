@@ -284,14 +284,15 @@ def _token_ids(pair: ModelPair, prompts: Sequence[str]) -> list[Tensor]:
 
 
 def _timed(device: torch.device, decode: Callable, *arguments) -> tuple[float, object]:
-    _synchronize(device)
+    synchronize(device)
     started = time.perf_counter()
     out = decode(*arguments)
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - started, out
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -324,7 +325,7 @@ def transformers_generate(
     never = torch.zeros(len(ids), dtype=torch.bool, device=pair.device)
 
     def tick(tokens: Tensor, scores: object, **kwargs) -> Tensor:
-        _synchronize(pair.device)
+        synchronize(pair.device)
         clock.tick(rows, emitted=tokens.shape[1] - width)
         return never
 

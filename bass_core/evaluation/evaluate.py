@@ -25,12 +25,11 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
-import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from bass_core import inputs, records
-from bass_core.benchmark import Clock
+from bass_core.benchmark import Clock, synchronize
 from bass_core.draft_length import DraftLengthPolicy, as_policy
 from bass_core.drafters import NgramDrafter
 from bass_core.evaluation import sample_file, scores
@@ -155,8 +154,7 @@ def load_evaluation(path: str | Path) -> Evaluation:
 def _decode(pair: ModelPair, problem: Problem, seed: int, options: dict) -> list[dict]:
     """The rows of one problem and when each was done, not yet graded."""
     clock = Clock()
-    if pair.device.type == "cuda":
-        torch.cuda.synchronize(pair.device)  # nothing left over from before is counted
+    synchronize(pair.device)  # nothing left over from before is counted
     started = time.perf_counter()
     out = generate(
         pair,
