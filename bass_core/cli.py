@@ -212,6 +212,7 @@ def evaluate(
     verification: Annotated[str, typer.Option(help="token, block or coupled")] = "token",
     seed: int = 0,
     output: Annotated[Path | None, typer.Option(help="folder for METHOD.jsonl; a second start goes on there")] = None,
+    texts: Annotated[bool, typer.Option(help="store the completions too; scores do not need them")] = True,
     unsafe: Annotated[
         bool, typer.Option("--unsafe", help="run programs also where the sandbox is not complete; recorded")
     ] = False,
@@ -219,30 +220,27 @@ def evaluate(
     """Score what the methods write within a time budget (Pass@First, Pass@All); the last line is JSON."""
     import pandas as pd
 
-    from bass_core.evaluation import load_problems, scores
-    from bass_core.evaluation.evaluate import evaluate
+    from bass_core.evaluation import compare, load_problems, scores
     from bass_core.models import load_pair
 
     with _one_line_errors(), _sandbox_errors():
         chosen = load_problems(problems)[:limit]
         pair = load_pair(target, draft, dtype=dtype)
-        runs = {
-            method: evaluate(
-                pair,
-                chosen,
-                method=method,
-                n=samples,
-                budget=cut_off,
-                path=None if output is None else output / f"{method}.jsonl",
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed,
-                draft_length=draft_length,
-                verification=verification,
-                unsafe=unsafe,
-            )
-            for method in methods
-        }
+        runs = compare(
+            pair,
+            chosen,
+            methods=methods,
+            n=samples,
+            budget=cut_off,
+            folder=output,
+            texts=texts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            draft_length=draft_length,
+            verification=verification,
+            unsafe=unsafe,
+        )
         budgets = budgets or scores.quartiles(pd.concat([run.samples for run in runs.values()]), cut_off)
         found = pd.concat([run.scores(budgets).assign(method=method) for method, run in runs.items()])
     typer.echo(f"{len(chosen)} problems, {samples} rows each; share of problems (95% interval)\n{scores.table(found)}")

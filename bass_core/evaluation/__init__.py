@@ -1,14 +1,20 @@
-"""Is what a model writes right? Problems in HumanEval's format, and how many of them are solved."""
+"""Is what a model writes right, and right in time? Problems in HumanEval's format, and how many of them are solved."""
 
 from bass_core.evaluation.problems import Problem, load_problems
+from bass_core.evaluation.quality import METHODS, Evaluation, compare, evaluate, load
 from bass_core.evaluation.sandbox import Grade, SandboxUnavailable, grade, grade_all, require_sandbox
 
 __all__ = [
+    "METHODS",
+    "Evaluation",
     "Grade",
     "Problem",
     "SandboxUnavailable",
+    "compare",
+    "evaluate",
     "grade",
     "grade_all",
+    "load",
     "load_problems",
     "require_sandbox",
 ]

@@ -19,7 +19,7 @@ def read(path: str | Path) -> tuple[dict, dict[str, dict]]:
     """The header and the lines by task_id. Raises ValueError for a file of another kind, FileNotFoundError."""
     header, lines = _parsed(Path(path), _whole_lines(Path(path).read_bytes()))
     if header is None:
-        raise ValueError(f"{path} does not begin with a line of settings: it holds no samples of `evaluate`")
+        raise ValueError(f"{path} does not begin with a line of settings: it holds no samples of `compare`")
     return header, lines
 
 
@@ -45,12 +45,12 @@ class SampleFile:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{self.path} is being written by another process; wait, or give another path") from None
+            raise ValueError(f"{self.path} is being written by another process; wait, or give another folder") from None
         self._file.seek(0)
         found = self._file.read()
         whole = _whole_lines(found)
         if not whole and found[: len(START)] != START[: len(found)]:
-            raise ValueError(f"{self.path} holds no samples of `evaluate`; it is left as it is, give another path")
+            raise ValueError(f"{self.path} holds no samples of `compare`; it is left as it is, give another folder")
         header, lines = _parsed(self.path, whole)
         if header is not None:
             _check_same(self.path, header[HEADER], json.loads(json.dumps(settings)))
@@ -91,7 +91,7 @@ def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
             else:
                 lines[line["task_id"]] = line
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number} is not of `evaluate`: {type(error).__name__}: {error}") from None
+            raise ValueError(f"{path}, line {number} is not of `compare`: {type(error).__name__}: {error}") from None
     return header, lines
 
 
@@ -100,4 +100,4 @@ def _check_same(path: Path, there: dict, here: dict) -> None:
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
     if names:
         differing = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names)
-        raise ValueError(f"{path} holds samples of other settings ({differing}); give another path")
+        raise ValueError(f"{path} holds samples of other settings ({differing}); give another folder")

@@ -56,19 +56,52 @@ def score(
 
     Raises ValueError for no samples, a row that stands there twice, or a budget that is no number of seconds >= 0.
     """
+    lines, values = _values(samples, budgets, ks)
+    return _with_intervals(lines, values, resamples, seed)
+
+
+def difference(
+    samples: pd.DataFrame,
+    others: pd.DataFrame,
+    budgets: Sequence[float],
+    *,
+    ks: Sequence[int] = (1,),
+    resamples: int = RESAMPLES,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """`score` of samples minus that of others on the same problems, with 95% intervals of the difference.
+
+    Paired: a resample draws problems, and with each its samples of both, so that what makes problems easy or hard
+    cancels. Raises ValueError unless both hold the same problems in the same order; otherwise as `score`.
+    """
+    if list(samples.problem.unique()) != list(others.problem.unique()):
+        raise ValueError("a difference is between samples of the same problems, in the same order")
+    lines, values = _values(samples, budgets, ks)
+    lines_of_others, values_of_others = _values(others, budgets, ks)
+    if lines != lines_of_others:
+        raise ValueError(f"pass@k needs k rows of every problem on both sides, and one of them lacks some of k = {ks}")
+    return _with_intervals(lines, values - values_of_others, resamples, seed)
+
+
+def _values(
+    samples: pd.DataFrame, budgets: Sequence[float], ks: Sequence[int]
+) -> tuple[list[tuple[float, str]], np.ndarray]:
+    """(budget, metric) of every column, and the columns: [P, budgets × metrics]."""
     if any(not budget >= 0 for budget in budgets):
         raise ValueError(f"budgets are seconds >= 0, got {list(budgets)}")
     finish, confidence, passed, rows = _matrices(samples)  # [P, N] each; rows [P]
     kept = [k for k in ks if k <= rows.min()]
     lines, columns = [], []
     for budget in budgets:
-        in_time = finish <= budget
-        columns += _per_problem(in_time, confidence, passed, rows, kept)
+        columns += _per_problem(finish <= budget, confidence, passed, rows, kept)
         lines += [(float(budget), metric) for metric in ("Pass@First", "Pass@All", *(f"pass@{k}" for k in kept))]
-    values = np.stack(columns, axis=1)  # [P, budgets × metrics]
+    return lines, np.stack(columns, axis=1)
+
+
+def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int, seed: int) -> pd.DataFrame:
     low, high = _intervals(values, resamples, seed)
-    scores = pd.DataFrame(lines, columns=["budget", "metric"])
-    return scores.assign(value=values.mean(0), low=low, high=high)
+    found = pd.DataFrame(lines, columns=["budget", "metric"])
+    return found.assign(value=values.mean(0), low=low, high=high)
 
 
 def _per_problem(

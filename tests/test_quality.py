@@ -1,7 +1,8 @@
-"""`evaluate` and `bass eval`: samples on one clock, stored so that a kill loses nothing and budgets can be scored."""
+"""`compare` and `bass eval`: samples on one clock, stored so that a kill loses nothing and budgets can be scored."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_core import cli
-from bass_core.evaluation import Problem, load_problems, sample_file, sandbox
-from bass_core.evaluation.evaluate import CODE_STOPS, METHODS, evaluate, load_evaluation
+from bass_core.evaluation import METHODS, Problem, compare, evaluate, load, load_problems, sample_file, sandbox
+from bass_core.evaluation.quality import CODE_STOPS
 
 PROBLEMS = load_problems()[:3]
 ROWS = 3
@@ -39,19 +40,17 @@ def pair():
 @pytest.fixture(scope="module")
 def runs(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    return {m: evaluate(pair, PROBLEMS, method=m, grade=short, path=folder / m, **OPTIONS) for m in METHODS}, folder
+    return compare(pair, PROBLEMS, grade=short, folder=folder, **OPTIONS), folder
 
 
 @pytest.fixture
 def stored(runs, tmp_path) -> Path:
     """A copy of a finished file."""
-    path = tmp_path / "samples.jsonl"
-    path.write_bytes((runs[1] / "batched").read_bytes())
-    return path
+    return Path(shutil.copy(runs[1] / "batched.jsonl", tmp_path))
 
 
-def again(pair, path, problems=PROBLEMS, **changes):
-    """A second start, and the task_ids that it decoded and graded."""
+def again(pair, file, problems=PROBLEMS, **changes):
+    """A second start beside the file, and the task_ids that it decoded and graded."""
     ran = []
 
     def noting(jobs):
@@ -59,7 +58,7 @@ def again(pair, path, problems=PROBLEMS, **changes):
         return short(jobs)
 
     noting.__name__ = "short"
-    found = evaluate(pair, problems, grade=noting, path=path, **OPTIONS | changes)
+    found = evaluate(pair, problems, grade=noting, folder=file.parent, **OPTIONS | changes)
     return found, ran
 
 
@@ -172,7 +171,7 @@ def test_code_ends_at_the_usual_strings_but_for_the_mini_set(pair):
 def test_any_budget_is_scored_from_the_file(runs):
     found, folder = runs
     for method, run in found.items():
-        stored = load_evaluation(folder / method)
+        stored = load(folder / f"{method}.jsonl")
         assert stored.samples.equals(run.samples) and stored.settings == run.settings
         budgets = [0, float(run.samples.finish_seconds.median()), 1e9]
         assert stored.scores(budgets).equals(run.scores(budgets))
@@ -196,11 +195,11 @@ def test_a_second_start_runs_what_is_missing_only(pair, stored, runs):
 @pytest.mark.parametrize("lost", [1, 40, 400])
 def test_a_torn_last_line_is_dropped_and_run_again(pair, stored, runs, lost):
     stored.write_bytes(stored.read_bytes()[:-lost])
-    assert list(load_evaluation(stored).samples.problem.unique()) == ["mini/0", "mini/1"]  # while it is torn
+    assert list(load(stored).samples.problem.unique()) == ["mini/0", "mini/1"]  # while it is torn
     found, ran = again(pair, stored)
     assert ran == ["mini/2"]
     assert list(found.samples.text) == list(runs[0]["batched"].samples.text)
-    assert load_evaluation(stored).samples.equals(found.samples)
+    assert load(stored).samples.equals(found.samples)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100])
@@ -208,7 +207,7 @@ def test_a_torn_first_line_begins_anew(pair, stored, kept):
     stored.write_bytes(stored.read_bytes()[:kept])
     _, ran = again(pair, stored)
     assert ran == [problem.task_id for problem in PROBLEMS]
-    assert len(load_evaluation(stored).samples) == 3 * ROWS
+    assert len(load(stored).samples) == 3 * ROWS
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,6 @@ def test_a_torn_first_line_begins_anew(pair, stored, kept):
     [
         ({"temperature": 0.5}, "temperature: 0.8 there, 0.5 here"),
         ({"n": 2}, "n: 3 there, 2 here"),
-        ({"method": "regular"}, "method: 'batched' there"),
         ({"seed": 1}, "seed"),
         ({"draft_length": 2}, "draft_length"),
         ({"budget": 5.0}, "budget: None there, 5.0 here"),
@@ -229,7 +227,7 @@ def test_a_file_of_other_settings_is_refused_and_left_alone(pair, stored, change
     before = stored.read_bytes()
     with pytest.raises(ValueError, match="other settings") as error:
         again(pair, stored, **changes)
-    assert named in str(error.value) and "give another path" in str(error.value)
+    assert named in str(error.value) and "give another folder" in str(error.value)
     assert stored.read_bytes() == before
 
 
@@ -241,12 +239,12 @@ def test_other_models_are_other_settings(pair, stored):
 
 @pytest.mark.parametrize("content", ["my thesis", "my thesis\n", '{"a": 1}\n', "[1]\n"])
 def test_a_file_of_another_kind_is_left_alone(pair, tmp_path, content):
-    path = tmp_path / "file"
+    path = tmp_path / "batched.jsonl"
     path.write_text(content)
-    with pytest.raises(ValueError, match="of `evaluate`"):
+    with pytest.raises(ValueError, match="of `compare`"):
         again(pair, path)
-    with pytest.raises(ValueError, match="of `evaluate`"):
-        load_evaluation(path)
+    with pytest.raises(ValueError, match="of `compare`"):
+        load(path)
     assert path.read_text() == content
 
 
@@ -278,32 +276,31 @@ RUN = """
 import sys, time, torch
 torch.set_num_threads(1)
 import bass_core as bass
-from bass_core.evaluation import load_problems
-from bass_core.evaluation.evaluate import evaluate
+from bass_core.evaluation import evaluate, load_problems
 def graded(jobs):
     print("graded", jobs[0][0].task_id, flush=True)
     return [(True, "") for _ in jobs]
 pair = bass.load_pair(dtype="float32")
-evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, path=sys.argv[1], grade=graded)
+evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, folder=sys.argv[1], grade=graded)
 """
 
 
 def test_a_kill_loses_at_most_the_problem_in_flight(pair, tmp_path):
-    path, ran = tmp_path / "samples.jsonl", []
-    with subprocess.Popen([sys.executable, "-c", RUN, str(path)], stdout=subprocess.PIPE, text=True) as process:
+    path, ran = tmp_path / "batched.jsonl", []
+    with subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
         seen = [process.stdout.readline() for _ in range(3)]  # the third may or may not be written yet
         os.kill(process.pid, signal.SIGKILL)
     assert seen == [f"graded mini/{i}\n" for i in range(3)]
-    kept = load_evaluation(path).samples
+    kept = load(path).samples
     assert kept.problem.nunique() >= 2
 
     def graded(jobs):
         ran.append(jobs[0][0].task_id)
         return [(True, "") for _ in jobs]
 
-    evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, path=path, grade=graded)
+    evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, folder=tmp_path, grade=graded)
     assert ran == [f"mini/{i}" for i in range(kept.problem.nunique(), 8)]
-    samples = load_evaluation(path).samples
+    samples = load(path).samples
     assert samples.iloc[: len(kept)].equals(kept)  # nothing lost, nothing twice
     assert [(p, r) for p, r in zip(samples.problem, samples.row, strict=True)] == [
         (f"mini/{i}", row) for i in range(8) for row in range(2)
@@ -329,8 +326,8 @@ def test_a_kill_loses_at_most_the_problem_in_flight(pair, tmp_path):
 )
 def test_bad_options_are_refused_before_a_file_is_made(pair, tmp_path, changes, reason):
     with pytest.raises(ValueError, match=reason):
-        evaluate(pair, PROBLEMS, grade=short, path=tmp_path / "file", **OPTIONS | changes)
-    assert not (tmp_path / "file").exists()
+        evaluate(pair, PROBLEMS, grade=short, folder=tmp_path, **OPTIONS | changes)
+    assert not list(tmp_path.iterdir())
 
 
 def test_bad_problems_are_refused(pair):
@@ -354,13 +351,13 @@ def test_programs_run_in_the_sandbox_or_not_at_all(pair, monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "grade_all", grade_all)
     monkeypatch.setattr(sandbox, "require_sandbox", refuse)
     with pytest.raises(sandbox.SandboxUnavailable, match="no Landlock"):
-        evaluate(pair, PROBLEMS[:1], path=tmp_path / "a", **OPTIONS)
-    assert not (tmp_path / "a").exists() and graded == []
-    found = evaluate(pair, PROBLEMS[:1], path=tmp_path / "a", unsafe=True, **OPTIONS)
+        evaluate(pair, PROBLEMS[:1], folder=tmp_path, **OPTIONS)
+    assert not list(tmp_path.iterdir()) and graded == []
+    found = evaluate(pair, PROBLEMS[:1], folder=tmp_path, unsafe=True, **OPTIONS)
     assert graded == [True] and found.settings["grading"] == "unsafe"
     monkeypatch.setattr(sandbox, "require_sandbox", lambda: None)
     with pytest.raises(ValueError, match="grading: 'unsafe' there, 'sandbox' here"):
-        evaluate(pair, PROBLEMS[:1], path=tmp_path / "a", **OPTIONS)
+        evaluate(pair, PROBLEMS[:1], folder=tmp_path, **OPTIONS)
     monkeypatch.setattr(sandbox, "require_sandbox", refuse)
     refused = CliRunner().invoke(cli.app, ["eval", "--limit=1", "--samples=1"])
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
@@ -415,7 +412,7 @@ def test_bass_eval_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_pa
     assert {(s["method"], s["budget"]) for s in document["scores"]} == {
         (method, budget) for method in ("regular", "batched") for budget in (0.5, 60)
     }
-    stored = load_evaluation(tmp_path / "out" / "batched.jsonl")
+    stored = load(tmp_path / "out" / "batched.jsonl")
     expected = {line.metric: line.value for line in stored.scores([60]).itertuples()}
     found = {s["metric"]: s["value"] for s in document["scores"] if (s["method"], s["budget"]) == ("batched", 60)}
     assert found == expected

@@ -1,4 +1,4 @@
-"""`evaluate`: many samples of every problem by one way to decode, with the time at which each of them was done.
+"""`compare`: many samples of every problem by three ways to decode, with the time at which each of them was done.
 
 Quality within a time budget needs three things kept apart: what was written, when it was done, and whether it is right.
 Samples hold all three, so that every budget can be scored afterwards (`Evaluation.scores`) from one run.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from bass_core import inputs, records
 from bass_core.benchmark import Clock, synchronize
 from bass_core.draft_length import DraftLengthPolicy, as_policy
 from bass_core.drafters import NgramDrafter
-from bass_core.evaluation import sample_file, scores
+from bass_core.evaluation import sample_file, sandbox, scores
 from bass_core.evaluation.problems import Problem
 from bass_core.generation import generate
 from bass_core.models import ModelPair
@@ -48,7 +48,8 @@ Grader = Callable[[Sequence[tuple[Problem, str]]], Sequence[tuple[bool, str]]]  
 @dataclass(frozen=True)
 class Evaluation:
     """samples: one line per (problem, row) with the columns of `scores.COLUMNS` and finish_reason, graded (why it
-    passed or not) and text (the completion). settings: what the samples depend on. environment: where they were made.
+    passed or not) and text (the completion; NaN where it was not stored). settings: what the samples depend on.
+    environment: where they were made.
     """
 
     samples: pd.DataFrame
@@ -68,14 +69,15 @@ class Evaluation:
         return scores.score(self.samples, budgets, ks=ks)
 
 
-def evaluate(
+def compare(
     pair: ModelPair,
     problems: Sequence[Problem],
     *,
-    method: str = "batched",
+    methods: Sequence[str] = METHODS,
     n: int = 8,
     budget: float | None = None,
-    path: str | Path | None = None,
+    folder: str | Path | None = None,
+    texts: bool = True,
     max_new_tokens: int = 128,
     temperature: float = 0.2,
     top_p: float = 1.0,
@@ -86,13 +88,16 @@ def evaluate(
     unsafe: bool = False,
     grade: Grader | None = None,
     progress: bool | None = None,
-) -> Evaluation:
-    """Decode n samples of every problem, one problem at a time, and grade them.
+) -> dict[str, Evaluation]:
+    """Decode n samples of every problem by every method, and grade them: one `Evaluation` per method.
 
-    method: one of the table above. budget: seconds after which a problem's rows are cut off; None lets all end, and
-        leaves every budget to be scored later.
-    path: a file of JSON lines that gets each problem's samples as soon as they are graded. A second call with the same
-        settings decodes only the problems that are not in it; they may be others or more than before.
+    The methods take turns problem by problem, so that whatever else the machine does meets all of them alike.
+
+    methods: of the table above. budget: seconds after which a problem's rows are cut off; None lets all end, and leaves
+        every budget to be scored later.
+    folder: gets METHOD.jsonl, and in it each problem's samples as soon as they are graded. A second call with the same
+        settings decodes only what is not in there; the problems may be others or more than before. texts: store the
+        completions too; scores do not need them.
     seed: a problem's rows depend on it, on their index and on the problem's task_id alone; with
         `verification="coupled"` or temperature 0, not on the method either.
     stop: None for HumanEval's stop strings, or none for the mini set, which the embedded pair ends with EOS.
@@ -101,47 +106,56 @@ def evaluate(
     progress: a bar over the problems; None shows it in a terminal only. Other options as in `generate`.
 
     Raises ValueError or TypeError, before anything is decoded, for options and prompts that cannot be honoured and for
-    a file of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
+    files of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
     """
-    inputs.one_of("method", method, METHODS)
+    methods = [inputs.one_of("method", method, METHODS) for method in dict.fromkeys(methods)]
     if stop is None:
         stop = () if all(problem.composition for problem in problems) else CODE_STOPS
     options = {
         "num_return_sequences": inputs.integer("n", n, least=1),
-        "max_batch_size": 1 if method == "single" else n,
         "max_new_tokens": inputs.integer("max_new_tokens", max_new_tokens, least=1),
         "temperature": temperature,
         "top_p": top_p,
-        "draft_length": 0 if method == "regular" else draft_length,
+        "draft_length": draft_length,
         "verification": verification,
         "stop": stop,
         "time_budget": None if budget is None else inputs.seconds("budget", budget),
+        "seed": inputs.integer("seed", seed, least=None),
     }
     _check(pair, problems, options)
     grade, grading = _grader(grade, unsafe)
-    environment = records.environment()
-    seed = inputs.integer("seed", seed, least=None)
-    settings = {"method": method, "n": n, "budget": budget, "seed": seed, "grading": grading}
-    settings |= _settings(pair, options) | {name: environment[name] for name in TIMED_BY}
-    with _store(path, settings, environment) as file:
-        done = {} if file is None else dict(file.lines)
-        _check_unchanged(path, problems, done)
-        missing = [problem for problem in problems if problem.task_id not in done]
-        if missing:
-            _decode(pair, missing[0], seed, options)  # warms up: what is compiled or probed once is in no row's time
+    with ExitStack() as files:
+        runs = [_Run(pair, method, options, grading, folder, files) for method in methods]
+        for run in runs:
+            run.check_unchanged(problems)
+        missing = [problem for problem in problems if any(problem.task_id not in run.lines for run in runs)]
+        for run in runs if missing else ():
+            run.decode(missing[0])  # warms up: what is compiled or probed once is in no row's time
         hidden = None if progress is None else not progress
         count = {"total": len(problems), "initial": len(problems) - len(missing)}
-        for problem in tqdm(missing, desc=method, unit="problem", disable=hidden, **count):
-            rows = _graded(problem, _decode(pair, problem, seed, options), grade)
-            line = {"task_id": problem.task_id, "problem": _digest(problem), "samples": rows}
-            if file is not None:
-                file.append(line)
-            done[problem.task_id] = line
-    return Evaluation(_frame([done[problem.task_id] for problem in problems]), settings, environment)
+        for problem in tqdm(missing, desc=", ".join(methods), unit="problem", disable=hidden, **count):
+            for run in runs:
+                if problem.task_id not in run.lines:
+                    run.add(problem, grade, texts)
+    return {run.method: run.result(problems) for run in runs}
 
 
-def load_evaluation(path: str | Path) -> Evaluation:
-    """What a call of `evaluate` stored in a file, also while it is still running. Raises ValueError for other files."""
+def evaluate(pair: ModelPair, problems: Sequence[Problem], *, method: str = "batched", **options) -> Evaluation:
+    """One method of `compare`, which has the options."""
+    return compare(pair, problems, methods=[method], **options)[method]
+
+
+def load(path: str | Path) -> Evaluation | dict[str, Evaluation]:
+    """What `compare` stored: of a file one `Evaluation`, of a folder one per method; also while it is still running.
+
+    Raises ValueError for files of another kind and for files without a problem's samples, FileNotFoundError.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = {method: path / f"{method}.jsonl" for method in METHODS if (path / f"{method}.jsonl").exists()}
+        if not found:
+            raise FileNotFoundError(f"{path} holds none of {', '.join(f'{method}.jsonl' for method in METHODS)}")
+        return {method: load(file) for method, file in found.items()}
     header, lines = sample_file.read(path)
     if not lines:
         raise ValueError(f"{path} holds no problem's samples yet")
@@ -151,36 +165,77 @@ def load_evaluation(path: str | Path) -> Evaluation:
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
-def _decode(pair: ModelPair, problem: Problem, seed: int, options: dict) -> list[dict]:
-    """The rows of one problem and when each was done, not yet graded."""
-    clock = Clock()
-    synchronize(pair.device)  # nothing left over from before is counted
-    started = time.perf_counter()
-    out = generate(
-        pair,
-        problem.prompt,
-        seed=_seed(seed, problem),
-        on_step=lambda event: clock.tick(event.rows, emitted=1),
-        trace="off",
-        **options,
-    )
-    rows = []
-    for row, (sequence, text, logprobs, reason) in enumerate(
-        zip(out.sequences, out.texts, out.logprobs, out.finish_reasons, strict=True)
+class _Run:
+    """One method on its way through the problems. lines: what is done, by task_id."""
+
+    def __init__(
+        self, pair: ModelPair, method: str, options: dict, grading: str, folder: str | Path | None, files: ExitStack
     ):
-        finished = reason in FINISHED
-        rows.append(
-            {
-                "row": row,
-                "finish_seconds": round(clock.last[row] - started, 6) if finished else None,
-                "finished": finished,
-                "finish_reason": reason,
-                "tokens": len(sequence),
-                "logprob_sum": float(logprobs.double().sum()),
-                "text": text,
-            }
+        self.pair, self.method = pair, method
+        n = options["num_return_sequences"]
+        self._options = options | {"max_batch_size": 1 if method == "single" else n}
+        if method == "regular":
+            self._options["draft_length"] = 0
+        self.environment = records.environment()
+        self.settings = {"method": method, "n": n, "budget": options["time_budget"], "grading": grading}
+        self.settings |= _settings(pair, self._options) | {name: self.environment[name] for name in TIMED_BY}
+        self._file = None
+        if folder is not None:
+            path = Path(folder) / f"{method}.jsonl"
+            self._file = files.enter_context(sample_file.SampleFile(path, self.settings, self.environment))
+        self.lines = {} if self._file is None else dict(self._file.lines)
+
+    def check_unchanged(self, problems: Sequence[Problem]) -> None:
+        """Raises ValueError if the file holds samples of a problem that is not what it was."""
+        for problem in problems:
+            if problem.task_id in self.lines and self.lines[problem.task_id]["problem"] != _digest(problem):
+                raise ValueError(
+                    f"{self._file.path} holds samples of another problem named {problem.task_id} (its prompt or tests "
+                    "have changed); give another folder"
+                )
+
+    def decode(self, problem: Problem) -> list[dict]:
+        """The rows of one problem and when each was done, not yet graded."""
+        clock = Clock()
+        synchronize(self.pair.device)  # nothing left over from before is counted
+        started = time.perf_counter()
+        out = generate(
+            self.pair,
+            problem.prompt,
+            on_step=lambda event: clock.tick(event.rows, emitted=1),
+            trace="off",
+            **self._options | {"seed": _seed(self._options["seed"], problem)},
         )
-    return rows
+        rows = []
+        for row, (sequence, text, logprobs, reason) in enumerate(
+            zip(out.sequences, out.texts, out.logprobs, out.finish_reasons, strict=True)
+        ):
+            finished = reason in FINISHED
+            rows.append(
+                {
+                    "row": row,
+                    "finish_seconds": round(clock.last[row] - started, 6) if finished else None,
+                    "finished": finished,
+                    "finish_reason": reason,
+                    "tokens": len(sequence),
+                    "logprob_sum": round(logprobs.double().sum().item(), 6),
+                    "text": text,
+                }
+            )
+        return rows
+
+    def add(self, problem: Problem, grade: Grader, texts: bool) -> None:
+        """Decode one problem, grade its rows and store them, column by column."""
+        rows = _graded(problem, self.decode(problem), grade)
+        columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name != "text"}
+        line = {"task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
+        if self._file is not None:
+            self._file.append(line)
+        self.lines[problem.task_id] = line
+
+    def result(self, problems: Sequence[Problem]) -> Evaluation:
+        samples = _frame([self.lines[problem.task_id] for problem in problems])
+        return Evaluation(samples, self.settings, self.environment)
 
 
 def _seed(seed: int, problem: Problem) -> int:
@@ -197,8 +252,6 @@ def _grader(grade: Grader | None, unsafe: bool) -> tuple[Grader, str]:
         if unsafe:
             raise ValueError("unsafe=True is about the sandbox, and `grade` replaces it; leave one of them out")
         return grade, getattr(grade, "__name__", repr(grade))
-    from bass_core.evaluation import sandbox
-
     if not unsafe:
         sandbox.require_sandbox()
     return partial(sandbox.grade_all, unsafe=unsafe), "unsafe" if unsafe else "sandbox"
@@ -239,7 +292,7 @@ def _settings(pair: ModelPair, options: dict) -> dict:
     """What the samples depend on, as it stands in the file."""
     stop = options["stop"]
     return {
-        **{name: options[name] for name in ("max_new_tokens", "temperature", "top_p", "verification")},
+        **{name: options[name] for name in ("seed", "max_new_tokens", "temperature", "top_p", "verification")},
         "draft_length": repr(as_policy(options["draft_length"])),
         "stop": [stop] if isinstance(stop, str) else list(stop),
         "target": _fingerprint(pair.target),
@@ -264,22 +317,8 @@ def _digest(problem: Problem) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
-def _store(
-    path: str | Path | None, settings: dict, environment: dict
-) -> AbstractContextManager[sample_file.SampleFile | None]:
-    return nullcontext() if path is None else sample_file.SampleFile(path, settings, environment)
-
-
-def _check_unchanged(path: str | Path | None, problems: Sequence[Problem], done: dict[str, dict]) -> None:
-    for problem in problems:
-        if problem.task_id in done and done[problem.task_id]["problem"] != _digest(problem):
-            raise ValueError(
-                f"{path} holds samples of another problem named {problem.task_id} (its prompt or tests have changed); "
-                "give another path"
-            )
-
-
 def _frame(lines: Iterable[dict]) -> pd.DataFrame:
     """One line per (problem, row), the columns in the order of `scores.COLUMNS`."""
-    rows = [{"problem": line["task_id"], **sample} for line in lines for sample in line["samples"]]
-    return pd.DataFrame(rows)[[*scores.COLUMNS, "finish_reason", "graded", "text"]].astype({"finish_seconds": float})
+    parts = [pd.DataFrame(line["samples"]).assign(problem=line["task_id"]) for line in lines]
+    columns = [*scores.COLUMNS, "finish_reason", "graded", "text"]
+    return pd.concat(parts, ignore_index=True).reindex(columns=columns).astype({"finish_seconds": float})
