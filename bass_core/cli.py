@@ -212,7 +212,7 @@ def evaluate(
     verification: Annotated[str, typer.Option(help="token, block or coupled")] = "token",
     seed: int = 0,
     output: Annotated[Path | None, typer.Option(help="folder for METHOD.jsonl; a second start goes on there")] = None,
-    texts: Annotated[bool, typer.Option(help="store the completions too; scores do not need them")] = True,
+    texts: Annotated[bool, typer.Option(help="store completions and reasons, too; scores need neither")] = True,
     unsafe: Annotated[
         bool, typer.Option("--unsafe", help="run programs also where the sandbox is not complete; recorded")
     ] = False,

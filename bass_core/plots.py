@@ -40,21 +40,23 @@ _MEANINGS = {
 }
 
 
-def _figure(title: str, x: str, y: str, height: int) -> go.Figure:
-    """An empty figure in the house style."""
+def house(title: str, height: int) -> dict:
+    """The layout of the house style, without axes."""
+    return {
+        "template": "plotly_white",
+        "title": {"text": title, "x": 0.01, "xanchor": "left", "font": {"size": 16}},
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
+        "height": height,
+    }
+
+
+def empty_figure(title: str, x: str, y: str, height: int) -> go.Figure:
+    """A figure of one panel in the house style, with named axes and nothing in it."""
     import plotly.graph_objects as go
 
-    return go.Figure(
-        layout={
-            "template": "plotly_white",
-            "title": {"text": title, "x": 0.01, "xanchor": "left", "font": {"size": 16}},
-            "font": {"family": "system-ui, sans-serif", "size": 13},
-            "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
-            "height": height,
-            "xaxis": {"title": x, "zeroline": False},
-            "yaxis": {"title": y, "zeroline": False},
-        }
-    )
+    axes = {"xaxis": {"title": x, "zeroline": False}, "yaxis": {"title": y, "zeroline": False}}
+    return go.Figure(layout=house(title, height) | axes)
 
 
 def raster_matrix(trace: Trace) -> pd.DataFrame:
@@ -70,7 +72,7 @@ def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row
 
     matrix = raster_matrix(trace)
     drafted = int(trace.steps.drafted.max())
-    figure = _figure(title, "decode step of the row", "row", height=140 + 34 * len(matrix))
+    figure = empty_figure(title, "decode step of the row", "row", height=140 + 34 * len(matrix))
     figure.add_trace(
         go.Heatmap(
             z=matrix.astype(object).where(matrix.notna(), None).to_numpy(),  # NaN is no JSON
@@ -96,7 +98,7 @@ def speed_chart(table: pd.DataFrame, title: str = "Speed over regular decoding")
     """Bars of `over_regular` with the interval `low` … `high`, one per line of the table, labelled by `label`."""
     import plotly.graph_objects as go
 
-    figure = _figure(title, "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table))
+    figure = empty_figure(title, "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table))
     figure.add_trace(
         go.Bar(
             orientation="h",

@@ -15,7 +15,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from bass_core import exercises, kernel_plots
+from bass_core import exercises
+from bass_core.lessons import kernel_views
 from bass_kernels import accounting
 from bass_kernels.accounting import Read
 
@@ -105,13 +106,13 @@ def test_spread_keeps_the_mean():
 
 
 def test_batch_is_drawn_to_the_longest_row():
-    committed, new, empty = kernel_plots.batch_figure(LENGTHS, query_length=2).data
+    committed, new, empty = kernel_views.batch_figure(LENGTHS, query_length=2).data
     assert list(committed.x) == [3, 10] and list(new.base) == [3, 10] and list(new.x) == [2, 2]
     assert list(empty.base) == [5, 12] and list(empty.x) == [7, 0]
 
 
 def test_reads_are_drawn_in_blocks_and_wasted_ones_hatched():
-    figure = kernel_plots.reads_figure(LENGTHS, accounting.launches(LENGTHS, ITEMS), block=4)
+    figure = kernel_views.reads_figure(LENGTHS, accounting.launches(LENGTHS, ITEMS), block=4)
     bars = {name: [] for name in ("pad", "split", "ragged", "not the row's")}
     for trace in figure.data:
         if trace.type == "bar":
@@ -124,7 +125,7 @@ def test_reads_are_drawn_in_blocks_and_wasted_ones_hatched():
 
 
 def test_slider_redraws_the_bars():
-    slider, sentence, figure = kernel_plots.spread_slider(account, 4, 100, bytes_per_key=1000, value=0).children
+    slider, sentence, figure = kernel_views.spread_slider(account, 4, 100, bytes_per_key=1000, value=0).children
     needed, wasted, done = figure.data
     assert list(needed.y) == ["pad", "split", "ragged"] and list(wasted.x) == [0, 0, 0]
     before = list(done.x)
@@ -134,38 +135,38 @@ def test_slider_redraws_the_bars():
 
 
 def test_static_chart_says_what_the_slider_says():
-    lines = {(trace.name, trace.xaxis): trace for trace in kernel_plots.spread_chart(account, 4, 100, [0, 1]).data}
+    lines = {(trace.name, trace.xaxis): trace for trace in kernel_views.spread_chart(account, 4, 100, [0, 1]).data}
     assert list(lines["pad", "x"].y) == pytest.approx([1, 0.8 / 0.401])
     assert list(lines["ragged", "x"].y) == list(lines["split", "x"].y) == [1, 1]
     assert list(lines["split", "x2"].y) == [400, 401]
 
 
 def test_floor_table_and_its_chart():
-    table = kernel_plots.floor_table(accounting.MODELS, [512, 2048], batch=8, device=accounting.H100)
+    table = kernel_views.floor_table(accounting.MODELS, [512, 2048], batch=8, device=accounting.H100)
     assert table["floor µs per layer"].round().tolist() == [5, 20, 20, 80, 25, 100]
-    shares = kernel_plots.share_chart(table).data
+    shares = kernel_views.share_chart(table).data
     assert [trace.name for trace in shares] == [model.name for model in accounting.MODELS]
     assert list(shares[1].y) == table["share of a step"].loc["7.8B MHA"].tolist()
 
 
 def test_roofline_marks_every_query_length_on_the_roof():
-    roof, alone, grouped = kernel_plots.roofline(accounting.MODELS, [1, 5], accounting.H100).data
+    roof, alone, grouped = kernel_views.roofline(accounting.MODELS, [1, 5], accounting.H100).data
     assert list(alone.x) == [1, 5] and list(grouped.x) == [4, 20]
     assert max(roof.y) == pytest.approx(989) and list(grouped.y) == pytest.approx([13.4, 67])
 
 
 def test_only_times_of_a_gpu_are_shown(tmp_path):
-    assert kernel_plots.gpu_records(tmp_path).empty
+    assert kernel_views.gpu_records(tmp_path).empty
     line = {"kernel": "ragged", "clock": "cuda", "us": 25.0, "gb": 0.067, "percent_of_copy": 81.0, "query_length": 5}
     line |= {"device": "H100", "model": "llama-8b", "batch": 8, "reason": None}
     others = [{"clock": "fake"}, {"us": None, "percent_of_copy": None, "reason": "does not run"}, {"gb": 0.01}]
     lines = [line, line | {"percent_of_copy": 83.0}, *(line | other for other in others)]
     (tmp_path / "kernels_h100.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    records = kernel_plots.gpu_records(tmp_path)
+    records = kernel_views.gpu_records(tmp_path)
     assert len(records) == 3
-    table = kernel_plots.records_table(records)
+    table = kernel_views.records_table(records)
     assert table.loc[("H100", "ragged", 5)].tolist() == [2, 81, 82, 83]
-    (box,) = kernel_plots.records_figure(records).data
+    (box,) = kernel_views.records_figure(records).data
     assert list(box.x) == [81, 83]
 
 

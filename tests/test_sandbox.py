@@ -430,6 +430,6 @@ def test_where_a_measure_fails_no_program_runs(standalone, call):
 @confined
 def test_a_probe_that_finds_a_way_out_is_a_refusal(monkeypatch):
     monkeypatch.setattr(sandbox, "PROBE", replace(sandbox.PROBE, canonical_solution="    return ['open a socket']\n"))
-    sandbox._self_test.cache_clear()
+    monkeypatch.setattr(sandbox, "_self_test", sandbox._self_test.__wrapped__)  # not the cached result
     with pytest.raises(SandboxUnavailable, match=r"failed its self-test: .*open a socket"):
         require_sandbox()

@@ -2,7 +2,7 @@
 
 from bass_core.evaluation.problems import Problem, load_problems
 from bass_core.evaluation.quality import METHODS, Evaluation, compare, evaluate, load
-from bass_core.evaluation.sandbox import Grade, SandboxUnavailable, grade, grade_all, require_sandbox
+from bass_core.evaluation.sandbox import Grade, SandboxUnavailable, grade, grade_all, require_sandbox, sandbox_obstacle
 
 __all__ = [
     "METHODS",
@@ -17,4 +17,5 @@ __all__ = [
     "load",
     "load_problems",
     "require_sandbox",
+    "sandbox_obstacle",
 ]

@@ -48,7 +48,7 @@ Grader = Callable[[Sequence[tuple[Problem, str]]], Sequence[tuple[bool, str]]]  
 @dataclass(frozen=True)
 class Evaluation:
     """samples: one line per (problem, row) with the columns of `scores.COLUMNS` and finish_reason, graded (why it
-    passed or not) and text (the completion; NaN where it was not stored). settings: what the samples depend on.
+    passed or not) and text (the completion); NaN where these two were not stored. settings: what the samples depend on.
     environment: where they were made.
     """
 
@@ -97,7 +97,7 @@ def compare(
         every budget to be scored later.
     folder: gets METHOD.jsonl, and in it each problem's samples as soon as they are graded. A second call with the same
         settings decodes only what is not in there; the problems may be others or more than before. texts: store the
-        completions too; scores do not need them.
+        completions and why they did not pass, too; scores need neither.
     seed: a problem's rows depend on it, on their index and on the problem's task_id alone; with
         `verification="coupled"` or temperature 0, not on the method either.
     stop: None for HumanEval's stop strings, or none for the mini set, which the embedded pair ends with EOS.
@@ -227,7 +227,7 @@ class _Run:
     def add(self, problem: Problem, grade: Grader, texts: bool) -> None:
         """Decode one problem, grade its rows and store them, column by column."""
         rows = _graded(problem, self.decode(problem), grade)
-        columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name != "text"}
+        columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name not in ("graded", "text")}
         line = {"task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
         if self._file is not None:
             self._file.append(line)

@@ -94,17 +94,25 @@ def grade_all(
 
 def require_sandbox() -> None:
     """Raises SandboxUnavailable, saying what this machine lacks and what to do, unless it can confine a program."""
+    if obstacle := sandbox_obstacle():
+        raise SandboxUnavailable(obstacle)
+
+
+def sandbox_obstacle() -> str | None:
+    """Why a program cannot be confined here, and what to do; None if it can."""
     if lacking := confinement.lacking():
-        raise SandboxUnavailable(f"No sandbox: there is no {'; no '.join(lacking)}. {ADVICE}")
-    _self_test()
+        return f"No sandbox: there is no {'; no '.join(lacking)}. {ADVICE}"
+    return _self_test()
 
 
 @functools.cache
-def _self_test() -> None:
-    """A program that tries what it must not be able to do; once per process."""
-    (found,) = _grade_all([(PROBE, PROBE.canonical_solution)], START_SECONDS, 1, False)
-    if not found.passed:
-        raise SandboxUnavailable(f"The sandbox failed its self-test: {found.reason}. {ADVICE}")
+def _self_test() -> str | None:
+    """What goes wrong when a program tries what it must not be able to do; once per process."""
+    try:
+        (found,) = _grade_all([(PROBE, PROBE.canonical_solution)], START_SECONDS, 1, False)
+    except SandboxUnavailable as error:
+        return str(error)
+    return None if found.passed else f"The sandbox failed its self-test: {found.reason}. {ADVICE}"
 
 
 def _grade_all(jobs: Sequence[tuple[Problem, str]], seconds: float, workers: int, unsafe: bool) -> list[Grade]:

@@ -1,9 +1,4 @@
-"""Exercises of the lessons: `check_<name>(your_function)` compares it with a plain reference on random cases.
-
-A check prints one line and returns whether the function is right: the stub (it raises NotImplementedError) is "not
-solved yet", a wrong one is told the first case that it fails and what differs. What the function itself raises passes
-through, after a line that names the case.
-"""
+"""Exercises of lesson 07: ragged attention kernels."""
 
 from __future__ import annotations
 
@@ -13,37 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-Fault = Callable[[object], str]  # what is wrong with a result; empty: nothing
-Case = tuple[str, tuple, Fault]  # description, arguments, judge of the result
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """‖found - wanted‖ / ‖wanted‖ in float64; infinite for another shape, or where a number is missing (NaN)."""
-    if found.shape != wanted.shape or not found.isfinite().all():
-        return float("inf")
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-def _check(solution: Callable, cases: Iterator[Case]) -> bool:
-    count = 0
-    for description, arguments, fault in cases:
-        count += 1
-        try:
-            result = solution(*arguments)
-        except NotImplementedError:
-            print("Not solved yet.")
-            return False
-        except Exception:
-            print(f"Case {count} ({description}) raises:")
-            raise
-        if message := fault(result):
-            print(f"Not right. Case {count} ({description}): {message}")
-            return False
-    print(f"Right: {count} cases agree with the reference.")
-    return True
-
-
-# --- lesson 07: ragged attention kernels ---
+from bass_core.exercises.checking import Case, Fault, check
 
 
 def check_merge(merge: Callable) -> bool:
@@ -52,7 +17,7 @@ def check_merge(merge: Callable) -> bool:
     out [R, D] is softmax(scores) V over a part of the keys, lse [R] the log of the sum of e^score there. A part without
     keys has out 0 and lse -inf; so has the merge of two such parts.
     """
-    return _check(merge, _merge_cases())
+    return check(merge, _merge_cases())
 
 
 def _merge_cases() -> Iterator[Case]:
@@ -105,7 +70,7 @@ def check_keys_needed(keys_needed: Callable) -> bool:
     0, only the last `window` of them, its own included. begin is a multiple of `block`, as large as possible; end is as
     small as possible, at most kv_length.
     """
-    return _check(keys_needed, _window_cases())
+    return check(keys_needed, _window_cases())
 
 
 def _window_cases() -> Iterator[Case]:
@@ -142,7 +107,7 @@ def check_cut(cut: Callable) -> bool:
     Every key of every row has to be in one piece. A piece takes end - begin + overhead, and goes to the first worker
     that is free. Right is a cut that ends at most a tenth later than the best cut into equal chunks.
     """
-    return _check(cut, _cut_cases())
+    return check(cut, _cut_cases())
 
 
 def _cut_cases() -> Iterator[Case]:

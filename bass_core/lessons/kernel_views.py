@@ -31,17 +31,11 @@ MEANINGS = {
 }
 
 
-def _house(title: str, height: int) -> dict:
-    """The layout of the house style without axes, for a figure of several panels."""
-    layout = plots._figure(title, "", "", height).layout.to_plotly_json()
-    return {name: value for name, value in layout.items() if name not in ("xaxis", "yaxis")}
-
-
 def batch_figure(lengths: Sequence[int], query_length: int) -> go.Figure:
     """The batch: per row the committed keys, the new tokens at their end, and slots that are not the row's."""
     import plotly.graph_objects as go
 
-    figure = plots._figure("A ragged batch: keys per row", "position", "row", height=170 + 26 * len(lengths))
+    figure = plots.empty_figure("A ragged batch: keys per row", "position", "row", height=170 + 26 * len(lengths))
     rows, most = list(range(len(lengths))), max(lengths)
     new = {"color": COLOURS["recovered"], "pattern": {"shape": "x", "fgcolor": "white", "size": 5}}
     committed = [length - query_length for length in lengths]
@@ -84,7 +78,7 @@ def reads_figure(lengths: Sequence[int], launches: dict[str, list[Read]], block:
             figure.add_trace(bars, row=place, col=1)
         figure.add_trace(_numbers(reads), row=place, col=1)
     height = 150 + 26 * len(lengths) * len(launches)
-    figure.update_layout(_house("Who reads which keys (per KV head)", height), barmode="overlay", showlegend=False)
+    figure.update_layout(plots.house("Who reads which keys (per KV head)", height), barmode="overlay", showlegend=False)
     figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False, zeroline=False, title="row")
     figure.update_xaxes(showgrid=False, zeroline=False)
     figure.update_xaxes(title=f"position (cells are blocks of {block} keys)", row=len(launches), col=1)
@@ -133,7 +127,7 @@ def cost_chart(accounts: dict[str, Account], bytes_per_key: int) -> go.Figure:
     figure.add_trace(_bars("needed", names, needed, solid, ".2f"), row=1, col=1)
     figure.add_trace(_bars("wasted", names, wasted, WASTED, ".2f"), row=1, col=1)
     figure.add_trace(_bars("done", names, [account.finish for account in found], ends, ",.0f"), row=1, col=2)
-    figure.update_layout(_house("", 230), barmode="stack", showlegend=False)
+    figure.update_layout(plots.house("", 230), barmode="stack", showlegend=False)
     figure.update_layout(margin={"t": 40, "b": 30})
     figure.update_yaxes(autorange="reversed", showgrid=False)
     figure.update_annotations(font_size=13)
@@ -223,7 +217,7 @@ def spread_chart(
             line = go.Scatter(x=part.spread, y=part[column], name=name, legendgroup=name, showlegend=place == 1,
                               mode="lines+markers", line={"color": colour, "dash": dash})  # fmt: skip
             figure.add_trace(line, row=1, col=place)
-    figure.update_layout(_house("The same, at every spread", 330))
+    figure.update_layout(plots.house("The same, at every spread", 330))
     figure.update_xaxes(title="spread of the KV lengths (equal mean)")
     figure.update_yaxes(rangemode="tozero")
     figure.update_annotations(font_size=13)
@@ -256,7 +250,7 @@ def share_chart(table: pd.DataFrame) -> go.Figure:
     import plotly.graph_objects as go
 
     wide = table["share of a step"].unstack("model", sort=False)
-    figure = plots._figure("How much of a decode step is attention?", "KV length of every row", "", height=320)
+    figure = plots.empty_figure("How much of a decode step is attention?", "KV length of every row", "", height=320)
     for number, (name, shares) in enumerate(wide.items()):
         marker = {"color": PROGRAMS[number], "pattern": {"shape": ("", "/", "x")[number % 3], "fgcolor": "white"}}
         texts = [f"{share:.0%}" for share in shares]
@@ -274,7 +268,7 @@ def roofline(models: Sequence[Model], query_lengths: Sequence[int], device: Devi
     from bass_kernels.accounting import attainable, intensity
 
     title = f"Roofline of one {device.name} (data sheet): ridge at {device.ridge:.0f} flop per byte"
-    figure = plots._figure(title, "flop per byte read = query length × group", "Tflop/s at most", height=420)
+    figure = plots.empty_figure(title, "flop per byte read = query length × group", "Tflop/s at most", height=420)
     roof = [0.5, device.ridge, 2000.0]
     line = [attainable(x, device) / 1e12 for x in roof]
     figure.add_trace(go.Scatter(x=roof, y=line, mode="lines", name="roof", line={"color": "black"}))
@@ -319,7 +313,9 @@ def records_figure(records: pd.DataFrame) -> go.Figure:
 
     large = records.query("gb >= 0.064")
     kernels = large.groupby("kernel").percent_of_copy.median().sort_values().index
-    figure = plots._figure("Measured, per kernel", "percent of a copy's bandwidth", "", height=140 + 40 * len(kernels))
+    figure = plots.empty_figure(
+        "Measured, per kernel", "percent of a copy's bandwidth", "", height=140 + 40 * len(kernels)
+    )
     for kernel in kernels:
         part = large[large.kernel == kernel]
         colour = COLOURS["accepted"] if kernel in MEANINGS else "#8C8C8C"

@@ -1,0 +1,12 @@
+"""Exercises of the lessons: `check_<name>(your_function)` compares it with a plain reference on random cases.
+
+A check prints one line and returns whether the function is right: the stub (it raises NotImplementedError) is "not
+solved yet", a wrong one is told the first case that it fails and what differs. What the function itself raises passes
+through, after a line that names the case.
+"""
+
+from bass_core.exercises.checking import relative_error
+from bass_core.exercises.kernels import check_cut, check_keys_needed, check_merge
+from bass_core.exercises.quality import check_pass_at_first
+
+__all__ = ["check_cut", "check_keys_needed", "check_merge", "check_pass_at_first", "relative_error"]

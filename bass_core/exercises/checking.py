@@ -1,0 +1,36 @@
+"""How an exercise is checked: a reader's function on many cases, each with a judge of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+Fault = Callable[[object], str]  # what is wrong with a result; empty: nothing
+Case = tuple[str, tuple, Fault]  # description, arguments, judge of the result
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """‖found - wanted‖ / ‖wanted‖ in float64; infinite for another shape, or where a number is missing (NaN)."""
+    if found.shape != wanted.shape or not found.isfinite().all():
+        return float("inf")
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def check(solution: Callable, cases: Iterator[Case]) -> bool:
+    count = 0
+    for description, arguments, fault in cases:
+        count += 1
+        try:
+            result = solution(*arguments)
+        except NotImplementedError:
+            print("Not solved yet.")
+            return False
+        except Exception:
+            print(f"Case {count} ({description}) raises:")
+            raise
+        if message := fault(result):
+            print(f"Not right. Case {count} ({description}): {message}")
+            return False
+    print(f"Right: {count} cases agree with the reference.")
+    return True

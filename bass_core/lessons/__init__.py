@@ -1,0 +1,1 @@
+"""What only the lessons use: figures, widgets and small demonstrations, one module per lesson."""
