@@ -28,6 +28,9 @@ BROWSER_FLAGS = (
     "--virtual-time-budget=20000",
 )
 
+WIDGET = "application/vnd.jupyter.widget-view+json"
+WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to move it. What it shows follows below.</i></p>"
+
 
 def build(
     sources: list[Path], target: Path, progress: Callable[[str], None] = lambda message: None, timeout: int = 600
@@ -50,12 +53,24 @@ def build(
         executor = ExecutePreprocessor(timeout=timeout, kernel_name="python3", store_widget_state=False)
         with _figures_as_html():
             executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
+        _without_widgets(notebook)
         body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": _title(notebook, source.stem)}})
         page = target / f"{source.stem}.html"
         page.write_text(body, encoding="utf-8")
         pages.append(page)
     (target / "index.html").write_text(_index(sorted(target.glob("[0-9]*.html"))), encoding="utf-8")
     return pages
+
+
+def _without_widgets(notebook) -> None:
+    """A widget lives in JupyterLab only: a page says so in its place, and finished progress bars go."""
+    for cell in notebook.cells:
+        outputs = cell.get("outputs", [])
+        for output in outputs:
+            if WIDGET in output.get("data", {}):
+                output.data = {"text/plain": output.data["text/plain"], "text/html": WIDGET_NOTE}
+        if outputs:
+            cell.outputs = [each for each in outputs if "%|" not in each.get("data", {}).get("text/plain", "")]
 
 
 @contextmanager

@@ -176,6 +176,15 @@ def test_index_lists_every_page(tmp_path):
     assert source.read_bytes() == before
 
 
+def test_a_page_says_where_a_live_control_was_and_shows_no_progress_bar(tmp_path):
+    source = tmp_path / "07_example.ipynb"
+    code = "import ipywidgets\nfrom tqdm.auto import tqdm\nlist(tqdm(range(3), disable=False))\nipywidgets.IntSlider(5)"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), source)
+    (page,) = pages.build([source], tmp_path / "html")
+    text = page.read_text()
+    assert "A live control" in text and "IntSlider(value" not in text and "%|" not in text
+
+
 def test_failing_cell_stops_the_build(tmp_path):
     source = tmp_path / "08_broken.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert False")]), source)

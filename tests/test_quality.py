@@ -179,6 +179,53 @@ def test_any_budget_is_scored_from_the_file(runs):
         assert every.is_monotonic_increasing and every.iloc[0] == 0
 
 
+def test_a_folder_holds_the_methods_in_their_order(runs, tmp_path):
+    stored = load(runs[1])
+    assert list(stored) == list(METHODS)
+    for method, run in stored.items():
+        assert run.samples.equals(runs[0][method].samples) and run.environment == runs[0][method].environment
+    with pytest.raises(FileNotFoundError, match=r"holds none of regular\.jsonl"):
+        load(tmp_path)
+
+
+def test_scores_need_neither_texts_nor_reasons(pair, runs, tmp_path):
+    found = compare(pair, PROBLEMS[:1], methods=["batched"], texts=False, grade=short, folder=tmp_path, **OPTIONS)
+    (stored,) = load(tmp_path).values()
+    assert stored.samples[["text", "graded"]].isna().all(axis=None)
+    assert stored.samples.drop(columns=["text", "graded"]).equals(
+        found["batched"].samples.drop(columns=["text", "graded"])
+    )
+    line = (tmp_path / "batched.jsonl").read_text().splitlines()[1]
+    assert "text" not in line and "characters" not in line
+    assert stored.scores([1e9]).value.notna().all()
+
+
+def test_methods_take_turns_problem_by_problem(pair):
+    seen = []
+
+    def noting(jobs):
+        seen.append(jobs[0][0].task_id)
+        return short(jobs)
+
+    compare(pair, PROBLEMS[:2], methods=["batched", "regular"], grade=noting, **OPTIONS)
+    assert seen == ["mini/0", "mini/0", "mini/1", "mini/1"]
+
+
+def test_one_method_that_lacks_a_problem_runs_it_alone(pair, runs, tmp_path):
+    for method in ("single", "batched"):
+        shutil.copy(runs[1] / f"{method}.jsonl", tmp_path)
+    seen = []
+
+    def noting(jobs):
+        seen.append(jobs[0][0].task_id)
+        return short(jobs)
+
+    noting.__name__ = "short"
+    compare(pair, PROBLEMS[:2], grade=noting, folder=tmp_path, **OPTIONS)
+    assert seen == ["mini/0", "mini/1"]
+    assert list(load(tmp_path)) == list(METHODS)
+
+
 def test_a_second_start_runs_what_is_missing_only(pair, stored, runs):
     before = stored.read_bytes()
     found, ran = again(pair, stored)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bass_core.evaluation.scores import pass_at_k, quartiles, score, table
+from bass_core.evaluation.scores import difference, pass_at_k, quartiles, score, table
 
 INF = float("inf")
 
@@ -168,3 +168,52 @@ def test_bad_samples_are_refused():
             score(wrong)
     with pytest.raises(ValueError, match="budgets are seconds"):
         score(good, [float("nan")])
+
+
+# --- differences ---
+
+
+def two_methods(seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    chance = np.random.default_rng(seed)
+    return tuple(
+        pd.DataFrame(
+            {
+                "problem": np.repeat([f"p{i}" for i in range(30)], 4),
+                "row": np.tile(range(4), 30),
+                "finish_seconds": chance.uniform(0, 2, 120),
+                "finished": True,
+                "tokens": 10,
+                "logprob_sum": -chance.uniform(1, 9, 120),
+                "passed": chance.random(120) < 0.4,
+            }
+        )
+        for _ in range(2)
+    )
+
+
+def test_a_difference_is_the_difference_of_the_scores():
+    one, other = two_methods(1)
+    found = difference(one, other, [0.5, 1.0], ks=(1, 2))
+    expected = score(one, [0.5, 1.0], ks=(1, 2)).value - score(other, [0.5, 1.0], ks=(1, 2)).value
+    assert np.allclose(found.value, expected, atol=1e-12)
+    assert (found.low <= found.value).all() and (found.value <= found.high).all()
+    mirrored = difference(other, one, [0.5, 1.0], ks=(1, 2))
+    assert np.allclose(mirrored.value, -found.value) and np.allclose(mirrored.low, -found.high, atol=1e-9)
+
+
+def test_a_difference_is_paired():
+    """What both share cancels: equal samples differ by exactly nothing, whichever problems are drawn."""
+    one, _ = two_methods(2)
+    same = difference(one, one.copy(), [1.0])
+    assert (same[["value", "low", "high"]] == 0).all(axis=None)
+    better = one.assign(passed=True)
+    gain, alone = difference(better, one, [1.0]), score(better, [1.0])
+    assert (gain.value > 0).all() and (gain.value < alone.value).all()
+
+
+def test_a_difference_needs_the_same_problems():
+    one, other = two_methods(3)
+    with pytest.raises(ValueError, match="same problems"):
+        difference(one, other[other.problem != "p3"], [1.0])
+    with pytest.raises(ValueError, match="pass@k needs k rows"):
+        difference(one, other[other.row < 2], [1.0], ks=(3,))

@@ -292,9 +292,9 @@ def roofline(models: Sequence[Model], query_lengths: Sequence[int], device: Devi
     return figure
 
 
-def gpu_records(folder: Path) -> pd.DataFrame:
+def gpu_records(folder: str | Path) -> pd.DataFrame:
     """Lines of kernels_*.jsonl in this folder that hold a time measured on a GPU (fields: kernels/bench/schema.py)."""
-    tables = [pd.read_json(path, lines=True) for path in sorted(folder.glob("kernels_*.jsonl"))]
+    tables = [pd.read_json(path, lines=True) for path in sorted(Path(folder).glob("kernels_*.jsonl"))]
     if not tables:
         return pd.DataFrame()
     return pd.concat(tables, ignore_index=True).query("clock == 'cuda' and us.notna()")

@@ -32,6 +32,9 @@ STATES = {
     "too late": {"color": "#E4E4E4", "pattern": {"shape": "/", "fgcolor": "#9A9A9A", "size": 6}},
 }
 
+# Room for the panels' titles, and a legend that takes no width from a narrow window.
+BELOW = {"margin": {"t": 80}, "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"}}
+
 
 def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", "Pass@All")) -> go.Figure:
     """One panel per metric: share of problems against the budget, a line with its 95% band per method.
@@ -50,6 +53,7 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
         band = go.Scatter(
             x=[*part.budget, *part.budget[::-1]],
             y=[*part.high, *part.low[::-1]],
+            mode="lines",
             fill="toself",
             fillcolor=colour,
             opacity=0.15,
@@ -71,7 +75,8 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
             hovertemplate="%{x:.2f} s: %{y:.1%} (%{customdata[0]:.1%} to %{customdata[1]:.1%})",
         )
         figure.add_traces([band, line], rows=[1, 1], cols=[panel["col"]] * 2)
-    figure.update_layout(plots.house("Problems solved within a time budget, with 95% intervals", 430))
+    figure.update_layout(plots.house("Problems solved within a time budget, with 95% intervals", 470))
+    figure.update_layout(BELOW)
     figure.update_xaxes(type="log", title="budget, seconds per problem", tickformat=".2~f")
     figure.update_yaxes(range=[0, 1], tickformat=".0%")
     figure.update_yaxes(title="share of problems", col=1)
@@ -112,7 +117,8 @@ def difference_figure(differences: pd.DataFrame) -> go.Figure:
             hovertemplate="%{customdata[0]:.2f} s: %{y:+.1%} (%{customdata[1]:+.1%} to %{customdata[2]:+.1%})",
         )
         figure.add_trace(points, row=1, col=metrics.index(metric) + 1)
-    figure.update_layout(plots.house("What is gained, problem by problem, with 95% intervals", 430))
+    figure.update_layout(plots.house("What is gained, problem by problem, with 95% intervals", 470))
+    figure.update_layout(BELOW)
     figure.update_xaxes(type="log", title="budget, seconds per problem", tickformat=".2~f")
     figure.update_yaxes(tickformat="+.0%", zeroline=True, zerolinecolor="#444444")
     figure.update_yaxes(title="share of problems", col=1)
@@ -155,7 +161,6 @@ def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -
                 base=part.start,
                 x=part.finish - part.start,
                 marker=marker,
-                legendgroup=state,
                 showlegend=False,
                 hovertemplate=f"{method}, row %{{y}}: done after %{{customdata:.3f}} s, {state}<extra></extra>",
                 customdata=part.finish,
@@ -175,8 +180,8 @@ def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -
     for name, marker in STATES.items():  # a legend that does not depend on which states there are
         figure.add_trace(go.Bar(name=name, x=[None], y=[None], marker=marker), row=1, col=1)
     figure.add_vline(budget, line={"color": "black", "dash": "dash"})
-    figure.update_layout(plots.house("When the rows of one problem are done", 170 + 20 * rows_in_all))
-    figure.update_layout(barmode="overlay", bargap=0.15)
+    figure.update_layout(plots.house("When the rows of one problem are done", 200 + 20 * rows_in_all))
+    figure.update_layout(BELOW, barmode="overlay", bargap=0.15)
     figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False, title="row")
     longest = max(run.samples[run.samples.problem == problem].finish_seconds.max() for run in runs.values())
     figure.update_xaxes(range=[0, longest * 1.05])
