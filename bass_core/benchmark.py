@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.utils import logging as transformers_logging
 
 from bass_core import inputs, records, reference
 from bass_core.engine import Session, StepEvent
@@ -54,8 +55,12 @@ class Clock:
     def latencies(self, new: int) -> dict[str, float]:
         """Milliseconds per token of the first row to finish, of the last, and their mean over the rows of `new` tokens:
         from a row's first tokens (its prefill gives one; assisted generation's first step may give more) to its end,
-        divided by the tokens in between (names: the paper's; definition: ours)."""
-        per_row = [1e3 * (self.last[row] - start) / max(new - had, 1) for row, (start, had) in self.first.items()]
+        divided by the tokens in between (names: the paper's; definition: ours). NaN if there were none."""
+        per_row = [
+            1e3 * (self.last[row] - start) / (new - had) for row, (start, had) in self.first.items() if new > had
+        ]
+        if not per_row:
+            return dict.fromkeys(LATENCIES, float("nan"))
         first, last = min(per_row), max(per_row)
         mean = min(max(sum(per_row) / len(per_row), first), last)  # the mean of equal numbers need not be equal to them
         return dict(zip(LATENCIES, (first, last, mean), strict=True))
@@ -212,15 +217,14 @@ def _record(line: dict, comparison: Comparison) -> dict:
     """A line of the summary in the names and types of `records`."""
     runs = comparison.runs[comparison.runs.method == line["method"]]
     ratio = {"median": line["over_regular"], "low": line["low"], "high": line["high"]}
-    numbers = {name: line[name] for name in ("tokens_per_second", *LATENCIES)}
-    counts = {name: None if np.isnan(line[name]) else line[name] for name in COUNTS}
+    numbers = {name: None if np.isnan(line[name]) else line[name] for name in (*LATENCIES, *COUNTS)}
     return {
         "method": line["method"].split()[0],
         "k": None if pd.isna(line["k"]) else int(line["k"]),
         "seconds": runs.seconds.tolist(),
         "over_regular": ratio,
+        "tokens_per_second": line["tokens_per_second"],
         **numbers,
-        **counts,
     }
 
 
@@ -234,8 +238,10 @@ def table(lines: Sequence[dict]) -> str:
                 "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
                 "tokens/s": f"{line['tokens_per_second']:.0f}",
                 "over regular": f"{ratio['median']:.2f}× ({ratio['low']:.2f}-{ratio['high']:.2f})",
-                **{f"{name.removesuffix('_ms')}, ms/token": f"{line[name]:.2f}" for name in LATENCIES},
-                **{name: "" if line[name] is None else f"{line[name]:.2f}" for name in COUNTS},
+                **{
+                    name.replace("_ms", ", ms/token"): "" if line[name] is None else f"{line[name]:.2f}"
+                    for name in (*LATENCIES, *COUNTS)
+                },
                 "outside passes": f"{line['step_overhead']:.1%}" if "step_overhead" in line else "",
             }
         )
@@ -343,10 +349,13 @@ def transformers_generate(
 
 def _assisted(pair: ModelPair, ids: Sequence[Tensor], *, seed: int, clock: Clock, **options) -> list[Tensor]:
     """Assisted generation refuses more than one sequence: row by row."""
-    return [
-        transformers_generate(pair, [row], seed=seed, clock=clock, rows=[i], assistant_model=pair.draft, **options)[0]
-        for i, row in enumerate(ids)
-    ]
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns of how it calls the assistant itself
+    try:
+        options |= {"seed": seed, "clock": clock, "assistant_model": pair.draft}
+        return [transformers_generate(pair, [row], rows=[i], **options)[0] for i, row in enumerate(ids)]
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float:

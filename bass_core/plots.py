@@ -26,6 +26,13 @@ COLOURS = {
     "regular": "#5A5A5A",
     "rejected": "#CC79A7",
 }
+METHODS = {  # ways to decode: colour, dash, symbol, hatching
+    "transformers": ("#56B4E9", "dashdot", "triangle-up", "."),
+    "assisted": ("#CC79A7", "longdash", "cross", "x"),
+    "regular": (COLOURS["regular"], "dot", "square", "/"),
+    "single": (COLOURS["recovered"], "dash", "diamond", "\\"),
+    "batched": (COLOURS["accepted"], "solid", "circle", ""),
+}
 _TEXT_STYLES = {
     "accepted": "border-bottom:2px solid",
     "recovered": "border-bottom:2px dashed",
@@ -49,6 +56,13 @@ def house(title: str, height: int) -> dict:
         "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
         "height": height,
     }
+
+
+# A legend under the figure: it takes no width from a narrow window. To be added to `house`, with room for panel titles.
+LEGEND_BELOW = {
+    "margin": {"t": 80},
+    "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"},
+}
 
 
 def empty_figure(title: str, x: str, y: str, height: int) -> go.Figure:

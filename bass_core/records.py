@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import pandas as pd
 import torch
 import transformers
 
@@ -33,9 +34,9 @@ FIELDS: Kinds = {
     "repeats": int,
     "seconds": list,  # one per repeat
     "tokens_per_second": (int, float),
-    "first_ms": (int, float),  # per token; see benchmark.Clock.latencies
-    "last_ms": (int, float),
-    "mean_ms": (int, float),
+    "first_ms": (int, float, type(None)),  # per token; see benchmark.Clock.latencies. null: none came later
+    "last_ms": (int, float, type(None)),
+    "mean_ms": (int, float, type(None)),
     "alpha": (int, float, type(None)),
     "acceptance_rate": (int, float, type(None)),
     "tokens_per_step": (int, float, type(None)),
@@ -65,7 +66,7 @@ def check_fields(line: dict, fields: Kinds, positive: Sequence[str]) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name} must be finite, got {value!r}")
     for name in positive:
-        if line[name] <= 0:
+        if line[name] is not None and line[name] <= 0:
             raise ValueError(f"{name} must be positive, got {line[name]!r}")
 
 
@@ -134,11 +135,22 @@ def read(path: Path) -> list[dict]:
     return lines
 
 
+def frame(lines: Sequence[dict]) -> pd.DataFrame:
+    """Lines of `FIELDS` as a table: one line each, `over_regular` as the columns over_regular (its median), low, high,
+    `exactness` as identical and rows."""
+    flat = []
+    for line in lines:
+        ratio, exactness = line["over_regular"], line["exactness"]
+        spread = {"over_regular": ratio["median"], "low": ratio["low"], "high": ratio["high"]}
+        flat.append({**line, **spread, "identical": exactness["identical"], "rows": exactness["rows"]})
+    return pd.DataFrame(flat).drop(columns=["exactness"])
+
+
 def environment() -> dict[str, str | int]:
     """Where a figure was measured: device, processor, cores, versions, commit."""
     cuda = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if cuda else _processor(),
+        "device": torch.cuda.get_device_name() if cuda else processor(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
@@ -149,7 +161,7 @@ def environment() -> dict[str, str | int]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """The processor's name as the system gives it."""
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from tiny import byte_tokenizer, tiny_model
@@ -82,6 +83,9 @@ def test_one_row_has_no_single_beside_batched(pair):
 def test_latency_is_from_the_rows_first_tokens_to_its_end():
     clock = benchmark.Clock(first={0: (1.0, 1), 1: (2.0, 3)}, last={0: 3.0, 1: 8.0})
     assert clock.latencies(new=5) == {"first_ms": 500.0, "last_ms": 3000.0, "mean_ms": 1750.0}
+    # what came at once has no latency per token: row 1 has none of its own, and then no row has
+    assert clock.latencies(new=3) == {"first_ms": 1000.0, "last_ms": 1000.0, "mean_ms": 1000.0}
+    assert all(np.isnan(value) for value in clock.latencies(new=1).values())
 
 
 def test_latencies_of_a_run_are_within_its_time(lines):

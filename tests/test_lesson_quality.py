@@ -89,7 +89,8 @@ def test_budget_figure_has_a_line_with_its_band_per_method_and_score(runs):
 
 
 def test_difference_figure_shows_the_intervals(runs):
-    gained = scores.difference(runs["batched"].samples, runs["regular"].samples, [2.0]).assign(gain="speculation")
+    gained = scores.difference(runs["batched"].samples, runs["regular"].samples, [2.0])
+    gained = gained.assign(gain="speculation", over="regular")
     first, every = quality_views.difference_figure(gained).data
     assert first.y[0] == every.y[0] == 1 and first.error_y.array[0] == 0
 

@@ -7,6 +7,15 @@ through, after a line that names the case.
 
 from bass_core.exercises.checking import relative_error
 from bass_core.exercises.kernels import check_cut, check_keys_needed, check_merge
+from bass_core.exercises.latency import check_floor, check_latencies
 from bass_core.exercises.quality import check_pass_at_first
 
-__all__ = ["check_cut", "check_keys_needed", "check_merge", "check_pass_at_first", "relative_error"]
+__all__ = [
+    "check_cut",
+    "check_floor",
+    "check_keys_needed",
+    "check_latencies",
+    "check_merge",
+    "check_pass_at_first",
+    "relative_error",
+]

@@ -21,19 +21,11 @@ if TYPE_CHECKING:  # optional packages; imported where they are used
 
     from bass_core.evaluation import Evaluation
 
-STYLES = {  # colour, dash, symbol
-    "regular": (COLOURS["regular"], "dot", "square"),
-    "single": (COLOURS["recovered"], "dash", "diamond"),
-    "batched": (COLOURS["accepted"], "solid", "circle"),
-}
 STATES = {
     "right, in time": {"color": COLOURS["bonus"]},
     "wrong, in time": {"color": COLOURS["rejected"], "pattern": {"shape": "x", "fgcolor": "white", "size": 6}},
     "too late": {"color": "#E4E4E4", "pattern": {"shape": "/", "fgcolor": "#9A9A9A", "size": 6}},
 }
-
-# Room for the panels' titles, and a legend that takes no width from a narrow window.
-BELOW = {"margin": {"t": 80}, "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom"}}
 
 
 def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", "Pass@All")) -> go.Figure:
@@ -48,7 +40,7 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
     for (metric, method), part in scores.groupby(["metric", "method"], sort=False):
         if metric not in metrics:
             continue
-        colour, dash, symbol = STYLES[method]
+        colour, dash, symbol, _ = plots.METHODS[method]
         panel = {"row": 1, "col": metrics.index(metric) + 1}
         band = go.Scatter(
             x=[*part.budget, *part.budget[::-1]],
@@ -76,7 +68,7 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
         )
         figure.add_traces([band, line], rows=[1, 1], cols=[panel["col"]] * 2)
     figure.update_layout(plots.house("Problems solved within a time budget, with 95% intervals", 470))
-    figure.update_layout(BELOW)
+    figure.update_layout(plots.LEGEND_BELOW)
     figure.update_xaxes(type="log", title="budget, seconds per problem", tickformat=".2~f")
     figure.update_yaxes(range=[0, 1], tickformat=".0%")
     figure.update_yaxes(title="share of problems", col=1)
@@ -86,7 +78,8 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
 def difference_figure(differences: pd.DataFrame) -> go.Figure:
     """One panel per metric: what is gained at each budget, with paired 95% intervals.
 
-    differences: as of `scores.difference`, with a column `gain` that says between what.
+    differences: as of `scores.difference`, with the columns `gain` (what is gained, in words) and `over` (the
+    method that is left behind).
     """
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
@@ -98,7 +91,7 @@ def difference_figure(differences: pd.DataFrame) -> go.Figure:
         if metric not in metrics:
             continue
         place = gains.index(gain)
-        colour, _, symbol = list(STYLES.values())[place]
+        colour, _, symbol, _ = plots.METHODS[part.over.iloc[0]]
         points = go.Scatter(
             name=gain,
             x=part.budget * 1.04 ** (2 * place - len(gains) + 1),  # beside each other, not over each other
@@ -118,7 +111,7 @@ def difference_figure(differences: pd.DataFrame) -> go.Figure:
         )
         figure.add_trace(points, row=1, col=metrics.index(metric) + 1)
     figure.update_layout(plots.house("What is gained, problem by problem, with 95% intervals", 470))
-    figure.update_layout(BELOW)
+    figure.update_layout(plots.LEGEND_BELOW)
     figure.update_xaxes(type="log", title="budget, seconds per problem", tickformat=".2~f")
     figure.update_yaxes(tickformat="+.0%", zeroline=True, zerolinecolor="#444444")
     figure.update_yaxes(title="share of problems", col=1)
@@ -181,7 +174,7 @@ def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -
         figure.add_trace(go.Bar(name=name, x=[None], y=[None], marker=marker), row=1, col=1)
     figure.add_vline(budget, line={"color": "black", "dash": "dash"})
     figure.update_layout(plots.house("When the rows of one problem are done", 200 + 20 * rows_in_all))
-    figure.update_layout(BELOW, barmode="overlay", bargap=0.15)
+    figure.update_layout(plots.LEGEND_BELOW, barmode="overlay", bargap=0.15)
     figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False, title="row")
     longest = max(run.samples[run.samples.problem == problem].finish_seconds.max() for run in runs.values())
     figure.update_xaxes(range=[0, longest * 1.05])
