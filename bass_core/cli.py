@@ -13,6 +13,7 @@ import typer
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Batched speculative decoding, hands on.")
 PAGES = Path("build/html")
+PICTURE = Path("pictures/acceptance_raster.png")  # the README's, and the index page's
 
 
 @app.callback()
@@ -295,7 +296,7 @@ def notebooks() -> None:
     """Execute every lesson and write it to build/html, with an index."""
     from bass_core import pages
 
-    built = pages.build(_lessons(), PAGES, lambda message: typer.echo(message))
+    built = pages.build(_lessons(), PAGES, lambda message: typer.echo(message), picture=PICTURE)
     typer.echo(f"open {PAGES / 'index.html'} ({len(built)} pages)")
 
 
@@ -307,6 +308,5 @@ def pictures() -> None:
     from bass_core.prompt_sets import prompt_set
 
     out = bass.generate(bass.load_pair(dtype="float32"), prompt_set("mini", 8), max_new_tokens=96)
-    path = Path("pictures/acceptance_raster.png")
-    pages.picture(plots.acceptance_raster(out.trace), path)
-    typer.echo(f"wrote {path} ({path.stat().st_size // 1000} kB)")
+    pages.picture(plots.acceptance_raster(out.trace), PICTURE)
+    typer.echo(f"wrote {PICTURE} ({PICTURE.stat().st_size // 1000} kB)")

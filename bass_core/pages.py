@@ -30,14 +30,28 @@ BROWSER_FLAGS = (
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to move it. What it shows follows below.</i></p>"
+STYLE = """
+body { font: 17px/1.55 system-ui, sans-serif; color: #1b1f24; max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.2rem }
+h1 { font-size: 2.1rem; margin: 0 } header p { max-width: 46rem } header img { width: 100%; border-radius: 6px }
+main { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; margin: 2rem 0 }
+main a { display: block; padding: 1rem 1.2rem; border: 1px solid #d6dade; border-radius: 8px; color: inherit;
+  text-decoration: none } main a:hover, main a:focus { border-color: #0072b2; box-shadow: 0 1px 8px #0072b233 }
+h2 { font-size: 1.08rem; margin: 0 0 .4rem; color: #0072b2 } main p { margin: 0 0 .5rem }
+small, footer { color: #57606a }
+"""
 
 
 def build(
-    sources: list[Path], target: Path, progress: Callable[[str], None] = lambda message: None, timeout: int = 600
+    sources: list[Path],
+    target: Path,
+    progress: Callable[[str], None] = lambda message: None,
+    timeout: int = 600,
+    picture: Path | None = None,
 ) -> list[Path]:
     """Execute each notebook where it lies and write it to `target`; the notebooks themselves stay as they are.
 
-    Returns the pages. Raises nbclient's CellExecutionError where a cell fails, ValueError without notebooks.
+    picture: shown above the index. Returns the pages. Raises nbclient's CellExecutionError where a cell fails,
+    ValueError without notebooks.
     """
     import nbformat
     from nbconvert import HTMLExporter
@@ -51,6 +65,9 @@ def build(
         progress(f"executing {source.name}")
         notebook = nbformat.read(source, as_version=4)
         executor = ExecutePreprocessor(timeout=timeout, kernel_name="python3", store_widget_state=False)
+        executor.extra_arguments = [
+            "--log-level=ERROR"
+        ]  # every kernel warns that it talks TCP; here to this process only
         with _figures_as_html():
             executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
         _without_widgets(notebook)
@@ -58,7 +75,8 @@ def build(
         page = target / f"{source.stem}.html"
         page.write_text(body, encoding="utf-8")
         pages.append(page)
-    (target / "index.html").write_text(_index(sorted(target.glob("[0-9]*.html"))), encoding="utf-8")
+    shown = None if picture is None else Path(shutil.copy(picture, target))
+    (target / "index.html").write_text(_index(sorted(target.glob("[0-9]*.html")), shown), encoding="utf-8")
     return pages
 
 
@@ -92,20 +110,32 @@ def _title(notebook, default: str) -> str:
     return next((line[2:].strip() for line in lines if line.startswith("# ")), default)
 
 
-def _title_of_page(page: Path) -> str:
-    """A page's title, as HTML."""
-    return re.search(r"<title>(.*?)</title>", page.read_text(encoding="utf-8"), re.DOTALL)[1].strip()
-
-
-def _index(pages: list[Path]) -> str:
-    """The index of these pages (whatever was built earlier stays listed)."""
-    items = "\n".join(f'<li><a href="{page.name}">{_title_of_page(page)}</a></li>' for page in pages)
+def _index(pages: list[Path], picture: Path | None = None) -> str:
+    """The index of these pages (whatever was built earlier stays listed), with a picture above them."""
+    lessons = "\n".join(map(_card, pages))
+    drawn = "" if picture is None else f'<img src="{picture.name}" alt="Accepted draft tokens, per row and step">\n'
     return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-        "<title>BASS, hands on</title><style>body{font:17px/1.6 system-ui,sans-serif;max-width:42rem;margin:3rem auto;"
-        "padding:0 1rem}</style><h1>BASS, hands on</h1><p>Batched speculative decoding, from the idea to the "
-        f"measurements. Every page was executed from its notebook.</p><ol start='0'>\n{items}\n</ol></html>\n"
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>BASS, hands on</title><style>{STYLE}</style>\n<header><h1>BASS, hands on</h1>\n"
+        "<p>Batched speculative decoding for ordinary <code>transformers</code> models: a small model drafts for many "
+        "sequences at once, the large one checks, every sequence keeps what it earned, and the text is the same as "
+        'without. After <a href="https://arxiv.org/abs/2404.15778">arXiv 2404.15778</a>.</p>\n'
+        f"{drawn}</header>\n<main>\n{lessons}\n</main>\n"
+        "<footer>Every page was executed from its notebook. Live controls move in JupyterLab: <code>make lab</code>. "
+        "First time here? Begin at the top; each lesson also stands on its own.</footer></html>\n"
     )
+
+
+def _card(page: Path) -> str:
+    """A lesson's title, question, and what it takes, from its first cell as it stands on its page."""
+    text = page.read_text(encoding="utf-8")
+    title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)[1].strip()
+    question = re.search(r"<p><strong>(.*?)</strong></p>", text, re.DOTALL)
+    takes = re.search(r"Takes [^<]*?\.(?=\s)", text)
+    lines = [f"<p>{question[1]}</p>"] if question else []
+    lines += [f"<small>{takes[0]}</small>"] if takes else []
+    return f'<a href="{page.name}"><h2>{title}</h2>{"".join(lines)}</a>'
 
 
 def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> None:

@@ -167,12 +167,18 @@ def test_comparison_is_paired_and_checks_the_text(pair, prompts):
 
 def test_index_lists_every_page(tmp_path):
     source = tmp_path / "07_example.ipynb"
-    cells = [nbformat.v4.new_markdown_cell("# 07 · A <lesson>"), nbformat.v4.new_code_cell("print(6 * 7)")]
+    first = "# 07 · A <lesson>\n\n**What is it?**\n\nYou will know. Takes about a minute on 2.5 cores. No GPU."
+    cells = [nbformat.v4.new_markdown_cell(first), nbformat.v4.new_code_cell("print(6 * 7)")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), source)
     before = source.read_bytes()
-    (page,) = pages.build([source], tmp_path / "html")
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(b"png")
+    (page,) = pages.build([source], tmp_path / "html", picture=picture)
     assert "42" in page.read_text()
-    assert '<a href="07_example.html">07 · A &lt;lesson&gt;</a>' in (tmp_path / "html/index.html").read_text()
+    index = (tmp_path / "html/index.html").read_text()
+    assert '<a href="07_example.html"><h2>07 · A &lt;lesson&gt;</h2><p>What is it?</p>' in index
+    assert "<small>Takes about a minute on 2.5 cores.</small>" in index
+    assert '<img src="picture.png"' in index and (tmp_path / "html/picture.png").read_bytes() == b"png"
     assert source.read_bytes() == before
 
 
