@@ -7,6 +7,7 @@ from bass_core.engine import Session, StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
+from bass_core.profiling import Profile, profile
 from bass_core.sampling import SamplingParams
 from bass_core.trace import Trace
 
@@ -19,6 +20,7 @@ __all__ = [
     "ModelDrafter",
     "ModelPair",
     "NgramDrafter",
+    "Profile",
     "SamplingParams",
     "Session",
     "StepEvent",
@@ -26,5 +28,6 @@ __all__ = [
     "bass_generate",
     "generate",
     "load_pair",
+    "profile",
     "verify",
 ]

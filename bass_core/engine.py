@@ -8,10 +8,10 @@ algorithm.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from bass_core.sampling import SamplingParams
 from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
 from bass_core.verification import Outcome, Verified
 
+FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, commit; of a prefill: prefill, commit
 RULES = {"token": verification.token, "block": verification.block}  # "coupled" compares choices instead
 
 
@@ -58,6 +59,8 @@ class Session:
     Options as in `generate`. max_batch_size: rows decoded at once; further rows wait for a place. Use it as a context
     manager, or call `close`, to free the caches. Raises ValueError or TypeError for options that cannot be honoured.
     """
+
+    on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set while `profiling.profile` records
 
     def __init__(
         self,
@@ -206,18 +209,18 @@ class Session:
             return self._decode() if self.rows.live else StepEvent(self._step, [], [])
 
     def _decode(self) -> StepEvent:
-        self._watch.start()
+        self._enter("plan")
         view = self.rows.view()
         plan = self.policy.plan(view)  # draft length, shared or per row; 0 is regular decoding
         planned, lengths = planned_lengths(plan, view)  # [B], and cut to what each row may still emit
         context = self._context(range(len(self.rows.live)), int(lengths.max()))
-        self._watch.mark()
+        self._enter("draft")
         draft = Draft.none(context)
         if lengths.any():
             draft = self.drafter.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
-        self._watch.mark()
+        self._enter("verify")
         logits = self._target_pass(context, draft)  # [B, K + 1, V]
-        self._watch.mark()
+        self._enter("commit")
         verified, p = self._verify(context, draft, logits)  # accepted [B], tokens [B, K + 1]
         commit = self._commit(context, draft, verified)  # lengths move; nothing is copied
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
@@ -227,11 +230,11 @@ class Session:
 
     def _prefill(self) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
-        self._watch.start()
+        self._enter("prefill")
         with self.batch.admission():
             places, logits = self.batch.admit()
             logits = logits[:, None]  # [B, 1, V]
-            self._watch.mark()
+            self._enter("commit")
             context = self._context(places, 0)
             draft = Draft.none(context)
             verified, p = self._verify(context, draft, logits)
@@ -303,6 +306,15 @@ class Session:
         with self.target.prepared(), self.drafter.prepared():
             yield
 
+    def _enter(self, phase: str) -> None:
+        """A phase of the step begins; "" ends the last one."""
+        if phase in FIRST_PHASES:
+            self._watch.start()
+        else:
+            self._watch.mark()
+        if Session.on_phase is not None:
+            Session.on_phase(self, self._step, phase)
+
     def _context(self, places: range, most: int) -> Context:
         """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
         context = self.rows.context(places, most)
@@ -321,7 +333,7 @@ class Session:
         p: Tensor | None,
         commit: Commit,
     ) -> StepEvent:
-        self._watch.mark()
+        self._enter("")
         spans = self._watch.intervals()
         before, drafting, verifying, after = spans if kind == "decode" else (0.0, 0.0, *spans)
         ids = [request.row for request in commit.requests]
