@@ -9,16 +9,19 @@ from bass_core.exercises.checking import relative_error
 from bass_core.exercises.kernels import check_cut, check_keys_needed, check_merge
 from bass_core.exercises.latency import check_floor, check_latencies
 from bass_core.exercises.quality import check_pass_at_first
+from bass_core.exercises.ragged import check_keep, check_positions
 from bass_core.exercises.timelines import check_gaps, check_owner
 
 __all__ = [
     "check_cut",
     "check_floor",
     "check_gaps",
+    "check_keep",
     "check_keys_needed",
     "check_latencies",
     "check_merge",
     "check_owner",
     "check_pass_at_first",
+    "check_positions",
     "relative_error",
 ]
