@@ -73,11 +73,18 @@ def build(
         _without_widgets(notebook)
         body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": _title(notebook, source.stem)}})
         page = target / f"{source.stem}.html"
-        page.write_text(body, encoding="utf-8")
+        page.write_text(_linked(body), encoding="utf-8")
         pages.append(page)
     shown = None if picture is None else Path(shutil.copy(picture, target))
     (target / "index.html").write_text(_index(sorted(target.glob("[0-9]*.html")), shown), encoding="utf-8")
     return pages
+
+
+def _linked(body: str) -> str:
+    """Links to other lessons lead to their pages, and one leads to the index."""
+    body = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', body)
+    back = '<p style="margin:8px 0 0 84px"><a href="index.html">← all lessons</a></p>'
+    return re.sub(r"<body[^>]*>", lambda match: match[0] + back, body, count=1)
 
 
 def _without_widgets(notebook) -> None:
