@@ -167,7 +167,7 @@ def test_comparison_is_paired_and_checks_the_text(pair, prompts):
 
 def test_index_lists_every_page(tmp_path):
     source = tmp_path / "07_example.ipynb"
-    first = "# 07 · A <lesson>\n\n**What is it?**\n\nTakes about a minute on 2.5 cores. No GPU.\n\n[next](08_other.ipynb)"
+    first = "# 07 · A <lesson>\n\n**What is it?**\n\nTakes a minute on 2.5 cores. No GPU.\n\n[next](08_other.ipynb)"
     cells = [nbformat.v4.new_markdown_cell(first), nbformat.v4.new_code_cell("print(6 * 7)")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), source)
     before = source.read_bytes()
@@ -178,7 +178,7 @@ def test_index_lists_every_page(tmp_path):
     assert 'href="08_other.html"' in page.read_text() and 'href="index.html"' in page.read_text()
     index = (tmp_path / "html/index.html").read_text()
     assert '<a href="07_example.html"><h2>07 · A &lt;lesson&gt;</h2><p>What is it?</p>' in index
-    assert "<small>Takes about a minute on 2.5 cores.</small>" in index
+    assert "<small>Takes a minute on 2.5 cores.</small>" in index
     assert '<img src="picture.png"' in index and (tmp_path / "html/picture.png").read_bytes() == b"png"
     assert source.read_bytes() == before
 
