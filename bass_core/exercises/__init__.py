@@ -10,10 +10,13 @@ from bass_core.exercises.kernels import check_cut, check_keys_needed, check_merg
 from bass_core.exercises.latency import check_floor, check_latencies
 from bass_core.exercises.quality import check_pass_at_first
 from bass_core.exercises.ragged import check_keep, check_positions
+from bass_core.exercises.speculation import check_accept_or_recover, check_expected_tokens
 from bass_core.exercises.timelines import check_gaps, check_owner
 
 __all__ = [
+    "check_accept_or_recover",
     "check_cut",
+    "check_expected_tokens",
     "check_floor",
     "check_gaps",
     "check_keep",

@@ -1,0 +1,126 @@
+"""Lesson 01: the law that an acceptance rule emits, the right one and two wrong ones, enumerated in float64.
+
+Nothing is drawn: a token's probability is the sum over the ways in which it comes about.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # p, q [V] -> chance to accept each id, law of a redraw [V]
+Model = Callable[[tuple[int, ...]], Tensor]  # a text -> the law of its next token [V]
+
+
+def total_variation(p: Tensor, q: Tensor) -> float:
+    """Half the sum of |p - q|: 0 for equal laws, 1 for laws without a common outcome."""
+    return float((p - q).abs().sum() / 2)
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """min(1, p/q) per id [V]; 1 where q is 0, since that id is never drafted."""
+    return torch.where(q > 0, (p / q).clamp(max=1), 1.0)
+
+
+def exact(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """The rule (Leviathan et al. 2023, algorithm 1): redraw from norm(max(0, p - q)); q = p is never rejected."""
+    left = (p - q).clamp(min=0)
+    return acceptance(p, q), left / left.sum() if left.sum() > 0 else p
+
+
+def redraw_from_p(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Wrong: what was rejected is replaced by an ordinary token of the target's."""
+    return acceptance(p, q), p
+
+
+def likely_enough(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Wrong: whatever the target finds at least a third as likely as its favourite is good enough."""
+    return (p >= p.max() / 3).double(), p
+
+
+RULES: dict[str, Rule] = {"the rule": exact, "redraw from p": redraw_from_p, "accept the likely": likely_enough}
+
+
+def emitted_law(p: Tensor, q: Tensor, rule: Rule) -> Tensor:
+    """Law [V] of the token that one position gets: drafted and accepted, or redrawn."""
+    accept, redraw = rule(p, q)
+    kept = q * accept
+    return kept + (1 - kept.sum()) * redraw
+
+
+def text_law(target: Model, draft: Model, k: int, rule: Rule, text: tuple[int, ...] = ()) -> dict[tuple, float]:
+    """Probability of every text of k + 1 more tokens: one step with k drafts, and regular decoding where it ends early.
+
+    A step is a draft, its fate, and a step with k - 1 drafts after it.
+    """
+    p = target(text)
+    if k == 0:
+        return {(*text, x): float(p[x]) for x in range(len(p))}
+    accept, redraw = rule(p, draft(text))
+    kept = draft(text) * accept  # drafted and accepted
+    replaced = (1 - kept.sum()) * redraw
+    found: dict[tuple, float] = {}
+    for x in range(len(p)):
+        after = (*text, x)
+        for mass, rest in ((kept, text_law(target, draft, k - 1, rule, after)), (replaced, regular(target, k, after))):
+            for longer, chance in rest.items():
+                found[longer] = found.get(longer, 0.0) + float(mass[x]) * chance
+    return found
+
+
+def regular(target: Model, tokens: int, text: tuple[int, ...] = ()) -> dict[tuple, float]:
+    """Probability of every text of `tokens` more tokens, one target pass per token."""
+    if tokens == 0:
+        return {text: 1.0}
+    p = target(text)
+    parts = [(float(p[x]), regular(target, tokens - 1, (*text, x))) for x in range(len(p))]
+    return {longer: mass * chance for mass, rest in parts for longer, chance in rest.items()}
+
+
+def distances(count: int = 200, seed: int = 0) -> pd.DataFrame:
+    """Largest total variation from the target's law over `count` pairs p, q of each kind; one column per rule.
+
+    The last line: over a tenth as many pairs of models over 3 ids, each with a law of its own after every text.
+    """
+    generator, lines = torch.Generator().manual_seed(seed), {}
+    for kind in ("p and q at random", "with zeros", "q certain of one token", "q = p"):
+        pairs = [_pair(kind, generator) for _ in range(count)]
+        lines[f"one token, {kind}"] = {
+            name: max(total_variation(p, emitted_law(p, q, rule)) for p, q in pairs) for name, rule in RULES.items()
+        }
+    models = [(_random_model(generator), _random_model(generator)) for _ in range(count // 10)]
+    lines["texts of 3 tokens, k = 2"] = {
+        name: max(_text_distance(target, draft, 2, rule) for target, draft in models) for name, rule in RULES.items()
+    }
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def _pair(kind: str, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    size = int(torch.randint(2, 7, (), generator=generator))
+    p, q = _random_law(size, generator), _random_law(size, generator)
+    if kind == "with zeros":
+        for law in (p, q):
+            law[torch.randperm(size, generator=generator)[: size // 2]] = 0
+            law /= law.sum()
+    if kind == "q certain of one token":
+        q = torch.eye(size, dtype=torch.float64)[int(torch.randint(size, (), generator=generator))]
+    return (p, p) if kind == "q = p" else (p, q)
+
+
+def _random_law(size: int, generator: torch.Generator) -> Tensor:
+    mass = torch.rand(size, generator=generator, dtype=torch.float64) ** 3 + 1e-9  # cubed: some ids likely, some hardly
+    return mass / mass.sum()
+
+
+def _random_model(generator: torch.Generator, size: int = 3, longest: int = 2) -> Model:
+    texts = itertools.chain.from_iterable(itertools.product(range(size), repeat=n) for n in range(longest + 1))
+    return {text: _random_law(size, generator) for text in texts}.__getitem__
+
+
+def _text_distance(target: Model, draft: Model, k: int, rule: Rule) -> float:
+    wanted, found = regular(target, k + 1), text_law(target, draft, k, rule)
+    return sum(abs(wanted[text] - found[text]) for text in wanted) / 2
