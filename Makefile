@@ -32,7 +32,7 @@ bench: .venv/.installed-notebooks ## time all ways to decode with the embedded p
 bench-kernels: .venv/.installed-notebooks ## time the Triton kernels against their peers (needs a CUDA GPU)
 	PYTHONPATH=.:kernels $(BIN)/python -m bench $(ARGS)
 
-pictures: .venv/.installed-notebooks ## draw the README's picture again (needs Chromium)
+pictures: .venv/.installed-test ## draw the README's pictures again (needs Chromium)
 	$(BIN)/bass pictures
 
 lint: .venv/.installed-test ## check format and style of the code and the lessons

@@ -302,11 +302,23 @@ def notebooks() -> None:
 
 @app.command()
 def pictures() -> None:
-    """Draw the README's picture from a real run of the embedded pair (needs Chromium)."""
+    """Draw the README's pictures: figures of real runs, and a widget live in JupyterLab (needs Chromium)."""
+    import pandas as pd
+
     import bass_core as bass
-    from bass_core import pages, plots
+    from bass_core import browser, evaluation, pages, plots
+    from bass_core.lessons import quality_views
     from bass_core.prompt_sets import prompt_set
 
     out = bass.generate(bass.load_pair(dtype="float32"), prompt_set("mini", 8), max_new_tokens=96)
     pages.picture(plots.acceptance_raster(out.trace), PICTURE)
-    typer.echo(f"wrote {PICTURE} ({PICTURE.stat().st_size // 1000} kB)")
+    explorer = PICTURE.with_name("acceptance_explorer.png")
+    lesson = next(path for path in _lessons() if path.stem.startswith("03"))
+    browser.picture(lesson, explorer, {"batch_size": 6, "max_new_tokens": 48}, {"width": 1300, "height": 1600})
+    record = evaluation.load("notebooks/records/quality_embedded_cpu")
+    grid = [0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2]  # the lesson's
+    curve = pd.concat(run.scores(grid).assign(method=method) for method, run in record.items())
+    quality = PICTURE.with_name("quality_within_a_budget.png")
+    pages.picture(quality_views.budget_figure(curve), quality, width=800)
+    for path in (PICTURE, explorer, quality):
+        typer.echo(f"wrote {path} ({path.stat().st_size // 1000} kB)")

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bass_core import browser
+
 if TYPE_CHECKING:
     import plotly.graph_objects as go
 
@@ -147,9 +149,7 @@ def _card(page: Path) -> str:
 
 def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> None:
     """Write a figure as PNG, drawn by Chromium. Raises FileNotFoundError where there is none."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        raise FileNotFoundError("pictures are drawn by Chromium, and there is no chromium here: install it")
+    chromium = browser.executable()
     height = figure.layout.height
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -157,5 +157,5 @@ def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> 
         body = figure.update_layout(width=width).to_html(full_html=False, config={"displayModeBar": False})
         page.write_text(f"<!doctype html><meta charset='utf-8'><body style='margin:0'>{body}", encoding="utf-8")
         options = [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", f"--screenshot={path}"]
-        command = [browser, *BROWSER_FLAGS, f"--force-device-scale-factor={scale}", *options, page.as_uri()]
+        command = [chromium, *BROWSER_FLAGS, f"--force-device-scale-factor={scale}", *options, page.as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
