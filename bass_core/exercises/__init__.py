@@ -5,6 +5,7 @@ solved yet", a wrong one is told the first case that it fails and what differs. 
 through, after a line that names the case.
 """
 
+from bass_core.exercises.acceptance import check_alpha
 from bass_core.exercises.checking import relative_error
 from bass_core.exercises.kernels import check_cut, check_keys_needed, check_merge
 from bass_core.exercises.latency import check_floor, check_latencies
@@ -15,6 +16,7 @@ from bass_core.exercises.timelines import check_gaps, check_owner
 
 __all__ = [
     "check_accept_or_recover",
+    "check_alpha",
     "check_cut",
     "check_expected_tokens",
     "check_floor",
