@@ -190,6 +190,41 @@ def bench(
     typer.echo(json.dumps({"results": results}, allow_nan=False))
 
 
+@app.command()
+def calibrate(
+    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
+    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
+    rows: Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")] = [1, 2, 4, 8, 16, 32],  # noqa: B006
+    seconds: Annotated[float, typer.Option(min=0, help="time to measure in")] = 45.0,
+    output: Annotated[Path | None, typer.Option(help="file to save to; none: where policies look for it")] = None,
+    check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
+) -> None:
+    """Measure what a decode step of these models costs on this device, once; the last line is JSON."""
+    from bass_core import calibration, costs
+    from bass_core.models import load_pair
+
+    def progress(message: str) -> None:
+        typer.echo(f"  {message}", err=True)
+
+    with _one_line_errors():
+        pair = load_pair(target, draft, dtype=dtype)
+        cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=progress)
+        path = output or costs.cache_folder() / cost.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cost.save(path)
+        found = calibration.summary(cost)
+        document = {"saved": str(path), "device": cost.device, "models": cost.models}
+        document["batches"] = found.to_dict("records")
+        typer.echo(f"{cost.device}, {calibration.SHOWN_KV} cached positions\n{found.round(2).to_string(index=False)}")
+        if check:
+            compared = calibration.check(cost, pair, progress=progress)
+            document["check"] = compared.to_dict("records")
+            typer.echo(f"\npredicted and real decode time\n{compared.round(2).to_string(index=False)}")
+    typer.echo(f"saved {path}")
+    typer.echo(json.dumps(document, allow_nan=False))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,

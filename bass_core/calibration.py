@@ -1,0 +1,310 @@
+"""Measuring a `CostModel` on the machine at hand, and checking it against real decodes.
+
+Passes are the engine's own: `Runner.feed` and `feed_last` over a ragged cache that is full. What a step takes besides
+them comes from real steps, of which every pass is taken out. All grid points take turns, so that a slow moment of the
+machine meets every one of them, and the median over the turns counts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from bass_core import attention, inputs, records
+from bass_core.checks import _context, _models, _name_of
+from bass_core.costs import (
+    OVERHEAD_AXES,
+    PASS_AXES,
+    CostModel,
+    best_fixed_length,
+    device_name,
+    fingerprints,
+    predict,
+    table,
+)
+from bass_core.draft_length import DraftLengthPolicy, RowsView
+from bass_core.engine import Session
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_core.prompt_sets import prompt_set
+from bass_core.runner import Runner
+from bass_core.trace import Stopwatch
+
+KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
+DRAFT_LENGTHS = (0, 1, 4, 8, 16)  # of overheads, which grow evenly with them
+LATER = 4  # passes over one token in a timed draft phase
+PROMPT = 16  # tokens of the rows whose steps are timed
+SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
+
+Sample = tuple[tuple, float]  # name of a table and a point of it, seconds
+Turn = Callable[[], Iterator[Sample]]
+
+
+@torch.inference_mode()
+def calibrate(
+    pair: ModelPair,
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    query_lengths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17),
+    kv_lengths: Sequence[int] | None = None,
+    *,
+    seconds: float = 45.0,
+    temperature: float = 0.0,
+    progress: Callable[[str], None] = lambda message: None,
+) -> CostModel:
+    """Time the passes of both models and the rest of a step on a grid.
+
+    batches, query_lengths, kv_lengths (positions cached before the pass; None: `KV_LENGTHS` within the context):
+        increasing. Memory: the caches hold max(batches) rows of max(kv_lengths) positions.
+    seconds: until no point is measured any more; each is at least once, whatever it takes.
+    temperature: of the steps that overheads come from; 0 is greedy.
+
+    Raises ValueError for a grid that is beyond the context or not increasing.
+    """
+    end = time.perf_counter() + seconds
+    axes = _axes(pair, batches, query_lengths, kv_lengths)
+    with ExitStack() as stack:
+        watch = stack.enter_context(_watching(pair))
+        warm, longer = _turns(pair, axes, watch, stack, temperature)
+        progress(f"timing passes and steps by {len(warm) + len(longer)} kinds of turns for {seconds:.0f} s")
+        for turn in warm:
+            list(turn())
+        samples = _take_turns(warm + longer, end)
+    medians = {key: float(np.median(values)) for key, values in samples.items()}
+    tables = {name: table(axes[name], lambda *point, name=name: medians[name, *point]) for name in axes}
+    counts = [len(values) for values in samples.values()]
+    how = {"temperature": temperature, "samples": {"least": min(counts), "most": max(counts)}}
+    return CostModel(
+        device=device_name(pair.device),
+        models=_described(pair),
+        measured=records.environment() | how,
+        **{"draft_passes": None} | tables,
+    )
+
+
+def _axes(
+    pair: ModelPair, batches: Sequence[int], query_lengths: Sequence[int], kv_lengths: Sequence[int] | None
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The grid of each table by its name. Raises ValueError where it is beyond the context or not increasing."""
+    batches, query_lengths = _increasing("batches", batches), _increasing("query_lengths", query_lengths)
+    most = max(query_lengths)
+    context = _context(pair)
+    room = context - max(most, 2)
+    kv_lengths = _increasing("kv_lengths", kv_lengths or [n for n in KV_LENGTHS if n <= room] or [max(room // 2, 1)])
+    if max(kv_lengths) > room:
+        raise ValueError(
+            f"kv_lengths up to {max(kv_lengths)} and {most} new tokens are beyond the context of {context}"
+        )
+    axes = {"target_passes": dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))}
+    if isinstance(pair.draft, PreTrainedModel):
+        axes["draft_passes"] = axes["target_passes"] | {"query_length": (1, 2)}
+    lengths = tuple(k for k in DRAFT_LENGTHS if k < most)
+    return axes | {"overheads": dict(zip(OVERHEAD_AXES, (batches, lengths), strict=True))}
+
+
+def _increasing(name: str, points: Sequence[int]) -> tuple[int, ...]:
+    points = tuple(inputs.integer(name, point, least=1) for point in points)
+    if not points or any(b <= a for a, b in itertools.pairwise(points)):
+        raise ValueError(f"{name} must be increasing integers >= 1, got {list(points)}")
+    return points
+
+
+def _described(pair: ModelPair) -> dict[str, dict[str, str | None]]:
+    """Name, fingerprint and attention path of both models, as a `CostModel` has them."""
+    marks = fingerprints(pair)
+    return {
+        role: {
+            "name": _name_of(model),
+            "fingerprint": marks[role],
+            "attention": attention.resolve(model) if isinstance(model, PreTrainedModel) else None,
+        }
+        for role, model in (("target", pair.target), ("draft", pair.draft))
+    }
+
+
+def _turns(
+    pair: ModelPair, axes: dict, watch: Stopwatch, stack: ExitStack, temperature: float
+) -> tuple[list[Turn], list[Turn]]:
+    """What is timed: what warms up when it runs once, and passes of the same shapes over longer KV. The caches live
+    until `stack` closes."""
+    target, draft = (_full_runner(model, stack, axes["target_passes"]) for model in (pair.target, pair.draft))
+    batches, query_lengths, kv_lengths = axes["target_passes"].values()
+    draft_lengths = axes["overheads"]["draft_length"]
+    turns: dict[int, list[Turn]] = {kv_length: [] for kv_length in kv_lengths}
+    for kv_length, batch in itertools.product(kv_lengths, batches):
+        for query_length in query_lengths:
+            turns[kv_length].append(partial(_target_pass, watch, target, batch, query_length, kv_length))
+        if draft is not None:
+            turns[kv_length].append(partial(_draft_phase, watch, target, draft, batch, kv_length))
+    first, *others = turns.values()
+    steps = [partial(_steps, watch, pair, batch, draft_lengths, temperature) for batch in batches]
+    return steps + first, list(itertools.chain(*others))
+
+
+@contextmanager
+def _watching(pair: ModelPair) -> Iterator[Stopwatch]:
+    """A stopwatch that is marked where a forward pass of the pair's models begins and where it ends."""
+    watch = Stopwatch(pair.device)
+    with ExitStack() as hooks:
+        for model in {id(model): model for model in _models(pair)}.values():  # one model may be both
+            hooks.callback(model.register_forward_pre_hook(lambda *_: watch.mark()).remove)
+            hooks.callback(model.register_forward_hook(lambda *_: watch.mark()).remove)
+        yield watch
+
+
+def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
+    """A runner for these points, prepared until `stack` closes; None for what is no model.
+
+    Its cache holds numbers everywhere: memory pages that were never written are read faster.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    capacity = max(axes["kv_length"]) + max(*axes["query_length"], 2)
+    runner = stack.enter_context(Runner(model, attention.resolve(model), max(axes["batch"]), capacity))
+    stack.enter_context(runner.prepared())
+    runner.feed_last(torch.ones(1, 1, dtype=torch.int64, device=model.device), [1], 1)  # allocates
+    for layer in runner.cache.layers:
+        for buffer in layer.buffers():
+            buffer.normal_()
+    return runner
+
+
+def _target_pass(watch: Stopwatch, target: Runner, *point: int) -> Iterator[Sample]:
+    """One pass of a point of the grid."""
+    yield ("target_passes", *point), _feed(watch, target, *point)
+
+
+def _draft_phase(watch: Stopwatch, target: Runner, draft: Runner, batch: int, kv_length: int) -> Iterator[Sample]:
+    """The passes of a draft phase, after a target pass and one after the other as in a step: a processor's
+    caches hold what ran before, and the later passes of a phase are the faster for it (by a third on a CPU)."""
+    yield ("target_passes", batch, 1, kv_length), _feed(watch, target, batch, 1, kv_length)
+    yield ("draft_passes", batch, 2, kv_length), _feed(watch, draft, batch, 2, kv_length, last_only=True)
+    for _ in range(LATER):
+        yield ("draft_passes", batch, 1, kv_length), _feed(watch, draft, batch, 1, kv_length)
+
+
+def _feed(
+    watch: Stopwatch, runner: Runner, batch: int, query_length: int, kv_length: int, last_only: bool = False
+) -> float:
+    """Seconds of a forward pass over `query_length` tokens of rows that have `kv_length` positions cached."""
+    device, ends = runner.model.device, [kv_length + query_length] * batch
+    watch.start()
+    if last_only:
+        runner.feed_last(torch.ones(batch, max(ends), dtype=torch.int64, device=device), ends, query_length)
+    else:
+        ids = torch.ones(batch, query_length, dtype=torch.int64, device=device)
+        starts = torch.full((batch,), kv_length, device=device)
+        runner.feed(ids, starts, [kv_length] * batch, [query_length] * batch)
+    _, inside = watch.intervals()
+    return inside / 1e3
+
+
+class _InTurn(DraftLengthPolicy):
+    """Draft lengths one after the other."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = iter(lengths)
+
+    def plan(self, rows: RowsView) -> int:
+        return next(self.lengths)
+
+
+def _steps(
+    watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int], temperature: float
+) -> Iterator[Sample]:
+    """A step of each draft length over a new batch: its time less that of all passes in it."""
+    limit = 1 + sum(k + 1 for k in draft_lengths)  # no row ends before its last step
+    policy = _InTurn(draft_lengths)
+    options = {"temperature": temperature, "draft_length": policy, "eos_token_id": ()}
+    with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
+        for row in range(batch):
+            session.submit(torch.arange(PROMPT + row % 2) % (2 + row), max_new_tokens=limit)
+        session.step()  # prefill
+        for k in draft_lengths:
+            watch.start()
+            session.step()
+            watch.mark()
+            yield ("overheads", batch, k), sum(watch.intervals()[::2]) / 1e3
+
+
+def _take_turns(turns: Sequence[Turn], end: float) -> dict[tuple, list[float]]:
+    """What the turns gave by grid point, each at least once, more until `end` (of perf_counter).
+
+    Next comes the one with the fewest visits times the square root of its duration: visits in that proportion make the
+    sum of the squared relative errors least for a given time, and spread each over all of it.
+    """
+    samples: dict[tuple, list[float]] = defaultdict(list)
+    queue = [(0.0, index) for index in range(len(turns))]
+    while (now := time.perf_counter()) < end or queue[0][0] == 0:
+        spent, index = queue[0]
+        for key, taken in turns[index]():
+            samples[key].append(taken)
+        heapq.heapreplace(queue, (spent + (time.perf_counter() - now) ** 0.5, index))
+    return samples
+
+
+# --- what came of it ------------------------------------------------------------------------------
+
+
+def summary(cost: CostModel) -> pd.DataFrame:
+    """Per batch size, at `SHOWN_KV` cached positions: milliseconds of a target pass over one token, how much longer one
+    over six takes, a draft pass over one token and the overhead at k = 5 (ms), and for each α of `SHOWN_ALPHAS` the
+    draft length that these costs make the best."""
+    lines = []
+    for batch in cost.target_passes.axes["batch"]:
+        one, six = cost.target(batch, np.array([1, 6]), SHOWN_KV)
+        line = {"batch": batch, "T(1), ms": 1e3 * one, "T(6)/T(1)": six / one}
+        line["draft pass, ms"] = 1e3 * (cost.draft(batch, 2, SHOWN_KV) - cost.draft(batch, 1, SHOWN_KV))
+        line["overhead k=5, ms"] = 1e3 * cost.overhead(batch, 5)
+        best = {f"best k at α {alpha}": best_fixed_length(cost, batch, alpha, SHOWN_KV)[0] for alpha in SHOWN_ALPHAS}
+        lines.append(line | best)
+    return pd.DataFrame(lines)
+
+
+def check(
+    cost: CostModel,
+    pair: ModelPair,
+    *,
+    batches: Sequence[int] = (1, 4, 8),
+    draft_lengths: Sequence[int] = (0, 3, 5),
+    repeats: int = 5,
+    max_new_tokens: int = 96,
+    progress: Callable[[str], None] = lambda message: None,
+) -> pd.DataFrame:
+    """Predicted and real decode time of greedy runs on the mini prompt set, all cases taking turns.
+
+    Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after one that warms up;
+    relative: the ratio by the median of all ratios, which a machine that is busier or idler than when it was calibrated
+    leaves alone, as it does the lengths that policies choose. Decode time: from the end of prefill to the last token;
+    rows do not stop on EOS. Raises ValueError for costs of another pair.
+    """
+    cost.check_pair(pair)
+    runs = []
+    cases = list(itertools.product(batches, draft_lengths))
+    for repeat in range(repeats + 1):
+        progress(f"check {repeat} of {repeats}")
+        for batch, k in cases:
+            ticks: list[float] = []  # a step ends with a copy to the host: its time is the device's too
+            out = generate(
+                pair,
+                prompt_set("mini", batch),
+                draft_length=k,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=(),
+                on_step=lambda event, ticks=ticks: ticks.append(time.perf_counter()),
+            )
+            real, predicted = ticks[-1] - ticks[0], predict(cost, out.trace)
+            run = {"batch": batch, "k": k, "predicted_ms": 1e3 * predicted, "real_ms": 1e3 * real}
+            runs.append(run | {"ratio": predicted / real, "repeat": repeat})
+    counted = pd.DataFrame(runs).query("repeat > 0").drop(columns="repeat")
+    found = counted.groupby(["batch", "k"], as_index=False).median()
+    return found.assign(relative=found.ratio / found.ratio.median())

@@ -1,0 +1,336 @@
+"""What a decode step costs: measured times of passes on a grid, and linear interpolation between them.
+
+A step of B rows that draft k tokens each is one target pass over k + 1 tokens of every row, a draft phase (a pass over
+two tokens, then k - 1 passes over one) and everything outside the models' passes: plan, sampling, verification, commit.
+`CostModel` holds these three for a pair of models on a device; `calibration` measures them, `costs_for` finds what was
+measured before, `predict` adds up the steps of a run.
+
+Nothing is smoothed and nothing is made monotone: GPUs round shapes up to tiles, so that times climb in stairs, and a
+policy has to see them. A grid shows the stairs where it has points.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bass_core import records
+from bass_core.cost_model import Device, Roofline, Workload
+from bass_core.drafters import NgramDrafter
+from bass_core.models import ASSETS, ModelPair
+from bass_core.trace import Trace
+
+SCHEMA = 1
+FIELDS: records.Kinds = {
+    "schema": int,
+    "device": str,
+    "models": dict,
+    "synthetic": bool,
+    "measured": dict,  # where and how: the environment of `records`, temperature, repeats
+    "target_passes": dict,
+    "draft_passes": (dict, type(None)),  # null: drafts cost no pass
+    "overheads": dict,
+}
+MODEL_FIELDS: records.Kinds = {"name": str, "fingerprint": str, "attention": (str, type(None))}
+PASS_AXES = ("batch", "query_length", "kv_length")
+OVERHEAD_AXES = ("batch", "draft_length")
+SHIPPED = ASSETS / "costs"
+Number = float | np.ndarray
+
+# The paper's 7.8B target with its 310M draft (4 layers × 2048) in bf16, and an H100 SXM, all from data sheets.
+H100 = Device("NVIDIA H100 80GB HBM3 (data sheet)", bandwidth=3.35e12, flops=989e12)
+TARGET_8B = Workload(int(7.8e9), int(7.8e9), layers=32, heads=32, kv_heads=32, head_dim=128, element=2)
+DRAFT_310M = Workload(int(310e6), int(310e6), layers=4, heads=16, kv_heads=16, head_dim=128, element=2)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Seconds on a grid. axes: increasing numbers of each dimension by name; seconds: one value per grid point.
+
+    Called with one number or array per axis: linear between grid points in every dimension; below the first point its
+    value; beyond the last linear again, but never less than the value at the grid's edge.
+    """
+
+    axes: dict[str, tuple[float, ...]]
+    seconds: np.ndarray
+
+    def __post_init__(self):
+        object.__setattr__(self, "axes", {name: tuple(points) for name, points in self.axes.items()})
+        object.__setattr__(self, "seconds", np.asarray(self.seconds, dtype=float))
+        for name, points in self.axes.items():
+            if not points or not np.isfinite(points).all() or not (np.diff(points) > 0).all():
+                raise ValueError(f"the axis {name} must be increasing numbers, got {list(points)}")
+        shape = tuple(map(len, self.axes.values()))
+        if self.seconds.shape != shape:
+            raise ValueError(f"{list(self.axes)} has {shape} points, but seconds has the shape {self.seconds.shape}")
+        if not (np.isfinite(self.seconds) & (self.seconds >= 0)).all():
+            raise ValueError("seconds must be finite and not negative")
+
+    def __call__(self, *point: Number) -> Number:
+        cells = [_cell(np.asarray(points), x) for points, x in zip(self.axes.values(), point, strict=True)]
+        found = self._linear(cells)
+        if any((weight > 1).any() for *_, weight in cells):
+            edge = [(lower, upper, np.minimum(weight, 1)) for lower, upper, weight in cells]
+            found = np.maximum(found, self._linear(edge))
+        return found
+
+    def _linear(self, cells: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Number:
+        """Multilinear between the corners of each point's cell, and beyond them."""
+        total = 0.0
+        for corner in product((False, True), repeat=len(cells)):
+            share, index = 1.0, []
+            for (lower, upper, weight), is_upper in zip(cells, corner, strict=True):
+                share = share * (weight if is_upper else 1 - weight)
+                index.append(upper if is_upper else lower)
+            total = total + share * self.seconds[tuple(index)]
+        return total
+
+    def to_dict(self) -> dict:
+        """Axes and seconds as JSON has them."""
+        axes = {name: np.asarray(points).tolist() for name, points in self.axes.items()}
+        return axes | {"seconds": self.seconds.tolist()}
+
+    @classmethod
+    def from_dict(cls, document: dict, axes: tuple[str, ...]) -> Table:
+        """What `to_dict` gave. Raises ValueError for anything else."""
+        if missing := [name for name in (*axes, "seconds") if name not in document]:
+            raise ValueError(f"a table lacks {', '.join(missing)}")
+        try:
+            seconds = np.array(document["seconds"], dtype=float)
+            return cls({name: tuple(document[name]) for name in axes}, seconds)
+        except TypeError as error:
+            raise ValueError(f"a table holds what is no number: {error}") from error
+
+
+def _cell(points: np.ndarray, x: Number) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Indices of the two points around x, the last two beyond them, and how far x is from the first to the second."""
+    if len(points) == 1:
+        return np.zeros(np.shape(x), int), np.zeros(np.shape(x), int), np.zeros(np.shape(x))
+    x = np.maximum(x, points[0])
+    lower = np.minimum(points.searchsorted(x, side="right") - 1, len(points) - 2)
+    return lower, lower + 1, (x - points[lower]) / (points[lower + 1] - points[lower])
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """Seconds of a decode step's parts, for a pair of models on a device.
+
+    models: under "target" and "draft", each model's name, fingerprint and attention path (None without a model).
+    target_passes: over batch, query length and KV length. draft_passes: the same with the query lengths 1 and 2 that a
+    draft phase uses; None where drafting takes no pass of a model. overheads: over batch and draft length.
+    is_synthetic: computed rather than measured. measured: where and how.
+
+    Arguments may be arrays that broadcast together. kv_length: positions that each row has cached before the target's
+    pass, one less than its tokens; for rows of different lengths see `kv_of_rows`.
+    """
+
+    device: str
+    models: dict[str, dict[str, str | None]]
+    target_passes: Table
+    draft_passes: Table | None
+    overheads: Table
+    is_synthetic: bool = False
+    measured: dict = field(default_factory=dict)
+
+    def target(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
+        """Seconds of a target pass over `query_length` tokens of each of `batch` rows."""
+        return self.target_passes(batch, query_length, kv_length)
+
+    def draft(self, batch: Number, k: Number, kv_length: Number) -> Number:
+        """Seconds of the passes that draft k tokens for each row: the first feeds two tokens, the others one.
+
+        After steps without drafts the first pass feeds more, which is left out.
+        """
+        if self.draft_passes is None:
+            return np.zeros(np.broadcast(batch, k, kv_length).shape)[()]
+        first = self.draft_passes(batch, 2, kv_length)
+        later = self.draft_passes(batch, 1, np.add(kv_length, np.divide(k, 2)))  # the cache grows under them
+        return np.where(np.greater(k, 0), first + np.subtract(k, 1) * later, 0.0)[()]
+
+    def overhead(self, batch: Number, k: Number) -> Number:
+        """Seconds of a step outside the two models' passes: plan, sampling, verification, commit."""
+        return self.overheads(batch, k)
+
+    def step(self, batch: Number, k: Number, kv_length: Number) -> Number:
+        """Seconds of a decode step that drafts k tokens for each row; k = 0 is regular decoding."""
+        passes = self.target(batch, np.add(k, 1), kv_length) + self.draft(batch, k, kv_length)
+        return passes + self.overhead(batch, k)
+
+    @property
+    def kv_of_rows(self) -> str:
+        """What stands for rows of different KV lengths: "max" where attention pads to the longest, else "mean"."""
+        return "max" if self.models["target"]["attention"] in ("pad", "eager") else "mean"
+
+    @property
+    def file_name(self) -> str:
+        """Where `costs_for` looks for it: device and models as a file name."""
+        return _file_name(self.device, *(self.models[role]["fingerprint"] for role in ("target", "draft")))
+
+    def check_pair(self, pair: ModelPair) -> None:
+        """Raises ValueError if these are not costs of this pair on its device."""
+        found = {"device": device_name(pair.device)} | fingerprints(pair)
+        own = {"device": self.device} | {role: model["fingerprint"] for role, model in self.models.items()}
+        for what, value in found.items():
+            if value != own[what]:
+                raise ValueError(f"these costs are of the {what} {own[what]!r}, not of {value!r}; run `bass calibrate`")
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        document = {"schema": SCHEMA, "device": self.device, "models": self.models, "synthetic": self.is_synthetic}
+        document |= {"measured": self.measured, "target_passes": self.target_passes.to_dict()}
+        document["draft_passes"] = None if self.draft_passes is None else self.draft_passes.to_dict()
+        document["overheads"] = self.overheads.to_dict()
+        Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Read what `save` wrote. Raises ValueError naming the file and what is wrong with it."""
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            records.check_fields(document, FIELDS, ())
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"it is not of schema {SCHEMA}, the one that is read here")
+            for role in ("target", "draft"):
+                records.check_fields(document["models"].get(role), MODEL_FIELDS, ())
+            draft = document["draft_passes"]
+            tables = {
+                "target_passes": Table.from_dict(document["target_passes"], PASS_AXES),
+                "draft_passes": None if draft is None else Table.from_dict(draft, PASS_AXES),
+                "overheads": Table.from_dict(document["overheads"], OVERHEAD_AXES),
+            }
+        except ValueError as error:  # of JSON and of Unicode, too
+            raise ValueError(f"{path} holds no costs: {error}; measure them anew with `bass calibrate`") from error
+        plain = {name: document[name] for name in ("device", "models", "measured")}
+        return cls(**plain, **tables, is_synthetic=document["synthetic"])
+
+    @classmethod
+    def synthetic(
+        cls,
+        target: Roofline,
+        draft: Roofline | None = None,
+        *,
+        target_launch: float = 0.0,
+        draft_launch: float = 0.0,
+        overhead: float = 0.0,
+        batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
+        query_lengths: Sequence[int] = range(1, 34),
+        kv_lengths: Sequence[int] = (1, 512, 1024, 2048, 4096),
+    ) -> CostModel:
+        """Costs that nobody measured: the roofline's bound for every pass, with seconds to launch it on top.
+
+        draft: None for drafts without a model. overhead: seconds of every step outside the passes.
+        """
+
+        def passes(roofline: Roofline, launch: float, lengths: Sequence[int]) -> Table:
+            axes = dict(zip(PASS_AXES, (batches, lengths, kv_lengths), strict=True))
+            return table(axes, lambda *shape: launch + roofline.seconds(*shape))
+
+        def model(roofline: Roofline | None) -> dict[str, str | None]:
+            name = "n-gram lookup" if roofline is None else f"{roofline.work.weights / 1e9:.3g}B parameters"
+            return {
+                "name": name,
+                "fingerprint": f"synthetic {name}",
+                "attention": None if roofline is None else "ragged",
+            }
+
+        host = {"batch": (min(batches), max(batches)), "draft_length": (0, max(query_lengths) - 1)}
+        return cls(
+            device=target.device.name,
+            models={"target": model(target), "draft": model(draft)},
+            target_passes=passes(target, target_launch, query_lengths),
+            draft_passes=None if draft is None else passes(draft, draft_launch, (1, 2)),
+            overheads=table(host, lambda *_: overhead),
+            is_synthetic=True,
+        )
+
+
+def table(axes: dict[str, Sequence[float]], seconds: Callable[..., float]) -> Table:
+    """seconds(*point) at every point of the grid."""
+    shape = tuple(map(len, axes.values()))
+    return Table(axes, np.array([seconds(*point) for point in product(*axes.values())]).reshape(shape))
+
+
+# --- what costs are for ---------------------------------------------------------------------------
+
+
+def predict(cost: CostModel, trace: Trace) -> float:
+    """Seconds that the decode steps of a run take on the device of these costs; prefill is left out.
+
+    Of every step count its live rows, the longest draft that a row submitted, and the rows' KV lengths. Raises
+    ValueError for a trace without steps.
+    """
+    if trace.level == "off":
+        raise ValueError("steps were not recorded: trace='off'; ask for trace='steps'")
+    decode = trace.steps[trace.steps.kind == "decode"]
+    steps = decode.groupby("step").agg(
+        batch=("row", "size"), k=("drafted", "max"), tokens=("kv_length", cost.kv_of_rows)
+    )
+    return float(np.sum(cost.step(steps.batch, steps.k, steps.tokens - 1)))  # the last token is not cached yet
+
+
+def best_fixed_length(
+    cost: CostModel, batch: int, alpha: float, kv_length: float = 256, most: int = 16
+) -> tuple[int, float]:
+    """The draft length of most expected tokens per second, and its speed over regular decoding.
+
+    alpha: chance that a draft is accepted, given that all before it were, the same for all rows and slots. The batch
+    decodes on as a whole: what is gained is tokens per step, Leviathan et al. 2023, equation 1.
+    """
+    lengths = np.arange(most + 1)
+    expected = np.cumsum(alpha**lengths)  # (1 - alpha^(k + 1)) / (1 - alpha)
+    seconds = cost.step(batch, lengths, kv_length)
+    gain = expected * seconds[0] / seconds
+    return int(gain.argmax()), float(gain.max())
+
+
+# --- where costs are kept -------------------------------------------------------------------------
+
+
+def costs_for(pair: ModelPair) -> CostModel | None:
+    """The costs of this pair on its device that were measured here (`bass calibrate`) or ship with the library.
+
+    Models count by fingerprint, CPUs by name and threads. None where there are none. Raises ValueError for a file that
+    cannot be read.
+    """
+    name = _file_name(device_name(pair.device), *fingerprints(pair).values())
+    for folder in (cache_folder(), SHIPPED):
+        if (path := folder / name).exists():
+            cost = CostModel.load(path)
+            cost.check_pair(pair)
+            return cost
+    return None
+
+
+def cache_folder() -> Path:
+    """The user's folder of measured costs: $XDG_CACHE_HOME/bass-hands-on/costs, or the same in ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "bass-hands-on" / "costs"
+
+
+def device_name(device: torch.device) -> str:
+    """What costs depend on: the GPU, or the processor with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{records.processor()}, {threads} thread{'s' * (threads > 1)}"
+
+
+def fingerprints(pair: ModelPair) -> dict[str, str]:
+    """What tells the pair's models apart from others, under "target" and "draft"."""
+    from bass_core.evaluation.quality import _fingerprint  # it imports the engine
+
+    return {"target": _fingerprint(pair.target), "draft": _fingerprint(pair.draft or NgramDrafter())}
+
+
+def _file_name(device: str, target: str, draft: str) -> str:
+    models = hashlib.sha256(f"{target}\0{draft}".encode()).hexdigest()[:12]
+    return f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{models}.json"

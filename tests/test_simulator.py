@@ -1,0 +1,430 @@
+"""The simulator against cases worked by hand, the engine's own steps, and every possible schedule."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from policies import Alternating, PerRow, StopWhenUnsure
+from tiny import ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core import acceptance, costs, plots
+from bass_core.acceptance import AcceptanceTrace
+from bass_core.cost_model import Roofline
+from bass_core.prompt_sets import prompt_set
+from bass_core.replay import Replay
+from bass_core.simulator import (
+    compare_with_real,
+    hindsight_bound,
+    hindsight_schedule,
+    regret,
+    simulate,
+    simulate_steps,
+    simulate_trace,
+)
+
+COUNTS = ["step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length"]
+
+
+class Linear:
+    """A target pass costs 1, and more per token and per cached position of the batch; a drafted token `per_draft`."""
+
+    def __init__(self, per_token=0.0, per_draft=0.1, per_key=0.0, other=0.0, kv_of_rows="mean"):
+        self.per_token, self.per_draft, self.per_key, self.other = per_token, per_draft, per_key, other
+        self.kv_of_rows = kv_of_rows
+
+    def target(self, batch, query_length, kv_length):
+        return 1 + np.multiply(batch, self.per_token * np.asarray(query_length) + self.per_key * np.asarray(kv_length))
+
+    def draft(self, batch, k, kv_length):
+        return self.per_draft * np.asarray(k) + np.zeros(np.broadcast(batch, kv_length).shape)
+
+    def overhead(self, batch, k):
+        return self.other
+
+    def step(self, batch, k, kv_length):
+        return self.target(batch, np.add(k, 1), kv_length) + self.draft(batch, k, kv_length) + self.overhead(batch, k)
+
+
+class Stairs(Linear):
+    """Falls and climbs with k; rises with the batch and the KV length."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.by_k = np.random.default_rng(seed).uniform(0.5, 2.0, 200)
+
+    def target(self, batch, query_length, kv_length):
+        return self.by_k[np.asarray(query_length)] * np.add(3, batch) ** 0.5 + 0.001 * np.asarray(kv_length)
+
+
+def trace_of(*patterns, prompt=10, lengths=None):
+    """A trace whose coins are certain: "1" accepted, "0" rejected, from the second generated token on."""
+    fates = np.array([[1, *map(int, pattern)] for pattern in patterns])
+    made = AcceptanceTrace.synthetic(alpha=0.5, length=fates.shape[1], sequences=len(fates), prompt_length=prompt)
+    return replace(made, q=fates.astype(np.float32), lengths=np.array(lengths or [fates.shape[1]] * len(fates)))
+
+
+def steps_of(trace, policy, batch=(0,), cost=None, **options):
+    steps = simulate_steps(trace, policy, cost or Linear(), batch=list(batch), **options)
+    return steps[steps.kind == "decode"]
+
+
+# --- worked by hand -------------------------------------------------------------------------------
+
+
+def test_all_accepted():
+    # 11 tokens after the prefill's: 4 + 4 + 3; a row that may still emit 3 drafts 2
+    steps = steps_of(trace_of("1" * 11), 3)
+    assert steps.drafted.tolist() == [3, 3, 2]
+    assert steps.accepted.tolist() == [3, 3, 2]
+    assert steps.emitted.tolist() == [4, 4, 3]
+    assert steps.kv_length.tolist() == [11, 15, 19]
+
+
+def test_never_accepted():
+    steps = steps_of(trace_of("0" * 5), 3)
+    assert steps.drafted.tolist() == [3, 3, 2, 1, 0]
+    assert steps.accepted.tolist() == [0] * 5 and steps.emitted.tolist() == [1] * 5
+
+
+def test_a_fixed_pattern():
+    # positions 1…9: step 1 takes 1, 1 and the replaced 0; step 2 the replaced 0; step 3 1, 1, 1 and a bonus
+    steps = steps_of(trace_of("110011111"), 3)
+    assert steps.accepted.tolist() == [2, 0, 3, 0]
+    assert steps.emitted.tolist() == [3, 1, 4, 1]
+    assert steps.drafted.tolist() == [3, 3, 3, 0]
+
+
+def test_what_a_replay_reports():
+    runs = simulate(trace_of("110011111"), 3, Linear(other=0.5), batch=[0], repeats=2)
+    by_hand = {
+        "steps": 4,
+        "tokens": 9,
+        "tokens_per_step": 9 / 4,
+        "k": 3,
+        "acceptance_rate": 5 / 9,
+        "seconds": 4 * 1.5 + 0.9,
+        "seconds_per_token": 6.9 / 9,
+        "first_s": 6.9,
+        "mean_s": 6.9,
+        "last_s": 6.9,
+    }
+    for line in runs.to_dict("records"):
+        assert {name: line[name] for name in by_hand} == pytest.approx(by_hand)
+    assert runs.policy.tolist() == ["FixedLength(k=3)"] * 2
+
+
+def test_rows_leave_and_the_others_pay_less():
+    # row 0 ends after one step (all accepted), row 1 takes four of one token
+    trace = trace_of("1111", "0000")
+    cost = Linear(per_token=0.01, per_draft=0)
+    runs = simulate(trace, 3, cost, batch=[0, 1], repeats=1).iloc[0]
+    times = [1 + 2 * 0.04, 1 + 0.03, 1 + 0.02, 1 + 0.01]
+    assert runs.first_s == pytest.approx(times[0])
+    assert runs.last_s == runs.seconds == pytest.approx(sum(times))
+    assert runs.mean_s == pytest.approx((times[0] + sum(times)) / 2)
+
+
+@pytest.mark.parametrize(("kv_of_rows", "kv"), [("mean", 15.0), ("max", 20.0)])
+def test_rows_of_different_length_cost_what_the_model_says(kv_of_rows, kv):
+    trace = replace(trace_of("11", "11"), prompt_lengths=np.array([10, 20]))
+    steps = steps_of(trace, 1, (0, 1), Linear(per_key=0.1, kv_of_rows=kv_of_rows))
+    assert steps.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 2 * 0.1 * kv))
+
+
+def test_a_text_that_ends_inside_a_step_is_cut_and_still_teaches():
+    # EOS is the fourth token; the draft's tokens beyond it are verified like others
+    steps = steps_of(trace_of("11111110", lengths=[4]), 5)
+    assert steps.accepted.tolist() == [5] and steps.emitted.tolist() == [3]
+
+
+def test_a_text_of_one_token_takes_no_step():
+    trace = trace_of("111", "111", lengths=[1, 4])
+    assert steps_of(trace, 3, (0,)).empty
+    both = steps_of(trace, 3, (0, 1))
+    assert both.row.tolist() == [1]
+    assert simulate(trace, 3, Linear(), batch=[0], repeats=1).seconds.item() == 0
+    assert hindsight_bound(trace, Linear(), batch=[0, 0], repeats=1).item() == 0
+
+
+def test_the_limit_cuts_texts():
+    assert steps_of(trace_of("1" * 11), 3, max_new_tokens=6).emitted.sum() == 5
+    with pytest.raises(ValueError, match="max_new_tokens=13"):
+        steps_of(trace_of("1" * 11), 3, max_new_tokens=13)
+
+
+def test_a_step_that_a_policy_stops_pays_for_the_pass_after_which_it_stopped():
+    trace = trace_of("1111111")
+    trace = replace(trace, maximum=np.array([[0, 0.9, 0.9, 0.1, 0.9, 0.1, 0.1, 0.1]], np.float32))
+    steps = steps_of(trace, StopWhenUnsure(most=4))
+    assert steps.kv_length.tolist() == [11, 14, 16, 17]
+    assert steps.drafted.tolist() == [2, 1, 0, 0]
+    assert steps.draft_ms.tolist() == pytest.approx([300, 200, 100, 0])  # the last token is the target's own
+
+
+def test_after_a_rejection_a_policy_hears_the_rollout():
+    trace = trace_of("1011111")  # a step from place 1 on accepts one draft and rejects the one of place 2
+    trace = replace(trace, maximum=np.ones_like(trace.maximum), rollout_maximum=np.ones_like(trace.rollout_maximum))
+    assert steps_of(trace, StopWhenUnsure(most=5)).drafted.iloc[0] == 5
+    trace.rollout_maximum[0, 2, 1] = 0.1  # sure about one draft more, not about the next
+    first = steps_of(trace, StopWhenUnsure(most=5)).iloc[0]
+    assert (first.drafted, first.accepted) == (3, 1)
+
+
+# --- against the engine ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny_pair):
+    return acceptance.record(tiny_pair, ragged_prompts(4, 9, 6, 13), max_new_tokens=40, temperature=0.0, rollout=8)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        bass.FixedLength(0),
+        bass.FixedLength(3),
+        bass.BassHeuristic(),
+        bass.HuggingFaceHeuristic(),
+        Alternating(),
+        PerRow(most=4),
+        StopWhenUnsure(most=6, at_least=0.08),  # the tiny models are never sure
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
+    prompts = ragged_prompts(4, 9, 6, 13)[:batch]
+    real = bass.generate(tiny_pair, prompts, max_new_tokens=40, draft_length=policy, eos_token_id=()).trace.steps
+    found = simulate_steps(replace(greedy, lengths=np.full(4, 40)), policy, Linear(), batch=range(batch))
+    pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
+    assert (real.accepted.sum() > 0) == (policy != bass.FixedLength(0))
+
+
+def test_greedy_replay_of_texts_that_end_is_the_engines_run():
+    """The embedded pair, whose texts end at EOS at different times."""
+    pair, prompts = bass.load_pair(dtype="float32"), prompt_set("mini", 4)
+    trace = acceptance.record(pair, prompts, max_new_tokens=48, temperature=0.0)
+    assert len(set(trace.lengths)) > 1
+    for policy in (bass.FixedLength(4), bass.BassHeuristic(), bass.HuggingFaceHeuristic(), StopWhenUnsure(most=8)):
+        real = bass.generate(pair, prompts, max_new_tokens=48, draft_length=policy).trace.steps
+        found = simulate_steps(trace, policy, Linear(), batch=range(4))
+        pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [bass.FixedLength(3), bass.BassHeuristic(), bass.HuggingFaceHeuristic(), StopWhenUnsure(most=5, at_least=0.1)],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_sampled_replays_accept_as_much_as_the_engine(tiny_pair, policy):
+    """Paired by seed: the mean difference is zero within four of its standard errors, and these are small."""
+    prompts = ragged_prompts(*range(4, 36))
+    runs = compare_with_real(
+        tiny_pair, prompts, policy, max_new_tokens=48, temperature=0.5, seeds=range(6), repeats=24, rollout=6
+    )
+    assert runs.difference.sem() < 0.02
+    assert abs(runs.difference.mean()) < 4 * runs.difference.sem()
+    assert runs.real.mean() > 1.3
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def test_a_position_meets_the_same_fate_under_every_policy():
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=60, sequences=6)
+    fates = {}
+    for policy in (1, 4, bass.BassHeuristic(), PerRow(most=5)):
+        for line in steps_of(trace, policy, range(6), seed=3).itertuples():
+            at = line.kv_length - 128
+            decided = [(at + slot, slot < line.accepted) for slot in range(min(line.accepted + 1, line.drafted))]
+            for position, kept in decided:
+                assert fates.setdefault((line.row, position), kept) == kept
+    assert len(set(fates.values())) == 2
+
+
+def test_a_larger_batch_holds_the_rows_of_a_smaller_one():
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=30, sequences=5)
+    small, large = (Replay.draw(trace, batch, None, 2, 1) for batch in (3, 12))
+    assert (large.sequences[:3] == small.sequences).all() and (large.run[:3] == small.run).all()
+    assert sorted(large.sequences[:5]) == sorted(large.sequences[5:10]) == list(range(5))
+    same_text = [np.flatnonzero(large.sequences[:10] == number) for number in range(5)]
+    assert any((large.run[first] != large.run[second]).any() for first, second in same_text)
+
+
+def test_repeats_and_seeds_differ_and_the_same_ones_do_not():
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=60, sequences=8)
+    runs, again, other = (simulate(trace, 4, Linear(), batch=4, repeats=5, seed=seed) for seed in (0, 0, 1))
+    pd.testing.assert_frame_equal(runs, again)
+    assert runs.seconds.nunique() > 1 and not runs.seconds.equals(other.seconds)
+
+
+def test_policies_are_not_changed_and_every_repeat_starts_alike():
+    trace, policy = trace_of("1" * 30), bass.BassHeuristic()
+    runs = simulate(trace, policy, Linear(), batch=1, repeats=3)
+    assert policy == bass.BassHeuristic() and vars(policy) == vars(bass.BassHeuristic())
+    assert runs.steps.nunique() == 1
+
+
+@pytest.mark.parametrize(("alpha", "k"), [(0.5, 3), (0.8, 5), (0.95, 10)])
+def test_tokens_per_step_at_constant_alpha(alpha, k):
+    trace = AcceptanceTrace.synthetic(alpha=alpha, length=400, sequences=64)
+    runs = simulate(trace, k, Linear(), batch=64, repeats=8)
+    wanted = (1 - alpha ** (k + 1)) / (1 - alpha)
+    # a row's last steps draft less than k: at most k + 1 of 400 tokens, which moves the mean by less than that share
+    assert abs(runs.tokens_per_step.mean() - wanted) < 4 * runs.tokens_per_step.sem() + wanted * (k + 1) / 400 / 4
+
+
+# --- the best in hindsight ------------------------------------------------------------------------
+
+
+def brute_force(replay, cost):
+    """Least seconds over all sequences of shared draft lengths, walked one by one."""
+
+    def least(at):
+        live = [row for row in range(len(at)) if at[row] < replay.ends[row]]
+        if not live:
+            return 0.0
+        tokens = np.array([replay.trace.prompt_lengths[replay.sequences[row]] + at[row] for row in live])
+        best = np.inf
+        for k in range(max(replay.limit - at[row] - 1 for row in live) + 1):
+            reached = list(at)
+            for row in live:
+                drafted = min(k, replay.limit - at[row] - 1)
+                reached[row] = at[row] + min(drafted, replay.run[row, at[row]]) + 1
+            best = min(best, float(cost.step(len(live), k, tokens.mean() - 1)) + least(tuple(reached)))
+        return best
+
+    return least((1,) * len(replay.ends))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cost", [Linear(), Linear(per_token=0.05, per_key=0.02), Stairs(0)])
+def test_the_optimum_of_a_row_is_that_of_all_schedules(cost, seed):
+    trace = AcceptanceTrace.synthetic(alpha=0.6, length=9, sequences=3)
+    trace = replace(trace, lengths=np.array([9, 7, 8]))
+    found = hindsight_bound(trace, cost, batch=1, seed=seed, repeats=1).item()
+    assert found == pytest.approx(brute_force(Replay.draw(trace, 1, None, seed, 0), cost), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cost", [Linear(), Linear(per_token=0.2, per_key=0.001), Stairs(1)])
+def test_the_bound_of_a_batch_is_below_all_schedules(cost, seed):
+    trace = AcceptanceTrace.synthetic(alpha=0.6, length=7, sequences=3)
+    trace = replace(trace, lengths=np.array([7, 5, 6]), prompt_lengths=np.array([9, 30, 12]))
+    bound = hindsight_bound(trace, cost, batch=3, seed=seed, repeats=1).item()
+    best = brute_force(Replay.draw(trace, 3, None, seed, 0), cost)
+    schedule = hindsight_schedule(trace, cost, batch=3, seed=seed, repeats=1).item()
+    assert 0.5 * best < bound <= best * (1 + 1e-12) <= schedule * (1 + 2e-12)
+
+
+def test_the_bound_of_equal_rows_is_reached():
+    # the rows' coins fall alike, so that one sequence of lengths is best for all of them
+    trace, cost = trace_of("110111011"), Linear(per_token=0.05)
+    bound = hindsight_bound(trace, cost, batch=[0, 0, 0], repeats=1).item()
+    assert bound == pytest.approx(brute_force(Replay.draw(trace, [0, 0, 0], None, 0, 0), cost))
+
+
+class Whim(bass.DraftLengthPolicy):
+    """Any length for any row, and any stop."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def start(self, rows):
+        self.random = np.random.default_rng(self.seed)
+
+    def plan(self, rows):
+        return torch.from_numpy(self.random.integers(0, 9, len(rows.ids)))
+
+    def keep_drafting(self, signals):
+        return torch.from_numpy(self.random.random(len(signals.drafting)) < 0.9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_policy_is_faster_than_the_bound(seed):
+    random = np.random.default_rng(seed)
+    trace = AcceptanceTrace.synthetic(
+        alpha=random.uniform(0.3, 0.9), length=40, sequences=7, seed=seed, regimes=(0.1, 6), prompt_length=20
+    )
+    trace = replace(trace, lengths=random.integers(1, 41, 7), prompt_lengths=random.integers(5, 60, 7))
+    policies = [0, 3, 8, bass.BassHeuristic(), bass.HuggingFaceHeuristic(), PerRow(most=6), Whim(seed)]
+    costs = [Linear(per_token=random.uniform(0, 0.3), per_key=random.uniform(0, 0.01)), Stairs(seed)]
+    for cost, batch in itertools.product(costs, (1, 2, 7, 12)):
+        options = {"batch": batch, "seed": seed, "repeats": 4}
+        bound = hindsight_bound(trace, cost, **options)
+        for policy in policies:
+            assert (simulate(trace, policy, cost, **options).seconds >= bound * (1 - 1e-12)).all()
+        assert (hindsight_schedule(trace, cost, **options) >= bound * (1 - 1e-12)).all()
+
+
+def test_regret_compares_with_the_bound_on_the_same_replays():
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=60, sequences=16)
+    policies = {"two": 2, "paper": bass.BassHeuristic()}
+    table = regret(trace, policies, Linear(), batches=[1, 8], repeats=6, seed=4)
+    assert table[["batch", "policy"]].values.tolist() == [[1, "two"], [1, "paper"], [8, "two"], [8, "paper"]]
+    runs = simulate(trace, 2, Linear(), batch=8, repeats=6, seed=4)
+    bound = hindsight_bound(trace, Linear(), batch=8, repeats=6, seed=4)
+    line = table.iloc[2]
+    assert line.regret == pytest.approx((runs.seconds / bound - 1).mean())
+    assert line.low < line.regret < line.high
+    assert line.seconds == pytest.approx(runs.seconds.mean()) and line.bound_s == pytest.approx(bound.mean())
+    assert (table.schedule_s >= table.bound_s * (1 - 1e-12)).all()
+
+
+def test_hindsight_alone_beats_fixed_lengths_when_rows_are_few():
+    """The known limits: far ahead of the best fixed length at batch 1, hardly at batch 32."""
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=128, sequences=64)
+    gain = {}
+    for batch in (1, 32):
+        options = {"batch": batch, "repeats": 12}
+        best = min(simulate(trace, k, Linear(per_draft=0.05), **options).seconds.mean() for k in range(3, 12))
+        gain[batch] = best / hindsight_schedule(trace, Linear(per_draft=0.05), **options).mean() - 1
+    assert 0.2 < gain[1] < 0.45
+    assert 0 < gain[32] < 0.08
+
+
+# --- figures of real traces -----------------------------------------------------------------------
+
+
+def test_figures_and_summaries_of_real_traces_take_simulated_ones():
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=40, sequences=4)
+    found = simulate_trace(trace, 4, Linear(), batch=4)
+    runs = simulate(trace, 4, Linear(), batch=4, repeats=1).iloc[0]
+    summary = found.summary()
+    for name in ("steps", "tokens_per_step", "k", "acceptance_rate"):
+        assert summary[name] == pytest.approx(runs[name])
+    assert summary["draft_s"] + summary["verify_s"] + summary["other_s"] == pytest.approx(runs.seconds)
+    assert summary["tokens"] == runs.tokens + 4
+    assert len(plots.raster_matrix(found)) == 4
+
+
+def test_costs_of_the_library_price_a_replay_as_they_price_a_run():
+    target, draft = (Roofline(work, costs.H100) for work in (costs.TARGET_8B, costs.DRAFT_310M))
+    cost = costs.CostModel.synthetic(target, draft, target_launch=1e-4, draft_launch=2e-5, overhead=1e-3)
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=40, sequences=4, prompt_length=500)
+    trace = replace(trace, lengths=np.array([40, 20, 33, 40]))
+    for policy in (0, 5, bass.BassHeuristic()):
+        found = simulate_trace(trace, policy, cost, batch=4)
+        assert simulate(trace, policy, cost, batch=4, repeats=1).seconds.item() == pytest.approx(
+            costs.predict(cost, found)
+        )
+    table = regret(trace, [0, 5], cost, batches=[1, 4], repeats=3)
+    assert (table.regret > 0).all() and (table.schedule_s >= table.bound_s).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"batch": 0}, "batch"), ({"batch": 2, "repeats": 0}, "repeats"), ({"batch": 2, "seed": -1}, "seed")],
+)
+def test_wrong_arguments_are_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        simulate(trace_of("111"), 2, Linear(), **options)
