@@ -33,6 +33,7 @@ METHODS = {  # ways to decode: colour, dash, symbol, hatching
     "single": (COLOURS["recovered"], "dash", "diamond", "\\"),
     "batched": (COLOURS["accepted"], "solid", "circle", ""),
 }
+CODE = "font-family:ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;"  # pages style <pre> themselves
 _TEXT_STYLES = {
     "accepted": "border-bottom:2px solid",
     "recovered": "border-bottom:2px dashed",
@@ -148,12 +149,27 @@ def legend() -> str:
     )
 
 
-def coloured_text(tokens: Sequence[int], kinds: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
-    """HTML of generated tokens, each underlined and coloured by where it came from (`Trace.tokens.kind`)."""
-    spans = []
-    for piece, kind in zip(_pieces(tokens, tokenizer), kinds, strict=True):
-        spans.append(f'<span style="color:{COLOURS[kind]};{_TEXT_STYLES[kind]}">{html.escape(piece)}</span>')
-    return f'<pre style="white-space:pre-wrap;line-height:1.6;margin:0">{"".join(spans)}</pre>'
+def coloured_text(
+    tokens: Sequence[int],
+    kinds: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    prompt: str = "",
+    titles: Sequence[str] | None = None,
+    marked: Sequence[bool] | None = None,
+) -> str:
+    """HTML of generated tokens, each underlined and coloured by where it came from (`Trace.tokens.kind`).
+
+    prompt: shown in grey before them. titles: what the mouse reads on each token. marked: on a yellow ground.
+    """
+    titles = [""] * len(tokens) if titles is None else titles
+    marked = [False] * len(tokens) if marked is None else marked
+    spans = [f'<span style="color:#707070">{html.escape(prompt)}</span>'] if prompt else []
+    for piece, kind, title, mark in zip(_pieces(tokens, tokenizer), kinds, titles, marked, strict=True):
+        style = f"color:{COLOURS[kind]};{_TEXT_STYLES[kind]}" + (";background:#FFF3B0" if mark else "")
+        hover = f' title="{html.escape(title)}"' if title else ""
+        spans.append(f'<span{hover} style="{style}">{html.escape(piece)}</span>')
+    return f'<pre style="{CODE}line-height:1.6;margin:0">{"".join(spans)}</pre>'
 
 
 def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:

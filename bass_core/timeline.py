@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from bass_core import plots
+from bass_core.live_figures import live_figure, redraw, stacked
 from bass_core.plots import COLOURS
 from bass_core.profiling import PHASES, Profile
 from bass_core.trace import Trace
@@ -282,15 +283,14 @@ class TimelineBrowser:
     def __init__(self, profile: Profile, trace: Trace | None = None, step: int | None = None, most: int = 4):
         """trace: of the one run that was profiled. most: steps drawn at once."""
         import ipywidgets
-        import plotly.graph_objects as go
 
         self.profile, self.trace = profile, trace
         first, _ = _shown(profile, step, None)
         options = {"continuous_update": False, "style": {"description_width": "initial"}}
         self.step = ipywidgets.IntSlider(first, 0, len(profile.steps) - 1, description="step", **options)
         self.count = ipywidgets.IntSlider(1, 1, most, description="how many", **options)
-        self.sentence, self.figure = ipywidgets.HTML(), go.FigureWidget(timeline_figure(profile, first))
-        self._box = ipywidgets.VBox([ipywidgets.HBox([self.step, self.count]), self.figure, self.sentence])
+        self.sentence, self.figure = ipywidgets.HTML(), live_figure()
+        self._box = stacked(ipywidgets.HBox([self.step, self.count]), self.figure, self.sentence)
         for slider in (self.step, self.count):
             slider.observe(self._redraw, names="value")
         self._redraw()
@@ -298,11 +298,7 @@ class TimelineBrowser:
     def _redraw(self, _=None) -> None:
         first = self.step.value
         last = min(first + self.count.value, len(self.profile.steps)) - 1
-        drawn = timeline_figure(self.profile, first, last)
-        with self.figure.batch_update():
-            for old, new in zip(self.figure.data, drawn.data, strict=True):
-                old.update(new.to_plotly_json(), overwrite=True)
-            self.figure.layout = drawn.layout
+        redraw(self.figure, timeline_figure(self.profile, first, last))
         table = step_table(self.profile).loc[first:last].dropna(axis="columns", how="all")
         self.sentence.value = table.to_html(border=0, float_format="{:.2f}".format) + self._rows(first, last)
 

@@ -7,7 +7,6 @@ named by its row and `nth`, the row's own decode step counted from 1, as in `plo
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,6 @@ SYMBOLS = {"accepted": "✓", "rejected": "✗", "not reached": "–", "recovere
 _BARS = COLOURS | {"not reached": "#E3BDD1"}  # the colour of rejected, lighter
 _INKS = COLOURS | {"not reached": "#767676"}
 _CHIP = "border:1px solid;border-radius:4px;padding:0 4px"
-_CODE = "font-family:ui-monospace,monospace;word-break:normal;overflow-wrap:anywhere;"  # pages style <pre> themselves
 _VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FEW = 12  # bars up to which each carries its value as a number
 
@@ -168,7 +166,7 @@ def step_html(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBa
         for line in step_tokens(trace, row, nth).itertuples()
     ]
     tail = html.escape("\n".join(before.split("\n")[-4:]).lstrip("\n"))
-    style = f"{_CODE}white-space:pre-wrap;line-height:1.9;margin:4px 0"
+    style = f"{plots.CODE}line-height:1.9;margin:4px 0"
     return f'<pre style="{style}"><span style="color:#707070">{tail}</span> {" ".join(chips)}</pre>'
 
 
@@ -181,12 +179,8 @@ def row_html(
     """
     tokens = outcomes(trace)
     mine = tokens[(tokens.row == row) & (tokens.kind != "rejected")]
-    text = plots.coloured_text(mine.token.tolist(), mine.kind.tolist(), tokenizer)
-    marks = iter(["background:#FFF3B0;" if line.nth == nth else "" for line in mine.itertuples()])
-    titles = iter([_hover(line) for line in mine.itertuples()])
-    text = re.sub('<span style="', lambda _: f'<span title="{next(titles)}" style="{next(marks)}', text)
-    grey = f'<span style="color:#707070">{html.escape(prompt)}</span>'
-    return text.replace('<pre style="', f'<pre style="{_CODE}', 1).replace(">", f">{grey}", 1)
+    about = {"titles": [_hover(line) for line in mine.itertuples()], "marked": (mine.nth == nth).tolist()}
+    return plots.coloured_text(mine.token.tolist(), mine.kind.tolist(), tokenizer, prompt=prompt, **about)
 
 
 def _hover(line) -> str:

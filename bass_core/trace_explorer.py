@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bass_core import plots, token_views
+from bass_core.live_figures import live_figure, redraw, stacked
 from bass_core.trace import Trace
 
 if TYPE_CHECKING:  # optional packages; imported where they are used
@@ -26,16 +27,13 @@ class TraceExplorer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        import plotly.graph_objects as go
         from ipywidgets import HTML
 
         self.tokenizer = tokenizer
         self.trace: Trace | None = None  # nothing is drawn before `show`
         self.prompts: list[str] = []
         self.headline, self.reason, self.text = HTML(), HTML(), HTML()
-        self.raster, self.bars = go.FigureWidget(), go.FigureWidget()
-        for figure in (self.raster, self.bars):
-            figure._config = figure._config | {"responsive": True, "displayModeBar": False}
+        self.raster, self.bars = live_figure(), live_figure()
         self.controls = _step_controls()
         self._moving = False
         for name in ("row", "step"):
@@ -49,7 +47,7 @@ class TraceExplorer:
         magnifier = VBox([self.bars, self.reason], layout=_HALF)
         below = Box([magnifier, VBox([self.text], layout=_HALF)], layout=WRAPPED | {"align_items": "flex-start"})
         key = HTML(f'<div style="font-size:90%;line-height:1.6">{token_views.legend()}</div>')
-        return VBox([self.headline, self.raster, choice, below, key, _resizer()])
+        return stacked(self.headline, self.raster, choice, below, key)
 
     def show(self, trace: Trace, prompts: Sequence[str] = ()) -> None:
         """Draw another trace; the chosen row and step stay if it has them. prompts: one text per row, or none.
@@ -87,8 +85,8 @@ class TraceExplorer:
 
     def _draw_step(self) -> None:
         row, nth = self.controls["row"].value, self.controls["step"].value
-        _redraw(self.raster, self._drawn.update_layout(shapes=[token_views.marked_cell(row, nth)]))
-        _redraw(self.bars, token_views.step_figure(self.trace, row, nth, self.tokenizer))
+        redraw(self.raster, self._drawn.update_layout(shapes=[token_views.marked_cell(row, nth)]))
+        redraw(self.bars, token_views.step_figure(self.trace, row, nth, self.tokenizer))
         self.reason.value, self.text.value = self._words()
 
     def _words(self) -> tuple[str, str]:
@@ -124,40 +122,3 @@ def _step_controls() -> dict[str, ipywidgets.Widget]:
     play = Play(value=1, min=1, max=1, interval=1000, show_repeat=False)
     link((play, "value"), (step, "value"))
     return {"row": row, "step": step, "play": play}
-
-
-def _resizer() -> ipywidgets.DOMWidget:
-    """An empty line that makes the figures above it as wide as itself, now and whenever its own width changes.
-
-    A FigureWidget is 700 pixels wide and stays so: as an anywidget it is not told of its place in the page, and every
-    new layout with a height fixes the width too.
-    """
-    import anywidget
-
-    class Resizer(anywidget.AnyWidget):
-        _esm = """
-        export default { render({ el }) {
-            const fit = () => {
-                const figures = el.parentElement?.querySelectorAll(".js-plotly-plot") ?? [];
-                figures.forEach(figure => delete figure.layout?.width);
-                window.dispatchEvent(new Event("resize"));  // responsive figures take the width of their place
-            };
-            const observer = new ResizeObserver(fit);
-            observer.observe(el);
-            document.addEventListener("plotlywidget-after-render", fit);
-            return () => { observer.disconnect(); document.removeEventListener("plotlywidget-after-render", fit); };
-        } };
-        """
-
-    return Resizer(layout={"width": "100%"})
-
-
-def _redraw(widget: go.FigureWidget, figure: go.Figure) -> None:
-    """Make a FigureWidget show another figure with the same number of traces, its data in place."""
-    with widget.batch_update():
-        if not widget.data:
-            widget.add_traces(figure.data)
-        for old, new in zip(widget.data, figure.data, strict=True):
-            old.update(new.to_plotly_json(), overwrite=True)
-        widget.layout = figure.layout
-    widget._repr_mimebundle_()  # updates the state that a page gets when it is loaded again

@@ -13,6 +13,7 @@ import pandas as pd
 
 from bass_core import plots
 from bass_core.generation import Generation, generate
+from bass_core.live_figures import live_figure, redraw, stacked
 from bass_core.models import ModelPair
 
 if TYPE_CHECKING:  # optional packages; imported where they are used
@@ -141,14 +142,13 @@ def draft_length_slider(
     again and redraws. Text is the same at every setting (greedy decoding), and a check says so.
     """
     import ipywidgets
-    import plotly.graph_objects as go
 
     reference = generate(pair, prompts, draft_length=0, **options).sequences
     slider = ipywidgets.IntSlider(
         value, 1, most, description="draft length", continuous_update=False, style={"description_width": "initial"}
     )
     sentence = ipywidgets.HTML()
-    figure = go.FigureWidget()
+    figure = live_figure()
 
     def decode(k: int) -> None:
         started = time.perf_counter()
@@ -161,17 +161,11 @@ def draft_length_slider(
             f"{summary['tokens'] / seconds:,.0f} tokens/s · "
             + ("same text as regular decoding ✓" if same else "the text differs from regular decoding ✗")
         )
-        raster = plots.acceptance_raster(out.trace)
-        with figure.batch_update():
-            if not figure.data:
-                figure.add_traces(raster.data)
-            else:
-                figure.data[0].update(raster.data[0].to_plotly_json())
-            figure.layout = raster.layout
+        redraw(figure, plots.acceptance_raster(out.trace))
 
     slider.observe(lambda change: decode(change.new), names="value")
     decode(value)
-    return ipywidgets.VBox([slider, sentence, figure])
+    return stacked(slider, sentence, figure)
 
 
 def draft_length_table(pair: ModelPair, prompts: Sequence[str], lengths: Sequence[int], **options) -> pd.DataFrame:

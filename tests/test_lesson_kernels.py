@@ -125,7 +125,7 @@ def test_reads_are_drawn_in_blocks_and_wasted_ones_hatched():
 
 
 def test_slider_redraws_the_bars():
-    slider, sentence, figure = kernel_views.spread_slider(account, 4, 100, bytes_per_key=1000, value=0).children
+    slider, sentence, figure, _ = kernel_views.spread_slider(account, 4, 100, bytes_per_key=1000, value=0).children
     needed, wasted, done = figure.data
     assert list(needed.y) == ["pad", "split", "ragged"] and list(wasted.x) == [0, 0, 0]
     before = list(done.x)

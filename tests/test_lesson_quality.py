@@ -97,7 +97,7 @@ def test_difference_figure_shows_the_intervals(runs):
 
 def test_moving_the_budget_redraws(runs):
     explorer = quality_views.budget_explorer(runs, steps=5)
-    problem, budget, figure, sentence = explorer.children
+    problem, budget, figure, sentence, _ = explorer.children
     budget.value = budget.options[0][1]
     assert "✓" not in sentence.value
     early = [len(trace.y) for trace in figure.data]

@@ -246,7 +246,7 @@ def test_lock_step_figure_draws_both_laws():
 
 
 def test_lock_step_sliders_redraw():
-    alpha, batch, k, sentence, figure = ragged_views.lock_step_explorer(0.9, 5, 8).children
+    alpha, batch, k, sentence, figure, _ = ragged_views.lock_step_explorer(0.9, 5, 8).children
     assert "<b>4.69</b>" in sentence.value and "<b>1.74</b>" in sentence.value and len(figure.data[0].x) == 5
     k.value, batch.value = 2, 1
     assert list(figure.data[0].y) == list(figure.data[1].y) == pytest.approx([0.9, 0.81])
@@ -276,7 +276,7 @@ def test_progress_figure_counts_tokens():
 
 def test_cache_slider_shows_the_step():
     states = ragged_batches.cache_states(STEPS)
-    slider, sentence, figure = ragged_views.cache_slider(states).children
+    slider, sentence, figure, _ = ragged_views.cache_slider(states).children
     parts = {bars.name: bars for bars in figure.data}
     assert list(parts) == list(ragged_views.SLOTS) and "step 1" in sentence.value
     assert list(parts["committed in this step"].x) == [1, 4]

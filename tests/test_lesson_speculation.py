@@ -267,7 +267,7 @@ def test_static_steps_are_the_story(story):
 
 
 def test_step_slider_redraws_text_and_bars(pair, story):
-    slider, text, figure = speculation_views.step_slider(story, pair.tokenizer).children
+    slider, text, figure, _ = speculation_views.step_slider(story, pair.tokenizer).children
     for step in (1, 5, 3):
         slider.value = step
         assert drawn_step(figure.data) == told_step(story, step)
@@ -293,7 +293,7 @@ def test_overlap_adds_up_to_both_laws():
 
 def test_temperature_slider_redraws_the_overlap():
     logits = (torch.tensor([2.0, 1.0, 0.0]), torch.tensor([1.0, 2.0, 0.0]))
-    slider, figure = speculation_views.overlap_slider(logits, {0: "a", 1: "b"}, 1.0).children
+    slider, figure, _ = speculation_views.overlap_slider(logits, {0: "a", 1: "b"}, 1.0).children
     shared = [sum(figure.data[0].y)]
     for temperature in (0.1, 2.0):
         slider.value = temperature

@@ -117,7 +117,7 @@ def test_page_draws_its_figures_in_a_browser(demo, tmp_path):
 
 
 def test_moving_the_slider_redraws_the_raster(pair, prompts):
-    slider, sentence, figure = widgets.draft_length_slider(pair, prompts, value=2, max_new_tokens=24).children
+    slider, sentence, figure, _ = widgets.draft_length_slider(pair, prompts, value=2, max_new_tokens=24).children
     before = figure.data[0].z
     assert figure.data[0].zmax == 2 and "k = 2" in sentence.value
     slider.value = 4

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from bass_core import plots
+from bass_core.live_figures import live_figure, redraw, stacked
 from bass_core.plots import COLOURS
 
 if TYPE_CHECKING:  # optional packages; imported where they are used
@@ -161,14 +162,13 @@ def spread_slider(
     `slider.value` counts again and redraws.
     """
     import ipywidgets
-    import plotly.graph_objects as go
 
     from bass_kernels.accounting import spread_lengths
 
     style = {"description_width": "initial"}
     slider = ipywidgets.FloatSlider(value, min=0, max=1, step=0.1, description="spread", style=style)
     slider.continuous_update = False
-    sentence, figure = ipywidgets.HTML(), go.FigureWidget()
+    sentence, figure = ipywidgets.HTML(), live_figure()
 
     def draw(spread: float) -> None:
         lengths = spread_lengths(batch, mean, spread)
@@ -178,16 +178,11 @@ def spread_slider(
             f"<b>spread {spread:.1f}</b>: rows of {min(lengths)} … {max(lengths)} keys; "
             f"{accounts['pad'].wasted_share:.0%} of what <i>pad</i> reads is wasted"
         )
-        with figure.batch_update():
-            if not figure.data:
-                figure.add_traces(chart.data)
-                figure.layout = chart.layout
-            for drawn, wanted in zip(figure.data, chart.data, strict=True):
-                drawn.update(x=wanted.x, text=wanted.text)
+        redraw(figure, chart)
 
     slider.observe(lambda change: draw(change.new), names="value")
     draw(value)
-    return ipywidgets.VBox([slider, sentence, figure])
+    return stacked(slider, sentence, figure)
 
 
 def spread_chart(

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from bass_core import plots
+from bass_core.live_figures import live_figure, redraw, stacked
 from bass_core.plots import COLOURS
 
 if TYPE_CHECKING:  # optional packages; imported where they are used
@@ -202,7 +203,6 @@ def budget_explorer(runs: Mapping[str, Evaluation], steps: int = 25) -> ipywidge
     `children[1].options`, redraws.
     """
     import ipywidgets
-    import plotly.graph_objects as go
 
     samples = pd.concat([run.samples for run in runs.values()])
     seconds = samples.finish_seconds.dropna()
@@ -216,20 +216,14 @@ def budget_explorer(runs: Mapping[str, Evaluation], steps: int = 25) -> ipywidge
         continuous_update=False,
         style=style,
     )
-    sentence, figure = ipywidgets.HTML(), go.FigureWidget()
+    sentence, figure = ipywidgets.HTML(), live_figure()
 
-    def redraw(_=None) -> None:
-        drawn = finish_figure(runs, problem.value, budget.value)
-        with figure.batch_update():
-            if not figure.data:
-                figure.add_traces(drawn.data)
-            for old, new in zip(figure.data, drawn.data, strict=True):
-                old.update(new.to_plotly_json(), overwrite=True)
-            figure.layout = drawn.layout
+    def draw(_=None) -> None:
+        redraw(figure, finish_figure(runs, problem.value, budget.value))
         marks = verdicts(runs, problem.value, budget.value).replace({True: "✓", False: "✗"})
         sentence.value = marks.to_html(border=0)
 
     for control in (problem, budget):
-        control.observe(redraw, names="value")
-    redraw()
-    return ipywidgets.VBox([problem, budget, figure, sentence])
+        control.observe(draw, names="value")
+    draw()
+    return stacked(problem, budget, figure, sentence)

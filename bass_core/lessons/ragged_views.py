@@ -17,6 +17,7 @@ from torch import Tensor
 from bass_core import plots
 from bass_core.lessons import naive_batches
 from bass_core.lessons.ragged_batches import expected_speed, expected_tokens
+from bass_core.live_figures import live_figure, redraw, stacked
 from bass_core.plots import COLOURS
 
 if TYPE_CHECKING:  # optional packages; imported where they are used
@@ -111,11 +112,11 @@ def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> ipywid
     batch_slider = ipywidgets.IntSlider(batch, BATCHES.start, BATCHES.stop - 1, description="batch size", style=style)
     k_slider = ipywidgets.IntSlider(k, 1, 16, description="draft length", style=style)
     sentence, controls = ipywidgets.HTML(), (alpha_slider, batch_slider, k_slider)
-    figure = _figure_widget()
+    figure = live_figure()
 
-    def redraw(_=None) -> None:
+    def draw(_=None) -> None:
         a, rows, length = (control.value for control in controls)
-        _show(figure, lock_step_figure(a, length, rows))
+        redraw(figure, lock_step_figure(a, length, rows))
         own, together = (f"{expected_tokens(a, length, n):.2f}" for n in (1, rows))
         fast, slow = (f"{expected_speed(a, length, n):.2f}×" for n in (1, rows))
         sentence.value = (
@@ -125,25 +126,9 @@ def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> ipywid
 
     for control in controls:
         control.continuous_update = False
-        control.observe(redraw, names="value")
-    redraw()
-    return ipywidgets.VBox([*controls, sentence, figure])
-
-
-def _figure_widget() -> go.FigureWidget:
-    import plotly.graph_objects as go
-
-    return go.FigureWidget()
-
-
-def _show(figure: go.FigureWidget, drawn: go.Figure) -> None:
-    """Let a figure on the page show what another one holds."""
-    with figure.batch_update():
-        if not figure.data:
-            figure.add_traces(drawn.data)
-        for old, new in zip(figure.data, drawn.data, strict=True):
-            old.update(new.to_plotly_json(), overwrite=True)
-        figure.layout = drawn.layout
+        control.observe(draw, names="value")
+    draw()
+    return stacked(*controls, sentence, figure)
 
 
 def kept_figure(accepted: Mapping[str, pd.DataFrame]) -> go.Figure:
@@ -288,15 +273,15 @@ def cache_slider(states: pd.DataFrame, step: int | None = None) -> ipywidgets.VB
     slider = ipywidgets.IntSlider(
         numbers[0] if step is None else step, numbers[0], numbers[-1], description="step", continuous_update=False
     )
-    sentence, figure = ipywidgets.HTML(), _figure_widget()
+    sentence, figure = ipywidgets.HTML(), live_figure()
 
-    def redraw(_=None) -> None:
+    def draw(_=None) -> None:
         sentence.value = cache_sentence(states, slider.value)
-        _show(figure, cache_figure(states, [slider.value]))
+        redraw(figure, cache_figure(states, [slider.value]))
 
-    slider.observe(redraw, names="value")
-    redraw()
-    return ipywidgets.VBox([slider, sentence, figure])
+    slider.observe(draw, names="value")
+    draw()
+    return stacked(slider, sentence, figure)
 
 
 # --- bugs -----------------------------------------------------------------------------------------
@@ -305,7 +290,7 @@ def cache_slider(states: pd.DataFrame, step: int | None = None) -> ipywidgets.VB
 def text_diff(right: Tensor, found: Tensor, tokenizer: PreTrainedTokenizerBase, title: str = "with the bug") -> str:
     """HTML: the right text beside the one found, both marked from the first token that differs."""
     (same,) = naive_batches.right_tokens([found], [right])
-    pre = "font-family:monospace;white-space:pre-wrap;line-height:1.6;margin:0"
+    pre = f"{plots.CODE}line-height:1.6;margin:0"
     columns = []
     for name, tokens, style in (
         ("the row alone", right, f"color:{COLOURS['accepted']};border-bottom:2px solid"),

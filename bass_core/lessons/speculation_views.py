@@ -16,6 +16,7 @@ from torch import Tensor
 from bass_core import plots
 from bass_core.lessons import acceptance_rules, speculation
 from bass_core.lessons.speculation import Story
+from bass_core.live_figures import live_figure, redraw, stacked
 from bass_core.plots import COLOURS
 
 if TYPE_CHECKING:  # optional packages; imported where they are used
@@ -199,31 +200,20 @@ def step_slider(story: Story, tokenizer: PreTrainedTokenizerBase) -> ipywidgets.
     Its children are the slider, the text as HTML, and the figure; setting `slider.value` redraws.
     """
     import ipywidgets
-    import plotly.graph_objects as go
 
     steps = sorted(set(story.lines.step) - {0})
     slider = ipywidgets.IntSlider(steps[0], steps[0], steps[-1], description="step", continuous_update=False)
-    text, figure = ipywidgets.HTML(), go.FigureWidget()
+    text, figure = ipywidgets.HTML(), live_figure()
 
     def draw(step: int) -> None:
         committed = story.lines[(story.lines.step <= step) & ~story.lines.verdict.isin(["rejected", "unread"])]
         committed = committed.sort_values("position")
         text.value = plots.coloured_text(committed.token.tolist(), committed.verdict.tolist(), tokenizer)
-        _redraw(figure, steps_figure(story, [step]))
+        redraw(figure, steps_figure(story, [step]))
 
     slider.observe(lambda change: draw(change.new), names="value")
     draw(steps[0])
-    return ipywidgets.VBox([slider, text, figure])
-
-
-def _redraw(figure: go.FigureWidget, drawn: go.Figure) -> None:
-    """Put what was drawn, with the same number of traces as before, into a widget."""
-    with figure.batch_update():
-        if not figure.data:
-            figure.add_traces(drawn.data)
-        for old, new in zip(figure.data, drawn.data, strict=True):
-            old.update(new.to_plotly_json(), overwrite=True)
-        figure.layout = drawn.layout
+    return stacked(slider, text, figure)
 
 
 def likeliest(
@@ -278,20 +268,19 @@ def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], valu
     logits: as of `speculation.next_logits`. Its children are the slider and the figure; setting `slider.value` redraws.
     """
     import ipywidgets
-    import plotly.graph_objects as go
 
     style = {"description_width": "initial"}
     slider = ipywidgets.FloatSlider(value, min=0.1, max=2, step=0.1, description="temperature", style=style)
     slider.continuous_update = False
-    figure = go.FigureWidget()
+    figure = live_figure()
 
     def draw(temperature: float) -> None:
         parts = overlap(*speculation.laws(logits, temperature), names)
-        _redraw(figure, overlap_figure({f"temperature {temperature:.1f}": parts}))
+        redraw(figure, overlap_figure({f"temperature {temperature:.1f}": parts}))
 
     slider.observe(lambda change: draw(change.new), names="value")
     draw(value)
-    return ipywidgets.VBox([slider, figure])
+    return stacked(slider, figure)
 
 
 def laws_figure(p: Tensor, q: Tensor) -> go.Figure:
