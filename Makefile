@@ -17,8 +17,8 @@ help: ## list these targets
 demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded models, checked and timed
 	$(BIN)/bass demo
 
-test: .venv/.installed-test ## run all tests
-	$(BIN)/python -m pytest
+test: .venv/.installed-test ## run all tests, on all cores
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

@@ -364,10 +364,11 @@ def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: in
     options: as in `generate`. Prefill is left out of both.
     """
     started, inside, steps = [], [], []
-    models = [model for model in (pair.target, pair.draft) if isinstance(model, PreTrainedModel)]
+    models = pair.models
     hooks = [model.register_forward_pre_hook(lambda *_: started.append(time.perf_counter())) for model in models]
     hooks += [
-        model.register_forward_hook(lambda *_: inside.append(time.perf_counter() - started[-1])) for model in models
+        model.register_forward_hook(lambda *_: inside.append(time.perf_counter() - started[-1]))
+        for model in pair.models
     ]
     try:
         with Session(pair, max_batch_size=len(prompts), eos_token_id=(), **options) as session, session.prepared():

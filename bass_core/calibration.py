@@ -21,21 +21,19 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import attention, inputs, records
-from bass_core.checks import _context, _models, _name_of
 from bass_core.costs import (
     OVERHEAD_AXES,
     PASS_AXES,
     CostModel,
     best_fixed_length,
     device_name,
-    fingerprints,
     predict,
     table,
 )
 from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.engine import Session
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.models import ModelPair, fingerprints, name_of
 from bass_core.prompt_sets import prompt_set
 from bass_core.runner import Runner
 from bass_core.trace import Stopwatch
@@ -44,6 +42,7 @@ KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
 DRAFT_LENGTHS = (0, 1, 4, 8, 16)  # of overheads, which grow evenly with them
 LATER = 4  # passes over one token in a timed draft phase
 PROMPT = 16  # tokens of the rows whose steps are timed
+QUIET = 0.25  # spread of the samples
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
 Sample = tuple[tuple, float]  # name of a table and a point of it, seconds
@@ -68,6 +67,9 @@ def calibrate(
     seconds: until no point is measured any more; each is at least once, whatever it takes.
     temperature: of the steps that overheads come from; 0 is greedy.
 
+    `measured` of the result has the samples per point and their spread: the interquartile range by the median, of the
+    median point. Above `QUIET` the machine had other things to do.
+
     Raises ValueError for a grid that is beyond the context or not increasing.
     """
     end = time.perf_counter() + seconds
@@ -83,6 +85,9 @@ def calibrate(
     tables = {name: table(axes[name], lambda *point, name=name: medians[name, *point]) for name in axes}
     counts = [len(values) for values in samples.values()]
     how = {"temperature": temperature, "samples": {"least": min(counts), "most": max(counts)}}
+    how["spread"] = float(
+        np.median([np.subtract(*np.quantile(x, [0.75, 0.25])) / np.median(x) for x in samples.values()])
+    )
     return CostModel(
         device=device_name(pair.device),
         models=_described(pair),
@@ -97,7 +102,7 @@ def _axes(
     """The grid of each table by its name. Raises ValueError where it is beyond the context or not increasing."""
     batches, query_lengths = _increasing("batches", batches), _increasing("query_lengths", query_lengths)
     most = max(query_lengths)
-    context = _context(pair)
+    context = inputs.context_of(pair)
     room = context - max(most, 2)
     kv_lengths = _increasing("kv_lengths", kv_lengths or [n for n in KV_LENGTHS if n <= room] or [max(room // 2, 1)])
     if max(kv_lengths) > room:
@@ -123,7 +128,7 @@ def _described(pair: ModelPair) -> dict[str, dict[str, str | None]]:
     marks = fingerprints(pair)
     return {
         role: {
-            "name": _name_of(model),
+            "name": name_of(model),
             "fingerprint": marks[role],
             "attention": attention.resolve(model) if isinstance(model, PreTrainedModel) else None,
         }
@@ -155,7 +160,7 @@ def _watching(pair: ModelPair) -> Iterator[Stopwatch]:
     """A stopwatch that is marked where a forward pass of the pair's models begins and where it ends."""
     watch = Stopwatch(pair.device)
     with ExitStack() as hooks:
-        for model in {id(model): model for model in _models(pair)}.values():  # one model may be both
+        for model in {id(model): model for model in pair.models}.values():  # one model may be both
             hooks.callback(model.register_forward_pre_hook(lambda *_: watch.mark()).remove)
             hooks.callback(model.register_forward_hook(lambda *_: watch.mark()).remove)
         yield watch

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import pandas as pd
 import torch
@@ -25,7 +24,7 @@ from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.drafters import NgramDrafter
 from bass_core.generation import generate
 from bass_core.goodness_of_fit import POWER, detectable, g_test, holm
-from bass_core.models import ASSETS, ModelPair, in_dtype
+from bass_core.models import ASSETS, ModelPair, in_dtype, name_of
 from bass_core.prompt_sets import prompt_set
 from bass_core.sampling import SamplingParams
 
@@ -133,7 +132,7 @@ def verify(
         checks.append(_run(name, check, subject, progress))
     subject = replace(subject, dtype=half)  # and the first copy is gone before the second is made
     checks.append(_run(f"{_name(half)} divergences", _half, subject, progress))
-    names = ", ".join(f"{role} {_name_of(model)}" for role, model in (("target", pair.target), ("draft", pair.draft)))
+    names = ", ".join(f"{role} {name_of(model)}" for role, model in (("target", pair.target), ("draft", pair.draft)))
     return Report(f"{names}, on {pair.device}", checks)
 
 
@@ -152,7 +151,7 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
 
     What is added and what is cut is of different lengths, so that the batch stays ragged.
     """
-    room, vocabulary = _context(pair), pair.target.config.get_text_config().vocab_size
+    room, vocabulary = inputs.context_of(pair), pair.target.config.get_text_config().vocab_size
     if room < TOKENS + 3:
         raise ValueError(f"a context of {room} positions is too short for the checks; they need {TOKENS + 3}")
     if prompts is None and pair.tokenizer is None:
@@ -168,23 +167,8 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
     return [row[: max(1, int(min(len(row), room - new - index)))] for index, row in enumerate(ids)], new
 
 
-def _models(pair: ModelPair) -> list[PreTrainedModel]:
-    return [model for model in (pair.target, pair.draft) if isinstance(model, PreTrainedModel)]
-
-
-def _context(pair: ModelPair) -> float:
-    return min(attention.context_length(model) or math.inf for model in _models(pair))
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _name_of(model: PreTrainedModel | NgramDrafter | None) -> str:
-    if not isinstance(model, PreTrainedModel):
-        return "n-gram lookup"
-    path = Path(model.name_or_path)
-    return f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
 
 
 # --- the four checks ------------------------------------------------------------------------------
@@ -231,7 +215,7 @@ def _paths(pair: ModelPair) -> tuple[list[str], dict[str, str]]:
     paths, refused = [], {}
     for path in attention.PATHS:
         try:
-            for model in _models(pair):
+            for model in pair.models:
                 attention.resolve(model, path)
             paths.append(path)
         except ValueError as error:
@@ -287,7 +271,7 @@ def _sampled(subject: _Subject) -> Finding:
 def _beginnings(subject: _Subject) -> list[Tensor]:
     """Prompts to choose from: short beginnings. n-gram drafting gets one whose ending occurred before, or it would not
     draft."""
-    room = int(min(_context(subject.pair), 64)) - TOKENS
+    room = int(min(inputs.context_of(subject.pair), 64)) - TOKENS
     if isinstance(subject.pair.draft, PreTrainedModel):
         return [prompt[: min(size, room)] for prompt in subject.prompts[:4] for size in (1, 2, 4, 8)]
     start = subject.prompts[0][: min(6, max(1, room // 3))]

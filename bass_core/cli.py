@@ -217,6 +217,8 @@ def calibrate(
         document = {"saved": str(path), "device": cost.device, "models": cost.models}
         document["batches"] = found.to_dict("records")
         typer.echo(f"{cost.device}, {calibration.SHOWN_KV} cached positions\n{found.round(2).to_string(index=False)}")
+        if (spread := cost.measured["spread"]) > calibration.QUIET:
+            typer.echo(f"warning: times varied by {spread:.0%}; measure again when the machine is idle", err=True)
         if check:
             compared = calibration.check(cost, pair, progress=progress)
             document["check"] = compared.to_dict("records")

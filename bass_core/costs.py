@@ -25,8 +25,7 @@ import torch
 
 from bass_core import records
 from bass_core.cost_model import Device, Roofline, Workload
-from bass_core.drafters import NgramDrafter
-from bass_core.models import ASSETS, ModelPair
+from bass_core.models import ASSETS, ModelPair, fingerprints
 from bass_core.trace import Trace
 
 SCHEMA = 1
@@ -322,13 +321,6 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{records.processor()}, {threads} thread{'s' * (threads > 1)}"
-
-
-def fingerprints(pair: ModelPair) -> dict[str, str]:
-    """What tells the pair's models apart from others, under "target" and "draft"."""
-    from bass_core.evaluation.quality import _fingerprint  # it imports the engine
-
-    return {"target": _fingerprint(pair.target), "draft": _fingerprint(pair.draft or NgramDrafter())}
 
 
 def _file_name(device: str, target: str, draft: str) -> str:

@@ -85,6 +85,11 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
     return ids
 
 
+def context_of(pair: ModelPair) -> float:
+    """Tokens that fit into the shorter of the models' contexts; infinite where neither has an end."""
+    return min(context_length(model) or math.inf for model in pair.models)
+
+
 def check_context(pair: ModelPair, prompt: int, new: int) -> None:
     """Raises ValueError if prompt + new tokens do not fit into the target's or the draft's context."""
     models = {"target": pair.target, "draft": pair.draft}

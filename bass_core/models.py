@@ -6,6 +6,7 @@ repository of the model unless the caller says so, every tensor accounted for an
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,11 @@ class ModelPair:
     def device(self) -> torch.device:
         return self.target.device
 
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The target, and the draft if it is a model."""
+        return [model for model in (self.target, self.draft) if isinstance(model, PreTrainedModel)]
+
 
 def load_pair(
     target: str | Path | None = None,
@@ -90,7 +96,7 @@ def load_pair(
 
 def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
     """The pair with its models in that dtype: itself, or a pair of copies."""
-    models = [model for model in (pair.target, pair.draft) if isinstance(model, PreTrainedModel)]
+    models = pair.models
     if all(model.dtype == dtype for model in models):
         return pair
     target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
@@ -166,3 +172,27 @@ def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
                 f"the tokenizers differ: id {index} is {token!r} for the target and {theirs[index]!r} for the draft. "
                 "Use a draft of the same family, or draft=None (n-gram drafting)"
             )
+
+
+def name_of(model: PreTrainedModel | NgramDrafter | None) -> str:
+    """For people: the class, and the hub name or the last part of the folder that it was loaded from."""
+    if not isinstance(model, PreTrainedModel):
+        return "n-gram lookup"
+    path = Path(model.name_or_path)
+    return f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
+
+
+def fingerprints(pair: ModelPair) -> dict[str, str]:
+    """What tells the pair's models apart from others, wherever they were loaded from, under "target" and "draft"."""
+    return {"target": _fingerprint(pair.target), "draft": _fingerprint(pair.draft or NgramDrafter())}
+
+
+def _fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
+    """Names, shapes and the first 64 values of all tensors."""
+    if isinstance(model, NgramDrafter):
+        return f"n-gram {model.longest}-{model.shortest}"
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1)[:64].float().cpu().numpy().tobytes())
+    return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest.hexdigest()[:12]}"

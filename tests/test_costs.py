@@ -385,6 +385,7 @@ def test_short_turns_come_more_often_than_long_ones(monkeypatch):
 def test_the_command_measures_saves_and_checks(caches, monkeypatch):
     small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
     monkeypatch.setattr(calibration, "check", small)
+    monkeypatch.setattr(calibration, "QUIET", -1.0)
     result = CliRunner().invoke(cli.app, ["calibrate", "--rows", "2", "--seconds", "0", "--check"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
@@ -397,7 +398,7 @@ def test_the_command_measures_saves_and_checks(caches, monkeypatch):
     assert np.median([line["relative"] for line in document["check"]]) == pytest.approx(1)
     for line in document["check"]:
         assert line["ratio"] == pytest.approx(line["predicted_ms"] / line["real_ms"])
-    assert "T(6)/T(1)" in result.stdout
+    assert "T(6)/T(1)" in result.stdout and "measure again when the machine is idle" in result.stderr
 
 
 def test_the_command_refuses_in_one_line(tmp_path):

@@ -26,16 +26,14 @@ from pathlib import Path
 
 import pandas as pd
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from bass_core import inputs, records
 from bass_core.benchmark import Clock, synchronize
 from bass_core.draft_length import DraftLengthPolicy, as_policy
-from bass_core.drafters import NgramDrafter
 from bass_core.evaluation import sample_file, sandbox, scores
 from bass_core.evaluation.problems import Problem
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.models import ModelPair, fingerprints
 
 METHODS = ("regular", "single", "batched")
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)
@@ -295,21 +293,9 @@ def _settings(pair: ModelPair, options: dict) -> dict:
         **{name: options[name] for name in ("seed", "max_new_tokens", "temperature", "top_p", "verification")},
         "draft_length": repr(as_policy(options["draft_length"])),
         "stop": [stop] if isinstance(stop, str) else list(stop),
-        "target": _fingerprint(pair.target),
-        "draft": _fingerprint(pair.draft or NgramDrafter()),
+        **fingerprints(pair),
         "runs_on": pair.device.type,
     }
-
-
-def _fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
-    """Tells models apart wherever they were loaded from: names, shapes and the first 64 values of all tensors."""
-    if isinstance(model, NgramDrafter):
-        return f"n-gram {model.longest}-{model.shortest}"
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1)[:64].float().cpu().numpy().tobytes())
-    return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest.hexdigest()[:12]}"
 
 
 def _digest(problem: Problem) -> str:
