@@ -85,6 +85,12 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
     return ids
 
 
+def require_draft_model(pair: ModelPair) -> None:
+    """Raises ValueError for a pair without a draft model."""
+    if not isinstance(pair.draft, PreTrainedModel):
+        raise ValueError(f"this needs a draft model, got draft={pair.draft!r}: name one, or use the embedded pair")
+
+
 def context_of(pair: ModelPair) -> float:
     """Tokens that fit into the shorter of the models' contexts; infinite where neither has an end."""
     return min(context_length(model) or math.inf for model in pair.models)

@@ -128,8 +128,8 @@ def _index(pages: list[Path], picture: Path | None = None) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>BASS, hands on</title><style>{STYLE}</style>\n<header><h1>BASS, hands on</h1>\n"
         "<p>Batched speculative decoding for ordinary <code>transformers</code> models: a small model drafts for many "
-        "sequences at once, the large one checks, every sequence keeps what it earned, and the text is the same as "
-        'without. After <a href="https://arxiv.org/abs/2404.15778">arXiv 2404.15778</a>.</p>\n'
+        "sequences at once, the large one checks, every sequence keeps what it earned, and the text has the same law "
+        'as without. After <a href="https://arxiv.org/abs/2404.15778">arXiv 2404.15778</a>.</p>\n'
         f"{drawn}</header>\n<main>\n{lessons}\n</main>\n"
         "<footer>Every page was executed from its notebook. Live controls move in JupyterLab: <code>make lab</code>. "
         "First time here? Begin at the top; each lesson also stands on its own.</footer></html>\n"

@@ -135,14 +135,17 @@ def step_table(profile: Profile) -> pd.DataFrame:
 def full_steps(profile: Profile) -> pd.Index:
     """Decode steps of the whole batch with the full draft length: those that can be compared with each other.
 
-    Raises ValueError where the counts are missing (trace="off").
+    Raises ValueError where the counts are missing (trace="off") and where there is no such step.
     """
     decode = profile.steps.query("kind == 'decode'")
     if decode.rows.isna().all():
         raise ValueError("the profile knows no counts: profile a run with trace='steps' or 'tokens'")
     most = decode.rows.max()
     full = (decode.rows == most) & (decode.drafted == most * decode.k.max())
-    return decode.index[full.fillna(False)]
+    found = decode.index[full.fillna(False)]
+    if found.empty:
+        raise ValueError("no decode step had the whole batch and the full draft length: profile a longer run")
+    return found
 
 
 def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:

@@ -144,9 +144,9 @@ def draft_length_slider(
     import ipywidgets
 
     reference = generate(pair, prompts, draft_length=0, **options).sequences
-    slider = ipywidgets.IntSlider(
-        value, 1, most, description="draft length", continuous_update=False, style={"description_width": "initial"}
-    )
+    style = {"description_width": "initial"}
+    slider = ipywidgets.IntSlider(value, 1, max(most, value), description="draft length", style=style)
+    slider.continuous_update = False
     sentence = ipywidgets.HTML()
     figure = live_figure()
 
@@ -164,7 +164,7 @@ def draft_length_slider(
         redraw(figure, plots.acceptance_raster(out.trace))
 
     slider.observe(lambda change: decode(change.new), names="value")
-    decode(value)
+    decode(slider.value)
     return stacked(slider, sentence, figure)
 
 

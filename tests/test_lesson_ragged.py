@@ -153,7 +153,7 @@ def test_naive_rows_accept_what_the_engine_accepts(run):
 def test_naive_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="bug must be one of positions, mask"):
         naive_batches.naive_generate(tiny_pair(), PROMPTS, "typo")
-    with pytest.raises(ValueError, match="drafts with a model"):
+    with pytest.raises(ValueError, match="needs a draft model"):
         naive_batches.naive_generate(bass.ModelPair(tiny_model()), PROMPTS)
     with pytest.raises(ValueError, match="draft_length"):
         naive_batches.naive_generate(tiny_pair(), PROMPTS, draft_length=0)

@@ -98,8 +98,7 @@ def naive_generate(
     if bug is not None:
         inputs.one_of("bug", bug, BUGS)
     inputs.integer("draft_length", draft_length, least=1)
-    if not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError(f"the naive implementation drafts with a model, got draft={pair.draft!r}")
+    inputs.require_draft_model(pair)
     rows = token_lists(pair, prompts)  # committed tokens, prompt included
     limits = [len(row) + max_new_tokens for row in rows]
     target, draft = (PaddedModel(model, len(rows), bug) for model in (pair.target, pair.draft))

@@ -37,7 +37,10 @@ def expected_speed(alpha: float, k: int, batch: int = 1, draft_cost: float = 0.0
 
 @torch.inference_mode()
 def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Sequence[Tensor]) -> list[np.ndarray]:
-    """bool [T] per row: whether the draft, having read the text before it, would have chosen each generated token."""
+    """bool [T] per row: whether the draft, having read the text before it, would have chosen each generated token.
+
+    Raises ValueError without a draft model."""
+    inputs.require_draft_model(pair)
     agreed = []
     for prompt, sequence in zip(prompts, sequences, strict=True):
         ids = inputs.prompt_ids(prompt, pair.tokenizer, pair.target.config.get_text_config().vocab_size)

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from bass_core import benchmark, inputs, randomness, reference, sampling
 from bass_core.draft_length import DraftLengthPolicy, RowsView
@@ -45,7 +44,7 @@ def measured_costs(
 
     Columns n, target_ms (one target pass over n tokens of every row), draft_ms (drafting n - 1 of them).
     """
-    _require_draft_model(pair)
+    inputs.require_draft_model(pair)
     limit = (repeats + 1) * (most + 1) * (most + 2) // 2  # no row ends before the last repeat
     options = {"temperature": temperature, "draft_length": _Cycle(most), "eos_token_id": ()}
     with Session(pair, max_batch_size=len(prompts), **options) as session, session.prepared():
@@ -164,7 +163,7 @@ def story(
     u is hashed again from (seed, row, step, slot, purpose). Raises ValueError at temperature 0, which leaves nothing to
     chance, and without a draft model.
     """
-    _require_draft_model(pair)
+    inputs.require_draft_model(pair)
     if not temperature > 0:
         raise ValueError(f"the story needs temperature > 0 (greedy decoding draws nothing), got {temperature!r}")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "tokens"}
@@ -195,7 +194,7 @@ def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.nda
 @torch.inference_mode()
 def next_logits(pair: ModelPair, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Target's and draft's logits [V] after these ids, by plain forward passes; ids that the draft lacks get -inf."""
-    _require_draft_model(pair)
+    inputs.require_draft_model(pair)
     found = []
     for model in (pair.target, pair.draft):
         with reference.plain(model):
@@ -210,11 +209,6 @@ def laws(logits: tuple[Tensor, Tensor], temperature: float) -> tuple[Tensor, Ten
     """p and q [V] at this temperature, float64. logits: as of `next_logits`."""
     params = SamplingParams(temperature=temperature)
     return tuple(sampling.probabilities(part.double(), params) for part in logits)
-
-
-def _require_draft_model(pair: ModelPair) -> None:
-    if not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError("this lesson needs a draft model: name one, or use the embedded pair (bass.load_pair())")
 
 
 # --- what a step yields ---------------------------------------------------------------------------

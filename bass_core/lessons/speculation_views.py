@@ -6,6 +6,7 @@ All numbers come from `lessons.speculation`. Beside colour, hatching, dashes and
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,7 @@ PARTS = {  # of a token's p and q, from below
         {"color": COLOURS["rejected"], "pattern": {"shape": "x", "fgcolor": "white", "size": 6}},
     ),
 }
-LAWS = (  # of the target, of the draft, and of each rule
+LAWS = (  # of the target, of the draft, and of each rule; more rules than these begin anew
     {"color": "#FFFFFF", "line": {"color": "black", "width": 1.5}},
     {"color": "#E4E4E4", "pattern": {"shape": "/", "fgcolor": "#9A9A9A", "size": 6}},
     {"color": COLOURS["accepted"]},
@@ -291,7 +292,7 @@ def laws_figure(p: Tensor, q: Tensor) -> go.Figure:
     figure = plots.empty_figure("What the text gets, by rule", "token", "probability", height=420)
     laws = {"target p": p, "draft q": q}
     laws |= {name: acceptance_rules.emitted_law(p, q, rule) for name, rule in acceptance_rules.RULES.items()}
-    for (name, law), marker in zip(laws.items(), LAWS, strict=True):
+    for (name, law), marker in zip(laws.items(), itertools.cycle(LAWS), strict=False):
         apart = acceptance_rules.total_variation(p, law)
         label = name if law is p else f"{name} (TV {apart:.2f})"
         bar = go.Bar(name=label, x=letters, y=law.tolist(), marker=marker, hovertemplate="%{y:.3f}")
