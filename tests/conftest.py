@@ -8,6 +8,7 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: kernels of notebooks, the demo
 torch.set_num_threads(1)
 
 # Triton exists for Linux alone; elsewhere there are no kernels to test.
