@@ -194,7 +194,7 @@ EXACT = [
 NESTED = [[(1, [2.0])], {1: "a", (2, None): {3}}, {"tuple": [1]}, {1, "a"}, frozenset({b"x"}), [True, 1, 1.0, "1"]]
 
 
-@pytest.mark.parametrize("value", EXACT + NESTED, ids=repr)
+@pytest.mark.parametrize("value", EXACT + NESTED)
 def test_values_come_back_exactly(value):
     found = values.loads(values.dumps(value))
     assert found == value and repr(found) == repr(value) and type(found) is type(value)
