@@ -33,7 +33,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from bass_core import attention, inputs, randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals
@@ -167,7 +166,7 @@ def record(
     model, and as `generate` does.
     """
     prompts = inputs.prompt_list(prompts)
-    _require_draft_model(pair)
+    inputs.require_draft_model(pair)
     texts = generate(
         pair,
         prompts,
@@ -198,12 +197,12 @@ def teacher_forced(
 
     Texts have the target's law, and go on after EOS: of `generate(…, eos_token_id=())`, with any draft.
     """
-    _require_draft_model(pair)
+    inputs.require_draft_model(pair)
     if len({len(text) for text in texts}) != 1:
         raise ValueError(f"texts must have one length, got {sorted({len(text) for text in texts})}")
     params = SamplingParams(temperature)
     vocabulary = pair.target.config.get_text_config().vocab_size
-    ids = [inputs.prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in prompts]
+    ids = inputs.token_ids(pair, prompts)
     eos = sorted(inputs.eos_ids(pair.target, None, vocabulary))
     runner = Runner(pair.draft, attention.resolve(pair.draft, "auto"), ROWS_AT_ONCE)
     drafter = ModelDrafter(runner, params, vocabulary, coupled=False, keep_q=False)
@@ -222,11 +221,6 @@ def teacher_forced(
         lengths=np.array([int(end[0]) + 1 if len(end) else len(texts[0]) for end in ends]),
         meta=meta,
     )
-
-
-def _require_draft_model(pair: ModelPair) -> None:
-    if not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError(f"acceptance is recorded of draft models; this pair drafts with {pair.draft!r}")
 
 
 def _recorded(

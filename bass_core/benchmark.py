@@ -32,6 +32,7 @@ from bass_core import inputs, records, reference
 from bass_core.engine import Session, StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair, in_dtype
+from bass_core.trace import synchronize
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
@@ -115,7 +116,7 @@ def compare(
         inputs.one_of("methods", method, METHODS)
     if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
-    ids = _token_ids(pair, prompts)
+    ids = inputs.token_ids(pair, prompts)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     drafting = options | {"draft_length": draft_length, "verification": verification}
 
@@ -259,9 +260,9 @@ def methods_of(pair: ModelPair) -> list[str]:
     return [method for method in METHODS if method != "assisted" or isinstance(pair.draft, PreTrainedModel)]
 
 
-def greedy_alone(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96) -> list[Tensor]:
+def greedy_alone(pair: ModelPair, prompts: Sequence[str | Tensor], *, max_new_tokens: int = 96) -> list[Tensor]:
     """What `transformers.generate` writes greedily after each prompt alone: the reference of exactness."""
-    ids = _token_ids(pair, prompts)
+    ids = inputs.token_ids(pair, prompts)
     inputs.check_context(pair, max(map(len, ids)), max_new_tokens)
     return [reference.greedy(pair.target, row, max_new_tokens)[0] for row in ids]
 
@@ -278,15 +279,10 @@ def identical_rows(
 
     alone: those texts if they are known already (`greedy_alone`).
     """
-    ids = _token_ids(pair, prompts)
+    ids = inputs.token_ids(pair, prompts)
     alone = greedy_alone(pair, prompts, max_new_tokens=max_new_tokens) if alone is None else alone
     found = generate(pair, ids, max_new_tokens=max_new_tokens, draft_length=draft_length, eos_token_id=()).sequences
     return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
-
-
-def _token_ids(pair: ModelPair, prompts: Sequence[str]) -> list[Tensor]:
-    vocabulary = pair.target.config.get_text_config().vocab_size
-    return [inputs.prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in prompts]
 
 
 def _timed(device: torch.device, decode: Callable, *arguments) -> tuple[float, object]:
@@ -295,12 +291,6 @@ def _timed(device: torch.device, decode: Callable, *arguments) -> tuple[float, o
     out = decode(*arguments)
     synchronize(device)
     return time.perf_counter() - started, out
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _ours(pair: ModelPair, ids: Sequence[Tensor], *, clock: Clock, **options) -> Generation:

@@ -151,17 +151,18 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
 
     What is added and what is cut is of different lengths, so that the batch stays ragged.
     """
-    room, vocabulary = inputs.context_of(pair), pair.target.config.get_text_config().vocab_size
+    room = inputs.context_of(pair)
     if room < TOKENS + 3:
         raise ValueError(f"a context of {room} positions is too short for the checks; they need {TOKENS + 3}")
     if prompts is None and pair.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
+        vocabulary = pair.target.config.get_text_config().vocab_size
         prompts = [torch.randint(vocabulary, (n,), generator=generator) for n in (5, 12, 8, 20, 3, 16, 9, 30)]
     elif prompts is None:
         prompts = list(PROMPTS)
         if pair.target.name_or_path == str(ASSETS / "target"):  # the embedded pair knows little but such functions
             prompts = prompt_set("mini", len(PROMPTS))
-    ids = [inputs.prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in inputs.prompt_list(prompts)]
+    ids = inputs.token_ids(pair, inputs.prompt_list(prompts))
     new = int(min(new, room // 2))
     ids += [ids[0][: max(1, len(ids[0]) - 2 * index)] for index in range(1, 5 - len(ids))]
     return [row[: max(1, int(min(len(row), room - new - index)))] for index, row in enumerate(ids)], new

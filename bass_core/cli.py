@@ -353,8 +353,7 @@ def pictures() -> None:
     lesson = next(path for path in _lessons() if path.stem.startswith("03"))
     browser.picture(lesson, explorer, {"batch_size": 6, "max_new_tokens": 48}, {"width": 1300, "height": 1600})
     record = evaluation.load("notebooks/records/quality_embedded_cpu")
-    grid = [0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2]  # the lesson's
-    curve = pd.concat(run.scores(grid).assign(method=method) for method, run in record.items())
+    curve = pd.concat(run.scores(quality_views.BUDGETS).assign(method=method) for method, run in record.items())
     quality = PICTURE.with_name("quality_within_a_budget.png")
     pages.picture(quality_views.budget_figure(curve), quality, width=800)
     for path in (PICTURE, explorer, quality):

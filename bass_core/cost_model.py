@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bass_core import records
-from bass_core.benchmark import synchronize
+from bass_core.trace import synchronize
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configs call the number of experts
 

@@ -78,9 +78,7 @@ def generate(
     started = time.monotonic()
     prompts = inputs.prompt_list(prompts)
     samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
-    prompts = [
-        inputs.prompt_ids(prompt, pair.tokenizer, pair.target.config.get_text_config().vocab_size) for prompt in prompts
-    ]
+    prompts = inputs.token_ids(pair, prompts)
     for prompt in prompts:
         inputs.check_context(pair, len(prompt), inputs.integer("max_new_tokens", max_new_tokens))
     budget = None if time_budget is None else inputs.seconds("time_budget", time_budget)

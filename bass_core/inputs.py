@@ -85,6 +85,12 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
     return ids
 
 
+def token_ids(pair: ModelPair, prompts: Iterable[str | Tensor]) -> list[Tensor]:
+    """Every prompt as int64 ids on the host, checked as `prompt_ids` does."""
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    return [prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in prompts]
+
+
 def require_draft_model(pair: ModelPair) -> None:
     """Raises ValueError for a pair without a draft model."""
     if not isinstance(pair.draft, PreTrainedModel):

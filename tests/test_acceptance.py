@@ -259,7 +259,7 @@ def test_impossible_chances_are_refused(changes, message):
 
 
 def test_what_cannot_be_recorded_is_refused(tiny_pair):
-    with pytest.raises(ValueError, match="draft models"):
+    with pytest.raises(ValueError, match="needs a draft model"):
         acceptance.record(bass.ModelPair(tiny_model()), ragged_prompts(4), max_new_tokens=4, temperature=0.0)
     with pytest.raises(ValueError, match="one length"):
         texts = [torch.tensor([3, 4]), torch.tensor([3])]

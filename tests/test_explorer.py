@@ -3,10 +3,9 @@
 import html
 import json
 import re
-from pathlib import Path
 
+import lessons
 import numpy as np
-import papermill
 import plotly.graph_objects as go
 import pytest
 
@@ -17,7 +16,6 @@ from bass_core.exercises.acceptance import check_alpha
 from bass_core.explorer import POLICIES, AcceptanceExplorer, acceptance_table
 from bass_core.prompt_sets import prompt_set
 
-ROOT = Path(__file__).parents[1]
 SIZE = {"batch_size": 3, "max_new_tokens": 24}
 RULES = ("token", "block", "coupled")
 
@@ -441,9 +439,8 @@ def rates(accepted, drafted):
     return sum(accepted) / judged, sum(accepted) / sum(drafted)
 
 
-def test_right_rates_are_those_of_the_trace(traces, capsys):
-    assert check_alpha(rates)
-    assert capsys.readouterr().out.startswith("Right: ")
+def test_right_rates_are_those_of_the_trace_and_a_stub_is_not_solved(traces, capsys):
+    lessons.accepted_and_stub_is_not(check_alpha, rates, capsys)
     summary, decode = traces["token"].summary(), traces["token"].steps.query("kind == 'decode'")
     found = rates(decode.accepted.tolist(), decode.drafted.tolist())
     assert found == pytest.approx((summary["alpha"], summary["acceptance_rate"]))
@@ -479,14 +476,6 @@ def test_wrong_rates_are_told_what_they_are(solution, message, capsys):
     assert out.startswith("Not right. Case ") and message in out
 
 
-def test_stub_is_not_solved(capsys):
-    def stub(accepted, drafted):
-        raise NotImplementedError
-
-    assert not check_alpha(stub)
-    assert capsys.readouterr().out == "Not solved yet.\n"
-
-
 # --- the lesson with other parameters ---
 
 
@@ -500,14 +489,7 @@ def test_stub_is_not_solved(capsys):
 )
 def test_lesson_takes_parameters(tmp_path, changed):
     changed = changed | {"max_new_tokens": 24}
-    executed = papermill.execute_notebook(
-        ROOT / "notebooks/03_acceptance_explorer.ipynb",
-        tmp_path / "out.ipynb",
-        parameters=changed,
-        cwd=ROOT / "notebooks",
-        progress_bar=False,
-        store_widget_state=False,
-    )
+    executed = lessons.execute("03_acceptance_explorer", tmp_path, **changed)
     printed = [str(output.get("text", "")) for cell in executed.cells for output in cell.get("outputs", [])]
     (record,) = [json.loads(text) for text in printed if text.startswith('{"method"')]
     pair, texts = bass.load_pair(dtype="float32"), prompt_set(changed["prompt_set"], changed["batch_size"])

@@ -1,9 +1,7 @@
 """Lesson 08: the phases of a step, the roof above a pass, its figures, exercises, and runs with other parameters."""
 
-from pathlib import Path
-
+import lessons
 import pandas as pd
-import papermill
 import pytest
 
 import bass_core as bass
@@ -12,9 +10,7 @@ from bass_core.cost_model import Device, Roofline, Workload
 from bass_core.lessons import latency_views
 from bass_core.prompt_sets import prompt_set
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "notebooks/08_latency_and_utilization.ipynb"
-RECORD = ROOT / "notebooks/records/embedded_cpu.jsonl"
+RECORD = lessons.NOTEBOOKS / "records/embedded_cpu.jsonl"
 DEVICE = Device("made up", bandwidth=1e9, flops=4e9)
 
 
@@ -104,14 +100,8 @@ def test_the_paper_stands_beside_with_its_hardware(record):
 )
 def test_the_lesson_takes_parameters_and_writes_a_record(tmp_path, parameters):
     path = tmp_path / "record.jsonl"
-    papermill.execute_notebook(
-        NOTEBOOK,
-        tmp_path / "out.ipynb",
-        parameters={"max_new_tokens": 12, "repeats": 2, "output": str(path), **parameters},
-        cwd=ROOT / "notebooks",
-        progress_bar=False,
-        store_widget_state=False,
-    )
+    changed = {"max_new_tokens": 12, "repeats": 2, "output": str(path), **parameters}
+    lessons.execute("08_latency_and_utilization", tmp_path, **changed)
     lines = records.read(path)  # checks the schema
     found = records.frame(lines)
     assert sorted(found.batch.unique()) == parameters["batch_sizes"]

@@ -3,20 +3,17 @@
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 
+import lessons
 import numpy as np
 import pandas as pd
-import papermill
 import pytest
 
 from bass_core import evaluation, exercises
 from bass_core.evaluation import Evaluation, scores
 from bass_core.lessons import quality_views
 
-ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "notebooks/09_quality_within_a_time_budget.ipynb"
-RECORD = ROOT / "notebooks/records/quality_embedded_cpu"
+RECORD = lessons.NOTEBOOKS / "records/quality_embedded_cpu"
 
 
 def samples(finish, passed, logprob_sum, problem="a") -> pd.DataFrame:
@@ -128,14 +125,8 @@ def test_the_record_is_whole_and_scores_as_the_lesson_says():
 
 
 def execute(tmp_path, **parameters):
-    return papermill.execute_notebook(
-        NOTEBOOK,
-        tmp_path / "out.ipynb",
-        parameters={"output": str(tmp_path / "samples"), "max_new_tokens": 64, **parameters},
-        cwd=ROOT / "notebooks",
-        progress_bar=False,
-        store_widget_state=False,
-    )
+    changed = {"output": str(tmp_path / "samples"), "max_new_tokens": 64, **parameters}
+    return lessons.execute("09_quality_within_a_time_budget", tmp_path, **changed)
 
 
 @pytest.mark.parametrize(

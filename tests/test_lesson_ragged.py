@@ -2,6 +2,7 @@
 
 import itertools
 
+import lessons
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import plots
+from bass_core import benchmark, plots
 from bass_core.exercises import ragged as exercises
 from bass_core.lessons import naive_batches, ragged_batches, ragged_views
 from bass_core.prompt_sets import prompt_set
@@ -164,7 +165,7 @@ def embedded():
     """Runs of the embedded pair with each bug, as the lesson shows them, and the texts of the rows alone."""
     pair, prompts, options = bass.load_pair(dtype="float32"), prompt_set("library", 4), {"max_new_tokens": 24}
     runs = {bug: naive_batches.naive_generate(pair, prompts, bug, **options) for bug in (None, *naive_batches.BUGS)}
-    return runs, naive_batches.rows_alone(pair, prompts, **options)
+    return runs, benchmark.greedy_alone(pair, prompts, **options)
 
 
 def test_embedded_pair_without_a_bug(embedded):
@@ -210,7 +211,7 @@ def test_draft_one_token_behind_costs_acceptance_alone(embedded):
 def test_draft_that_equals_the_target_hides_two_bugs():
     target = tiny_model(dtype="float64")
     twin = bass.ModelPair(target, target)
-    alone = naive_batches.rows_alone(twin, PROMPTS, NEW)
+    alone = benchmark.greedy_alone(twin, PROMPTS, max_new_tokens=NEW)
     for bug in ("positions", "cut"):
         options = {"draft_length": 3, "max_new_tokens": NEW}
         assert (
@@ -325,15 +326,8 @@ def keep(accepted, k):
 
 @pytest.mark.parametrize("check, solution", [(exercises.check_positions, positions), (exercises.check_keep, keep)])
 def test_right_solution_is_accepted_and_a_stub_is_not_solved(check, solution, capsys):
-    assert check(solution)
-    assert check(lambda *arguments: solution(*arguments).tolist())
-    assert capsys.readouterr().out.startswith("Right: ")
-
-    def stub(*_):
-        raise NotImplementedError
-
-    assert not check(stub)
-    assert capsys.readouterr().out == "Not solved yet.\n"
+    lessons.accepted_and_stub_is_not(check, solution, capsys)
+    lessons.accepted_and_stub_is_not(check, lambda *arguments: solution(*arguments).tolist(), capsys)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,14 @@ The notebook itself runs in test_notebooks.py. Nothing here depends on how long 
 
 import re
 
+import lessons
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
 import bass_core as bass
+from bass_core.costs import H100, TARGET_8B
 from bass_core.exercises import speculation as exercises
 from bass_core.lessons import acceptance_rules, speculation, speculation_views
 from bass_core.prompt_sets import prompt_set
@@ -55,9 +57,9 @@ def test_costs_need_a_draft_model(pair):
 def test_roofline_waits_for_memory_until_the_batch_is_large():
     weights = 2 * 7.8e9 / 3.35e12
     cache = 2 * 2 * 512 * 32 * 32 * 128 / 3.35e12
-    assert speculation.roofline_ms(speculation.TARGET, 1, 1, 512) == pytest.approx(1e3 * (weights + cache))
+    assert speculation.roofline_ms(TARGET_8B, 1, 1, 512) == pytest.approx(1e3 * (weights + cache))
     assert speculation.modelled_costs(rows=8).target_ms.nunique() == 1
-    one, nine = (speculation.roofline_ms(speculation.TARGET, 256, n, context=1) for n in (1, 9))
+    one, nine = (speculation.roofline_ms(TARGET_8B, 256, n, context=1) for n in (1, 9))
     assert nine == pytest.approx(1e3 * 2 * 9 * 256 * 7.8e9 / 989e12, rel=1e-3) and one < nine / 4
 
 
@@ -65,11 +67,13 @@ def test_modelled_gpu_is_that_of_lesson_07():
     pytest.importorskip("triton")
     from bass_kernels import accounting
 
-    assert (accounting.H100.bandwidth, accounting.H100.flops) == (speculation.BANDWIDTH, speculation.FLOPS)
+    assert (accounting.H100.bandwidth, accounting.H100.flops) == (H100.bandwidth, H100.flops)
     model = {model.name: model for model in accounting.MODELS}["7.8B MHA"]
-    assert (model.parameters, model.layers, model.heads, model.head_dim) == speculation.TARGET
+    assert model.parameters == TARGET_8B.weights == TARGET_8B.products
+    for name in ("layers", "heads", "kv_heads", "head_dim"):
+        assert getattr(model, name) == getattr(TARGET_8B, name)
     assert model.heads == model.kv_heads
-    pass_ms = speculation.roofline_ms(speculation.TARGET, 8, 1, 512)
+    pass_ms = speculation.roofline_ms(TARGET_8B, 8, 1, 512)
     attention_ms = model.layers * accounting.floor_us(model, 8 * 512) / 1e3
     assert attention_ms / pass_ms == pytest.approx(accounting.attention_share(model, 8 * 512))
 
@@ -366,14 +370,7 @@ def expected_tokens(alpha, k):
     ],
 )
 def test_right_solution_is_accepted_and_a_stub_is_not_solved(check, solution, capsys):
-    assert check(solution)
-    assert capsys.readouterr().out.startswith("Right: ")
-
-    def stub(*_):
-        raise NotImplementedError
-
-    assert not check(stub)
-    assert capsys.readouterr().out == "Not solved yet.\n"
+    lessons.accepted_and_stub_is_not(check, solution, capsys)
 
 
 @pytest.mark.parametrize(

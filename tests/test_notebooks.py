@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lessons
 import nbformat
-import papermill
 import pytest
 
 import bass_core as bass
@@ -61,14 +61,7 @@ def test_all_notebooks_run_with_their_defaults():
 
 def test_start_here_takes_parameters(tmp_path):
     changed = {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2}
-    executed = papermill.execute_notebook(
-        ROOT / "notebooks/00_start_here.ipynb",
-        tmp_path / "out.ipynb",
-        parameters=changed,
-        cwd=ROOT / "notebooks",
-        progress_bar=False,
-        store_widget_state=False,
-    )
+    executed = lessons.execute("00_start_here", tmp_path, **changed)
     text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))
     assert "identical to transformers.generate, row by row: 2 of 2" in text
 

@@ -28,12 +28,13 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from bass_core import inputs, records
-from bass_core.benchmark import Clock, synchronize
+from bass_core.benchmark import Clock
 from bass_core.draft_length import DraftLengthPolicy, as_policy
 from bass_core.evaluation import sample_file, sandbox, scores
 from bass_core.evaluation.problems import Problem
 from bass_core.generation import generate
 from bass_core.models import ModelPair, fingerprints
+from bass_core.trace import synchronize
 
 METHODS = ("regular", "single", "batched")
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)
@@ -122,8 +123,10 @@ def compare(
     }
     _check(pair, problems, options)
     grade, grading = _grader(grade, unsafe)
+    environment = records.environment()
+    common = {**fingerprints(pair), "runs_on": pair.device.type, **{name: environment[name] for name in TIMED_BY}}
     with ExitStack() as files:
-        runs = [_Run(pair, method, options, grading, folder, files) for method in methods]
+        runs = [_Run(pair, method, options, grading, common, environment, folder, files) for method in methods]
         for run in runs:
             run.check_unchanged(problems)
         missing = [problem for problem in problems if any(problem.task_id not in run.lines for run in runs)]
@@ -164,19 +167,30 @@ def load(path: str | Path) -> Evaluation | dict[str, Evaluation]:
 
 
 class _Run:
-    """One method on its way through the problems. lines: what is done, by task_id."""
+    """One method on its way through the problems. lines: what is done, by task_id.
+
+    common: settings that depend on models and machine alone.
+    """
 
     def __init__(
-        self, pair: ModelPair, method: str, options: dict, grading: str, folder: str | Path | None, files: ExitStack
+        self,
+        pair: ModelPair,
+        method: str,
+        options: dict,
+        grading: str,
+        common: dict,
+        environment: dict,
+        folder: str | Path | None,
+        files: ExitStack,
     ):
         self.pair, self.method = pair, method
         n = options["num_return_sequences"]
         self._options = options | {"max_batch_size": 1 if method == "single" else n}
         if method == "regular":
             self._options["draft_length"] = 0
-        self.environment = records.environment()
+        self.environment = environment
         self.settings = {"method": method, "n": n, "budget": options["time_budget"], "grading": grading}
-        self.settings |= _settings(pair, self._options) | {name: self.environment[name] for name in TIMED_BY}
+        self.settings |= _settings(self._options) | common
         self._file = None
         if folder is not None:
             path = Path(folder) / f"{method}.jsonl"
@@ -276,9 +290,8 @@ def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
         raise ValueError(f"problems must be at least one, each with a task_id of its own, got {len(names)}")
     if pair.tokenizer is None:
         raise ValueError("problems are texts: the pair needs a tokenizer, ModelPair(..., tokenizer=...)")
-    vocabulary = pair.target.config.get_text_config().vocab_size
     for problem in problems:
-        ids = inputs.prompt_ids(problem.prompt, pair.tokenizer, vocabulary)
+        ids = inputs.token_ids(pair, [problem.prompt])[0]
         try:
             inputs.check_context(pair, len(ids), options["max_new_tokens"])
         except ValueError as error:
@@ -286,15 +299,13 @@ def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
     generate(pair, problems[0].prompt, **options | {"max_new_tokens": 0})  # checks the options, decodes nothing
 
 
-def _settings(pair: ModelPair, options: dict) -> dict:
-    """What the samples depend on, as it stands in the file."""
+def _settings(options: dict) -> dict:
+    """The options that the samples depend on, as they stand in the file."""
     stop = options["stop"]
     return {
         **{name: options[name] for name in ("seed", "max_new_tokens", "temperature", "top_p", "verification")},
         "draft_length": repr(as_policy(options["draft_length"])),
         "stop": [stop] if isinstance(stop, str) else list(stop),
-        **fingerprints(pair),
-        "runs_on": pair.device.type,
     }
 
 

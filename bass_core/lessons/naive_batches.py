@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from bass_core import inputs, reference
+from bass_core import inputs
 from bass_core.models import ModelPair
 
 BUGS = {
@@ -171,17 +171,10 @@ def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, T
 
 def token_lists(pair: ModelPair, prompts: Sequence[str | Tensor]) -> list[list[int]]:
     """Prompts as lists of token ids."""
-    vocabulary = pair.target.config.get_text_config().vocab_size
-    return [inputs.prompt_ids(prompt, pair.tokenizer, vocabulary).tolist() for prompt in prompts]
+    return [ids.tolist() for ids in inputs.token_ids(pair, prompts)]
 
 
 # --- what is wrong, measured ----------------------------------------------------------------------
-
-
-def rows_alone(pair: ModelPair, prompts: Sequence[str | Tensor], max_new_tokens: int = 48) -> list[Tensor]:
-    """What `transformers.generate` writes for each prompt alone, greedily: the texts that every row has to have."""
-    rows = map(torch.tensor, token_lists(pair, prompts))
-    return [reference.greedy(pair.target, row, max_new_tokens)[0] for row in rows]
 
 
 def right_tokens(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[int]:

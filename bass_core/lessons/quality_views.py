@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # optional packages; imported where they are used
 
     from bass_core.evaluation import Evaluation
 
+BUDGETS = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)  # seconds, fixed before the record
 STATES = {
     "right, in time": {"color": COLOURS["bonus"]},
     "wrong, in time": {"color": COLOURS["rejected"], "pattern": {"shape": "x", "fgcolor": "white", "size": 6}},

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bass_core import inputs
 from bass_core.engine import Session
+from bass_core.lessons import speculation
 from bass_core.models import ModelPair
 
 # --- lock-step against rows at their own pace -----------------------------------------------------
@@ -26,7 +27,7 @@ def expected_tokens(alpha: float, k: int, batch: int = 1) -> float:
     alpha: chance that a draft token is accepted given that all before it were, independently in every row. k: draft
     length. The target's own token is counted. batch=1 is a row at its own pace, in a batch of any size.
     """
-    return 1 + sum(alpha ** (batch * place) for place in range(1, k + 1))
+    return speculation.expected_tokens(alpha**batch, k)  # all rows have to accept, each by its own coin
 
 
 def expected_speed(alpha: float, k: int, batch: int = 1, draft_cost: float = 0.05) -> float:
@@ -42,8 +43,7 @@ def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Seque
     Raises ValueError without a draft model."""
     inputs.require_draft_model(pair)
     agreed = []
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        ids = inputs.prompt_ids(prompt, pair.tokenizer, pair.target.config.get_text_config().vocab_size)
+    for ids, sequence in zip(inputs.token_ids(pair, prompts), sequences, strict=True):
         text = torch.cat([ids, sequence])[None].to(pair.device)
         choices = pair.draft(input_ids=text, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
         agreed.append((choices.cpu() == sequence).numpy())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor
 
 from bass_core import benchmark, inputs, randomness, reference, sampling
+from bass_core.cost_model import Workload
+from bass_core.costs import DRAFT_310M, H100, TARGET_8B
 from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.engine import Session
 from bass_core.generation import generate
@@ -59,39 +60,21 @@ def measured_costs(
     return pd.DataFrame({"n": found.drafted + 1, "target_ms": found.verify_ms, "draft_ms": draft_ms})
 
 
-class Shape(NamedTuple):
-    """What a decode pass reads and computes depends on. heads: of queries, and as many of keys and values."""
-
-    parameters: float
-    layers: int
-    heads: int
-    head_dim: int
-
-
-# The 7.8B model and the H100 SXM of lesson 07 (bass_kernels.accounting, which cannot be imported without Triton; from
-# data sheets), and a draft of the size that the paper's has.
-TARGET = Shape(parameters=7.8e9, layers=32, heads=32, head_dim=128)
-DRAFT = Shape(parameters=310e6, layers=4, heads=16, head_dim=128)
-BANDWIDTH, FLOPS = 3.35e12, 989e12  # bytes/s; dense bf16 flop/s
-
-
-def roofline_ms(shape: Shape, rows: int, n: int, context: int) -> float:
+def roofline_ms(work: Workload, rows: int, n: int, context: int) -> float:
     """Milliseconds below which no bf16 pass over n new tokens of each row gets on an H100: the larger of two times.
 
     Reading the weights once and every row's keys and values once at peak bandwidth; all products at peak rate. Launches
-    are not counted.
+    are not counted, nor (unlike in `Roofline`) the new keys and values: where memory is the limit, n costs nothing.
     """
-    cached = rows * context * 2 * shape.layers * shape.heads * shape.head_dim  # numbers: keys and values
-    read = 2 * (shape.parameters + cached)  # bytes
-    flops = 2 * n * (rows * shape.parameters + cached)
-    return 1e3 * max(read / BANDWIDTH, flops / FLOPS)
+    read = work.bytes(rows, 0, context)
+    return 1e3 * max(read / H100.bandwidth, work.flops(rows, n, context) / H100.flops)
 
 
 def modelled_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
-    """As `measured_costs`, for `TARGET` and `DRAFT` on an H100, by `roofline_ms`."""
+    """As `measured_costs`, for `costs.TARGET_8B` and `DRAFT_310M` on an H100, by `roofline_ms`."""
     n = np.arange(1, most + 2)
-    target = [roofline_ms(TARGET, rows, tokens, context) for tokens in n.tolist()]
-    draft = (n - 1) * roofline_ms(DRAFT, rows, 1, context)
+    target = [roofline_ms(TARGET_8B, rows, tokens, context) for tokens in n.tolist()]
+    draft = (n - 1) * roofline_ms(DRAFT_310M, rows, 1, context)
     return pd.DataFrame({"n": n, "target_ms": target, "draft_ms": draft})
 
 
@@ -179,8 +162,7 @@ def story(
     lines["u"] = np.where(lines.own, np.nan, _acceptance_numbers(seed, lines.step, lines["slot"]))
     lines["text"] = [pair.tokenizer.decode([token]) for token in lines.token]
     columns = ["step", "slot", "position", "token", "text", "p", "q", "accept", "u", "verdict"]
-    vocabulary = pair.target.config.get_text_config().vocab_size
-    return Story(inputs.prompt_ids(prompt, pair.tokenizer, vocabulary), lines[columns])
+    return Story(inputs.token_ids(pair, [prompt])[0], lines[columns])
 
 
 def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.ndarray:
