@@ -84,7 +84,8 @@ def calibrate(
     medians = {key: float(np.median(values)) for key, values in samples.items()}
     tables = {name: table(axes[name], lambda *point, name=name: medians[name, *point]) for name in axes}
     counts = [len(values) for values in samples.values()]
-    how = {"temperature": temperature, "samples": {"least": min(counts), "most": max(counts)}}
+    how = {"device_type": pair.device.type, "temperature": temperature}
+    how["samples"] = {"least": min(counts), "most": max(counts)}
     how["spread"] = float(
         np.median([np.subtract(*np.quantile(x, [0.75, 0.25])) / np.median(x) for x in samples.values()])
     )

@@ -11,10 +11,12 @@ policy has to see them. A grid shows the stairs where it has points.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -25,7 +27,8 @@ import torch
 
 from bass_core import records
 from bass_core.cost_model import Device, Roofline, Workload
-from bass_core.models import ASSETS, ModelPair, fingerprints
+from bass_core.drafters import NgramDrafter
+from bass_core.models import ASSETS, ModelPair, fingerprint
 from bass_core.trace import Trace
 
 SCHEMA = 1
@@ -44,6 +47,7 @@ PASS_AXES = ("batch", "query_length", "kv_length")
 OVERHEAD_AXES = ("batch", "draft_length")
 SHIPPED = ASSETS / "costs"
 Number = float | np.ndarray
+_MARKS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # fingerprints by model
 
 # The paper's 7.8B target with its 310M draft (4 layers × 2048) in bf16, and an H100 SXM, all from data sheets.
 H100 = Device("NVIDIA H100 80GB HBM3 (data sheet)", bandwidth=3.35e12, flops=989e12)
@@ -176,7 +180,7 @@ class CostModel:
 
     def check_pair(self, pair: ModelPair) -> None:
         """Raises ValueError if these are not costs of this pair on its device."""
-        found = {"device": device_name(pair.device)} | fingerprints(pair)
+        found = {"device": device_name(pair.device)} | _marks(pair)
         own = {"device": self.device} | {role: model["fingerprint"] for role, model in self.models.items()}
         for what, value in found.items():
             if value != own[what]:
@@ -300,13 +304,23 @@ def costs_for(pair: ModelPair) -> CostModel | None:
     Models count by fingerprint, CPUs by name and threads. None where there are none. Raises ValueError for a file that
     cannot be read.
     """
-    name = _file_name(device_name(pair.device), *fingerprints(pair).values())
+    name = _file_name(device_name(pair.device), *_marks(pair).values())
     for folder in (cache_folder(), SHIPPED):
         if (path := folder / name).exists():
-            cost = CostModel.load(path)
+            cost = _loaded(path, path.stat().st_mtime_ns)
             cost.check_pair(pair)
             return cost
     return None
+
+
+def costs_like(pair: ModelPair) -> CostModel | None:
+    """`costs_for` the pair, or else shipped costs of the same models on another device of the same type: slower or
+    faster as a whole, but what a draft length costs against another is much the same. None where there are none."""
+    if (own := costs_for(pair)) is not None:
+        return own
+    paths = sorted(SHIPPED.glob(f"*-{_models_code(*_marks(pair).values())}.json"))
+    others = (_loaded(path, path.stat().st_mtime_ns) for path in paths)
+    return next((cost for cost in others if cost.measured.get("device_type") == pair.device.type), None)
 
 
 def cache_folder() -> Path:
@@ -323,6 +337,24 @@ def device_name(device: torch.device) -> str:
     return f"{records.processor()}, {threads} thread{'s' * (threads > 1)}"
 
 
+@functools.lru_cache(maxsize=32)
+def _loaded(path: Path, changed: int) -> CostModel:
+    """The costs in a file last changed at that time: `generate` asks for them each time it is called."""
+    return CostModel.load(path)
+
+
+def _marks(pair: ModelPair) -> dict[str, str]:
+    """`fingerprints` of the pair, taken once per model: on a GPU every tensor is a copy to the host."""
+    for model in pair.models:
+        if model not in _MARKS:
+            _MARKS[model] = fingerprint(model)
+    draft = pair.draft or NgramDrafter()
+    return {"target": _MARKS[pair.target], "draft": _MARKS.get(draft) or fingerprint(draft)}
+
+
 def _file_name(device: str, target: str, draft: str) -> str:
-    models = hashlib.sha256(f"{target}\0{draft}".encode()).hexdigest()[:12]
-    return f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{models}.json"
+    return f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{_models_code(target, draft)}.json"
+
+
+def _models_code(target: str, draft: str) -> str:
+    return hashlib.sha256(f"{target}\0{draft}".encode()).hexdigest()[:12]

@@ -42,8 +42,9 @@ class DraftLengthPolicy(ABC):
     Policies keep state between steps and never read the clock.
     """
 
-    # keep_drafting(signals) -> bool [B], asked before each x_j is drawn; a row that stopped stays stopped. None: not
-    # asked, which spares the draft's entropies and a copy to the host per draft pass.
+    # keep_drafting(signals), asked before each x_j is drawn: bool [B], False stops a row before x_j; or int64 [B], the
+    # rows' draft lengths from what is known now (j: x_j is the last, no pass of the draft follows). A row that stopped
+    # stays stopped. None: not asked, which spares the draft's entropies and a copy to the host per draft pass.
     keep_drafting: Callable[[Signals], Tensor] | None = None
 
     def start(self, rows: RowsView) -> None:
@@ -135,7 +136,7 @@ class HuggingFaceHeuristic(DraftLengthPolicy):
 
 
 def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
-    """The policy that `generate`'s argument means: None is the default, an int a fixed length.
+    """The policy that an argument means: an int is a fixed length, None the one that needs to know nothing, k = 5.
 
     Raises TypeError for anything else, ValueError for a negative length.
     """
@@ -161,3 +162,11 @@ def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.nda
         raise ValueError(f"plan must return an integer >= 0, or {len(rows.ids)} of them (one per row); got {k!r}")
     planned = np.broadcast_to(plan, rows.remaining.shape).astype(np.int64)
     return planned, np.minimum(planned, rows.remaining - 1)
+
+
+def cut_lengths(lengths: np.ndarray, answer: Tensor, slot: int) -> np.ndarray:
+    """Draft lengths [B] after the answer of `keep_drafting` with `slot` tokens drafted: never longer than before."""
+    answer = answer.cpu().numpy()
+    if answer.dtype == bool:
+        answer = np.where(answer, lengths, slot)
+    return np.minimum(lengths, np.maximum(answer, slot))

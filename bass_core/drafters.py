@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bass_core import randomness, sampling
-from bass_core.draft_length import DraftLengthPolicy, Signals
+from bass_core.draft_length import DraftLengthPolicy, Signals, cut_lengths
 from bass_core.randomness import StepKeys
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
@@ -222,8 +222,7 @@ class ModelDrafter(Drafter):
         probs = log_probs.exp()
         drafting = torch.as_tensor(lengths > slot, device=logits.device)
         entropy = -(probs * log_probs).nan_to_num(0.0).sum(-1)
-        go_on = policy.keep_drafting(Signals(slot, entropy, probs.amax(-1), drafting)).cpu().numpy()
-        return np.where(go_on, lengths, np.minimum(lengths, slot))
+        return cut_lengths(lengths, policy.keep_drafting(Signals(slot, entropy, probs.amax(-1), drafting)), slot)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Ids that only the target has are fed as some id of the draft's: this costs acceptance, never exactness."""

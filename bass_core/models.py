@@ -184,11 +184,11 @@ def name_of(model: PreTrainedModel | NgramDrafter | None) -> str:
 
 def fingerprints(pair: ModelPair) -> dict[str, str]:
     """What tells the pair's models apart from others, wherever they were loaded from, under "target" and "draft"."""
-    return {"target": _fingerprint(pair.target), "draft": _fingerprint(pair.draft or NgramDrafter())}
+    return {"target": fingerprint(pair.target), "draft": fingerprint(pair.draft or NgramDrafter())}
 
 
-def _fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
-    """Names, shapes and the first 64 values of all tensors."""
+def fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
+    """What tells a model apart: names, shapes and the first 64 values of all tensors."""
     if isinstance(model, NgramDrafter):
         return f"n-gram {model.longest}-{model.shortest}"
     digest = hashlib.sha256()

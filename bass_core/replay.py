@@ -15,7 +15,7 @@ import torch
 
 from bass_core import inputs
 from bass_core.acceptance import AcceptanceTrace
-from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals, planned_lengths
+from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals, cut_lengths, planned_lengths
 
 
 class Cost(Protocol):
@@ -135,8 +135,8 @@ def _ask(
     """Drafted lengths [B] after the policy's answers within the step, and how many passes of the draft it took."""
     drafted, passes = lengths.copy(), 1
     for slot in range(int(lengths.max())):
-        go_on = policy.keep_drafting(replay.signals(live, at, slot, drafted > slot)).numpy()
-        drafted = np.where(go_on, drafted, np.minimum(drafted, slot))
+        answer = policy.keep_drafting(replay.signals(live, at, slot, drafted > slot))
+        drafted = cut_lengths(drafted, answer, slot)
         if drafted.max() <= slot:
             break
         passes += slot + 1 < drafted.max()

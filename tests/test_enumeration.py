@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from oracle import Oracle, RepeatedKey
-from policies import Alternating, PerRow, StopWhenUnsure
+from policies import Alternating, PerRow, StopWhenUnsure, library_policies
 from tabular import law, next_token_law, tabular, total_variation
 
 import bass_core as bass
@@ -19,8 +19,7 @@ POLICIES = {
     "k=1": lambda: 1,
     "k=2": lambda: 2,
     "k=3": lambda: 3,
-    "algorithm 1": lambda: bass.BassHeuristic(initial=2),
-    "hugging face": lambda: bass.HuggingFaceHeuristic(initial=2),
+    **library_policies(limit=3),
     "stop when unsure": lambda: StopWhenUnsure(),
     "per row": lambda: PerRow(),
     "alternating": lambda: Alternating(k=2),
@@ -64,9 +63,14 @@ def test_law_at_vocabulary_four(rule):
     assert total_variation(found, exact_law(target, 3)) < EXACT
 
 
+JOINT = {"k=2": (lambda: 2, 4), "per row": (lambda: PerRow(most=1), 3)}
+JOINT |= {name: (policy, 3) for name, policy in library_policies(limit=2).items()}
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize(("policy", "new"), [(lambda: 2, 4), (lambda: PerRow(most=1), 3)], ids=["k=2", "per row"])
-def test_joint_law_of_a_batch_of_two(rule, policy, new):
+@pytest.mark.parametrize("policy", JOINT)
+def test_joint_law_of_a_batch_of_two(rule, policy):
+    policy, new = JOINT[policy]
     target, draft = tabular(2, seed=5), tabular(2, seed=6)
     prompts = ([0, 1], [1, 0, 0])
     found = law_of_engine(target, draft, new, policy, prompts, verification=rule)

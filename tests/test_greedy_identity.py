@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import Alternating, PerRow, StopWhenUnsure
+from policies import Alternating, PerRow, StopWhenUnsure, library_policies
 from tiny import SUPPORTED, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -66,11 +66,14 @@ def test_draft_of_another_architecture(target, draft):
 @pytest.mark.parametrize("path", ["pad", "split", "eager"])
 @pytest.mark.parametrize(
     "policy",
-    [0, 1, 7, 20, bass.BassHeuristic(), bass.HuggingFaceHeuristic(), PerRow(5), StopWhenUnsure(6, 0.3), Alternating()],
-    ids=lambda policy: str(policy) if isinstance(policy, int) else type(policy).__name__,
+    [0, 1, 7, 20, PerRow(5), StopWhenUnsure(6, 0.3), Alternating(), *library_policies(limit=8)],
+    ids=lambda policy: (
+        policy if isinstance(policy, str) else str(policy) if isinstance(policy, int) else type(policy).__name__
+    ),
 )
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_every_policy_on_every_path(architecture, policy, path):
+    policy = library_policies(limit=8)[policy]() if isinstance(policy, str) else policy
     assert_identical(tiny_model(architecture), tiny_model(architecture, noise=0.1), draft_length=policy, attention=path)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import Alternating, PerRow, StopWhenUnsure
+from policies import Alternating, PerRow, StopWhenUnsure, library_policies
 from tiny import CONTEXT, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -88,10 +88,12 @@ def test_permuted_rows_give_permuted_outputs():
     assert same([straight.sequences[i] for i in order], permuted.sequences)
 
 
+POLICIES = {"k=1": lambda: 1, "k=5": lambda: 5, "per row": PerRow, "unsure": StopWhenUnsure, "alternating": Alternating}
+POLICIES |= library_policies(limit=8)
+
+
 @pytest.mark.parametrize("draft", ["good", "useless", "perfect", "n-gram"])
-@pytest.mark.parametrize(
-    "policy", [lambda: 1, lambda: 5, bass.BassHeuristic, bass.HuggingFaceHeuristic, PerRow, StopWhenUnsure, Alternating]
-)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_coupled_text_is_that_of_regular_decoding(draft, policy):
     target = tiny_model(dtype="float64")
     drafts = {"good": tiny_model(dtype="float64", noise=0.1), "useless": tiny_model(dtype="float64", seed=9)}
@@ -99,7 +101,7 @@ def test_coupled_text_is_that_of_regular_decoding(draft, policy):
     options = {"temperature": 0.9, "max_new_tokens": 20, "verification": "coupled", "seed": 11, "trace": "off"}
     regular = bass.generate(bass.ModelPair(target), PROMPTS, draft_length=0, **options)
     for batch in (2, 8):
-        out = bass.generate(pair, PROMPTS, draft_length=policy(), max_batch_size=batch, **options)
+        out = bass.generate(pair, PROMPTS, draft_length=POLICIES[policy](), max_batch_size=batch, **options)
         assert same(out.sequences, regular.sequences)
 
 

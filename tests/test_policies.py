@@ -1,0 +1,399 @@
+"""The policies that adapt: each rule against cases worked by hand, and what each is for against the simulator."""
+
+import numpy as np
+import pytest
+import torch
+from policies import CHEAP, Line, library_policies
+from tabular import tabular
+from tiny import ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core import costs, goodput
+from bass_core.acceptance import AcceptanceTrace
+from bass_core.draft_length import RowsView, Signals, cut_lengths
+from bass_core.draft_signals import Calibration
+from bass_core.goodput import SlotAcceptance, default_policy
+from bass_core.models import fingerprints
+from bass_core.objective import deadlines, first_finished, last_finished
+from bass_core.replay import Replay, decode, step_seconds
+from bass_core.simulator import simulate
+
+
+def rows(remaining=(99, 99), steps=0):
+    n = len(remaining)
+    return RowsView(np.arange(n), np.full(n, steps), np.full(n, 10), np.full(n, 5), np.array(remaining))
+
+
+def taught(policy, accepted, of, steps=50):
+    """The policy after steps in which the rows accepted these numbers of `of` drafts, whatever it had planned."""
+    policy.start(rows([999] * len(accepted)))
+    for _ in range(steps):
+        policy.plan(rows([999] * len(accepted)))
+        if isinstance(policy, bass.Goodput):
+            policy.wanted = np.full(len(accepted), of)
+        policy.update(torch.full((len(accepted),), of), torch.tensor(accepted))
+    return policy
+
+
+# --- chances per slot ---
+
+
+def test_chances_are_what_was_accepted_of_what_was_reached():
+    slots = SlotAcceptance(4)
+    for _ in range(1000):
+        slots.update(np.array([3, 3, 3, 3]), np.array([3, 1, 0, 0]))
+    # slot 1: all four reach it, two accept; slot 2: two and one; slot 3: one and one; slot 4: never tried, as slot 3
+    assert slots.hazards[:3] == pytest.approx([0.5, 0.5, 1.0], abs=0.08)
+    assert slots.hazards[3] == slots.hazards[2]
+    assert slots.survival() == pytest.approx(np.cumprod([1, *slots.hazards]))
+
+
+def test_before_anything_is_seen_all_slots_have_the_prior():
+    assert SlotAcceptance(3).survival() == pytest.approx(goodput.PRIOR ** np.arange(4))
+
+
+def test_one_step_of_a_batch_is_enough_to_find_a_useless_draft_out():
+    slots = SlotAcceptance()
+    slots.update(np.full(8, 5), np.zeros(8, int))
+    assert slots.hazards[0] < 0.1
+
+
+# --- Goodput ---
+
+
+def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
+    policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
+    survival, k = policy.acceptance.survival(), np.arange(17)
+    expected = survival.cumsum() * 4 / CHEAP.step(4, k, 0)
+    assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
+    assert policy.plan(rows([99] * 4)) == np.argmax(expected >= (1 - goodput.TOLERANCE) * expected.max())
+
+
+def test_goodput_counts_no_token_beyond_a_rows_end():
+    policy = taught(bass.Goodput(CHEAP), [8, 8], of=8)
+    found = policy.goodputs(rows([3, 1]))
+    survival = policy.acceptance.survival()
+    tokens = [
+        2,
+        2 + survival[1],
+        2 + survival[1] + survival[2],
+    ]  # one more row goes on for two drafts, the other for none
+    assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0))
+
+
+def test_goodput_falls_back_to_regular_decoding_and_probes():
+    policy = bass.Goodput(Line(0.3, 0.2))
+    policy.start(rows([9999] * 2))
+    planned = []
+    for step in range(300):
+        k = policy.plan(rows([9999] * 2, steps=step))
+        policy.update(torch.tensor([k, k]), torch.tensor([0, 0]))
+        planned.append(k)
+    drafting = np.flatnonzero(planned)
+    first = planned.index(0)
+    assert first <= 2 and [planned[i] for i in drafting[drafting > first]] == [1] * 4
+    assert np.diff([first - 1, *drafting[drafting > first]]).tolist() == [17, 33, 65, 129]  # 16, 32, 64, 128 zeros
+
+
+def test_goodput_drafts_again_once_drafts_are_accepted():
+    policy = taught(bass.Goodput(Line(0.3, 0.2)), [0], of=1, steps=100)
+    planned = []
+    for step in range(60):
+        k = policy.plan(rows([9999], steps=step + 1))
+        policy.update(torch.tensor([k]), torch.tensor([k]))
+        planned.append(k)
+    assert planned[0] == 0 and planned[-1] >= 12
+
+
+def test_goodput_learns_that_a_lookup_finds_nothing():
+    """Half of the rows never draft: what was wanted and not drafted is as good as refused."""
+    policy = bass.Goodput(CHEAP)
+    policy.start(rows())
+    for _ in range(100):
+        policy.plan(rows([999, 999]))
+        policy.update(torch.tensor([policy.wanted[0], 0]), torch.tensor([policy.wanted[0], 0]))
+    assert policy.acceptance.hazards[0] == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_new_decode_starts_afresh_and_joining_rows_do_not():
+    policy = taught(bass.Goodput(Line(0.3, 0.2)), [0, 0], of=2, steps=10)
+    fresh = bass.Goodput(Line(0.3, 0.2)).plan(rows())
+    policy.start(rows(steps=3))
+    assert policy.plan(rows()) == 0 != fresh
+    policy.start(rows())
+    assert policy.plan(rows()) == fresh
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("line", [CHEAP, Line(0.2, 0.3)], ids=["cheap", "verification dear"])
+def test_goodput_is_near_the_best_fixed_length_and_never_below_regular_decoding(alpha, batch, line):
+    trace = AcceptanceTrace.synthetic(alpha=alpha, length=384, sequences=64, seed=1)
+
+    def seconds(policy):
+        return simulate(trace, policy, line, batch=batch, repeats=8).seconds.mean()
+
+    regular, found = seconds(0), seconds(bass.Goodput(line))
+    assert found <= regular / 0.98
+    assert found <= min(regular, *(seconds(k) for k in (1, 2, 3, 5, 8, 12, 16))) / 0.95
+
+
+# --- what generate takes ---
+
+
+def test_the_default_is_goodput_where_the_pairs_costs_are_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    options = {"max_new_tokens": 8, "eos_token_id": ()}
+    assert default_policy(pair) == bass.FixedLength(5)
+    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"] == "FixedLength(k=5)"
+    cost = costs.CostModel.synthetic(
+        costs.Roofline(costs.TARGET_8B, costs.H100), costs.Roofline(costs.DRAFT_310M, costs.H100)
+    )
+    for role, mark in fingerprints(pair).items():
+        cost.models[role]["fingerprint"] = mark
+    object.__setattr__(cost, "device", costs.device_name(pair.device))
+    costs.cache_folder().mkdir(parents=True)
+    cost.save(costs.cache_folder() / cost.file_name)
+    assert isinstance(default_policy(pair), bass.Goodput)
+    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"].startswith("Goodput(")
+
+
+def test_the_embedded_pairs_default_is_goodput_on_every_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(costs, "device_name", lambda device: "Somebody's processor, 7 threads")
+    assert isinstance(default_policy(bass.load_pair()), bass.Goodput)
+
+
+# --- Objective ---
+
+
+def test_equal_weights_and_equal_rows_are_goodput():
+    mine, theirs = (taught(policy, [5, 5], of=5) for policy in (bass.Objective(CHEAP), bass.Goodput(CHEAP)))
+    assert mine.goodputs(rows()) == pytest.approx(theirs.goodputs(rows()))
+
+
+def test_rows_that_accept_more_survive_longer():
+    policy = taught(bass.Objective(CHEAP), [6, 1], of=6)
+    sure, doubtful = policy.tokens(rows([900, 900]))
+    assert (sure[1:] > doubtful[1:]).all()
+
+
+def test_leaders_stragglers_and_deadlines_are_weighted():
+    view = rows([10, 40])
+    assert first_finished(2.0)(view, 0.0) == pytest.approx([1, 1 / 16])
+    assert last_finished(1.0)(view, 0.0) == pytest.approx([0.25, 1])
+    assert deadlines({0: 3.0, 1: 3.0})(view, 1.0) == pytest.approx([0.25, 1])  # 5 and 20 tokens a second
+    assert deadlines({0: 3.0, 1: 3.0})(view, 2.9) == pytest.approx([0.25, 1])
+    assert deadlines({0: 3.0})(view, 1.0) == pytest.approx([1, 0.01])
+    assert deadlines({})(view, 1.0) == pytest.approx([1, 1])
+    assert deadlines({0: 3.0})(view, 5.0) == pytest.approx([1, 1])
+
+
+def test_wrong_weights_are_refused():
+    for wrong in (
+        lambda rows, elapsed: np.ones(3),
+        lambda rows, elapsed: np.array([1.0, -1.0]),
+        lambda r, e: np.zeros(2),
+    ):
+        with pytest.raises(ValueError, match="weights must give a number >= 0 per row"):
+            bass.Objective(CHEAP, weights=wrong).plan(rows())
+
+
+def test_elapsed_time_is_the_cost_models():
+    policy = bass.Objective(CHEAP)
+    policy.start(rows())
+    k = [policy.plan(rows()) for _ in range(3)]
+    assert policy.elapsed == pytest.approx(CHEAP.step(2, np.array(k), 0).sum())
+
+
+# --- MarginalValue ---
+
+
+def signals(slot, maximum, entropy=0.5):
+    maximum = torch.tensor(maximum)
+    return Signals(slot, torch.full_like(maximum, entropy), maximum, torch.ones(len(maximum), dtype=torch.bool))
+
+
+def test_calibration_takes_the_draft_at_its_word_and_then_learns():
+    calibration = Calibration()
+    assert calibration(np.array([0.05, 0.55, 1.0])) == pytest.approx([0.05, 0.55, 0.95])  # the middles of bins
+    for _ in range(500):
+        told = np.full(4, 0.95)
+        calibration.update(told, calibration(told), np.array([True, False, True, False]))
+    assert calibration(np.array([0.93]))[0] == pytest.approx(0.5, abs=0.01)
+    assert calibration.error() < 0.05  # what it says now is what happens
+
+
+def test_calibration_error_is_large_while_it_is_wrong():
+    calibration = Calibration()
+    assert calibration.error() == 1
+    calibration.update(np.full(10, 0.95), np.full(10, 0.95), np.zeros(10, bool))
+    assert calibration.error() == pytest.approx(0.95)
+
+
+def test_marginal_value_draws_while_a_slot_is_worth_its_time():
+    policy = bass.MarginalValue(CHEAP, trusted=1.0)
+    policy.start(rows())
+    assert policy.plan(rows()) == 16
+    rate = policy.goodputs(rows()).max()
+    assert policy.price[:16] == pytest.approx(np.full(16, rate * 0.15), rel=0.02)
+    assert policy.verify_price == pytest.approx(np.full(16, rate * 0.05), rel=0.02)
+    # two sure rows: on; then one draft in ten: less than its verification
+    assert policy.keep_drafting(signals(0, [0.99, 0.99])).tolist() == [16, 16]
+    assert policy.keep_drafting(signals(1, [0.01, 0.01])).tolist() == [1, 1]
+
+
+def test_marginal_value_draws_what_its_pass_has_paid_for_and_stops_there():
+    policy = bass.MarginalValue(CHEAP, trusted=1.0)
+    policy.start(rows())
+    policy.plan(rows())
+    # the goodput is 4.2 tokens in the time of a regular step: a slot has to bring 0.63 tokens, its verification 0.21
+    assert policy.price[0] == pytest.approx(0.63, abs=0.01) and policy.verify_price[0] == pytest.approx(0.21, abs=0.01)
+    policy.calibration = lambda maximum: maximum  # at its word
+    assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
+    assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14
+    assert policy.keep_drafting(signals(2, [0.1, 0.1])).tolist() == [2, 2]  # 2 · 0.04 would not even be verified
+
+
+def test_marginal_value_is_goodput_until_its_calibration_is_trusted():
+    mine, theirs = bass.MarginalValue(CHEAP), bass.Goodput(CHEAP)
+    for policy in (mine, theirs):
+        policy.start(rows())
+    assert mine.plan(rows()) == theirs.plan(rows())
+    assert mine.keep_drafting(signals(0, [0.01, 0.01])).tolist() == [True, True]
+
+
+def test_marginal_value_needs_a_draft_model():
+    line = Line()
+    line.draft_passes = None
+    with pytest.raises(ValueError, match="needs a draft model"):
+        bass.MarginalValue(line)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_marginal_value_beats_algorithm_1_where_acceptance_varies(batch):
+    trace = AcceptanceTrace.synthetic(alpha=0.75, length=256, sequences=64, regimes=(0.2, 8), rollout=16)
+    cost = Line(0.05, 0.02)
+    mine = simulate(trace, bass.MarginalValue(cost), cost, batch=batch, repeats=8).seconds
+    theirs = simulate(trace, bass.BassHeuristic(), cost, batch=batch, repeats=8).seconds
+    assert (mine < theirs).all()
+
+
+# --- AdaEDL and SVIP ---
+
+
+def test_adaedl_and_svip_stop_rows_at_their_bounds():
+    entropy = torch.tensor([0.0, 0.2, 0.6, 0.61, 0.8, 0.81, 3.0], dtype=torch.float64)
+    asked = Signals(0, entropy, entropy, torch.ones(7, dtype=torch.bool))
+    # 1 - sqrt(0.2 H) >= 0.6 up to H = 0.8; sqrt(0.15 H) <= 0.3 up to H = 0.6
+    assert bass.AdaEDL(threshold=0.6).keep_drafting(asked).tolist() == [True] * 5 + [False] * 2
+    assert bass.SVIP(bound=0.3).keep_drafting(asked).tolist() == [True] * 3 + [False] * 4
+
+
+def test_adaedl_moves_its_bar_towards_the_wanted_rate():
+    for accepted, moves_up in ((0, True), (5, False)):
+        policy = taught(bass.AdaEDL(), [accepted], of=5, steps=20)
+        assert (policy.bar > policy.threshold) == moves_up
+    before = policy.bar
+    policy.update(torch.tensor([0]), torch.tensor([0]))
+    assert policy.bar == before
+
+
+# --- Learned ---
+
+
+def test_learned_finds_the_best_length_and_remembers_it_per_task():
+    policy, sure, doubtful = bass.Learned(CHEAP), synthetic(0.95), synthetic(0.2)
+    for task, trace in (("sure", sure), ("doubtful", doubtful)):
+        policy.task = task
+        decode(Replay.draw(trace, 4, None, 0, 0), policy)
+    favourite = {}
+    for task in ("sure", "doubtful"):
+        policy.task = task
+        favourite[task] = policy.experts[policy.weights().argmax()]
+    assert favourite["sure"] >= 8 and favourite["doubtful"] <= 2
+    assert policy.task == "doubtful" and set(policy.memories) == {"sure", "doubtful"}
+
+
+def synthetic(alpha, seed=0):
+    return AcceptanceTrace.synthetic(alpha=alpha, length=400, sequences=8, seed=seed)
+
+
+def test_learned_sees_how_every_shorter_length_would_have_done():
+    policy = bass.Learned(CHEAP, lengths=(0, 1, 2, 4))
+    policy.plan(rows([999, 999]))
+    slots = policy.memories[""].acceptance
+    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), slots)
+    assert seen.tolist() == [2, 4, 2 + 3, 2 + 5]
+    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), slots)
+    assert drafted_two[:3].tolist() == [2, 4, 5]
+    assert drafted_two[3] == pytest.approx(5 + 0.8 + 0.64)  # what was accepted as far as it went would have gone on
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lengths": ()}, {"lengths": (-1, 2)}, {"lengths": (40,)}, {"rate": 0}, {"decay": 1}]
+)
+def test_learned_refuses_wrong_settings(wrong):
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        bass.Learned(CHEAP, **wrong)
+
+
+# --- all of them ---
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+@pytest.mark.parametrize("policy", library_policies(limit=3))
+def test_the_policies_of_the_exactness_tests_do_change_their_lengths(policy, limit):
+    pair, drafted = bass.ModelPair(tabular(3, seed=1), tabular(3, seed=2)), set()
+    for seed in range(20):
+        out = bass.generate(
+            pair,
+            [torch.tensor([0, 1])],
+            max_new_tokens=12,
+            draft_length=library_policies(limit)[policy](),
+            temperature=1.0,
+            eos_token_id=(),
+            attention="pad",
+            seed=seed,
+        )
+        steps = out.trace.steps[out.trace.steps.kind == "decode"]
+        drafted |= set(steps.drafted[12 - (steps.kv_length - 2) > limit])
+    assert len(drafted) >= 2
+
+
+def test_answers_within_a_step_never_lengthen_a_draft():
+    lengths = np.array([4, 4, 2])
+    assert cut_lengths(lengths, torch.tensor([True, False, True]), 1).tolist() == [4, 1, 2]
+    assert cut_lengths(lengths, torch.tensor([9, 2, 0]), 1).tolist() == [4, 2, 1]
+    assert cut_lengths(np.array([1, 4]), torch.tensor([True, True]), 2).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("policy", library_policies(limit=8))
+def test_no_policy_waits_for_a_clock_or_draws_random_numbers(policy, monkeypatch):
+    """The same history, the same lengths."""
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=60, sequences=4, regimes=(0.2, 5))
+    drawn = Replay.draw(trace, 4, None, 0, 0)
+    runs = [[step.drafted.tolist() for step in decode(drawn, library_policies(8)[policy]())] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_a_stop_that_spares_the_next_pass_costs_less_in_simulation():
+    class LastOne(bass.DraftLengthPolicy):
+        def __init__(self, spares):
+            self.spares = spares
+
+        def plan(self, rows):
+            return 8
+
+        def keep_drafting(self, asked):
+            if self.spares:
+                return torch.full(asked.drafting.shape, 3)
+            return torch.full(asked.drafting.shape, asked.slot < 3)
+
+    drawn = Replay.draw(synthetic(0.8), 2, None, 0, 0)
+    spared, asked = (decode(drawn, LastOne(spares)) for spares in (True, False))
+    assert [step.drafted.tolist() for step in spared] == [step.drafted.tolist() for step in asked]
+    passes = np.array([step.passes for step in asked]) - np.array([step.passes for step in spared])
+    assert passes.max() == 1 and passes.min() == 0
+    assert step_seconds(spared, CHEAP).sum() < step_seconds(asked, CHEAP).sum()
