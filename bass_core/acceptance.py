@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -38,11 +38,13 @@ from bass_core import attention, inputs, randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals
 from bass_core.drafters import Context, ModelDrafter
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.models import ASSETS, ModelPair
+from bass_core.prompt_sets import PROMPT_SETS
 from bass_core.randomness import Key, Purpose, StepKeys
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
 
+SHIPPED = ASSETS / "acceptance"
 ROWS_AT_ONCE = 64  # of a recording's passes
 
 
@@ -91,6 +93,10 @@ class AcceptanceTrace:
         """Mean of `accept` over the texts, first tokens left out (the prefill's)."""
         places = np.arange(self.p.shape[1])
         return float(self.accept[(places >= 1) & (places < self.lengths[:, None])].mean())
+
+    def past_eos(self) -> AcceptanceTrace:
+        """The same texts, going on to their last recorded token: what a benchmark decodes."""
+        return replace(self, lengths=np.full_like(self.lengths, self.p.shape[1]))
 
     def save(self, path: str | Path) -> None:
         """Write as a compressed .npz, whatever the name."""
@@ -147,6 +153,13 @@ class AcceptanceTrace:
             lengths=np.full(sequences, length),
             meta={"synthetic": True, "alpha": alpha, "regimes": regimes and list(regimes), "seed": seed},
         )
+
+
+def shipped(name: str) -> AcceptanceTrace:
+    """What `bass record` recorded of the embedded pair: 96 prompts of the set "mini" or "library", after each a text of
+    128 tokens at temperature 0.2. Raises ValueError for another name."""
+    inputs.one_of("prompt_set", name, PROMPT_SETS)
+    return AcceptanceTrace.load(SHIPPED / f"{name}.npz")
 
 
 def record(

@@ -227,6 +227,35 @@ def calibrate(
     typer.echo(json.dumps(document, allow_nan=False))
 
 
+@app.command()
+def record(
+    output: Annotated[Path, typer.Argument(help="file to save to, such as trace.npz")],
+    target: Annotated[str | None, typer.Option(help="hub name or folder; none: the embedded pair")] = None,
+    draft: Annotated[str | None, typer.Option(help="hub name or folder of the draft model")] = None,
+    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
+    prompts: Annotated[str, typer.Option(help="prompt set: mini or library")] = "mini",
+    count: Annotated[int, typer.Option(min=1, help="prompts of it")] = 96,
+    samples: Annotated[int, typer.Option(min=1, help="texts per prompt")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
+    seed: int = 0,
+) -> None:
+    """Record what these models' drafts would have had accepted, for `bass_core.simulate`; the last line is JSON."""
+    from bass_core import acceptance, records
+    from bass_core.models import load_pair, name_of
+    from bass_core.prompt_sets import prompt_set
+
+    with _one_line_errors():
+        texts = prompt_set(prompts, count)
+        pair = load_pair(target, draft, dtype=dtype)
+        limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        trace = acceptance.record(pair, texts, rollout=12, **limits)
+        models = [name_of(model) for model in (pair.target, pair.draft)]
+        trace.meta.update(records.environment(), prompt_set=prompts, models=models)
+        trace.save(output)
+    typer.echo(json.dumps({"saved": str(output), "texts": len(trace.lengths), "alpha": trace.alpha}))
+
+
 @app.command("eval")
 def evaluate(
     target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,

@@ -61,9 +61,11 @@ def generate(
     prompts: a text, a list of texts, or a list of 1-D int tensors of token ids (of any lengths).
     num_return_sequences: samples per prompt; a prompt is prefilled once.
     temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty: as in transformers, same order.
-    seed: same seed and place among the outputs, same text, whatever else is in the batch; with
-        `verification="coupled"` also whatever the draft and its length, 0 included.
-    draft_length: None for the default policy, an int for a fixed length, 0 for regular decoding, or a policy.
+    seed: same seed and place among the outputs, same text, whatever else is in the batch, where the draft length is a
+        number: policies look at other rows, and a sampled text depends on the drafts it was checked against. With
+        `verification="coupled"` the text is the same whatever the draft and its length, 0 included.
+    draft_length: an int for a fixed length, 0 for regular decoding, or a policy. None: `Goodput` where the pair's costs
+        on this device are known (`bass calibrate`; those of the embedded pair on CPUs ship with the library), else 5.
     verification: "token", "block" or "coupled" (one and the same at temperature 0).
     attention: "auto" takes the best path that the models pass; "ragged", "pad", "split", "eager" are taken or refused.
     max_batch_size: rows decoded at once (None: all); waiting rows take freed places.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PRIOR = 0.8  # chance of acceptance before anything was seen
 DECAY = 0.98  # of counts per step
 CHAIN = 8.0  # observations that a slot's chance counts as for the next one
-TOLERANCE = 0.01  # of goodput: among lengths as good as the best, the shortest
+TOLERANCE = 0.02  # of goodput: among lengths as good as the best, the shortest
 LIMIT = 16  # drafts per step: what calibrated grids reach
 KV_STEP = 64  # costs are looked up once per so many tokens of KV length
 PROBED = 4.0  # observations that all former ones count as when a probe's come in: they are old by then

@@ -338,7 +338,7 @@ def compare_with_real(
         recorded = acceptance.teacher_forced(
             pair, prompts, real.sequences, temperature=temperature, seed=seed, rollout=rollout
         )
-        recorded.lengths[:] = max_new_tokens  # as the engine: on after EOS
+        recorded = recorded.past_eos()  # as the engine
         runs = simulate(recorded, policy, cost or _NoTime(), batch=range(len(prompts)), seed=seed, repeats=repeats)
         line = {"policy": repr(as_policy(policy)), "seed": seed, "real": counts["tokens_per_step"]}
         line |= {"simulated": runs.tokens_per_step.mean()}

@@ -1,5 +1,7 @@
 """Recorded acceptance: the chance of a draft given the text, against the engine's own law and its own passes."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,13 @@ from oracle import Oracle
 from policies import Alternating, PerRow, StopWhenUnsure
 from tabular import next_token_law, tabular, total_variation
 from tiny import ragged_prompts, tiny_model
+from typer.testing import CliRunner
 
 import bass_core as bass
-from bass_core import acceptance
+from bass_core import acceptance, cli
 from bass_core.acceptance import AcceptanceTrace
 from bass_core.goodness_of_fit import g_test
+from bass_core.prompt_sets import prompt_set
 from bass_core.replay import Replay, _runs, decode
 
 PROMPT = [0, 1]
@@ -274,3 +278,37 @@ def test_arrays_that_do_not_fit_are_refused(sampled):
         AcceptanceTrace(**arrays | {"entropy": sampled.entropy[:, 1:]})
     with pytest.raises(ValueError, match="lengths"):
         AcceptanceTrace(**arrays | {"lengths": sampled.lengths + 100})
+
+
+# --- what ships, and the command that records it ---
+
+
+@pytest.mark.parametrize("name", ["mini", "library"])
+def test_recorded_traces_of_the_embedded_pair_ship(name):
+    trace = acceptance.shipped(name)
+    assert trace.p.shape == (96, 128) and trace.meta["prompt_set"] == name
+    assert {"mini": 0.85, "library": 0.6}[name] < trace.alpha < {"mini": 0.95, "library": 0.7}[name]
+    whole = trace.past_eos()
+    assert (trace.lengths < 128).any() and (whole.lengths == 128).all() and whole.p is trace.p
+
+
+def test_an_unknown_recording_is_refused():
+    with pytest.raises(ValueError, match="prompt_set must be one of mini, library; got 'other'"):
+        acceptance.shipped("other")
+
+
+def test_the_command_records_what_the_function_does(tmp_path):
+    path = tmp_path / "trace.npz"
+    result = CliRunner().invoke(cli.app, ["record", str(path), "--count", "2", "--max-new-tokens", "6", "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    found, pair = AcceptanceTrace.load(path), bass.load_pair()
+    texts = prompt_set("mini", 2)
+    expected = acceptance.record(pair, texts, max_new_tokens=6, temperature=0.2, seed=3, rollout=12)
+    assert np.array_equal(found.p, expected.p) and np.array_equal(found.q, expected.q)
+    assert json.loads(result.stdout.splitlines()[-1]) == {"saved": str(path), "texts": 2, "alpha": found.alpha}
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    result = CliRunner().invoke(cli.app, ["record", str(tmp_path / "x.npz"), "--prompts", "other"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: prompt_set must be one of mini, library; got 'other'\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_core import calibration, cli, costs
 from bass_core.cost_model import Roofline
-from bass_core.costs import CostModel, Table, best_fixed_length, costs_for, predict
+from bass_core.costs import CostModel, Table, best_fixed_length, costs_for, costs_like, predict
 from bass_core.trace import Trace
 
 GRID = {"batch": (1, 4), "query_length": (1, 2, 5), "kv_length": (10, 30)}
@@ -271,6 +272,28 @@ def test_costs_measured_here_go_before_those_that_ship(pair, measured, caches):
     caches.mkdir(parents=True)
     measured.save(caches / measured.file_name)
     assert costs_for(pair).measured == measured.measured
+
+
+def test_shipped_costs_of_the_pair_on_another_device_of_its_kind_are_better_than_none(pair, measured, caches):
+    assert costs_like(pair) is None
+    costs.SHIPPED.mkdir()
+    for device, kind in (("A GPU", "cuda"), ("Some CPU", "cpu")):
+        elsewhere = dataclasses.replace(measured, device=device, measured={"device_type": kind})
+        elsewhere.save(costs.SHIPPED / elsewhere.file_name)
+    assert costs_for(pair) is None and costs_like(pair).device == "Some CPU"
+    assert costs_like(bass.ModelPair(pair.target)) is None
+    caches.mkdir(parents=True)
+    measured.save(caches / measured.file_name)
+    assert same(costs_like(pair), measured)
+
+
+def test_costs_that_were_measured_again_are_found_at_once(pair, measured, caches):
+    caches.mkdir(parents=True)
+    path = caches / measured.file_name
+    for seconds, changed in ((1, 10**9), (2, 2 * 10**9)):
+        dataclasses.replace(measured, measured={"seconds": seconds}).save(path)
+        os.utime(path, ns=(changed, changed))
+        assert costs_for(pair).measured == {"seconds": seconds}
 
 
 def test_costs_under_the_name_of_another_pair_are_refused(pair, measured, caches):
