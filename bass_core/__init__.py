@@ -14,6 +14,7 @@ from bass_core.learned import Learned
 from bass_core.models import ModelPair, load_pair
 from bass_core.objective import Objective
 from bass_core.profiling import Profile, profile
+from bass_core.ragged_budget import RaggedBudget
 from bass_core.sampling import SamplingParams
 from bass_core.simulator import simulate
 from bass_core.trace import Trace
@@ -36,6 +37,7 @@ __all__ = [
     "NgramDrafter",
     "Objective",
     "Profile",
+    "RaggedBudget",
     "SamplingParams",
     "Session",
     "StepEvent",

@@ -17,10 +17,11 @@ silently ignore the interface, others use it with masks of their own: `resolve` 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -127,8 +128,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: di
     return weights[..., : key.shape[2]] @ value
 
 
+def _over_rows(attend: Callable) -> Callable:
+    """`attend` over rows [B, ..., Q, ...], for models that see packed tokens, too."""
+
+    @functools.wraps(attend)
+    def attend_packed(module, query: Tensor, *arguments, **options):
+        if _current.packed is not None:
+            query = _current.unpack(query.transpose(1, 2)).transpose(1, 2)
+        out, weights = attend(module, query, *arguments, **options)
+        return _current.pack(out), weights
+
+    return attend_packed
+
+
 for _name, _function in (("pad", pad_attention), ("split", split_attention), ("ragged", ragged_attention)):
-    AttentionInterface.register(_prefixed(_name), _function)
+    AttentionInterface.register(_prefixed(_name), _over_rows(_function))
 
 
 # --- one forward pass -----------------------------------------------------------------------------
@@ -172,14 +186,14 @@ def _implementations(config) -> list[tuple]:
 def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache: RaggedCache, last_only: bool):
     """Logits of one pass inside `using(model, path)`: [B, Q, V], or [B, 1, V] of the last query token.
 
-    ids: int64 [B, Q].
+    ids: int64 [B, Q]. Where `current` is packed, the model sees [1, T]; logits at padding are 0 then.
     """
     global _current
     cache.begin(current)
     _current = current
     try:
         logits = model(
-            input_ids=ids,
+            input_ids=current.pack(ids),
             past_key_values=cache,
             use_cache=True,
             attention_mask=_eager_masks(model, current) if path == "eager" else None,
@@ -187,13 +201,13 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
         ).logits
     finally:
         _current = None
-    return logits[:, -1:] if last_only else logits
+    return logits[:, -1:] if last_only else current.unpack(logits)
 
 
 def _extra_inputs(model: PreTrainedModel, current: Pass, last_only: bool) -> dict:
     """Position ids, and the request for the last logits alone, for models whose forward has them."""
     names = _forward_names(type(model))
-    inputs = {"position_ids": current.positions} if "position_ids" in names else {}
+    inputs = {"position_ids": current.pack(current.positions)} if "position_ids" in names else {}
     if last_only and "logits_to_keep" in names:
         inputs["logits_to_keep"] = 1
     return inputs
@@ -336,13 +350,16 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
         starts = torch.tensor(lengths, device=ids.device)
         following = starts[:, None] + torch.arange(3, device=ids.device)  # [2, 3]
         runner.feed(ids.flip(0).gather(1, following), starts, lengths, [3, 3])  # tokens that will be rejected
-        logits = runner.feed(ids.gather(1, following), starts, lengths, [3, 1])
+        passes = [
+            runner.feed(ids.gather(1, following), starts, lengths, [3, 1], packed=packed)
+            for packed in ((False,) if path == "eager" else (False, True))
+        ]
     expected = [_plain_logits(model, ids[b : b + 1, : n + 3]) for b, n in enumerate(lengths)]
-    errors = [
+    return max(
         _relative_error(logits[b, :q], expected[b][n : n + q])
+        for logits in passes
         for b, (n, q) in enumerate(((length, 3), (lengths[1], 1)))
-    ]
-    return max(errors)
+    )
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -37,6 +38,8 @@ class Pass:
     places: the range of places that the rows occupy.
     extent: slots 0..extent-1 hold every key that any query of this pass may see.
     kv_lengths: `ends` as host integers (for per-row launches).
+    packed: None where the models see ids [B, Q]. Else int64 [T]: they see ids [1, T], the tokens of [B, Q] at these
+    flat indices, without the padding; B · Q stands for a token that belongs to no row.
     """
 
     positions: Tensor
@@ -46,7 +49,23 @@ class Pass:
     places: range
     extent: int
     kv_lengths: list[int]
+    packed: Tensor | None = None
     shared: dict = field(default_factory=dict)  # what attention works out once for all layers: masks, work lists
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """[B, Q, ...] -> [1, T, ...], what the model sees; the same where nothing is packed."""
+        if self.packed is None:
+            return rows
+        flat = rows.flatten(0, 1)
+        return flat[self.packed.clamp(max=len(flat) - 1)][None]
+
+    def unpack(self, states: Tensor) -> Tensor:
+        """[1, T, ...] -> [B, Q, ...], zeros where there is padding; the same where nothing is packed."""
+        if self.packed is None:
+            return states
+        rows, width = self.positions.shape
+        flat = states.new_zeros(rows * width + 1, *states.shape[2:])
+        return flat.index_copy_(0, self.packed, states[0])[:-1].view(rows, width, *states.shape[2:])
 
     def visible(self, window: int | None = None, chunk: int | None = None) -> Tensor:
         """bool [B, Q, extent]: which slots a query attends to: no later than itself, inside its window or chunk."""
@@ -83,11 +102,15 @@ class RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write the pass's keys and values [B, H, Q, D] to its slots; return what it may see, [B, H, extent, D]."""
+        """Write the pass's keys and values [B, H, Q, D] (packed: [1, H, T, D]) to its slots; return what it may see,
+        [B, H, extent, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         current = self.cache.current
         if triton_kernels.run_on(key_states.device):
+            key_states, value_states = (
+                current.unpack(states.transpose(1, 2)).transpose(1, 2) for states in (key_states, value_states)
+            )
             write_kv = triton_kernels.load().write_kv
             write_kv(key_states, value_states, self.keys, self.values, current.slots, current.places.start)
         else:
@@ -139,6 +162,8 @@ class RaggedCache(Cache):
         if self._first_slots is None:
             self._first_slots = torch.arange(self.max_rows, device=current.slots.device)[:, None] * self.slots
         self.flat_slots = (self._first_slots[current.places.start : current.places.stop] + current.slots).flatten()
+        if current.packed is not None:
+            self.flat_slots = F.pad(self.flat_slots, (0, 1), value=self.scratch_slot)[current.packed]
 
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""

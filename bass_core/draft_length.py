@@ -36,6 +36,36 @@ class Signals:
     drafting: Tensor  # bool [B], rows that have not stopped
 
 
+class HiddenDraft:
+    """A step's drafts, all drawn and none of them shown: what a policy may know before it submits each.
+
+    lengths: int64 [B], how many each row has drafted; submitted: int64 [B], how many of them are submitted so far.
+    """
+
+    def __init__(self, lengths: np.ndarray, maxima: np.ndarray, chances: np.ndarray):
+        """maxima, chances: [B, K], the draft model's largest probability for each token and that of the token itself,
+        unprocessed, at temperature 1."""
+        self.lengths, self.submitted = lengths.copy(), np.zeros_like(lengths)
+        self._maxima, self._chances = maxima, chances
+        self.chances = np.full(chances.shape, np.nan)  # [B, K], of the submitted tokens; NaN elsewhere
+
+    def maximum(self, row: int) -> float:
+        """Largest probability for the row's next draft, known before it was drawn. Raises IndexError: there is none."""
+        return float(self._maxima[row, self._next(row)])
+
+    def submit(self, row: int) -> float:
+        """Submit the row's next draft, and learn its probability. Raises IndexError if there is none."""
+        slot = self._next(row)
+        self.submitted[row] += 1
+        self.chances[row, slot] = self._chances[row, slot]
+        return float(self.chances[row, slot])
+
+    def _next(self, row: int) -> int:
+        if self.submitted[row] >= self.lengths[row]:
+            raise IndexError(f"row {row} has submitted all of its {self.lengths[row]} drafts")
+        return int(self.submitted[row])
+
+
 class DraftLengthPolicy(ABC):
     """Decides the draft length k of every step; 0 is regular decoding. Subclasses implement `plan`.
 
@@ -46,6 +76,10 @@ class DraftLengthPolicy(ABC):
     # rows' draft lengths from what is known now (j: x_j is the last, no pass of the draft follows). A row that stopped
     # stays stopped. None: not asked, which spares the draft's entropies and a copy to the host per draft pass.
     keep_drafting: Callable[[Signals], Tensor] | None = None
+
+    # choose(hidden), asked when all rows have drafted with a model: submits some of the drafts, one by one, each row's
+    # in their order; the others are dropped unseen. None: all are submitted.
+    choose: Callable[[HiddenDraft], None] | None = None
 
     def start(self, rows: RowsView) -> None:
         """Rows were admitted: a decode begins (all steps are 0), or rows join one."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bass_core import randomness, sampling
-from bass_core.draft_length import DraftLengthPolicy, Signals, cut_lengths
+from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 from bass_core.randomness import StepKeys
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
@@ -154,6 +154,7 @@ class ModelDrafter(Drafter):
         lengths_host = lengths.copy()
         wanted = torch.as_tensor(lengths, device=device)
         tokens, probs, seen = [], [], context.seen
+        told = []  # per slot: the largest probability and that of the token, for policies that choose among drafts
         largest, asked = [], []  # per slot: the logits' maximum [B], and which rows were to draft from them
         logits = self._catch_up(context)
         for slot in range(int(lengths.max())):
@@ -167,6 +168,10 @@ class ModelDrafter(Drafter):
             token, q = self._next_token(logits, context, seen, slot)
             tokens.append(token)
             probs.append(q)
+            if policy.choose is not None:
+                own = logits.double().softmax(-1)
+                # ids that only the target has are never drafted
+                told.append(torch.stack([own.amax(-1), own.gather(1, token[:, None])[:, 0]]))
             if seen is not None:
                 seen = seen.scatter(1, token[:, None], True)
             if slot + 1 < int(lengths_host.max()):
@@ -176,7 +181,18 @@ class ModelDrafter(Drafter):
         if not tokens:
             return Draft.none(context)._replace(finite=finite)
         q = torch.stack(probs, 1) if self.keep_q else None  # [B, K, V]
-        return Draft(torch.stack(tokens, 1), wanted, lengths_host, q, finite)
+        draft = Draft(torch.stack(tokens, 1), wanted, lengths_host, q, finite)
+        return draft if policy.choose is None else self._choose(policy, draft, torch.stack(told, -1))
+
+    def _choose(self, policy: DraftLengthPolicy, draft: Draft, told: Tensor) -> Draft:
+        """What the policy submits of a draft. told: [2, B, K], see `HiddenDraft`."""
+        maxima, chances = told.nan_to_num(0.0).cpu().numpy()
+        hidden = HiddenDraft(draft.lengths_host, maxima, chances)
+        policy.choose(hidden)
+        most = int(hidden.submitted.max())
+        lengths = torch.as_tensor(hidden.submitted, device=draft.tokens.device)
+        q = None if draft.probs is None else draft.probs[:, :most]
+        return Draft(draft.tokens[:, :most], lengths, hidden.submitted, q, draft.finite)
 
     def _catch_up(self, context: Context) -> Tensor:
         """Logits [B, V] after the last committed token of every row."""

@@ -109,6 +109,10 @@ def _runs(fates: np.ndarray) -> np.ndarray:
 
 def decode(replay: Replay, policy: DraftLengthPolicy) -> list[Step]:
     """The decode steps of a replay: the engine's `_decode` without models. The policy changes as it learns."""
+    if policy.choose is not None:
+        raise ValueError(
+            f"{type(policy).__name__} chooses by the drafted tokens' own probabilities, which no trace has"
+        )
     at = np.ones(len(replay.ends), dtype=np.int64)  # the prefill gives every row its first token
     live = _without_ended(np.arange(len(at)), at >= replay.ends)
     steps: list[Step] = []
@@ -158,7 +162,8 @@ def step_seconds(steps: Sequence[Step], cost: Cost) -> np.ndarray:
     """Draft, target and other seconds of each step: [3, steps].
 
     Where rows differ in length, the longest counts if the cost model says so (`kv_of_rows` "max"), else the mean. A
-    step that a policy stopped pays for the pass after which it stopped.
+    step that a policy stopped pays for the pass after which it stopped. Rows that submit fewer drafts than others save
+    nothing here; the engine packs such passes (`runner.packs`) and saves some of it.
     """
     over_rows = np.max if getattr(cost, "kv_of_rows", "mean") == "max" else np.mean
     batch = np.array([len(step.rows) for step in steps])

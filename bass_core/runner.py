@@ -17,6 +17,14 @@ from transformers import PreTrainedModel
 from bass_core import attention
 from bass_core.cache import Pass, RaggedCache
 
+BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
+PACKED_BELOW = 0.85  # share of [B, Q] that is submitted, below which packing repays its copies
+
+
+def packs(query_lengths: Sequence[int], width: int) -> bool:
+    """Whether a pass over rows that submit so many tokens each, of `width` at most, is worth packing."""
+    return 0 < sum(query_lengths) < PACKED_BELOW * len(query_lengths) * width
+
 
 class Runner:
     """`model` on an attention path, with a cache for `max_rows` rows of `capacity` positions.
@@ -57,11 +65,13 @@ class Runner:
         starts_host: Sequence[int],
         query_lengths: Sequence[int],
         places: range | None = None,
+        packed: bool | None = None,
     ) -> Tensor:
         """Logits [B, Q, V] of each row's tokens at positions start, start + 1, ...
 
         ids: int64 [B, Q], of which row b submits the first query_lengths[b]. starts: int64 [B] (and the same numbers on
-        the host). Logits beyond a row's query length are meaningless.
+        the host). Logits beyond a row's query length are meaningless. packed: whether the model sees the submitted
+        tokens alone, as one row; None: where it saves enough (`packs`; the path `eager` cannot).
         """
         offsets = torch.arange(ids.shape[1], device=ids.device)
         positions, slots, ends = starts[:, None] + offsets, None, starts + ids.shape[1]
@@ -71,7 +81,17 @@ class Runner:
             # A padding query repeats its row's last valid position: at the end of the context there is no next one.
             positions = torch.minimum(positions, ends[:, None] - 1).clamp(min=0)
         kv_lengths = [start + length for start, length in zip(starts_host, query_lengths, strict=True)]
-        return self._run(ids, positions, slots, starts, ends, kv_lengths, places, last_only=False)
+        if packed is None:
+            packed = self.path != "eager" and packs(query_lengths, ids.shape[1])
+        submitted = self._submitted(query_lengths, ids.shape[1]) if packed else None
+        return self._run(ids, positions, slots, starts, ends, kv_lengths, places, last_only=False, packed=submitted)
+
+    def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
+        """Flat indices [T] into [B, Q] of the tokens that rows submit. On CUDA T is rounded up: shapes repeat."""
+        flat = [row * width + offset for row, length in enumerate(query_lengths) for offset in range(length)]
+        if self.model.device.type == "cuda":
+            flat += [len(query_lengths) * width] * (-len(flat) % BUCKET)
+        return torch.tensor(flat, dtype=torch.int64, device=self.model.device)
 
     def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
@@ -90,11 +110,11 @@ class Runner:
         ids = tokens.gather(1, positions)
         return self._run(ids, positions, slots, starts, ends, lengths, places, last_only=True)[:, -1]
 
-    def _run(self, ids, positions, slots, starts, ends, kv_lengths, places, last_only) -> Tensor:
+    def _run(self, ids, positions, slots, starts, ends, kv_lengths, places, last_only, packed=None) -> Tensor:
         slots = positions if slots is None else slots
         places = range(len(ids)) if places is None else places
         kv_lengths = [int(length) for length in kv_lengths]  # may be numpy's, which a kernel does not take
-        current = Pass(positions, slots, starts, ends, places, max(kv_lengths), kv_lengths)
+        current = Pass(positions, slots, starts, ends, places, max(kv_lengths), kv_lengths, packed)
         switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
         with self.cache.explaining(), switched:
             return attention.forward(self.model, self.path, ids, current, self.cache, last_only)

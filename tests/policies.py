@@ -86,6 +86,8 @@ def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
         "marginal value": lambda: bass.MarginalValue(CHEAP, limit=limit, trusted=1.0),
         "marginal value, drafts dear": lambda: bass.MarginalValue(Line(0.3, 0.2), limit=limit, trusted=1.0, probe=1),
         "objective": lambda: bass.Objective(CHEAP, limit=limit, weights=first_finished(4)),
+        "ragged budget": lambda: bass.RaggedBudget(CHEAP, limit=limit),
+        "ragged budget, verification dear": lambda: bass.RaggedBudget(Line(0.02, 0.5), limit=limit, probe=1),
         "learned": lambda: bass.Learned(CHEAP, lengths=lengths),
         "adaedl": lambda: bass.AdaEDL(limit=limit, threshold=0.65),
         "svip": lambda: bass.SVIP(limit=limit, bound=0.3),
