@@ -18,7 +18,7 @@ demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded
 	$(BIN)/bass demo
 
 test: .venv/.installed-test ## run all tests, on all cores
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

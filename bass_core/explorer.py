@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # optional packages; imported where they are used
     from IPython.display import HTML
     from transformers import PreTrainedTokenizerBase
 
-POLICIES: dict[str, Callable[[int], DraftLengthPolicy]] = {
+POLICIES: dict[str, Callable[[int], DraftLengthPolicy | None]] = {
     "fixed": FixedLength,
+    "default": lambda k: None,  # by costs and acceptance, where the pair's costs are known
     "Algorithm 1": lambda k: BassHeuristic(),  # chooses for itself, with the paper's constants
     "transformers": lambda k: HuggingFaceHeuristic(),
 }

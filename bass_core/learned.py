@@ -51,8 +51,8 @@ class Learned(DraftLengthPolicy):
     cost: Cost = field(repr=False)
     lengths: Sequence[int] = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
     task: str = ""
-    rate: float = 2.0
-    decay: float = 0.95
+    rate: float = 4.0
+    decay: float = 0.97
 
     def __post_init__(self):
         self.lengths = tuple(sorted(set(self.lengths)))

@@ -66,6 +66,7 @@ class Objective(Goodput):
 
     def plan(self, rows: RowsView) -> int:
         self.ids = rows.ids
+        self.own = {row: self.own[row] for row in rows.ids.tolist() if row in self.own}  # ended rows are forgotten
         k = super().plan(rows)
         self.elapsed += self.seconds(rows)[k]
         return k

@@ -17,11 +17,16 @@ collect_ignore_glob = (
 )
 
 
+# Files of some minutes each: with several workers they begin first, or one would be left waiting for another.
+LONGEST = ("test_interpreter", "test_notebooks", "test_enumeration", "test_explorer", "test_browser")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Kernels run on a CPU in Triton's interpreter, which a process has from its start or never.
 
     Tests marked `interpreted` belong to processes with TRITON_INTERPRET=1; test_interpreter.py starts one.
     """
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     others = [item for item in items if not interpreting and item.get_closest_marker("interpreted")]
     if others:

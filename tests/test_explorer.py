@@ -61,6 +61,7 @@ def click(figure, row, nth):
         ("draft_length", 0),
         ("batch_size", 2),
         ("temperature", 0.0),
+        ("policy", "default"),
         ("policy", "Algorithm 1"),
         ("policy", "transformers"),
         ("verification", "block"),
@@ -108,7 +109,7 @@ def test_page_that_is_loaded_again_gets_what_is_drawn(pair):
     "settings, message",
     [
         ({"verification": "both"}, "verification must be one of token, block, coupled; got 'both'"),
-        ({"policy": "best"}, "policy must be one of fixed, Algorithm 1, transformers; got 'best'"),
+        ({"policy": "best"}, "policy must be one of fixed, default, Algorithm 1, transformers; got 'best'"),
         ({"prompt_set": "poems"}, "prompt_set must be one of mini, library; got 'poems'"),
         ({"draft_length": -1}, "draft_length must be >= 0"),
         ({"batch_size": 0}, "batch_size must be >= 1"),
