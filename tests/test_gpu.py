@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from policies import Line
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
+from bass_core.runner import packs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,3 +53,14 @@ def test_random_numbers_are_the_same_on_both_devices():
 def test_the_embedded_pair_decodes_in_bf16():
     out = bass.generate(bass.load_pair(), ["def add(a, b):\n"] * 4, temperature=0.8, max_new_tokens=48)
     assert out.trace.summary()["alpha"] > 0.3
+
+
+def test_packed_passes_of_ragged_lengths_give_the_same_text():
+    """RaggedBudget submits another number of drafts per row: verification is packed, and rounded up on a GPU."""
+    pair, cost = pair_on_gpu(), Line(draft=0.01, verify=0.2)
+    options = {"max_new_tokens": 24, "eos_token_id": ()}
+    out = bass.generate(pair, PROMPTS, draft_length=bass.RaggedBudget(cost, reach=0.5), **options)
+    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
+        assert sequence.tolist() == greedy_alone(pair.target, prompt.cuda(), 24).tolist()
+    steps = out.trace.steps[out.trace.steps.kind == "decode"]
+    assert any(packs((part.drafted + 1).tolist(), part.drafted.max() + 1) for _, part in steps.groupby("step"))

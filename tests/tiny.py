@@ -10,6 +10,8 @@ import tokenizers
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from bass_core import attention
+
 VOCABULARY = 97
 CONTEXT = 96
 BYTES = 3 + 256  # the vocabulary of `byte_tokenizer`
@@ -170,11 +172,12 @@ def byte_tokenizer(swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFa
 
 @contextmanager
 def forward_passes(*models: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """The [B, Q] of every forward pass that these models make meanwhile."""
+    """The [B, Q] of every forward pass that these models make meanwhile: rows, and tokens of each, packed or not."""
     shapes = []
 
     def note(module, args, kwargs):
-        shapes.append(tuple(kwargs["input_ids"].shape))
+        current = attention._current  # None in passes that are not the engine's
+        shapes.append(tuple((kwargs["input_ids"] if current is None else current.positions).shape))
 
     with ExitStack() as hooks:
         for model in models:
