@@ -102,15 +102,15 @@ def compare(
     max_new_tokens: int = 96,
     temperature: float = 0.0,
     draft_length: int | None = 5,
-    other_lengths: Sequence[int] = (),
+    other_lengths: Sequence[int | None] = (),
     verification: str = "token",
     progress: Callable[[str], None] = lambda message: None,
 ) -> Comparison:
     """Time the methods on the same prompts, EOS switched off so that all emit the same number of tokens.
 
     repeats: interleaved, after one that warms up and is not counted. draft_length: of `single` and `batched`; None is
-    the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on. Raises
-    ValueError for an unknown method and for `assisted` without a draft model.
+    the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
+    "batched default". Raises ValueError for an unknown method and for `assisted` without a draft model.
     """
     for method in methods:
         inputs.one_of("methods", method, METHODS)
@@ -120,7 +120,7 @@ def compare(
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
     drafting = options | {"draft_length": draft_length, "verification": verification}
 
-    def batched(k: int, clock: Clock, seed: int) -> Generation:
+    def batched(k: int | None, clock: Clock, seed: int) -> Generation:
         return _ours(pair, ids, **drafting | {"draft_length": k}, seed=seed, clock=clock)
 
     decode = {
@@ -130,10 +130,9 @@ def compare(
         "single": lambda clock, seed: _ours(pair, ids, **drafting, max_batch_size=1, seed=seed, clock=clock),
         "batched": partial(batched, draft_length),
     }
-    decode = {method: decode[method] for method in methods} | {
-        f"batched k={k}": partial(batched, k) for k in other_lengths
-    }
-    lengths = {"single": draft_length, "batched": draft_length} | {f"batched k={k}": k for k in other_lengths}
+    others = {"batched default" if k is None else f"batched k={k}": k for k in other_lengths}
+    decode = {method: decode[method] for method in methods} | {name: partial(batched, k) for name, k in others.items()}
+    lengths = {"single": draft_length, "batched": draft_length} | others
     lines = []
     for repeat in range(repeats + 1):
         for method in decode:
@@ -160,7 +159,7 @@ def bench(
     max_new_tokens: int = 128,
     temperature: float = 0.2,
     draft_length: int | None = 5,
-    other_lengths: Sequence[int] = (),
+    other_lengths: Sequence[int | None] = (),
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[list[dict]]:
     """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.

@@ -152,6 +152,7 @@ def bench(
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
     draft_length: Annotated[int, typer.Option(min=1)] = 5,
     also_length: Annotated[list[int] | None, typer.Option(min=1, help="batched again with this draft length")] = None,
+    also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
     record: Annotated[Path | None, typer.Option(help="append to this file of JSON lines, and check all of it")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
 ) -> None:
@@ -180,7 +181,7 @@ def bench(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             draft_length=draft_length,
-            other_lengths=also_length or (),
+            other_lengths=[*(also_length or ()), *([None] if also_default else [])],
             progress=lambda message: typer.echo(f"  {message}", err=True),
         ):
             typer.echo(benchmark.table(lines))

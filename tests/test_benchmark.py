@@ -33,7 +33,7 @@ def lines(pair) -> list[dict]:
         repeats=2,
         max_new_tokens=24,
         draft_length=3,
-        other_lengths=[1],
+        other_lengths=[1, None],
     )
     return found
 
@@ -47,6 +47,7 @@ def test_every_method_is_measured(lines):
         ("single", 3),
         ("batched", 3),
         ("batched", 1),
+        ("batched", None),  # the default policy
     ]
 
 
