@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from bass_core import attention as attention_paths
 from bass_core import inputs, randomness, sampling, triton_kernels, verification
 from bass_core.batch import Batch
-from bass_core.draft_length import DraftLengthPolicy, as_policy, planned_lengths
+from bass_core.draft_length import DraftLengthPolicy, planned_lengths
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
-from bass_core.goodput import default_policy
+from bass_core.goodput import policy_for
 from bass_core.models import ModelPair
 from bass_core.randomness import Key, Purpose
 from bass_core.rows import Commit, Request, Rows
@@ -84,7 +84,7 @@ class Session:
     ):
         self.pair = pair
         self.params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
-        self.policy = default_policy(pair) if draft_length is None else as_policy(draft_length)
+        self.policy = policy_for(pair, draft_length)
         self.seed = inputs.integer("seed", seed, least=None)
         self.rule = inputs.one_of("verification", verification, (*RULES, "coupled"))
         self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))

@@ -174,3 +174,8 @@ def default_policy(pair: ModelPair) -> DraftLengthPolicy:
     measures them, once per device; the embedded pair's ship with the library), a fixed length elsewhere."""
     cost = costs_like(pair)
     return as_policy(None) if cost is None else Goodput(cost)
+
+
+def policy_for(pair: ModelPair, draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
+    """The policy that `generate`'s argument means for this pair. Raises TypeError or ValueError as `as_policy` does."""
+    return default_policy(pair) if draft_length is None else as_policy(draft_length)

@@ -29,10 +29,11 @@ from tqdm.auto import tqdm
 
 from bass_core import inputs, records
 from bass_core.benchmark import Clock
-from bass_core.draft_length import DraftLengthPolicy, as_policy
+from bass_core.draft_length import DraftLengthPolicy
 from bass_core.evaluation import sample_file, sandbox, scores
 from bass_core.evaluation.problems import Problem
 from bass_core.generation import generate
+from bass_core.goodput import policy_for
 from bass_core.models import ModelPair, fingerprints
 from bass_core.trace import synchronize
 
@@ -190,7 +191,7 @@ class _Run:
             self._options["draft_length"] = 0
         self.environment = environment
         self.settings = {"method": method, "n": n, "budget": options["time_budget"], "grading": grading}
-        self.settings |= _settings(self._options) | common
+        self.settings |= _settings(pair, self._options) | common
         self._file = None
         if folder is not None:
             path = Path(folder) / f"{method}.jsonl"
@@ -299,12 +300,12 @@ def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
     generate(pair, problems[0].prompt, **options | {"max_new_tokens": 0})  # checks the options, decodes nothing
 
 
-def _settings(options: dict) -> dict:
+def _settings(pair: ModelPair, options: dict) -> dict:
     """The options that the samples depend on, as they stand in the file."""
     stop = options["stop"]
     return {
         **{name: options[name] for name in ("seed", "max_new_tokens", "temperature", "top_p", "verification")},
-        "draft_length": repr(as_policy(options["draft_length"])),
+        "draft_length": repr(policy_for(pair, options["draft_length"])),
         "stop": [stop] if isinstance(stop, str) else list(stop),
     }
 
