@@ -7,6 +7,7 @@ through, after a line that names the case.
 
 from bass_core.exercises.acceptance import check_alpha
 from bass_core.exercises.checking import relative_error
+from bass_core.exercises.draft_length import check_algorithm_1, check_best_length
 from bass_core.exercises.kernels import check_cut, check_keys_needed, check_merge
 from bass_core.exercises.latency import check_floor, check_latencies
 from bass_core.exercises.quality import check_pass_at_first
@@ -16,7 +17,9 @@ from bass_core.exercises.timelines import check_gaps, check_owner
 
 __all__ = [
     "check_accept_or_recover",
+    "check_algorithm_1",
     "check_alpha",
+    "check_best_length",
     "check_cut",
     "check_expected_tokens",
     "check_floor",
