@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import attention, records
+from bass_core.goodput import Goodput, default_policy
 from bass_core.models import ModelPair, load_pair
 from bass_core.runner import Runner
 
@@ -33,18 +34,20 @@ def diagnose(target: str | Path | None = None, draft: str | Path | None = None) 
     """This installation and that pair (the embedded one by default), as one document of JSON values.
 
     The entries of `records.environment`; cuda: what torch is built for; devices; packages (None: not installed);
-    target and draft (None: n-gram lookup); tokenizers; problem: None, or in one line why these models cannot be used.
+    target and draft (None: n-gram lookup); tokenizers; draft_length: the policy that these models get by default;
+    problem: None, or in one line why they cannot be used.
     """
     environment = records.environment()
     document = environment | {"cuda": torch.version.cuda, "devices": _devices(environment["device"])}
     document |= {"packages": _packages()}
-    document |= {"target": None, "draft": None, "tokenizers": None, "problem": None}
+    document |= {"target": None, "draft": None, "tokenizers": None, "draft_length": None, "problem": None}
     try:
         pair = load_pair(target, draft)
         models = {"target": pair.target, "draft": pair.draft}
         models = {role: model for role, model in models.items() if isinstance(model, PreTrainedModel)}
         document |= {role: _describe(model) for role, model in models.items()}
         document["tokenizers"] = _tokenizers(pair)
+        document["draft_length"] = repr(default_policy(pair))
         for model in models.values():
             attention.resolve(model)  # raises for a model that gets no path
     except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
@@ -71,6 +74,9 @@ def report(document: dict) -> str:
     if document["tokenizers"] is not None:
         lines += ["", "pair", *_table({"tokenizers": document["tokenizers"]})]
         lines += _table({"draft": "n-gram lookup in each row's own text"} if document["draft"] is None else {})
+        known = document["draft_length"].startswith(Goodput.__name__)
+        why = "their costs are known" if known else "their costs are not known on this device: `bass calibrate`"
+        lines += _table({"draft length": f"{document['draft_length']} by default; {why}"})
     return "\n".join(lines)
 
 

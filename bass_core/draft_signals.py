@@ -1,6 +1,8 @@
 """Policies that look at the draft's own distribution before each token is drawn, and stop the step where it is unsure.
 
-What they may see keeps decoding exact: x_j is submitted or not by what was known before it was drawn (`Signals`).
+What they may see keeps decoding exact: x_j is submitted or not by what was known before it was drawn (`Signals`). That
+is the distribution at temperature 1, whatever is sampled from: at low temperatures drafts are accepted far more often
+than it suggests, and bounds that are not learnt (`SVIP`) or learnt slowly (`AdaEDL`) stop too early.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals
-from bass_core.goodput import DECAY, PRIOR, Goodput
+from bass_core.goodput import DECAY, PRIOR, Goodput, require_draft_passes
 
 BINS = 10  # of the draft's largest probability
 STRENGTH = 4.0  # observations that the power law counts as against a bin's own
@@ -72,8 +74,7 @@ class MarginalValue(Goodput):
 
     def __post_init__(self):
         super().__post_init__()
-        if getattr(self.cost, "draft_passes", True) is None:
-            raise ValueError("MarginalValue needs a draft model: without one there is no distribution to look at")
+        require_draft_passes(self)
 
     def _reset(self) -> None:
         super()._reset()

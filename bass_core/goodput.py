@@ -169,6 +169,14 @@ class Goodput(DraftLengthPolicy):
         self.acceptance.update(tried, accepted)
 
 
+def require_draft_passes(policy: Goodput) -> None:
+    """Raises ValueError for a policy on the costs of a pair without a draft model: it has no distributions to go by."""
+    if getattr(policy.cost, "draft_passes", True) is None:
+        raise ValueError(
+            f"{type(policy).__name__} needs a draft model: without one there is no distribution to look at"
+        )
+
+
 def default_policy(pair: ModelPair) -> DraftLengthPolicy:
     """What `generate` decodes with unless told otherwise: `Goodput` where the pair's costs are known (`bass calibrate`
     measures them, once per device; the embedded pair's ship with the library), a fixed length elsewhere."""

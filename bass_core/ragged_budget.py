@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from bass_core.draft_length import HiddenDraft, RowsView
-from bass_core.goodput import PRIOR, Goodput
+from bass_core.goodput import PRIOR, Goodput, require_draft_passes
 
 
 @dataclass
@@ -33,6 +33,12 @@ class RaggedBudget(Goodput):
     """
 
     reach: float = 0.05
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_draft_passes(self)
+        if not self.reach >= 0:
+            raise ValueError(f"reach must be >= 0, a share of a step's time, got {self.reach}")
 
     def _reset(self) -> None:
         super()._reset()

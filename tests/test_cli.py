@@ -42,7 +42,14 @@ def draft(tmp_path_factory) -> Path:
 def test_doctor_without_a_target_describes_the_embedded_pair():
     result = run("doctor")
     assert result.exit_code == 0, result.output
-    for expected in (torch.__version__, version("transformers"), "optional packages", "auto takes", "same tokens"):
+    for expected in (
+        torch.__version__,
+        version("transformers"),
+        "optional packages",
+        "auto takes",
+        "same tokens",
+        "Goodput(",
+    ):
         assert expected in result.stdout
     assert "{" not in result.stdout and result.stderr == ""
 
@@ -63,6 +70,7 @@ def test_doctor_prints_its_findings_as_json_in_the_last_line(target, draft):
         )  # keys, values; layers, KV heads, dimensions; float32
         assert model["kv_bytes_per_row"] == context * 256
     assert str(BYTES) in document["tokenizers"]
+    assert document["draft_length"] == "FixedLength(k=5)" and "not known on this device" in result.stdout
 
 
 def test_doctor_says_why_an_attention_path_is_not_for_a_model(tmp_path):

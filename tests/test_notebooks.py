@@ -55,6 +55,7 @@ def test_notebook_is_committed_clean(path):
 
 def test_all_notebooks_run_with_their_defaults():
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout", "120", "-q", *map(str, NOTEBOOKS)]
+    command += ["-n", "2", "--dist", "loadscope"]  # a notebook is a scope
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout[-3000:]
 

@@ -264,11 +264,12 @@ def test_marginal_value_is_goodput_until_its_calibration_is_trusted():
     assert mine.keep_drafting(signals(0, [0.01, 0.01])).tolist() == [True, True]
 
 
-def test_marginal_value_needs_a_draft_model():
+@pytest.mark.parametrize("policy", [bass.MarginalValue, bass.RaggedBudget])
+def test_policies_that_look_at_distributions_need_a_draft_model(policy):
     line = Line()
     line.draft_passes = None
-    with pytest.raises(ValueError, match="needs a draft model"):
-        bass.MarginalValue(line)
+    with pytest.raises(ValueError, match=f"{policy.__name__} needs a draft model"):
+        policy(line)
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
