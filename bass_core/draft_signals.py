@@ -88,7 +88,7 @@ class MarginalValue(Goodput):
         if k == 0 or self.probing or self.calibration.error() > self.trusted:
             self.price = None
             return k
-        rate, seconds = self.goodputs(rows)[k], self.seconds(rows)
+        rate, seconds = self.gains[k], self.seconds(rows)
         # in tokens: of each slot with its pass [limit + 1] (none pays beyond the limit), and without the pass [limit]
         self.price = rate * np.diff(seconds, append=np.inf)
         self.verify_price = rate * np.diff(seconds - self.seconds.drafts(rows))

@@ -131,8 +131,8 @@ class Goodput(DraftLengthPolicy):
         return k
 
     def _length(self, rows: RowsView) -> int:
-        gains = self.goodputs(rows)
-        k = int((gains >= (1 - TOLERANCE) * gains.max()).argmax())  # the first of them
+        self.gains = self.goodputs(rows)
+        k = int((self.gains >= (1 - TOLERANCE) * self.gains.max()).argmax())  # the first of them
         self.probing = k == 0 and self.zeros >= self.next_probe
         if self.probing:
             self.zeros, self.next_probe = 0, 2 * self.next_probe

@@ -6,6 +6,7 @@ best in hindsight?
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ def modelled_h100(launch_ms: float = 0.5) -> CostModel:
     return CostModel.synthetic(target, draft, target_launch=launch, draft_launch=launch / 5, overhead=OVERHEAD)
 
 
+@functools.cache  # asked for at every move of a control
 def measured_cpu() -> CostModel:
     """Costs of the embedded pair that ship with the library, measured on the CPU that `device` names."""
     found = (CostModel.load(path) for path in sorted(SHIPPED.glob("*.json")))
