@@ -24,6 +24,7 @@ from bass_core import attention, inputs, records
 from bass_core.costs import (
     OVERHEAD_AXES,
     PASS_AXES,
+    PHASE_AXES,
     CostModel,
     best_fixed_length,
     device_name,
@@ -39,8 +40,7 @@ from bass_core.runner import Runner
 from bass_core.trace import Stopwatch
 
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
-DRAFT_LENGTHS = (0, 1, 4, 8, 16)  # of overheads, which grow evenly with them
-LATER = 4  # passes over one token in a timed draft phase
+DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
 PROMPT = 16  # tokens of the rows whose steps are timed
 QUIET = 0.25  # spread of the samples
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
@@ -93,7 +93,7 @@ def calibrate(
         device=device_name(pair.device),
         models=_described(pair),
         measured=records.environment() | how,
-        **{"draft_passes": None} | tables,
+        **{"draft_phases": None} | tables,
     )
 
 
@@ -111,9 +111,9 @@ def _axes(
             f"kv_lengths up to {max(kv_lengths)} and {most} new tokens are beyond the context of {context}"
         )
     axes = {"target_passes": dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))}
+    lengths = tuple(k for k in DRAFT_LENGTHS if k < max(most, 2))
     if isinstance(pair.draft, PreTrainedModel):
-        axes["draft_passes"] = axes["target_passes"] | {"query_length": (1, 2)}
-    lengths = tuple(k for k in DRAFT_LENGTHS if k < most)
+        axes["draft_phases"] = dict(zip(PHASE_AXES, (batches, lengths[1:], kv_lengths), strict=True))
     return axes | {"overheads": dict(zip(OVERHEAD_AXES, (batches, lengths), strict=True))}
 
 
@@ -150,7 +150,7 @@ def _turns(
         for query_length in query_lengths:
             turns[kv_length].append(partial(_target_pass, watch, target, batch, query_length, kv_length))
         if draft is not None:
-            turns[kv_length].append(partial(_draft_phase, watch, target, draft, batch, kv_length))
+            turns[kv_length].append(partial(_draft_phase, watch, target, draft, batch, draft_lengths[1:], kv_length))
     first, *others = turns.values()
     steps = [partial(_steps, watch, pair, batch, draft_lengths, temperature) for batch in batches]
     return steps + first, list(itertools.chain(*others))
@@ -189,13 +189,19 @@ def _target_pass(watch: Stopwatch, target: Runner, *point: int) -> Iterator[Samp
     yield ("target_passes", *point), _feed(watch, target, *point)
 
 
-def _draft_phase(watch: Stopwatch, target: Runner, draft: Runner, batch: int, kv_length: int) -> Iterator[Sample]:
-    """The passes of a draft phase, after a target pass and one after the other as in a step: a processor's
-    caches hold what ran before, and the later passes of a phase are the faster for it (by a third on a CPU)."""
+def _draft_phase(
+    watch: Stopwatch, target: Runner, draft: Runner, batch: int, draft_lengths: Sequence[int], kv_length: int
+) -> Iterator[Sample]:
+    """The longest draft phase, and the shorter ones that it begins with; after a target pass, as in a step."""
     yield ("target_passes", batch, 1, kv_length), _feed(watch, target, batch, 1, kv_length)
-    yield ("draft_passes", batch, 2, kv_length), _feed(watch, draft, batch, 2, kv_length, last_only=True)
-    for _ in range(LATER):
-        yield ("draft_passes", batch, 1, kv_length), _feed(watch, draft, batch, 1, kv_length)
+    spent = 0.0
+    for k in range(1, max(draft_lengths) + 1):
+        if k == 1:
+            spent += _feed(watch, draft, batch, 2, kv_length - 1, last_only=True)
+        else:
+            spent += _feed(watch, draft, batch, 1, kv_length + k - 1)
+        if k in draft_lengths:
+            yield ("draft_phases", batch, k, kv_length), spent
 
 
 def _feed(

@@ -1,7 +1,8 @@
 """What a decode step costs: measured times of passes on a grid, and linear interpolation between them.
 
 A step of B rows that draft k tokens each is one target pass over k + 1 tokens of every row, a draft phase (a pass over
-two tokens, then k - 1 passes over one) and everything outside the models' passes: plan, sampling, verification, commit.
+two tokens, then k - 1 passes over one, measured as a whole: a processor's caches make each pass a little faster than
+the one before) and everything outside the models' passes: plan, sampling, verification, commit.
 `CostModel` holds these three for a pair of models on a device; `calibration` measures them, `costs_for` finds what was
 measured before, `predict` adds up the steps of a run.
 
@@ -31,7 +32,7 @@ from bass_core.drafters import NgramDrafter
 from bass_core.models import ASSETS, ModelPair, fingerprint
 from bass_core.trace import Trace
 
-SCHEMA = 1
+SCHEMA = 2
 FIELDS: records.Kinds = {
     "schema": int,
     "device": str,
@@ -39,11 +40,12 @@ FIELDS: records.Kinds = {
     "synthetic": bool,
     "measured": dict,  # where and how: the environment of `records`, temperature, repeats
     "target_passes": dict,
-    "draft_passes": (dict, type(None)),  # null: drafts cost no pass
+    "draft_phases": (dict, type(None)),  # null: drafts cost no pass
     "overheads": dict,
 }
 MODEL_FIELDS: records.Kinds = {"name": str, "fingerprint": str, "attention": (str, type(None))}
 PASS_AXES = ("batch", "query_length", "kv_length")
+PHASE_AXES = ("batch", "draft_length", "kv_length")
 OVERHEAD_AXES = ("batch", "draft_length")
 SHIPPED = ASSETS / "costs"
 Number = float | np.ndarray
@@ -128,8 +130,8 @@ class CostModel:
     """Seconds of a decode step's parts, for a pair of models on a device.
 
     models: under "target" and "draft", each model's name, fingerprint and attention path (None without a model).
-    target_passes: over batch, query length and KV length. draft_passes: the same with the query lengths 1 and 2 that a
-    draft phase uses; None where drafting takes no pass of a model. overheads: over batch and draft length.
+    target_passes: over batch, query length and KV length. draft_phases: over batch, draft length and KV length; None
+    where drafting takes no pass of a model. overheads: over batch and draft length.
     is_synthetic: computed rather than measured. measured: where and how.
 
     Arguments may be arrays that broadcast together. kv_length: positions that each row has cached before the target's
@@ -139,7 +141,7 @@ class CostModel:
     device: str
     models: dict[str, dict[str, str | None]]
     target_passes: Table
-    draft_passes: Table | None
+    draft_phases: Table | None
     overheads: Table
     is_synthetic: bool = False
     measured: dict = field(default_factory=dict)
@@ -153,11 +155,9 @@ class CostModel:
 
         After steps without drafts the first pass feeds more, which is left out.
         """
-        if self.draft_passes is None:
+        if self.draft_phases is None:
             return np.zeros(np.broadcast(batch, k, kv_length).shape)[()]
-        first = self.draft_passes(batch, 2, kv_length)
-        later = self.draft_passes(batch, 1, np.add(kv_length, np.divide(k, 2)))  # the cache grows under them
-        return np.where(np.greater(k, 0), first + np.subtract(k, 1) * later, 0.0)[()]
+        return np.where(np.greater(k, 0), self.draft_phases(batch, k, kv_length), 0.0)[()]
 
     def overhead(self, batch: Number, k: Number) -> Number:
         """Seconds of a step outside the two models' passes: plan, sampling, verification, commit."""
@@ -190,7 +190,7 @@ class CostModel:
         """Write as JSON."""
         document = {"schema": SCHEMA, "device": self.device, "models": self.models, "synthetic": self.is_synthetic}
         document |= {"measured": self.measured, "target_passes": self.target_passes.to_dict()}
-        document["draft_passes"] = None if self.draft_passes is None else self.draft_passes.to_dict()
+        document["draft_phases"] = None if self.draft_phases is None else self.draft_phases.to_dict()
         document["overheads"] = self.overheads.to_dict()
         Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -204,10 +204,10 @@ class CostModel:
                 raise ValueError(f"it is not of schema {SCHEMA}, the one that is read here")
             for role in ("target", "draft"):
                 records.check_fields(document["models"].get(role), MODEL_FIELDS, ())
-            draft = document["draft_passes"]
+            draft = document["draft_phases"]
             tables = {
                 "target_passes": Table.from_dict(document["target_passes"], PASS_AXES),
-                "draft_passes": None if draft is None else Table.from_dict(draft, PASS_AXES),
+                "draft_phases": None if draft is None else Table.from_dict(draft, PHASE_AXES),
                 "overheads": Table.from_dict(document["overheads"], OVERHEAD_AXES),
             }
         except ValueError as error:  # of JSON and of Unicode, too
@@ -233,9 +233,11 @@ class CostModel:
         draft: None for drafts without a model. overhead: seconds of every step outside the passes.
         """
 
-        def passes(roofline: Roofline, launch: float, lengths: Sequence[int]) -> Table:
-            axes = dict(zip(PASS_AXES, (batches, lengths, kv_lengths), strict=True))
-            return table(axes, lambda *shape: launch + roofline.seconds(*shape))
+        lengths = range(1, max(query_lengths))  # of drafts
+
+        def phase(batch: int, k: int, kv_length: int) -> float:
+            first, later = draft.seconds(batch, 2, kv_length), draft.seconds(batch, 1, kv_length + k / 2)
+            return k * draft_launch + first + (k - 1) * later  # the cache grows under the later passes
 
         def model(roofline: Roofline | None) -> dict[str, str | None]:
             name = "n-gram lookup" if roofline is None else f"{roofline.work.weights / 1e9:.3g}B parameters"
@@ -245,12 +247,14 @@ class CostModel:
                 "attention": None if roofline is None else "ragged",
             }
 
-        host = {"batch": (min(batches), max(batches)), "draft_length": (0, max(query_lengths) - 1)}
+        passes = dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))
+        phases = dict(zip(PHASE_AXES, (batches, lengths, kv_lengths), strict=True))
+        host = {"batch": (min(batches), max(batches)), "draft_length": (0, max(lengths))}
         return cls(
             device=target.device.name,
             models={"target": model(target), "draft": model(draft)},
-            target_passes=passes(target, target_launch, query_lengths),
-            draft_passes=None if draft is None else passes(draft, draft_launch, (1, 2)),
+            target_passes=table(passes, lambda *shape: target_launch + target.seconds(*shape)),
+            draft_phases=None if draft is None else table(phases, phase),
             overheads=table(host, lambda *_: overhead),
             is_synthetic=True,
         )

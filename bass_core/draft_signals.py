@@ -80,14 +80,14 @@ class MarginalValue(Goodput):
         super()._reset()
         self.calibration = Calibration()
 
-    def plan(self, rows: RowsView) -> int:
-        k = super().plan(rows)
+    def plan(self, rows: RowsView) -> int | Tensor:
+        plan, k = super().plan(rows), self.k
         self.seen: list[tuple[np.ndarray, np.ndarray]] = []  # per slot: largest probabilities and chances [B]
         self.survival = np.ones(len(rows.ids))
         self.room = rows.remaining - 1
         if k == 0 or self.probing or self.calibration.error() > self.trusted:
             self.price = None
-            return k
+            return plan
         rate, seconds = self.gains[k], self.seconds(rows)
         # in tokens: of each slot with its pass [limit + 1] (none pays beyond the limit), and without the pass [limit]
         self.price = rate * np.diff(seconds, append=np.inf)
@@ -116,11 +116,23 @@ class MarginalValue(Goodput):
             super().update(drafted, accepted)
             return
         drafted, accepted = drafted.numpy(), accepted.numpy()
-        self._learn(drafted, accepted)
+        if drafted.any():
+            self._learn(drafted, accepted)
+        else:
+            self._learn_from_none()
         slots = np.arange(len(self.seen))[:, None]
         decided = slots < np.minimum(drafted, accepted + 1)  # [slots, B]
         maximum, chances = np.stack(self.seen, axis=1)
         self.calibration.update(maximum[decided], chances[decided], (slots < accepted)[decided])
+
+    def _learn_from_none(self) -> None:
+        """A pass of the draft that was not worth a token: what was expected counts as if it had come true, or else
+        `Goodput` would pay for such passes for ever."""
+        _, chances = self.seen[0]
+        count = len(chances)
+        outcomes = np.repeat([0, 1], count)
+        weights = np.concatenate([1 - chances, chances]) * np.tile(self.counted, 2)
+        self.acceptance.update(np.ones(2 * count, int), outcomes, weights)
 
 
 @dataclass

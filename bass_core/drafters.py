@@ -23,6 +23,8 @@ from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
 from bass_core.verification import perturbed_choice
 
+CATCH_UP = 8  # tokens to which what a row missed is rounded up
+
 
 class Context(NamedTuple):
     """Some rows of the batch as a step meets them (B rows, tokens from position 0)."""
@@ -110,8 +112,8 @@ class ModelDrafter(Drafter):
     """Drafts with a causal language model over a ragged cache of its own.
 
     A step feeds the last two committed tokens (after full acceptance the draft has not seen its own last token;
-    otherwise it rewrites the same values), then one token at a time. After steps without drafting it first catches up
-    on everything it missed: holes in its cache would cost acceptance.
+    otherwise it rewrites the same values), then one token at a time. After steps without drafting a row first catches
+    up on everything it missed: holes in its cache would cost acceptance.
     """
 
     def __init__(self, runner: Runner, params: SamplingParams, vocabulary: int, coupled: bool, keep_q: bool):
@@ -156,7 +158,7 @@ class ModelDrafter(Drafter):
         tokens, probs, seen = [], [], context.seen
         told = []  # per slot: the largest probability and that of the token, for policies that choose among drafts
         largest, asked = [], []  # per slot: the logits' maximum [B], and which rows were to draft from them
-        logits = self._catch_up(context)
+        logits = self._catch_up(context, int(lengths.nonzero()[0][-1]) + 1)
         for slot in range(int(lengths.max())):
             largest.append(logits.amax(-1))
             asked.append(lengths_host > slot)  # before a policy can mistake NaN for doubt
@@ -194,14 +196,17 @@ class ModelDrafter(Drafter):
         q = None if draft.probs is None else draft.probs[:, :most]
         return Draft(draft.tokens[:, :most], lengths, hidden.submitted, q, draft.finite)
 
-    def _catch_up(self, context: Context) -> Tensor:
-        """Logits [B, V] after the last committed token of every row."""
-        missed = int((context.lengths_host - self.cached[: len(context.lengths_host)]).max())
-        # Two tokens cover every step that drafted; longer gaps are padded to a power of two, so that shapes repeat.
-        count = 2 if missed <= 2 else 1 << (missed - 1).bit_length()
-        logits = self.runner.feed_last(self._known(context.tokens), context.lengths_host, count)
-        self.cached[: len(context.lengths_host)] = context.lengths_host
-        return self._comparable(logits)
+    def _catch_up(self, context: Context, rows: int) -> Tensor:
+        """Logits [B, V] after the last committed token of the first `rows` rows; zeros for the others, which do not
+        draft: what they missed is not fed."""
+        lengths = context.lengths_host[:rows]
+        missed = int((lengths - self.cached[:rows]).max())
+        # Two tokens cover every step that drafted; longer gaps are rounded up, so that shapes repeat.
+        count = 2 if missed <= 2 else -(-missed // CATCH_UP) * CATCH_UP
+        logits = self.runner.feed_last(self._known(context.tokens[:rows]), lengths, count, range(rows))
+        self.cached[:rows] = lengths
+        resting = len(context.lengths_host) - rows
+        return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
         """Logits [B, V] after the token drafted in `slot`, for the rows that will draft another one."""
@@ -251,8 +256,8 @@ class ModelDrafter(Drafter):
     def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
         if draft.tokens.shape[1] == 0:
             return  # nothing was fed
-        # Positions up to `before` were fed, and all drafted tokens but the last; the accepted of these are right.
-        self.cached[: len(before)] = before + np.minimum(accepted, np.maximum(draft.lengths_host - 1, 0))
+        # All drafted tokens but the last were fed; the accepted of these are right.
+        self.cached[: len(before)] += np.minimum(accepted, np.maximum(draft.lengths_host - 1, 0))
 
 
 class NgramDrafter(Drafter):

@@ -1,17 +1,19 @@
 """Draft lengths from costs: the k with the most expected tokens per second, measured costs against observed acceptance.
 
 A step with draft length k emits 1 + S_1 + … + S_k tokens per row on average, S_j the chance that j drafts in a row are
-accepted, and takes as long as the cost model says. `Goodput` takes the best of all k, 0 among them, so that it falls
-back to regular decoding where drafts do not pay. (Lengths by goodput: Liu et al. 2024, SmartSpec; expected tokens:
-Leviathan et al. 2023, equation 1.)
+accepted (`Acceptance`), and takes as long as the cost model says (`StepSeconds`). `Goodput` takes the best of all k, 0
+among them, so that it falls back to regular decoding where drafts do not pay. (Lengths by goodput: Liu et al. 2024,
+SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from bass_core.costs import costs_like
@@ -22,77 +24,104 @@ if TYPE_CHECKING:
     from bass_core.replay import Cost
 
 PRIOR = 0.8  # chance of acceptance before anything was seen
-DECAY = 0.98  # of counts per step
-CHAIN = 8.0  # observations that a slot's chance counts as for the next one
-TOLERANCE = 0.02  # of goodput: among lengths as good as the best, the shortest
+DECAY = 0.96  # of the weight of what was seen, per step
+USELESS = 0.1  # chance, before anything was seen, that hardly a draft is accepted
+STRAGGLING = 6  # power of a row's remaining tokens by which it counts
+TOLERANCE = 0.015  # of goodput: among lengths as good as the best, the shortest
 LIMIT = 16  # drafts per step: what calibrated grids reach
+FIRST = 4  # drafts of the first step at most; then twice as many as those whose fate is known
+SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
+PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
+OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
+WORTH = 0.1  # gain over regular decoding that all drafts accepted must promise, or none are tried
 KV_STEP = 64  # costs are looked up once per so many tokens of KV length
-PROBED = 4.0  # observations that all former ones count as when a probe's come in: they are old by then
 
 
-class SlotAcceptance:
-    """The chance that the j-th draft of a step is accepted, given that all before it were; learnt as steps go by.
+class Acceptance:
+    """How many of a step's drafts are accepted, learnt as steps go by: a posterior over a grid of laws.
 
-    Every slot counts what was accepted there of what was reached, older steps less (`DECAY` per step). Its chance is
-    the mean of a Beta posterior. The prior of the first slot is `PRIOR`, with the weight of one observation, so that a
-    useless draft is found out at once; that of a later slot is the slot before it, with the weight of `CHAIN`, so that
-    slots never tried continue the last one seen.
+    Text has easy and hard places: a draft whose predecessors were accepted is likelier to be accepted, too. So a law
+    says that each step draws a chance of acceptance of its own from a Beta distribution of mean m and concentration c,
+    which makes S_j = Π (m c + i) / (c + i) over i < j (for large c: m^j). Every step is as likely under each law as its
+    rows' accepted counts are; older steps count less (`DECAY` per step). Unlike a frequency per slot this learns from
+    slot 1 what to expect of slot 9, and from the first steps how sure to be.
     """
 
-    def __init__(self, slots: int = LIMIT):
-        self.slots = np.arange(slots)
-        self.reached, self.accepted = np.zeros(slots), np.zeros(slots)
-        self.hazards = np.full(slots, PRIOR)  # [slots], the chance in each
+    MEANS = np.append(np.linspace(0.02, 0.98, 25), 0.995)
+    CONCENTRATIONS = np.array([0.1, 3.0, 8.0, 24.0])  # of drafts all or none of which are accepted, to equal ones
+    ALL_OR_NONE = 0.05  # chance of the first, before anything was seen
 
-    def update(self, tried: np.ndarray, accepted: np.ndarray) -> None:
-        """One step's rows [B]: how many drafts each tried, and how many of them were accepted."""
-        self.reached *= DECAY
-        self.accepted *= DECAY
-        decided = np.minimum(tried, accepted + 1)  # slots whose outcome is known
-        self.reached += (self.slots[:, None] < decided).sum(1)
-        self.accepted += (self.slots[:, None] < accepted).sum(1)
-        chance, weight = PRIOR, 1.0
-        for slot in self.slots:
-            chance = (self.accepted[slot] + weight * chance) / (self.reached[slot] + weight)
-            self.hazards[slot], weight = chance, CHAIN
+    def __init__(self, slots: int = LIMIT):
+        m, c = (each.reshape(-1, 1) for each in np.meshgrid(self.MEANS, self.CONCENTRATIONS))
+        chance = (m * c + np.arange(slots)) / (c + np.arange(slots))  # [laws, slots], given all drafts before
+        self.laws = np.concatenate([np.ones_like(m), chance.cumprod(1)], 1)  # [laws, slots + 1], S_j
+        stopped = -np.diff(self.laws, axis=1, append=0)  # S_j - S_{j + 1}
+        # log-likelihood [2, slots + 1, laws] of j accepted drafts that were all, and of j that one refused followed
+        self.likelihoods = np.log(np.stack([self.laws.T, stopped.T]))
+        useful, useless = m / m.sum(), (m < 0.1) / (m < 0.1).sum()
+        kind = np.where(c == c.min(), self.ALL_OR_NONE, (1 - self.ALL_OR_NONE) / (len(self.CONCENTRATIONS) - 1))
+        self.prior = np.log(kind * ((1 - USELESS) * useful + USELESS * useless))[:, 0]
+        self.seen, self.evidence = 0.0, np.zeros(len(m))  # drafts whose fate is known; log-likelihood of the laws
+        self._weigh()
+
+    def update(self, tried: np.ndarray, accepted: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """One step's rows [B]: how many drafts each tried, how many of them were accepted, and how much it counts."""
+        weights = np.ones(len(tried)) if weights is None else weights
+        likelihoods = self.likelihoods[(accepted < tried).astype(int), accepted]  # [B, laws]
+        self.evidence = DECAY * self.evidence + weights @ likelihoods
+        self.seen = DECAY * self.seen + weights @ np.minimum(tried, accepted + 1)
+        self._weigh()
 
     def forget(self, weight: float) -> None:
-        """Let all that was seen count as at most `weight` observations of the first slot."""
-        share = min(1.0, weight / max(self.reached[0], 1e-9))
-        self.reached *= share
-        self.accepted *= share
+        """Let all drafts that were seen count as at most so many."""
+        share = weight / max(weight, self.seen)
+        self.seen, self.evidence = share * self.seen, share * self.evidence
 
-    def survival(self) -> np.ndarray:
-        """[slots + 1]: chance that the first j drafts are all accepted; 1 for j = 0."""
-        return np.concatenate([[1.0], np.cumprod(self.hazards)])
+    def _weigh(self) -> None:
+        weights = self.evidence + self.prior
+        weights = np.exp(weights - weights.max())
+        self.survival = weights @ self.laws / weights.sum()  # [slots + 1]: that the first j drafts are all accepted
+        self.tokens = self.survival.cumsum()  # [slots + 1]: expected of a step with k drafts, the target's included
+
+
+class _Looked(NamedTuple):
+    """What `StepSeconds` knows of a batch size and KV length."""
+
+    steps: np.ndarray
+    drafts: np.ndarray
+    may_pay: bool
 
 
 class StepSeconds:
-    """`cost.step` over all draft lengths, looked up once per batch size and `KV_STEP` tokens of KV length.
-
-    `drafts` is the part of it that the draft's passes take.
-    """
+    """Seconds over all draft lengths, looked up once per batch size and `KV_STEP` tokens of KV length."""
 
     def __init__(self, cost: Cost, limit: int = LIMIT):
-        self.cost, self.limit = cost, limit
+        self.cost, self.lengths = cost, np.arange(limit + 1)
         self.over_rows = np.max if getattr(cost, "kv_of_rows", "mean") == "max" else np.mean
-        self._known: dict[tuple[int, int, bool], np.ndarray] = {}
+        self._known: dict[tuple[int, int], _Looked] = {}
 
     def __call__(self, rows: RowsView) -> np.ndarray:
         """Seconds [limit + 1] of a step of these rows with each draft length."""
-        return self._look_up(rows, drafts_only=False)
+        return self._look_up(rows).steps
 
     def drafts(self, rows: RowsView) -> np.ndarray:
         """Seconds [limit + 1] of the draft's passes for these rows with each draft length."""
-        return self._look_up(rows, drafts_only=True)
+        return self._look_up(rows).drafts
 
-    def _look_up(self, rows: RowsView, drafts_only: bool) -> np.ndarray:
-        batch, kv_steps = len(rows.ids), round(float(self.over_rows(rows.lengths)) / KV_STEP)
-        key = batch, kv_steps, drafts_only
+    def may_pay(self, rows: RowsView) -> bool:
+        """Whether some draft length would gain `WORTH` over regular decoding if all drafts were accepted."""
+        return self._look_up(rows).may_pay
+
+    def _look_up(self, rows: RowsView) -> _Looked:
+        key = len(rows.ids), round(float(self.over_rows(rows.lengths)) / KV_STEP)
         if key not in self._known:
-            seconds = self.cost.draft if drafts_only else self.cost.step
-            found = seconds(batch, np.arange(self.limit + 1), kv_steps * KV_STEP)
-            self._known[key] = np.broadcast_to(np.asarray(found, dtype=float), self.limit + 1)
+            batch, kv_length = key[0], key[1] * KV_STEP
+            steps, drafts = (
+                np.broadcast_to(np.asarray(seconds(batch, self.lengths, kv_length), dtype=float), self.lengths.shape)
+                for seconds in (self.cost.step, self.cost.draft)
+            )
+            gain = ((self.lengths + 1) * steps[0] / steps).max() - 1
+            self._known[key] = _Looked(steps, drafts, bool(gain >= WORTH))
         return self._known[key]
 
 
@@ -100,11 +129,12 @@ class StepSeconds:
 class Goodput(DraftLengthPolicy):
     """The draft length of most expected tokens per second; 0, regular decoding, where drafts do not pay.
 
-    cost: seconds of steps, `costs.CostModel` or alike. Chances of acceptance are learnt per slot from all rows
-    (`SlotAcceptance`). Of lengths within `TOLERANCE` of the best the shortest is taken: estimates are no better than
-    that, and a batch, which is done when its last row is, gains less from long drafts than its rows do on average.
-    After `probe`, then twice, four times … as many steps in a row without drafts one step probes k = 1, or else 0 would
-    be for ever; a probe of which half is accepted is followed by another.
+    cost: seconds of steps, `costs.CostModel` or alike. Chances of acceptance are learnt from all rows (`Acceptance`),
+    from those far from their end before the others: a batch is done when its last row is, and that is seldom a row
+    whose drafts are accepted more often than others'. Of lengths within `TOLERANCE` of the best the shortest is taken:
+    estimates are no better than that. After `probe`, then twice, four times … as many steps in a row without drafts
+    some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted, what was known before
+    counts little. Where costs promise less than `WORTH` even if all drafts were accepted, nothing is tried.
     """
 
     cost: Cost = field(repr=False)
@@ -118,43 +148,60 @@ class Goodput(DraftLengthPolicy):
         self._reset()
 
     def _reset(self) -> None:
-        self.acceptance = SlotAcceptance(self.limit)
-        self.zeros, self.next_probe, self.probing = 0, self.probe, False
+        self.acceptance = Acceptance(self.limit)
+        self.zeros, self.next_probe, self.probing, self.batch = 0, self.probe, False, 0
 
     def start(self, rows: RowsView) -> None:
         if not rows.steps.any():
             self._reset()
 
-    def plan(self, rows: RowsView) -> int:
-        k = self._length(rows)
-        self.wanted = np.minimum(k, rows.remaining - 1)
-        return k
+    def plan(self, rows: RowsView) -> int | Tensor:
+        self.k = self._length(rows)
+        if self.k == 0:
+            return 0
+        self.wanted = np.minimum(self.k, rows.remaining - 1)
+        self.counted = self.importance(rows)
+        if self.probing:
+            self.wanted[-(-len(rows.ids) // PROBED) :] = 0
+            return torch.from_numpy(self.wanted)
+        return self.k
 
     def _length(self, rows: RowsView) -> int:
+        if self.zeros % SAME and len(rows.ids) == self.batch and self.zeros < self.next_probe:
+            self.zeros += 1
+            return 0
+        self.batch = len(rows.ids)
         self.gains = self.goodputs(rows)
-        k = int((self.gains >= (1 - TOLERANCE) * self.gains.max()).argmax())  # the first of them
-        self.probing = k == 0 and self.zeros >= self.next_probe
+        may_pay = self.seconds.may_pay(rows)
+        k = int((self.gains >= (1 - TOLERANCE) * self.gains.max()).argmax()) if may_pay else 0  # the first of them
+        self.probing = may_pay and k == 0 and self.zeros >= self.next_probe
         if self.probing:
             self.zeros, self.next_probe = 0, 2 * self.next_probe
             return 1
         if k == 0:
             self.zeros += 1
-        else:
-            self.zeros, self.next_probe = 0, self.probe
-        return k
+            return 0
+        self.zeros, self.next_probe = 0, self.probe
+        return min(k, math.ceil(2 * self.acceptance.seen) or FIRST)
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
         room = rows.remaining - 1  # drafts that a row may still submit
-        tokens = self.tokens(rows).cumsum(-1)  # [B or 1, limit + 1]
+        tokens, seconds = self.tokens(rows), self.seconds(rows)
+        if len(tokens) == 1 and room.min() >= self.limit:
+            return len(room) * tokens[0] / seconds
         lengths = np.arange(min(int(room.max()), self.limit) + 1)
         submitted = np.minimum(lengths, room[:, None])  # [B, K]
         per_row = np.take_along_axis(np.broadcast_to(tokens, (len(room), tokens.shape[-1])), submitted, 1)
-        return per_row.sum(0) / self.seconds(rows)[: len(lengths)]
+        return per_row.sum(0) / seconds[: len(lengths)]
 
     def tokens(self, rows: RowsView) -> np.ndarray:
-        """What the draft in each slot is worth, after the target's own token: [1 or B, limit + 1]."""
-        return self.acceptance.survival()[None]
+        """What a row's step with draft length k is worth: [1 or B, limit + 1]."""
+        return self.acceptance.tokens[None]
+
+    def importance(self, rows: RowsView) -> np.ndarray:
+        """How much each row's drafts count in what is learnt from them, [B]."""
+        return (rows.remaining / rows.remaining.max()) ** STRAGGLING
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         if drafted.any():
@@ -162,16 +209,15 @@ class Goodput(DraftLengthPolicy):
             self._learn(self.wanted, accepted.numpy())
 
     def _learn(self, tried: np.ndarray, accepted: np.ndarray) -> None:
-        if self.probing:
-            self.acceptance.forget(PROBED)
-            if 2 * accepted.sum() >= tried.sum():
-                self.zeros, self.next_probe = self.probe, self.probe  # promising: the next step probes again
-        self.acceptance.update(tried, accepted)
+        if self.probing and 2 * accepted.sum() > tried.sum():
+            self.acceptance.forget(OLD)
+            self.next_probe = self.probe
+        self.acceptance.update(tried, accepted, self.counted)
 
 
 def require_draft_passes(policy: Goodput) -> None:
     """Raises ValueError for a policy on the costs of a pair without a draft model: it has no distributions to go by."""
-    if getattr(policy.cost, "draft_passes", True) is None:
+    if getattr(policy.cost, "draft_phases", True) is None:
         raise ValueError(
             f"{type(policy).__name__} needs a draft model: without one there is no distribution to look at"
         )

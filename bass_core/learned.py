@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from bass_core.draft_length import DraftLengthPolicy, RowsView
-from bass_core.goodput import LIMIT, SlotAcceptance, StepSeconds
+from bass_core.goodput import LIMIT, Acceptance, StepSeconds
 
 if TYPE_CHECKING:
     from bass_core.replay import Cost
@@ -29,7 +29,7 @@ class _Memory:
     """What is known of one task: losses of the experts, the exchange rate, chances per slot, steps taken."""
 
     losses: np.ndarray
-    acceptance: SlotAcceptance
+    acceptance: Acceptance
     tokens: float = 0.0
     seconds: float = 0.0
     steps: int = 0
@@ -63,7 +63,7 @@ class Learned(DraftLengthPolicy):
         self.experts = np.array(self.lengths)
         self.seconds = StepSeconds(self.cost, self.lengths[-1])
         self.memories: dict[str, _Memory] = defaultdict(
-            lambda: _Memory(np.zeros(len(self.lengths)), SlotAcceptance(self.lengths[-1]))
+            lambda: _Memory(np.zeros(len(self.lengths)), Acceptance(self.lengths[-1]))
         )
 
     def weights(self) -> np.ndarray:
@@ -92,11 +92,11 @@ class Learned(DraftLengthPolicy):
         memory.losses = self.decay * memory.losses + losses
 
     def _tokens(
-        self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, acceptance: SlotAcceptance
+        self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, acceptance: Acceptance
     ) -> np.ndarray:
         """Tokens of all rows that each expert would have had in this step [experts]: seen, or else expected."""
-        survival = acceptance.survival().cumsum()  # [slots + 1]: expected tokens by draft length
+        expected = acceptance.tokens
         own = np.minimum(self.experts[:, None], room)  # [experts, B]
         seen = np.minimum(own, accepted) + 1.0
-        more = (survival[own] - survival[np.minimum(accepted, own)]) / np.diff(survival, prepend=0)[accepted]
+        more = (expected[own] - expected[np.minimum(accepted, own)]) / acceptance.survival[accepted]
         return np.where((accepted == drafted) & (own > drafted), seen + more, seen).sum(1)

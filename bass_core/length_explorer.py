@@ -65,7 +65,7 @@ def modelled_h100(launch_ms: float = 0.5) -> CostModel:
 def measured_cpu() -> CostModel:
     """Costs of the embedded pair that ship with the library, measured on the CPU that `device` names."""
     found = (CostModel.load(path) for path in sorted(SHIPPED.glob("*.json")))
-    return next(cost for cost in found if cost.measured.get("device_type") == "cpu" and cost.draft_passes is not None)
+    return next(cost for cost in found if cost.measured.get("device_type") == "cpu" and cost.draft_phases is not None)
 
 
 def policies(cost: CostModel) -> dict[str, int | DraftLengthPolicy]:

@@ -64,23 +64,25 @@ class Objective(Goodput):
         self.ids = np.zeros(0, np.int64)
         self.own: dict[int, np.ndarray] = {}  # by row: accepted, reached
 
-    def plan(self, rows: RowsView) -> int:
+    def plan(self, rows: RowsView) -> int | Tensor:
         self.ids = rows.ids
         self.own = {row: self.own[row] for row in rows.ids.tolist() if row in self.own}  # ended rows are forgotten
-        k = super().plan(rows)
-        self.elapsed += self.seconds(rows)[k]
-        return k
+        plan = super().plan(rows)
+        self.elapsed += self.seconds(rows)[self.k]
+        return plan
 
     def tokens(self, rows: RowsView) -> np.ndarray:
-        common = self.acceptance
-        mean = (common.accepted.sum() + PRIOR) / (common.reached.sum() + 1.0)
         accepted, reached = np.array([self.own.get(row, np.zeros(2)) for row in rows.ids.tolist()]).T
+        mean = accepted.sum() / reached.sum() if reached.any() else PRIOR
         alpha = (accepted + STRENGTH * mean) / (reached + STRENGTH)
         power = np.log(np.clip(alpha, 1e-3, 0.999)) / np.log(np.clip(mean, 1e-3, 0.999))
         weights = np.asarray(self.weights(rows, self.elapsed), dtype=float)
         if weights.shape != rows.ids.shape or not (weights >= 0).all() or not weights.any():
             raise ValueError(f"weights must give a number >= 0 per row, one of them above 0; got {weights!r}")
-        return weights[:, None] * common.survival() ** power[:, None]
+        return weights[:, None] * (self.acceptance.survival ** power[:, None]).cumsum(-1)
+
+    def importance(self, rows: RowsView) -> np.ndarray:
+        return np.ones(len(rows.ids))  # the weights say whose tokens count; chances are those of all rows
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         super().update(drafted, accepted)

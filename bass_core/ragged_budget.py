@@ -44,12 +44,12 @@ class RaggedBudget(Goodput):
         super()._reset()
         self.told, self.kept, self.count = 0.0, 0.0, 0.0  # of decided drafts: sum of q(x), accepted, number
 
-    def plan(self, rows: RowsView) -> int:
-        k = super().plan(rows)
+    def plan(self, rows: RowsView) -> int | Tensor:
+        plan, k = super().plan(rows), self.k
         self.hidden: HiddenDraft | None = None
         self.rows = rows
         if k == 0 or self.probing:
-            return k
+            return plan
         drafts, time = self.seconds.drafts(rows), self.reach * self.seconds(rows)[k]
         return int(np.flatnonzero(drafts <= drafts[k] + time)[-1])
 

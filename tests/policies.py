@@ -49,10 +49,20 @@ class Alternating(DraftLengthPolicy):
         return self.k if self._count % (self.zeros + 1) == 0 else 0
 
 
+class TakingTurns(DraftLengthPolicy):
+    """One row drafts k tokens, each step another one: the others are not fed, and catch up when it is their turn."""
+
+    def __init__(self, k: int = 3):
+        self.k = k
+
+    def plan(self, rows):
+        return torch.from_numpy(self.k * (rows.ids == rows.ids[rows.steps.max() % len(rows.ids)]))
+
+
 class Line:
     """Seconds of steps on a line: each drafted token takes `draft` of a regular step, and verifying it `verify`."""
 
-    draft_passes = ()  # drafts take passes
+    draft_phases = ()  # drafts take passes
 
     def __init__(self, draft: float = 0.1, verify: float = 0.05):
         self.per_draft, self.per_token = draft, verify
@@ -72,7 +82,7 @@ class Line:
         return self.draft(batch, k, kv_length) + self.target(batch, np.add(k, 1), kv_length)
 
 
-CHEAP, DEAR = Line(), Line(draft=0.7, verify=0.2)
+CHEAP, DEAR = Line(), Line(draft=0.5, verify=0.2)
 
 
 def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:

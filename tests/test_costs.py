@@ -30,7 +30,8 @@ def made_up(attention="pad", **changes) -> CostModel:
     """Costs that can be worked out by hand, of models that do not exist."""
     models = {role: {"name": role, "fingerprint": role, "attention": attention} for role in ("target", "draft")}
     overheads = costs.table({"batch": (1, 4), "draft_length": (0, 8)}, lambda b, k: b + 10.0 * k)
-    drafts = passes(0.1, query_length=(1, 2))
+    axes = {"batch": (1, 4), "draft_length": (1, 3, 8), "kv_length": (10, 30)}
+    drafts = costs.table(axes, lambda b, k, n: 0.1 * b * (3 * k + 1) * (n + 1))
     return dataclasses.replace(CostModel("abacus", models, passes(), drafts, overheads), **changes)
 
 
@@ -122,15 +123,21 @@ def test_a_step_is_the_sum_of_its_parts():
         assert cost.step(batch, 3, n) == pytest.approx(parts[3])
 
 
-def test_a_draft_phase_feeds_two_tokens_and_then_one_at_a_time():
+def test_a_draft_phase_is_looked_up_as_a_whole():
     cost = made_up()
-    assert cost.draft(2, 0, 20) == 0
-    assert cost.draft(2, 1, 20) == pytest.approx(0.1 * 2 * 4 * 21)
-    assert cost.draft(2, 4, 20) == pytest.approx(0.1 * 2 * (4 * 21 + 3 * 3 * 23))  # 2 more are cached on the whole
+    assert cost.draft(2, np.array([0, 1, 2, 8]), 20) == pytest.approx(0.1 * 2 * 21 * np.array([0, 4, 7, 25]))
+
+
+def test_a_synthetic_draft_phase_feeds_two_tokens_and_then_one_at_a_time():
+    roof = Roofline(costs.DRAFT_310M, costs.H100)
+    cost = CostModel.synthetic(Roofline(costs.TARGET_8B, costs.H100), roof)
+    assert cost.draft(8, 1, 512) == pytest.approx(roof.seconds(8, 2, 512))
+    later = roof.seconds(8, 1, 514)  # 2 more are cached on the whole
+    assert cost.draft(8, 4, 512) == pytest.approx(roof.seconds(8, 2, 512) + 3 * later)
 
 
 def test_drafts_without_a_model_cost_no_pass():
-    cost = made_up(draft_passes=None)
+    cost = made_up(draft_phases=None)
     assert cost.draft(2, np.arange(3), 20).tolist() == [0, 0, 0]
     assert cost.step(2, 4, 20) == pytest.approx(cost.target(2, 5, 20) + cost.overhead(2, 4))
 
@@ -170,7 +177,7 @@ def test_the_best_length_weighs_tokens_against_time():
     flat = costs.table(GRID, lambda *_: 1.0)
     free = made_up(
         target_passes=flat,
-        draft_passes=None,
+        draft_phases=None,
         overheads=costs.table({"batch": (1,), "draft_length": (0,)}, lambda *_: 0.0),
     )
     length, gain = best_fixed_length(free, 1, 0.5, most=4)
@@ -200,7 +207,7 @@ def test_launches_come_on_top_of_synthetic_passes():
 
 
 def same(a: CostModel, b: CostModel) -> bool:
-    tables = ("target_passes", "draft_passes", "overheads")
+    tables = ("target_passes", "draft_phases", "overheads")
     plain = all(
         getattr(a, name.name) == getattr(b, name.name)
         for name in dataclasses.fields(CostModel)
@@ -226,7 +233,7 @@ def test_costs_come_back_from_a_file_as_they_were(tmp_path, measured):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        ({"schema": 0}, "schema 1"),
+        ({"schema": 0}, "schema 2"),
         ({"device": None}, "device must be str"),
         ({"models": {}}, "JSON object"),
         ({"models": {"target": {"name": "a"}}}, "'fingerprint' is missing"),
@@ -314,9 +321,10 @@ def test_costs_of_another_pair_are_not_compared_with_runs(measured):
 def test_calibration_measures_every_point(pair, measured):
     axes = {"batch": SMALL["batches"], "query_length": SMALL["query_lengths"], "kv_length": SMALL["kv_lengths"]}
     assert measured.target_passes.axes == axes
-    assert measured.draft_passes.axes == axes | {"query_length": (1, 2)}
-    assert measured.overheads.axes == {"batch": (1, 2), "draft_length": (0, 1, 4)}
-    for found in (measured.target_passes, measured.draft_passes, measured.overheads):
+    phases = {"batch": (1, 2), "draft_length": (1, 2, 4), "kv_length": SMALL["kv_lengths"]}
+    assert measured.draft_phases.axes == phases
+    assert measured.overheads.axes == {"batch": (1, 2), "draft_length": (0, 1, 2, 4)}
+    for found in (measured.target_passes, measured.draft_phases, measured.overheads):
         assert (found.seconds > 0).all()
     measured.check_pair(pair)
     assert not measured.is_synthetic and measured.kv_of_rows == "max"
@@ -359,14 +367,14 @@ def test_calibration_leaves_the_models_as_they_were(pair):
 
 def test_calibration_without_a_draft_model():
     cost = calibration.calibrate(bass.ModelPair(tiny_model()), **SMALL)
-    assert cost.draft_passes is None and cost.models["draft"]["attention"] is None
+    assert cost.draft_phases is None and cost.models["draft"]["attention"] is None
     assert (cost.step(2, np.arange(4), 20) > 0).all()
 
 
 def test_one_model_may_be_both():
     model = tiny_model()
     cost = calibration.calibrate(bass.ModelPair(model, model), **SMALL)
-    assert (cost.draft_passes.seconds > 0).all() and (cost.overheads.seconds > 0).all()
+    assert (cost.draft_phases.seconds > 0).all() and (cost.overheads.seconds > 0).all()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from policies import Alternating, PerRow, StopWhenUnsure, library_policies
+from policies import Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 from tiny import CONTEXT, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -52,6 +52,10 @@ def test_perfect_draft_is_always_accepted(rule, temperature, k):
 @pytest.mark.parametrize("zeros", [1, 4, 16])
 def test_perfect_draft_stays_perfect_after_regular_steps(zeros):
     assert alpha_when_draft_is_target(Alternating(k=3, zeros=zeros), max_new_tokens=60) == 1
+
+
+def test_perfect_draft_stays_perfect_when_rows_take_turns():
+    assert alpha_when_draft_is_target(TakingTurns(k=3), max_new_tokens=60) == 1
 
 
 # --- batch independence (6) ---

@@ -139,7 +139,7 @@ def _without_counting(original):
 
 def test_draft_one_token_behind_is_caught(monkeypatch):
     assert alpha_when_draft_is_target(draft_length=3) == 1
-    monkeypatch.setattr(ModelDrafter, "_catch_up", lambda self, context: self._comparable(
+    monkeypatch.setattr(ModelDrafter, "_catch_up", lambda self, context, rows: self._comparable(
         self.runner.feed_last(context.tokens, context.lengths_host, 1)))  # fmt: skip
     assert alpha_when_draft_is_target(draft_length=3) < 0.99
 
@@ -148,9 +148,23 @@ def test_stale_draft_cache_after_regular_steps_is_caught(monkeypatch):
     from policies import Alternating
 
     assert alpha_when_draft_is_target(draft_length=Alternating(k=3, zeros=4)) == 1
-    monkeypatch.setattr(ModelDrafter, "_catch_up", lambda self, context: self._comparable(
+    monkeypatch.setattr(ModelDrafter, "_catch_up", lambda self, context, rows: self._comparable(
         self.runner.feed_last(context.tokens, context.lengths_host, 2)))  # fmt: skip
     assert alpha_when_draft_is_target(draft_length=Alternating(k=3, zeros=4)) < 0.99
+
+
+def test_rows_that_rested_taken_for_fed_are_caught(monkeypatch):
+    from policies import TakingTurns
+
+    original = ModelDrafter._catch_up
+
+    def all_fed(self, context, rows):
+        logits = original(self, context, rows)
+        self.cached[: len(context.lengths_host)] = context.lengths_host
+        return logits
+
+    monkeypatch.setattr(ModelDrafter, "_catch_up", all_fed)
+    assert alpha_when_draft_is_target(draft_length=TakingTurns(k=3)) < 0.99
 
 
 def test_zeroed_instead_of_masked_key_is_caught(monkeypatch):

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 import torch
 from policies import CHEAP, Line, library_policies
+from scipy import stats
 from tabular import tabular
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core import costs, goodput
 from bass_core.acceptance import AcceptanceTrace
-from bass_core.draft_length import RowsView, Signals, cut_lengths
+from bass_core.draft_length import RowsView, Signals, cut_lengths, planned_lengths
 from bass_core.draft_signals import Calibration
-from bass_core.goodput import SlotAcceptance, default_policy
+from bass_core.goodput import Acceptance, default_policy
 from bass_core.models import fingerprints
 from bass_core.objective import deadlines, first_finished, last_finished
 from bass_core.replay import Replay, decode, step_seconds
@@ -30,32 +31,57 @@ def taught(policy, accepted, of, steps=50):
     for _ in range(steps):
         policy.plan(rows([999] * len(accepted)))
         if isinstance(policy, bass.Goodput):
-            policy.wanted = np.full(len(accepted), of)
+            policy.wanted, policy.counted = np.full(len(accepted), of), np.ones(len(accepted))
         policy.update(torch.full((len(accepted),), of), torch.tensor(accepted))
     return policy
 
 
-# --- chances per slot ---
+# --- chances of acceptance ---
 
 
-def test_chances_are_what_was_accepted_of_what_was_reached():
-    slots = SlotAcceptance(4)
-    for _ in range(1000):
-        slots.update(np.array([3, 3, 3, 3]), np.array([3, 1, 0, 0]))
-    # slot 1: all four reach it, two accept; slot 2: two and one; slot 3: one and one; slot 4: never tried, as slot 3
-    assert slots.hazards[:3] == pytest.approx([0.5, 0.5, 1.0], abs=0.08)
-    assert slots.hazards[3] == slots.hazards[2]
-    assert slots.survival() == pytest.approx(np.cumprod([1, *slots.hazards]))
+def test_a_law_is_a_chance_of_acceptance_that_each_step_draws_from_a_beta_distribution():
+    acceptance = Acceptance(6)
+    m, c = np.meshgrid(Acceptance.MEANS, Acceptance.CONCENTRATIONS)
+    for law, mean, concentration in zip(acceptance.laws, m.ravel(), c.ravel(), strict=True):
+        chance = stats.beta(mean * concentration, (1 - mean) * concentration)
+        assert law == pytest.approx([chance.moment(j) if j else 1.0 for j in range(7)], rel=1e-3)
 
 
-def test_before_anything_is_seen_all_slots_have_the_prior():
-    assert SlotAcceptance(3).survival() == pytest.approx(goodput.PRIOR ** np.arange(4))
+@pytest.mark.parametrize("alpha", [0.2, 0.5, 0.8, 0.95])
+def test_chances_become_those_of_the_drafts(alpha):
+    acceptance, generator = Acceptance(), np.random.default_rng(0)
+    for _ in range(200):
+        accepted = np.minimum(generator.geometric(1 - alpha, 8) - 1, 5)
+        acceptance.update(np.full(8, 5), accepted)
+    assert acceptance.survival[:9] == pytest.approx(alpha ** np.arange(9), abs=0.06)
+
+
+def test_what_was_drafted_says_what_to_expect_of_longer_drafts():
+    acceptance = Acceptance()
+    before = acceptance.survival
+    acceptance.update(np.array([3]), np.array([3]))
+    assert (acceptance.survival[1:] > before[1:]).all() and acceptance.survival[9] > 1.5 * before[9]
+
+
+def test_rows_count_by_their_weights():
+    half, once = Acceptance(), Acceptance()
+    half.update(np.array([4, 4, 4]), np.array([2, 2, 0]), np.array([0.5, 0.5, 0.0]))
+    once.update(np.array([4]), np.array([2]))
+    assert half.survival == pytest.approx(once.survival)
+
+
+def test_older_steps_count_less():
+    acceptance = Acceptance()
+    for accepted in (0, 4):
+        for _ in range(40):
+            acceptance.update(np.array([4]), np.array([accepted]))
+    assert acceptance.survival[4] > 0.5
 
 
 def test_one_step_of_a_batch_is_enough_to_find_a_useless_draft_out():
-    slots = SlotAcceptance()
-    slots.update(np.full(8, 5), np.zeros(8, int))
-    assert slots.hazards[0] < 0.1
+    acceptance = Acceptance()
+    acceptance.update(np.full(8, 5), np.zeros(8, int))
+    assert acceptance.survival[1] < 0.1
 
 
 # --- Goodput ---
@@ -63,7 +89,7 @@ def test_one_step_of_a_batch_is_enough_to_find_a_useless_draft_out():
 
 def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
     policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
-    survival, k = policy.acceptance.survival(), np.arange(17)
+    survival, k = policy.acceptance.survival, np.arange(17)
     expected = survival.cumsum() * 4 / CHEAP.step(4, k, 0)
     assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
     assert policy.plan(rows([99] * 4)) == np.argmax(expected >= (1 - goodput.TOLERANCE) * expected.max())
@@ -72,7 +98,7 @@ def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
 def test_goodput_counts_no_token_beyond_a_rows_end():
     policy = taught(bass.Goodput(CHEAP), [8, 8], of=8)
     found = policy.goodputs(rows([3, 1]))
-    survival = policy.acceptance.survival()
+    survival = policy.acceptance.survival
     tokens = [
         2,
         2 + survival[1],
@@ -81,28 +107,57 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0))
 
 
+def decided(policy, rooms, accept, steps):
+    """What the policy planned, [steps, B], when drafts are all accepted or all refused."""
+    planned = []
+    for step in range(steps):
+        view = rows(rooms, steps=step)
+        k, _ = planned_lengths(policy.plan(view), view)
+        policy.update(torch.from_numpy(k.copy()), torch.from_numpy(k * accept))
+        planned.append(k)
+    return np.array(planned)
+
+
 def test_goodput_falls_back_to_regular_decoding_and_probes():
     policy = bass.Goodput(Line(0.3, 0.2))
     policy.start(rows([9999] * 2))
-    planned = []
-    for step in range(300):
-        k = policy.plan(rows([9999] * 2, steps=step))
-        policy.update(torch.tensor([k, k]), torch.tensor([0, 0]))
-        planned.append(k)
-    drafting = np.flatnonzero(planned)
-    first = planned.index(0)
-    assert first <= 2 and [planned[i] for i in drafting[drafting > first]] == [1] * 4
-    assert np.diff([first - 1, *drafting[drafting > first]]).tolist() == [17, 33, 65, 129]  # 16, 32, 64, 128 zeros
+    planned = decided(policy, [9999] * 2, accept=0, steps=300)
+    drafting = np.flatnonzero(planned.any(1))
+    first = int((~planned.any(1)).argmax())
+    probes = drafting[drafting > first]
+    assert first <= 3 and np.diff([first - 1, *probes]).tolist() == [17, 33, 65, 129]  # 16, 32, 64, 128 zeros
+
+
+def test_a_probe_drafts_one_token_in_one_row_of_four():
+    for batch, probed in ((1, 1), (4, 1), (5, 2), (16, 4)):
+        policy = bass.Goodput(Line(0.3, 0.2))
+        policy.start(rows([9999] * batch))
+        last = decided(policy, [9999] * batch, accept=0, steps=30)
+        (probe,) = [line for line in last[5:] if line.any()]
+        assert probe.tolist() == [1] * probed + [0] * (batch - probed)
 
 
 def test_goodput_drafts_again_once_drafts_are_accepted():
     policy = taught(bass.Goodput(Line(0.3, 0.2)), [0], of=1, steps=100)
-    planned = []
-    for step in range(60):
-        k = policy.plan(rows([9999], steps=step + 1))
-        policy.update(torch.tensor([k]), torch.tensor([k]))
-        planned.append(k)
-    assert planned[0] == 0 and planned[-1] >= 12
+    planned = decided(policy, [9999], accept=1, steps=60)
+    assert planned[0] == 0 and planned[-1] >= 8
+
+
+def test_the_first_step_drafts_little():
+    policy = bass.Goodput(Line(0.01, 0.01))
+    policy.start(rows())
+    assert policy.plan(rows()) == goodput.FIRST
+
+
+def test_goodput_learns_from_the_rows_that_end_last():
+    """Leaders accept all, stragglers little: the batch is done when the stragglers are."""
+    policies = [bass.Goodput(Line(0.1, 0.1)) for _ in range(2)]
+    for policy, rooms in zip(policies, ([100, 100, 900, 900], [900, 900, 100, 100]), strict=True):
+        policy.start(rows(rooms))
+        for _ in range(20):
+            policy.plan(rows(rooms))
+            policy.update(torch.from_numpy(policy.wanted.copy()), torch.from_numpy(policy.wanted * [1, 1, 0, 0]))
+    assert policies[0].acceptance.survival[3] < 0.1 < 0.5 < policies[1].acceptance.survival[3]
 
 
 def test_goodput_learns_that_a_lookup_finds_nothing():
@@ -112,7 +167,7 @@ def test_goodput_learns_that_a_lookup_finds_nothing():
     for _ in range(100):
         policy.plan(rows([999, 999]))
         policy.update(torch.tensor([policy.wanted[0], 0]), torch.tensor([policy.wanted[0], 0]))
-    assert policy.acceptance.hazards[0] == pytest.approx(0.5, abs=0.05)
+    assert policy.acceptance.survival[1] == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_new_decode_starts_afresh_and_joining_rows_do_not():
@@ -236,7 +291,7 @@ def test_marginal_value_draws_while_a_slot_is_worth_its_time():
     policy = bass.MarginalValue(CHEAP, trusted=1.0)
     policy.start(rows())
     assert policy.plan(rows()) == 16
-    rate = policy.goodputs(rows()).max()
+    rate = policy.goodputs(rows())[goodput.FIRST]
     assert policy.price[:16] == pytest.approx(np.full(16, rate * 0.15), rel=0.02)
     assert policy.verify_price == pytest.approx(np.full(16, rate * 0.05), rel=0.02)
     # two sure rows: on; then one draft in ten: less than its verification
@@ -248,12 +303,28 @@ def test_marginal_value_draws_what_its_pass_has_paid_for_and_stops_there():
     policy = bass.MarginalValue(CHEAP, trusted=1.0)
     policy.start(rows())
     policy.plan(rows())
-    # the goodput is 4.2 tokens in the time of a regular step: a slot has to bring 0.63 tokens, its verification 0.21
-    assert policy.price[0] == pytest.approx(0.63, abs=0.01) and policy.verify_price[0] == pytest.approx(0.21, abs=0.01)
+    # the goodput is 3.7 tokens in the time of a regular step: a slot has to bring 0.56 tokens, its verification 0.19
+    assert policy.price[0] == pytest.approx(0.56, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
     policy.calibration = lambda maximum: maximum  # at its word
     assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
     assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14
     assert policy.keep_drafting(signals(2, [0.1, 0.1])).tolist() == [2, 2]  # 2 · 0.04 would not even be verified
+
+
+@pytest.mark.parametrize("policy", [bass.Goodput, bass.MarginalValue])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_useless_draft_is_not_asked_for_ever(policy, batch):
+    useless = AcceptanceTrace.synthetic(alpha=0.01, length=256, sequences=16)
+    line = Line(0.1, 0.05)
+    regular, found = (simulate(useless, each, line, batch=batch).seconds.mean() for each in (0, policy(line)))
+    assert found <= regular / 0.98
+
+
+def test_drafts_that_could_gain_little_are_never_tried():
+    """Five drafts and their verification take as long as five tokens: nothing to gain, even if all are accepted."""
+    policy = bass.Goodput(Line(0.75, 0.25))
+    policy.start(rows([9999]))
+    assert not decided(policy, [9999], accept=1, steps=300).any()
 
 
 def test_marginal_value_is_goodput_until_its_calibration_is_trusted():
@@ -267,7 +338,7 @@ def test_marginal_value_is_goodput_until_its_calibration_is_trusted():
 @pytest.mark.parametrize("policy", [bass.MarginalValue, bass.RaggedBudget])
 def test_policies_that_look_at_distributions_need_a_draft_model(policy):
     line = Line()
-    line.draft_passes = None
+    line.draft_phases = None
     with pytest.raises(ValueError, match=f"{policy.__name__} needs a draft model"):
         policy(line)
 
@@ -329,7 +400,9 @@ def test_learned_sees_how_every_shorter_length_would_have_done():
     assert seen.tolist() == [2, 4, 2 + 3, 2 + 5]
     drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), slots)
     assert drafted_two[:3].tolist() == [2, 4, 5]
-    assert drafted_two[3] == pytest.approx(5 + 0.8 + 0.64)  # what was accepted as far as it went would have gone on
+    s = slots.survival
+    more = (s[3] + s[4]) / s[2]  # what was accepted as far as it went would have gone on
+    assert drafted_two[3] == pytest.approx(5 + more)
 
 
 @pytest.mark.parametrize(
