@@ -13,8 +13,10 @@ from bass_core.hf import bass_generate
 from bass_core.learned import Learned
 from bass_core.models import ModelPair, load_pair
 from bass_core.objective import Objective
+from bass_core.parameters import check_parameters
 from bass_core.profiling import Profile, profile
 from bass_core.ragged_budget import RaggedBudget
+from bass_core.records import load_records
 from bass_core.sampling import SamplingParams
 from bass_core.simulator import simulate
 from bass_core.trace import Trace
@@ -43,9 +45,11 @@ __all__ = [
     "StepEvent",
     "Trace",
     "bass_generate",
+    "check_parameters",
     "costs_for",
     "generate",
     "load_pair",
+    "load_records",
     "profile",
     "record",
     "simulate",

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -104,48 +104,87 @@ def compare(
     draft_length: int | None = 5,
     other_lengths: Sequence[int | None] = (),
     verification: str = "token",
+    batch: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Comparison:
     """Time the methods on the same prompts, EOS switched off so that all emit the same number of tokens.
 
+    batch: None decodes all prompts in every repeat; a number that many, each repeat the next ones (and from the first
+    again), for comparisons that a few texts could decide.
     repeats: interleaved, after one that warms up and is not counted. draft_length: of `single` and `batched`; None is
     the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
     "batched default". Raises ValueError for an unknown method and for `assisted` without a draft model.
     """
-    for method in methods:
-        inputs.one_of("methods", method, METHODS)
-    if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
-    ids = inputs.token_ids(pair, prompts)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    drafting = options | {"draft_length": draft_length, "verification": verification}
-
-    def batched(k: int | None, clock: Clock, seed: int) -> Generation:
-        return _ours(pair, ids, **drafting | {"draft_length": k}, seed=seed, clock=clock)
-
-    decode = {
-        "transformers": lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock),
-        "assisted": lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock),
-        "regular": lambda clock, seed: _ours(pair, ids, **options, draft_length=0, seed=seed, clock=clock),
-        "single": lambda clock, seed: _ours(pair, ids, **drafting, max_batch_size=1, seed=seed, clock=clock),
-        "batched": partial(batched, draft_length),
-    }
-    others = {"batched default" if k is None else f"batched k={k}": k for k in other_lengths}
-    decode = {method: decode[method] for method in methods} | {name: partial(batched, k) for name, k in others.items()}
-    lengths = {"single": draft_length, "batched": draft_length} | others
-    lines = []
+    pool, lines = inputs.token_ids(pair, prompts), []
     for repeat in range(repeats + 1):
-        for method in decode:
+        ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
+        ways = _ways(
+            pair,
+            ids,
+            methods,
+            other_lengths,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            draft_length=draft_length,
+            verification=verification,
+        )
+        for method, way in ways.items():
             progress(f"repeat {repeat} of {repeats}: {method}")
             clock = Clock()
-            seconds, out = _timed(pair.device, decode[method], clock, repeat)
-            line = {"repeat": repeat, "method": method, "k": lengths.get(method), "seconds": seconds}
+            seconds, out = _timed(pair.device, way.decode, clock, repeat)
+            line = {"repeat": repeat, "method": method, "k": way.k, "seconds": seconds}
             line["tokens"] = len(ids) * max_new_tokens
             summary = out.trace.summary() if isinstance(out, Generation) else {}
             counts = {name: summary.get(name, float("nan")) for name in COUNTS}
             lines.append(line | clock.latencies(max_new_tokens) | counts)
     runs = pd.DataFrame(lines).query("repeat > 0")
     return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
+
+
+class _Way(NamedTuple):
+    """A method as it is called. k: its draft length, None where it drafts nothing or a policy decides."""
+
+    k: int | None
+    decode: Callable[[Clock, int], Generation | list[Tensor]]  # clock, seed -> texts
+
+
+def _ways(
+    pair: ModelPair,
+    ids: Sequence[Tensor],
+    methods: Sequence[str],
+    other_lengths: Sequence[int | None] = (),
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    draft_length: int | None,
+    verification: str = "token",
+) -> dict[str, _Way]:
+    """What `compare` times, by name. Raises ValueError as it does."""
+    for method in methods:
+        inputs.one_of("methods", method, METHODS)
+    if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
+        raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+
+    def ours(k: int | None, **more: object) -> _Way:
+        return _Way(
+            k,
+            lambda clock, seed: _ours(
+                pair, ids, **options, draft_length=k, verification=verification, seed=seed, clock=clock, **more
+            ),
+        )
+
+    ways = {
+        "transformers": _Way(
+            None, lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock)
+        ),
+        "assisted": _Way(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
+        "regular": ours(0)._replace(k=None),
+        "single": ours(draft_length, max_batch_size=1),
+        "batched": ours(draft_length),
+    }
+    others = {"batched default" if k is None else f"batched k={k}": ours(k) for k in other_lengths}
+    return {method: ways[method] for method in methods} | others
 
 
 def bench(
@@ -160,12 +199,14 @@ def bench(
     temperature: float = 0.2,
     draft_length: int | None = 5,
     other_lengths: Sequence[int | None] = (),
+    vary_prompts: bool = False,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[list[dict]]:
     """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
 
-    sets: prompts by name, at least as many as the largest batch. models: what to call the pair. One row has no `single`
-    beside `batched`. exactness: of greedy rows in float32, copies of the models if they are not float32. Raises
+    sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
+    set rather than its first. models: what to call the pair. One row has no `single`
+    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises
     ValueError as `compare` does, and without the method `regular`.
     """
     if "regular" not in methods:
@@ -178,14 +219,17 @@ def bench(
         "seed": 0,
     }
     common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": False}
+    common |= {"vary_prompts": vary_prompts}
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
         for batch in batches:
             progress(f"{name}, batch {batch}")
+            taken = [method for method in methods if batch > 1 or method != "single"]
             comparison = compare(
                 pair,
-                prompts[:batch],
-                methods=[method for method in methods if batch > 1 or method != "single"],
+                prompts if vary_prompts else prompts[:batch],
+                batch=batch,
+                methods=taken,
                 repeats=repeats,
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
@@ -193,10 +237,16 @@ def bench(
                 other_lengths=other_lengths,
                 progress=progress,
             )
-            exactness = {"dtype": "float32", "rows": batch}
-            exactness["identical"] = identical_rows(
-                exact, prompts[:batch], max_new_tokens=max_new_tokens, draft_length=draft_length, alone=alone[:batch]
+            greedy = _ways(
+                exact,
+                inputs.token_ids(exact, prompts[:batch]),
+                taken,
+                other_lengths,
+                max_new_tokens=max_new_tokens,
+                temperature=0.0,
+                draft_length=draft_length,
             )
+            identical = {method: _identical(way.decode(Clock(), 0), alone[:batch]) for method, way in greedy.items()}
             spent = {
                 method: step_overhead(
                     pair, prompts[:batch], max_new_tokens=max_new_tokens, temperature=temperature, draft_length=k
@@ -206,7 +256,8 @@ def bench(
             }
             yield [
                 common
-                | {"prompt_set": name, "batch": batch, "exactness": exactness}
+                | {"prompt_set": name, "batch": batch}
+                | {"exactness": {"dtype": "float32", "rows": batch, "identical": identical[line["method"]]}}
                 | _record(line, comparison)
                 | ({"step_overhead": spent[line["method"]]} if line["method"] in spent else {})
                 for line in comparison.summary().to_dict("records")
@@ -243,14 +294,14 @@ def table(lines: Sequence[dict]) -> str:
                     for name in (*LATENCIES, *COUNTS)
                 },
                 "outside passes": f"{line['step_overhead']:.1%}" if "step_overhead" in line else "",
+                "exact rows": "{identical} of {rows}".format(**line["exactness"]),
             }
         )
-    exactness = first["exactness"]
     heading = (
         f"{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, {first['dtype']}, "
         f"{first['repeats']} repeats"
     )
-    exact = f"greedy rows equal to transformers', {exactness['dtype']}: {exactness['identical']} of {exactness['rows']}"
+    exact = f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
     return f"\n{heading}\n{exact}\n{pd.DataFrame(shown).to_string(index=False)}"
 
 
@@ -280,7 +331,14 @@ def identical_rows(
     """
     ids = inputs.token_ids(pair, prompts)
     alone = greedy_alone(pair, prompts, max_new_tokens=max_new_tokens) if alone is None else alone
-    found = generate(pair, ids, max_new_tokens=max_new_tokens, draft_length=draft_length, eos_token_id=()).sequences
+    return _identical(
+        generate(pair, ids, max_new_tokens=max_new_tokens, draft_length=draft_length, eos_token_id=()), alone
+    )
+
+
+def _identical(found: Generation | list[Tensor], alone: Sequence[Tensor]) -> int:
+    """Rows whose every token is that of the row alone."""
+    found = found.sequences if isinstance(found, Generation) else found
     return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
 
 

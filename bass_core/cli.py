@@ -11,9 +11,13 @@ from typing import Annotated
 
 import typer
 
+from bass_core import sweep_command
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Batched speculative decoding, hands on.")
 PAGES = Path("build/html")
 PICTURE = Path("pictures/acceptance_raster.png")  # the README's, and the index page's
+
+app.command()(sweep_command.sweep)
 
 
 @app.callback()
@@ -153,6 +157,7 @@ def bench(
     draft_length: Annotated[int, typer.Option(min=1)] = 5,
     also_length: Annotated[list[int] | None, typer.Option(min=1, help="batched again with this draft length")] = None,
     also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
+    vary_prompts: Annotated[bool, typer.Option("--vary-prompts", help="other prompts in every repeat")] = False,
     record: Annotated[Path | None, typer.Option(help="append to this file of JSON lines, and check all of it")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
 ) -> None:
@@ -169,6 +174,8 @@ def bench(
         if check_only:
             return
         sets = {name: prompt_set(name, max(rows)) for name in prompts}
+        if vary_prompts:
+            sets = {name: prompt_set(name) for name in prompts}
         pair = load_pair(target, draft, dtype=dtype)
         results = []
         for lines in benchmark.bench(
@@ -182,6 +189,7 @@ def bench(
             temperature=temperature,
             draft_length=draft_length,
             other_lengths=[*(also_length or ()), *([None] if also_default else [])],
+            vary_prompts=vary_prompts,
             progress=lambda message: typer.echo(f"  {message}", err=True),
         ):
             typer.echo(benchmark.table(lines))

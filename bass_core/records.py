@@ -11,13 +11,16 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pandas as pd
 import torch
 import transformers
+
+from bass_core import sweep_store
+from bass_core.parameters import AUTO
 
 Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
 
@@ -50,6 +53,7 @@ FIELDS: Kinds = {
     "transformers": str,
     "commit": str,
 }
+PEERS = ("transformers", "assisted")  # methods that are not this engine's
 POSITIVE = ("batch", "max_new_tokens", "repeats", "tokens_per_second", "first_ms", "last_ms", "mean_ms")
 
 
@@ -85,7 +89,7 @@ def check(line: dict) -> None:
         if line[name] is not None and not 0 <= line[name] <= 1:
             raise ValueError(f"{name} must be in [0, 1] or null, got {line[name]!r}")
     _check_ratio(line["over_regular"])
-    _check_exactness(line["exactness"])
+    _check_exactness(line["exactness"], ours=line["method"] not in PEERS)
 
 
 def _check_ratio(ratio: dict) -> None:
@@ -95,11 +99,11 @@ def _check_ratio(ratio: dict) -> None:
         raise ValueError(f"over_regular: low ≤ median ≤ high does not hold: {ratio!r}")
 
 
-def _check_exactness(exactness: dict) -> None:
+def _check_exactness(exactness: dict, ours: bool) -> None:
     rows, identical = exactness.get("rows"), exactness.get("identical")
     if not isinstance(rows, int) or not isinstance(identical, int) or not 0 <= identical <= rows or rows < 1:
         raise ValueError(f"exactness must hold the numbers of rows and of identical ones among them, got {exactness!r}")
-    if exactness.get("dtype") == "float32" and identical != rows:
+    if ours and exactness.get("dtype") == "float32" and identical != rows:
         raise ValueError(f"in float32 every row must be identical, got {identical} of {rows}: find out why first")
 
 
@@ -120,8 +124,8 @@ def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check)
         file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
 
 
-def read(path: Path) -> list[dict]:
-    """The checked lines of a file. Raises ValueError naming file, line and what is wrong with it."""
+def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
+    """The lines of a file, each checked. Raises ValueError naming file, line and what is wrong with it."""
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -144,6 +148,66 @@ def frame(lines: Sequence[dict]) -> pd.DataFrame:
         spread = {"over_regular": ratio["median"], "low": ratio["low"], "high": ratio["high"]}
         flat.append({**line, **spread, "identical": exactness["identical"], "rows": exactness["rows"]})
     return pd.DataFrame(flat).drop(columns=["exactness"])
+
+
+def load_records(path: str | Path) -> pd.DataFrame:
+    """What was recorded under a path, as one table: a file of JSON lines, the folder of a sweep, or a folder of these.
+
+    `source` names the file, relative to the folder. Lines of `FIELDS` are checked, and flattened as by `frame`; samples
+    of `bass eval` have a line per row, beside their settings; other lines stay as they are. Of a sweep, finished runs
+    count, `run` is their key, and their parameters are columns, None as "auto" and lists as text; a field of a record
+    that has the name of a parameter and another value becomes NAME_recorded.
+
+    Raises FileNotFoundError, and ValueError naming file and line for what is no record, or where there is none.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}")
+    tables = [
+        table.assign(source=file.name if file == path else str(file.relative_to(path))) for file, table in _tables(path)
+    ]
+    if not tables:
+        raise ValueError(f"{path} holds no records")
+    return pd.concat(tables, ignore_index=True)
+
+
+def _tables(path: Path) -> Iterator[tuple[Path, pd.DataFrame]]:
+    if path.is_file():
+        yield path, _table(path)
+    elif (path / sweep_store.SWEEP).exists():
+        for result in sweep_store.results(path):
+            for file in result.files:
+                yield file, _with_parameters(_table(file), result)
+    else:
+        for child in sorted(path.iterdir()):
+            if child.suffix == ".jsonl" or child.is_dir():
+                yield from _tables(child)
+
+
+def _table(path: Path) -> pd.DataFrame:
+    """The lines of one file."""
+    with path.open(encoding="utf-8") as file:
+        samples = file.readline().startswith('{"evaluation": ')
+    if samples:
+        from bass_core import evaluation
+
+        run = evaluation.load(path)
+        fixed = {name: value for name, value in (run.environment | run.settings).items() if not isinstance(value, list)}
+        return run.samples.assign(**{name: value for name, value in fixed.items() if name not in run.samples})
+    lines = read(path, lambda line: check(line) if "over_regular" in line else check_fields(line, {}, ()))
+    if all("over_regular" in line for line in lines):
+        return frame(lines)
+    return pd.DataFrame(lines)
+
+
+def _with_parameters(table: pd.DataFrame, result: sweep_store.Result) -> pd.DataFrame:
+    columns = {"run": result.key}
+    for name, value in result.parameters.items():
+        columns[name] = AUTO if value is None else json.dumps(value) if isinstance(value, list | dict) else value
+    same = [name for name in columns if name in table and (table[name] == columns[name]).all()]
+    differ = {name: f"{name}_recorded" for name in columns if name in table and name not in same}
+    left = pd.DataFrame({name: [value] * len(table) for name, value in columns.items()})
+    return left.join(table.drop(columns=same).rename(columns=differ).reset_index(drop=True))
 
 
 def environment() -> dict[str, str | int]:

@@ -28,7 +28,7 @@ def accepted_and_stub_is_not(check: Callable, solution: Callable, capsys: pytest
     assert out == "Not solved yet.\n", out
 
 
-def execute(name: str, folder: Path, **parameters) -> nbformat.NotebookNode:
+def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
     """The notebook of that name (no ending) as it is after a run with these parameters; `folder` gets a copy."""
     import papermill  # here: exercises are tested without the packages that run notebooks, too
 

@@ -8,7 +8,7 @@ import torch
 from tiny import byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
-from bass_core import ModelPair, benchmark, cli, records
+from bass_core import ModelPair, benchmark, cli, inputs, records
 from bass_core.drafters import NgramDrafter
 from bass_core.models import in_dtype
 
@@ -66,6 +66,36 @@ def test_only_drafting_methods_have_an_acceptance(lines):
 
 def test_rows_are_compared_with_transformers(lines):
     assert all(line["exactness"] == {"dtype": "float32", "rows": 3, "identical": 3} for line in lines)
+
+
+def test_a_method_that_writes_another_text_is_not_called_exact(pair, monkeypatch):
+    theirs = benchmark.transformers_generate
+
+    def wrong(*args, **options):
+        first, *others = theirs(*args, **options)
+        return [first + 1, *others]
+
+    monkeypatch.setattr(benchmark, "transformers_generate", wrong)
+    options = {"models": "tiny", "methods": ["transformers", "regular", "batched"], "repeats": 1, "max_new_tokens": 4}
+    (found,) = benchmark.bench(pair, {"three": PROMPTS}, batches=[3], other_lengths=[1, None], **options)
+    assert [line["exactness"]["identical"] for line in found] == [2, 3, 3, 3, 3]
+    for line in found:  # a peer's line is a result all the same
+        records.check(json.loads(json.dumps(line, allow_nan=False)))
+
+
+def test_prompts_may_vary_from_repeat_to_repeat(pair, monkeypatch):
+    met, theirs = [], benchmark._ours
+
+    def listening(pair, ids, **options):
+        met.append([row.tolist() for row in ids])
+        return theirs(pair, ids, **options)
+
+    monkeypatch.setattr(benchmark, "_ours", listening)
+    options = {"methods": ("regular", "batched"), "repeats": 2, "max_new_tokens": 4}
+    benchmark.compare(pair, PROMPTS, batch=2, **options)
+    first, second, third = (ids.tolist() for ids in inputs.token_ids(pair, PROMPTS))
+    batches = [[first, second], [third, first], [second, third]]  # the first repeat warms up
+    assert met == [batch for batch in batches for _ in range(2)]
 
 
 def test_one_row_has_no_single_beside_batched(pair):

@@ -36,10 +36,12 @@ PHASES = {  # colour, hatching
 
 
 def step_phases(
-    pair: ModelPair, prompts: Sequence[str], batches: Sequence[int], draft_lengths: Sequence[int], repeats: int = 5,
-    **options,
+    pair: ModelPair, prompts: Sequence[str], batches: Sequence[int], draft_lengths: Sequence[int | None],
+    repeats: int = 5, **options,
 ) -> pd.DataFrame:  # fmt: skip
     """Medians over the decode steps of several runs that take turns, one line per (batch, k).
+
+    Of the default policy (draft length None) those steps count that have its most frequent length.
 
     Columns: batch, k; draft, verify, other: milliseconds of a step; step: their sum; tokens: emitted per row and step;
     kv: mean keys of a row. options: as in `generate`.
@@ -49,11 +51,13 @@ def step_phases(
         for batch in batches:
             for k in draft_lengths:
                 out = generate(pair, prompts[:batch], draft_length=k, eos_token_id=(), **options)
-                steps = out.trace.steps.query("kind == 'decode' and k == @k")
+                steps = out.trace.steps.query("kind == 'decode'" if k is None else "kind == 'decode' and k == @k")
                 whole = steps[steps.groupby("step").row.transform("size") == batch]  # before any row has ended
                 if repeat:  # the first warms up
-                    parts.append(whole.assign(batch=batch, tokens=whole.accepted + 1))
-    grouped = pd.concat(parts).groupby(["batch", "k"])
+                    parts.append(whole.assign(batch=batch, policy=k is None, tokens=whole.accepted + 1))
+    steps = pd.concat(parts)
+    usual = steps.groupby(["batch", "policy"]).k.transform(lambda lengths: lengths.mode()[0])
+    grouped = steps[~steps.policy | (steps.k == usual)].groupby(["batch", "k"])
     phases = grouped[["draft_ms", "verify_ms", "other_ms"]].median().rename(columns=lambda name: name[: -len("_ms")])
     found = phases.assign(step=phases.sum(axis=1), tokens=grouped.tokens.mean(), kv=grouped.kv_length.mean())
     return found.reset_index()
