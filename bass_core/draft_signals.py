@@ -91,7 +91,7 @@ class MarginalValue(Goodput):
         rate, seconds = self.gains[k], self.seconds(rows)
         # in tokens: of each slot with its pass [limit + 1] (none pays beyond the limit), and without the pass [limit]
         self.price = rate * np.diff(seconds, append=np.inf)
-        self.verify_price = rate * np.diff(seconds - self.seconds.drafts(rows))
+        self.verify_price = rate * np.diff(seconds - self.seconds.look_up(rows).drafts)
         return self.limit
 
     def keep_drafting(self, signals: Signals) -> Tensor:

@@ -8,6 +8,7 @@ SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,24 +53,32 @@ class Acceptance:
     ALL_OR_NONE = 0.05  # chance of the first, before anything was seen
 
     def __init__(self, slots: int = LIMIT):
-        m, c = (each.reshape(-1, 1) for each in np.meshgrid(self.MEANS, self.CONCENTRATIONS))
-        chance = (m * c + np.arange(slots)) / (c + np.arange(slots))  # [laws, slots], given all drafts before
-        self.laws = np.concatenate([np.ones_like(m), chance.cumprod(1)], 1)  # [laws, slots + 1], S_j
-        stopped = -np.diff(self.laws, axis=1, append=0)  # S_j - S_{j + 1}
-        # log-likelihood [2, slots + 1, laws] of j accepted drafts that were all, and of j that one refused followed
-        self.likelihoods = np.log(np.stack([self.laws.T, stopped.T]))
-        useful, useless = m / m.sum(), (m < 0.1) / (m < 0.1).sum()
-        kind = np.where(c == c.min(), self.ALL_OR_NONE, (1 - self.ALL_OR_NONE) / (len(self.CONCENTRATIONS) - 1))
-        self.prior = np.log(kind * ((1 - USELESS) * useful + USELESS * useless))[:, 0]
-        self.seen, self.evidence = 0.0, np.zeros(len(m))  # drafts whose fate is known; log-likelihood of the laws
+        self.laws, self._sums, self._likelihoods, self._prior = self._tables(slots)
+        self.seen, self.evidence = 0.0, np.zeros(len(self.laws))  # drafts whose fate is known; log-likelihood of laws
         self._weigh()
+
+    @classmethod
+    @functools.cache  # a decode begins with a posterior of its own
+    def _tables(cls, slots: int) -> tuple[np.ndarray, ...]:
+        """S_j of each law [laws, slots + 1]; these and their running sums [laws, 2 (slots + 1)]; log-likelihoods of j
+        accepted drafts [2 (slots + 1), laws], after which one was refused (odd lines) or no other was tried (even
+        ones); log of the prior [laws]."""
+        m, c = (each.reshape(-1, 1) for each in np.meshgrid(cls.MEANS, cls.CONCENTRATIONS))
+        chance = (m * c + np.arange(slots)) / (c + np.arange(slots))  # [laws, slots], given all drafts before
+        laws = np.concatenate([np.ones_like(m), chance.cumprod(1)], 1)
+        refused = -np.diff(laws, axis=1, append=0)  # S_j - S_{j + 1}
+        likelihoods = np.log(np.stack([laws.T, refused.T], 1)).reshape(-1, len(laws))
+        useful, useless = m / m.sum(), (m < 0.1) / (m < 0.1).sum()
+        kind = np.where(c == c.min(), cls.ALL_OR_NONE, (1 - cls.ALL_OR_NONE) / (len(cls.CONCENTRATIONS) - 1))
+        prior = np.log(kind * ((1 - USELESS) * useful + USELESS * useless))[:, 0]
+        return laws, np.concatenate([laws, laws.cumsum(1)], 1), likelihoods, prior
 
     def update(self, tried: np.ndarray, accepted: np.ndarray, weights: np.ndarray | None = None) -> None:
         """One step's rows [B]: how many drafts each tried, how many of them were accepted, and how much it counts."""
+        refused = accepted < tried
         weights = np.ones(len(tried)) if weights is None else weights
-        likelihoods = self.likelihoods[(accepted < tried).astype(int), accepted]  # [B, laws]
-        self.evidence = DECAY * self.evidence + weights @ likelihoods
-        self.seen = DECAY * self.seen + weights @ np.minimum(tried, accepted + 1)
+        self.evidence = DECAY * self.evidence + weights @ self._likelihoods.take(2 * accepted + refused, 0)
+        self.seen = DECAY * self.seen + weights @ (accepted + refused)
         self._weigh()
 
     def forget(self, weight: float) -> None:
@@ -78,14 +87,17 @@ class Acceptance:
         self.seen, self.evidence = share * self.seen, share * self.evidence
 
     def _weigh(self) -> None:
-        weights = self.evidence + self.prior
-        weights = np.exp(weights - weights.max())
-        self.survival = weights @ self.laws / weights.sum()  # [slots + 1]: that the first j drafts are all accepted
-        self.tokens = self.survival.cumsum()  # [slots + 1]: expected of a step with k drafts, the target's included
+        weights = self.evidence + self._prior
+        found = np.exp(weights - weights.max()) @ self._sums
+        found /= found[0]  # S_0 is 1 under all laws
+        # [slots + 1] each: the chance that the first j drafts are all accepted, and their sum up to j, the tokens that
+        # a step with j drafts is expected to yield, the target's included
+        self.survival, self.tokens = found[: len(found) // 2], found[len(found) // 2 :]
 
 
 class _Looked(NamedTuple):
-    """What `StepSeconds` knows of a batch size and KV length."""
+    """Of a batch size and KV length. steps: seconds [limit + 1] of a step with each draft length; drafts: of the
+    draft's passes in it; may_pay: whether some length would gain `WORTH` over regular decoding if all were accepted."""
 
     steps: np.ndarray
     drafts: np.ndarray
@@ -97,32 +109,29 @@ class StepSeconds:
 
     def __init__(self, cost: Cost, limit: int = LIMIT):
         self.cost, self.lengths = cost, np.arange(limit + 1)
-        self.over_rows = np.max if getattr(cost, "kv_of_rows", "mean") == "max" else np.mean
+        self.by_longest = getattr(cost, "kv_of_rows", "mean") == "max"
         self._known: dict[tuple[int, int], _Looked] = {}
 
     def __call__(self, rows: RowsView) -> np.ndarray:
         """Seconds [limit + 1] of a step of these rows with each draft length."""
-        return self._look_up(rows).steps
+        return self.look_up(rows).steps
 
-    def drafts(self, rows: RowsView) -> np.ndarray:
-        """Seconds [limit + 1] of the draft's passes for these rows with each draft length."""
-        return self._look_up(rows).drafts
-
-    def may_pay(self, rows: RowsView) -> bool:
-        """Whether some draft length would gain `WORTH` over regular decoding if all drafts were accepted."""
-        return self._look_up(rows).may_pay
-
-    def _look_up(self, rows: RowsView) -> _Looked:
-        key = len(rows.ids), round(float(self.over_rows(rows.lengths)) / KV_STEP)
+    def look_up(self, rows: RowsView) -> _Looked:
+        """All that is known of steps of these rows."""
+        batch = len(rows.ids)
+        kv_length = rows.lengths.max() if self.by_longest else rows.lengths.sum() / batch
+        key = batch, round(kv_length / KV_STEP)
         if key not in self._known:
-            batch, kv_length = key[0], key[1] * KV_STEP
-            steps, drafts = (
-                np.broadcast_to(np.asarray(seconds(batch, self.lengths, kv_length), dtype=float), self.lengths.shape)
-                for seconds in (self.cost.step, self.cost.draft)
-            )
-            gain = ((self.lengths + 1) * steps[0] / steps).max() - 1
-            self._known[key] = _Looked(steps, drafts, bool(gain >= WORTH))
+            self._known[key] = self._computed(batch, key[1] * KV_STEP)
         return self._known[key]
+
+    def _computed(self, batch: int, kv_length: int) -> _Looked:
+        steps, drafts = (
+            np.broadcast_to(np.asarray(seconds(batch, self.lengths, kv_length), dtype=float), self.lengths.shape)
+            for seconds in (self.cost.step, self.cost.draft)
+        )
+        gain = ((self.lengths + 1) * steps[0] / steps).max() - 1
+        return _Looked(steps, drafts, bool(gain >= WORTH))
 
 
 @dataclass
@@ -171,8 +180,9 @@ class Goodput(DraftLengthPolicy):
             self.zeros += 1
             return 0
         self.batch = len(rows.ids)
-        self.gains = self.goodputs(rows)
-        may_pay = self.seconds.may_pay(rows)
+        looked = self.seconds.look_up(rows)
+        may_pay = looked.may_pay
+        self.gains = self._gains(rows, looked.steps)
         k = int((self.gains >= (1 - TOLERANCE) * self.gains.max()).argmax()) if may_pay else 0  # the first of them
         self.probing = may_pay and k == 0 and self.zeros >= self.next_probe
         if self.probing:
@@ -186,8 +196,11 @@ class Goodput(DraftLengthPolicy):
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
+        return self._gains(rows, self.seconds(rows))
+
+    def _gains(self, rows: RowsView, seconds: np.ndarray) -> np.ndarray:
         room = rows.remaining - 1  # drafts that a row may still submit
-        tokens, seconds = self.tokens(rows), self.seconds(rows)
+        tokens = self.tokens(rows)
         if len(tokens) == 1 and room.min() >= self.limit:
             return len(room) * tokens[0] / seconds
         lengths = np.arange(min(int(room.max()), self.limit) + 1)
@@ -201,7 +214,7 @@ class Goodput(DraftLengthPolicy):
 
     def importance(self, rows: RowsView) -> np.ndarray:
         """How much each row's drafts count in what is learnt from them, [B]."""
-        return (rows.remaining / rows.remaining.max()) ** STRAGGLING
+        return np.ones(1) if len(rows.ids) == 1 else (rows.remaining / rows.remaining.max()) ** STRAGGLING
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         if drafted.any():
