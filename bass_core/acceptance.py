@@ -19,7 +19,8 @@ Temperature 0 is the special case of one-hot p and q: the coin is certain.
 
 Policies that look at the draft's distributions need one thing more. After a rejected draft the draft model goes on from
 a token that is not in the text. Given a rejection, that token has the law norm(max(0, q - p)), independent of y: one
-such token per position, and what the draft model would draft after it, are recorded as a *rollout*.
+such token per position, and what the draft model would draft after it, are recorded as a *rollout*. Policies that
+choose among drafts by the drafted tokens' own probabilities find these beside the distributions' maxima.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bass_core import attention, inputs, randomness, sampling
-from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals
+from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
 from bass_core.drafters import Context, ModelDrafter
 from bass_core.generation import generate
 from bass_core.models import ASSETS, ModelPair
@@ -54,19 +55,24 @@ class AcceptanceTrace:
 
     p, q: float32 [N, T], probabilities of the text's token under target and draft, after processing (temperature 0: p
     is 1, and q is 1 where the draft would choose that token, else 0). entropy (nats), maximum: float32 [N, T], of the
-    draft's own distribution at temperature 1 for that position, as `Signals` has them. rollout_entropy,
-    rollout_maximum: float16 [N, T, R], the same for the next R drafts after a draft rejected at that position; NaN
-    where none can be. prompt_lengths: int64 [N]. lengths: int64 [N], where the text ends (EOS included); the tokens
-    that the target would have gone on with are recorded too, for drafts beyond an EOS are verified like others.
-    meta: how it was recorded.
+    draft's own distribution at temperature 1 for that position, as `Signals` has them. chance: float32 [N, T], the
+    text's token's probability in it, as `HiddenDraft` has it (0 for ids that only the target has: they are never
+    drafted). rejected_chance: float16 [N, T], that of a draft rejected at that position, drawn once; NaN where none can
+    be. rollout_entropy, rollout_maximum, rollout_chance: float16 [N, T, R], the same of the next R drafts after the
+    rejected one and of their tokens; NaN where none can be. prompt_lengths: int64 [N]. lengths: int64 [N], where the
+    text ends (EOS included); the tokens that the target would have gone on with are recorded too, for drafts beyond an
+    EOS are verified like others. meta: how it was recorded.
     """
 
     p: np.ndarray
     q: np.ndarray
     entropy: np.ndarray
     maximum: np.ndarray
+    chance: np.ndarray
+    rejected_chance: np.ndarray
     rollout_entropy: np.ndarray
     rollout_maximum: np.ndarray
+    rollout_chance: np.ndarray
     prompt_lengths: np.ndarray
     lengths: np.ndarray
     meta: dict = field(default_factory=dict)
@@ -74,8 +80,9 @@ class AcceptanceTrace:
     def __post_init__(self):
         n, t = self.p.shape
         rollouts = (n, t, self.rollout_entropy.shape[-1])
-        wanted = {"q": (n, t), "entropy": (n, t), "maximum": (n, t), "prompt_lengths": (n,), "lengths": (n,)}
-        wanted |= {"rollout_entropy": rollouts, "rollout_maximum": rollouts}
+        wanted = dict.fromkeys(("q", "entropy", "maximum", "chance", "rejected_chance"), (n, t))
+        wanted |= dict.fromkeys(("rollout_entropy", "rollout_maximum", "rollout_chance"), rollouts)
+        wanted |= {"prompt_lengths": (n,), "lengths": (n,)}
         for name, shape in wanted.items():
             if getattr(self, name).shape != shape:
                 raise ValueError(f"{name} must have the shape {shape}, got {getattr(self, name).shape}")
@@ -106,9 +113,11 @@ class AcceptanceTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> AcceptanceTrace:
-        """Read what `save` wrote."""
+        """Read what `save` wrote. Raises ValueError for a file that lacks an array, such as one of an older version."""
         with np.load(path, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
+        if missing := [each.name for each in fields(cls) if each.name not in arrays]:
+            raise ValueError(f"{path} holds no trace: it lacks {', '.join(missing)}; record it anew with `bass record`")
         return cls(**arrays | {"meta": json.loads(str(arrays["meta"]))})
 
     @classmethod
@@ -127,7 +136,9 @@ class AcceptanceTrace:
 
         regimes (spread, duration): the chance switches between alpha - spread and alpha + spread (both equally likely
         at first); each spell lasts a geometric number of tokens of mean `duration`. The draft knows: its largest
-        probability is the chance of acceptance and its entropy that of such a coin, also after a rejection.
+        probability m is the chance of acceptance and its entropy that of such a coin, also after a rejection. Accepted
+        drafts are its favourites, of probability m; a rejected one is some other token, of the smaller of 1 - m and m.
+        After a rejection each draft is the favourite with chance m.
 
         Raises ValueError for chances outside [0, 1] and spells shorter than a token.
         """
@@ -142,13 +153,18 @@ class AcceptanceTrace:
         inner = np.where(certain, 0.5, chance)
         entropy = np.where(certain, 0.0, -inner * np.log(inner) - (1 - inner) * np.log(1 - inner))
         after = np.arange(length)[:, None] + np.arange(1, rollout + 1)  # [T, R]
+        other = np.minimum(chance, 1 - chance)
+        favourite = generator.random((sequences, length, rollout)) < chance[:, after]
         return cls(
             p=np.ones((sequences, length), np.float32),
             q=chance[:, :length].astype(np.float32),
             entropy=entropy[:, :length].astype(np.float32),
             maximum=chance[:, :length].astype(np.float32),
+            chance=chance[:, :length].astype(np.float32),
+            rejected_chance=other[:, :length].astype(np.float16),
             rollout_entropy=entropy[:, after].astype(np.float16),
             rollout_maximum=chance[:, after].astype(np.float16),
+            rollout_chance=np.where(favourite, chance[:, after], other[:, after]).astype(np.float16),
             prompt_lengths=np.full(sequences, prompt_length),
             lengths=np.full(sequences, length),
             meta={"synthetic": True, "alpha": alpha, "regimes": regimes and list(regimes), "seed": seed},
@@ -246,26 +262,33 @@ def _recorded(
     logits = pair.draft(input_ids=known[None], use_cache=False).logits[0, len(prompt) - 1 : -1, : drafter.vocabulary]
     q = _law(logits, drafter.params, logits.argmax(-1))
     q = F.pad(q, (0, drafter.vocabulary - q.shape[-1]))  # [T, V]
-    entropy, maximum = _signals(logits)
+    entropy, own = _own_law(logits)
+    maximum, own = own.amax(-1), F.pad(own, (0, drafter.vocabulary - own.shape[-1]))  # [T], [T, V]
     logits = pair.target(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
     p = _law(logits, drafter.params, written[:, 0])
     p_text, q_text = p.gather(-1, written)[:, 0], q.gather(-1, written)[:, 0]
-    after = np.full((2, len(text), rollout), np.nan, np.float16)
+    chance, rejected_chance = own.gather(-1, written)[:, 0], np.full(len(text), np.nan, np.float16)
+    after = np.full((3, len(text), rollout), np.nan, np.float16)
     # The first token is the prefill's; a step keeps one place for the target's token, so that no draft stands last.
     rejected = (q_text < p_text).nonzero()[:, 0]
-    rejected = rejected[(rejected >= 1) & (rejected <= len(text) - 3)]
+    rejected = rejected[(rejected >= 1) & (rejected <= len(text) - 2)]
     if len(rejected):
         excess = (q[rejected] - p[rejected]).clamp(min=0)
         excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, q[rejected])  # p = q up to rounding
         keys = Key(torch.full_like(rejected, stream), rejected, Purpose.TARGET)
+        drawn = randomness.draw(excess, keys)[:, None]
+        rejected_chance[rejected.cpu().numpy()] = own[rejected].gather(-1, drawn)[:, 0].cpu().numpy()
+        followed = rejected <= len(text) - 3
+        rejected, drawn = rejected[followed], drawn[followed]
+    if len(rejected):
         at = len(prompt) + rejected
-        tokens = known.repeat(len(at), 1).scatter(1, at[:, None], randomness.draw(excess, keys)[:, None])
+        tokens = known.repeat(len(at), 1).scatter(1, at[:, None], drawn)
         lengths = (len(text) - 2 - rejected).clamp(max=rollout)
         found = _rollouts(drafter, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
         after[:, rejected.cpu().numpy(), : found.shape[-1]] = found
-    names = ("p", "q", "entropy", "maximum")
-    line = dict(zip(names, (each.float().cpu().numpy() for each in (p_text, q_text, entropy, maximum)), strict=True))
-    return line | {"rollout_entropy": after[0], "rollout_maximum": after[1]}
+    line = {"p": p_text, "q": q_text, "entropy": entropy, "maximum": maximum, "chance": chance}
+    line = {name: each.float().cpu().numpy() for name, each in line.items()} | {"rejected_chance": rejected_chance}
+    return line | dict(zip(("rollout_entropy", "rollout_maximum", "rollout_chance"), after, strict=True))
 
 
 def _law(logits: Tensor, params: SamplingParams, chosen: Tensor) -> Tensor:
@@ -275,18 +298,19 @@ def _law(logits: Tensor, params: SamplingParams, chosen: Tensor) -> Tensor:
     return sampling.probabilities(logits, params)
 
 
-def _signals(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Entropy in nats and largest probability at temperature 1, [T] each, of logits [T, V]."""
+def _own_law(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy in nats [T] and probabilities [T, V] at temperature 1 of logits [T, V]."""
     log_probs = logits.double().log_softmax(-1)
     probs = log_probs.exp()
-    return -(probs * log_probs).nan_to_num(0.0).sum(-1), probs.amax(-1)
+    return -(probs * log_probs).nan_to_num(0.0).sum(-1), probs
 
 
 class _Listener(DraftLengthPolicy):
-    """Notes the signals before each draft and never stops."""
+    """Notes the signals before each draft, never stops, and submits every draft to learn its probability."""
 
     def __init__(self):
         self.heard: list[Tensor] = []
+        self.chances: np.ndarray | None = None
 
     def plan(self, rows: RowsView) -> int:
         raise NotImplementedError("it listens to a drafter, not to an engine")
@@ -295,16 +319,23 @@ class _Listener(DraftLengthPolicy):
         self.heard.append(torch.stack([signals.entropy, signals.maximum]).cpu())
         return torch.ones_like(signals.drafting)
 
+    def choose(self, hidden: HiddenDraft) -> None:
+        for row, length in enumerate(hidden.lengths):
+            for _ in range(length):
+                hidden.submit(row)
+        self.chances = hidden.chances
+
 
 def _rollouts(
     drafter: ModelDrafter, text: Tensor, tokens: Tensor, at: np.ndarray, lengths: np.ndarray, stream: int
 ) -> np.ndarray:
-    """Entropy and maximum before each of the drafts that follow token at[n] of row n: [2, n, R], NaN beyond lengths.
+    """Entropy and maximum before each of the drafts that follow token at[n] of row n, and that draft's own chance:
+    [3, n, R], NaN beyond lengths.
 
     text: the ids [S] that all rows [n, S] begin with, up to their token `at`. The draft reads it once; rows start from
     copies of its cache.
     """
-    found = np.full((2, len(at), int(lengths.max())), np.nan)
+    found = np.full((3, len(at), int(lengths.max())), np.nan)
     drafter.prefill(text[None], [len(text)], range(1))
     cached = drafter.save_row(0, len(text))
     for first in range(0, len(at), ROWS_AT_ONCE):
@@ -316,7 +347,7 @@ def _rollouts(
         listener = _Listener()
         context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, seen=None)
         drafter.draft(context, lengths[rows], listener)
-        heard = torch.stack(listener.heard, -1).numpy()  # [2, rows, slots]
+        heard = np.concatenate([torch.stack(listener.heard, -1).numpy(), listener.chances[None]])  # [3, rows, slots]
         beyond = np.arange(heard.shape[-1]) >= lengths[rows, None]
         found[:, rows, : heard.shape[-1]] = np.where(beyond, np.nan, heard)
     return found

@@ -22,6 +22,7 @@ from bass_core.draft_signals import SVIP, AdaEDL, MarginalValue
 from bass_core.goodput import Goodput
 from bass_core.learned import Learned
 from bass_core.live_figures import live_figure, redraw, stacked
+from bass_core.ragged_budget import RaggedBudget
 from bass_core.trace import Trace
 from bass_core.trace_explorer import WRAPPED
 
@@ -44,6 +45,7 @@ LOOKS_AT = {
     "Learned": "costs",
     "Goodput": "costs",
     "MarginalValue": "costs",
+    "RaggedBudget": "costs",
 }
 REGULAR = "regular"
 ALIKE, DRIFTING = "all alike", "easy and hard"
@@ -80,6 +82,7 @@ def policies(cost: CostModel) -> dict[str, int | DraftLengthPolicy]:
         "Learned": Learned(cost),
         "Goodput": Goodput(cost),
         "MarginalValue": MarginalValue(cost),
+        "RaggedBudget": RaggedBudget(cost),
     }
 
 

@@ -15,7 +15,8 @@ import torch
 
 from bass_core import inputs
 from bass_core.acceptance import AcceptanceTrace
-from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals, cut_lengths, planned_lengths
+from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals, cut_lengths, planned_lengths
+from bass_core.runner import packs
 
 
 class Cost(Protocol):
@@ -71,25 +72,40 @@ class Replay:
 
     def signals(self, live: np.ndarray, at: np.ndarray, slot: int, drafting: np.ndarray) -> Signals:
         """What the draft knows before x_{slot + 1} of each live row."""
-        trace, sequences = self.trace, self.sequences[live]
-        past = slot - self.run[live, at[live]] - 1  # drafts since the rejected one; negative before a rejection
-        position = np.minimum(at[live] + slot, trace.p.shape[1] - 1)
-        rejected = np.minimum(at[live] + self.run[live, at[live]], trace.p.shape[1] - 1)
-        since = np.clip(past, 0, trace.rollout_entropy.shape[-1] - 1)
-        values = [
-            np.where(past < 0, on_text[sequences, position], after[sequences, rejected, since])
-            for on_text, after in (
-                (trace.entropy, trace.rollout_entropy),
-                (trace.maximum, trace.rollout_maximum),
-            )
-        ]
-        entropy, maximum = (torch.from_numpy(value.astype(float)) for value in values)
+        trace, slots = self.trace, np.array([slot])
+        found = (
+            self._along(live, at, slots, on_text, after)[:, 0]
+            for on_text, after in ((trace.entropy, trace.rollout_entropy), (trace.maximum, trace.rollout_maximum))
+        )
+        entropy, maximum = (torch.from_numpy(value.astype(float)) for value in found)
         return Signals(slot, entropy, maximum, torch.from_numpy(drafting))
+
+    def hidden(self, live: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> HiddenDraft:
+        """The drafts of a step, none of them shown. lengths [B]: how many each live row has drafted."""
+        trace, slots = self.trace, np.arange(lengths.max())
+        maxima = self._along(live, at, slots, trace.maximum, trace.rollout_maximum)
+        chances = self._along(live, at, slots, trace.chance, trace.rollout_chance)
+        run = self.run[live, at[live]][:, None]
+        rejected = np.minimum(at[live][:, None] + run, trace.p.shape[1] - 1)
+        chances = np.where(slots == run, trace.rejected_chance[self.sequences[live][:, None], rejected], chances)
+        return HiddenDraft(lengths, maxima, chances)
+
+    def _along(
+        self, live: np.ndarray, at: np.ndarray, slots: np.ndarray, on_text: np.ndarray, after: np.ndarray
+    ) -> np.ndarray:
+        """What is recorded of the drafts in `slots` [K] of the live rows: [B, K], on_text [N, T] up to the rejected
+        one, then after [N, T, R] of its rollout (whose last repeats)."""
+        sequences, starts = self.sequences[live][:, None], at[live][:, None]
+        run, last = self.run[live, at[live]][:, None], self.trace.p.shape[1] - 1
+        past = slots - run - 1  # drafts since the rejected one; negative before a rejection
+        since = np.clip(past, 0, after.shape[-1] - 1)
+        beyond = after[sequences, np.minimum(starts + run, last), since]
+        return np.where(past < 0, on_text[sequences, np.minimum(starts + slots, last)], beyond)
 
 
 class Step(NamedTuple):
-    """One step: arrays over its rows (row numbers, tokens before it, planned, drafted, accepted, emitted); passes of
-    the draft model."""
+    """One step: arrays over its rows (row numbers, tokens before it, planned, drafted, accepted, emitted; drafted:
+    what was submitted); passes of the draft model."""
 
     rows: np.ndarray
     lengths: np.ndarray
@@ -109,10 +125,6 @@ def _runs(fates: np.ndarray) -> np.ndarray:
 
 def decode(replay: Replay, policy: DraftLengthPolicy) -> list[Step]:
     """The decode steps of a replay: the engine's `_decode` without models. The policy changes as it learns."""
-    if policy.choose is not None:
-        raise ValueError(
-            f"{type(policy).__name__} chooses by the drafted tokens' own probabilities, which no trace has"
-        )
     at = np.ones(len(replay.ends), dtype=np.int64)  # the prefill gives every row its first token
     live = _without_ended(np.arange(len(at)), at >= replay.ends)
     steps: list[Step] = []
@@ -124,6 +136,10 @@ def decode(replay: Replay, policy: DraftLengthPolicy) -> list[Step]:
         passes = int(drafted.max())
         if passes and policy.keep_drafting is not None:
             drafted, passes = _ask(policy, replay, live, at, drafted)
+        if drafted.any() and policy.choose is not None:
+            hidden = replay.hidden(live, at, drafted)
+            policy.choose(hidden)
+            drafted = hidden.submitted
         accepted = np.minimum(drafted, replay.run[live, at[live]])
         policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
         emitted = np.minimum(accepted + 1, replay.ends[live] - at[live])
@@ -162,13 +178,31 @@ def step_seconds(steps: Sequence[Step], cost: Cost) -> np.ndarray:
     """Draft, target and other seconds of each step: [3, steps].
 
     Where rows differ in length, the longest counts if the cost model says so (`kv_of_rows` "max"), else the mean. A
-    step that a policy stopped pays for the pass after which it stopped. Rows that submit fewer drafts than others save
-    nothing here; the engine packs such passes (`runner.packs`) and saves some of it.
+    step that a policy stopped pays for the pass after which it stopped, and one whose drafts a policy chose among for
+    all that were drafted.
+
+    Rows submit a token more than their drafts. Where they submit different numbers and the engine packs the target's
+    pass (`runner.packs`, not on the path "eager"), it costs what a rectangular pass over as many tokens does: query
+    length tokens / rows. That is the ideal of packing, which leaves out what packing itself costs: on two CPU cores a
+    packed pass over half of the tokens took 0.8-0.9 of the rectangular one's time. Elsewhere the longest row counts.
     """
     over_rows = np.max if getattr(cost, "kv_of_rows", "mean") == "max" else np.mean
     batch = np.array([len(step.rows) for step in steps])
-    k = np.array([step.drafted.max() for step in steps])
     passes = np.array([step.passes for step in steps])
+    query_length = np.array([_query_length(step.drafted + 1, _may_pack(cost)) for step in steps])
     kv_length = np.array([over_rows(step.lengths) - 1 for step in steps])  # the last token enters in this pass
-    parts = cost.draft(batch, passes, kv_length), cost.target(batch, k + 1, kv_length), cost.overhead(batch, k)
+    verifying = cost.target(batch, query_length, kv_length)
+    parts = cost.draft(batch, passes, kv_length), verifying, cost.overhead(batch, passes)
     return np.stack([np.broadcast_to(part, batch.shape) for part in parts])
+
+
+def _may_pack(cost: Cost) -> bool:
+    """Whether the engine packs the target's passes on the attention path that these are the costs of, if known."""
+    models = getattr(cost, "models", None)
+    return models is None or models["target"]["attention"] != "eager"
+
+
+def _query_length(submitted: np.ndarray, may_pack: bool) -> float:
+    """Tokens per row of the rectangular pass that costs as much as one over rows that submit so many tokens [B]."""
+    longest = submitted.max()
+    return submitted.mean() if may_pack and packs(submitted, longest) else longest

@@ -8,9 +8,13 @@ here have the engine's law, see `acceptance`: fixed lengths, Algorithm 1, transf
 reads rows and what `update` told it. Policies with `keep_drafting` are answered with the draft's distributions over the
 text up to the first rejected draft, then with those of a recorded rollout. Within one replay a rollout is met once at
 most (a rejection at a position settles it), so that these are simulated exactly too, as long as no step drafts further
-past a rejection than the rollout is long; beyond it the rollout's last signals repeat. Replays of one trace share its
-texts and rollouts: more replays lower the noise of the coins, not that of the texts. Block verification accepts more,
-and is not simulated.
+past a rejection than the rollout is long; beyond it the rollout's last signals repeat. (Rollouts are kept in half
+precision, which can tip a close decision about drafts after a rejected one.) Policies with `choose`, such as
+`RaggedBudget`, are shown what was drafted: the text's tokens up to the first rejected draft, that one, and those of its
+rollout, with their own probabilities. What they submit counts as drafted. A draft that they drop leaves no trace, since
+they never saw it, and one that they submit is settled: so these are exact to the same length. Replays of one trace
+share its texts and rollouts: more replays lower the noise of the coins, not that of the texts. Block verification
+accepts more, and is not simulated.
 
 **Common random numbers.** The coin of a position is a function of (seed, repeat, copy, sequence, position) alone. A
 draft there meets the same fate under every policy, batch size and limit, which is no approximation: the coins of
@@ -19,7 +23,8 @@ than their times. A batch takes sequences in an order drawn per repeat, without 
 counts those rounds); a larger batch holds the rows of a smaller one.
 
 **Time.** Of decode steps, by a cost model such as `costs.CostModel`: arrays in, seconds out. Prefills cost the same
-under every policy and are left out.
+under every policy and are left out. Where rows submit different numbers of tokens the target's pass is packed, at the
+price of its tokens (`replay.step_seconds`).
 """
 
 from __future__ import annotations
@@ -156,7 +161,8 @@ def hindsight_bound(
     """Seconds [repeats] that no policy can stay below in the replays of `simulate`, though it knew all coins.
 
     Taken for granted: drafting longer takes the draft model no less time; for a batch also that no step gets cheaper as
-    the rows' KV lengths grow.
+    the rows' KV lengths grow, and that a step costs what its longest row does. Where rows of different lengths are
+    packed (`replay.step_seconds`) it costs less, and a batch's bound is one of passes that are not.
 
     **One row: the optimum.** With t tokens generated and r drafts in a row that would be accepted from there, V(t) =
     min over k of c(k, t) + V(t + min(k, r) + 1), over all k that the row may still draft, V = 0 at the end of its text.
@@ -287,7 +293,8 @@ def regret(
     of tokens_per_step, k, seconds, seconds_per_token, bound_s (the optimum at batch 1, a lower bound beyond:
     `hindsight_bound`), schedule_s (what foresight was seen to reach: `hindsight_schedule`) and regret, and regret's 95%
     interval low … high (normal, over the repeats). For a batch the bound is loose; how loose at most,
-    schedule_s / bound_s says.
+    schedule_s / bound_s says. It knows of no packed passes: a policy that drafts for each row its own number of tokens
+    may come closer than others can, or stay below.
     """
     named = policies if isinstance(policies, Mapping) else {repr(as_policy(policy)): policy for policy in policies}
     lines = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import Oracle
-from policies import Alternating, PerRow, StopWhenUnsure
+from policies import Alternating, Line, PerRow, StopWhenUnsure
 from tabular import next_token_law, tabular, total_variation
 from tiny import ragged_prompts, tiny_model
 from typer.testing import CliRunner
@@ -87,8 +87,9 @@ def replay_of(trace, fates):
         PerRow,
         # With two ids, the rejected one is known, and so is what the draft would think after it.
         lambda: StopWhenUnsure(most=2, at_least=0.7),
+        lambda: bass.RaggedBudget(Line(0.02, 0.4), limit=2),
     ],
-    ids=["fixed", "algorithm 1", "hugging face", "alternating", "per row", "stop when unsure"],
+    ids=["fixed", "algorithm 1", "hugging face", "alternating", "per row", "stop when unsure", "ragged budget"],
 )
 def test_joint_law_of_text_and_steps_is_the_engines(policy):
     pair = bass.ModelPair(tabular(2, seed=5), tabular(2, seed=6))
@@ -146,6 +147,35 @@ def test_signals_are_those_that_the_engine_shows(tiny_pair):
     assert 10 < off_text < len(heard) - 10
 
 
+def test_drafts_chances_are_those_that_the_engine_shows(tiny_pair):
+    """Accepted ones, rejected ones and those after them, greedy: there the rollout is the only one there is."""
+    prompt, shown = ragged_prompts(5), []
+
+    class SubmitAll(bass.DraftLengthPolicy):
+        def plan(self, rows):
+            self.at = int(rows.generated[0])
+            return 4
+
+        def choose(self, hidden):
+            for slot in range(hidden.lengths[0]):
+                shown.append((self.at, slot, hidden.maximum(0), hidden.submit(0)))
+
+    out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=SubmitAll(), eos_token_id=())
+    trace = acceptance.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
+    accepted = {at: n for at, n in zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True)}
+    kinds = set()
+    for at, slot, maximum, chance in shown:
+        past = slot - accepted[at] - 1
+        kinds.add(np.sign(past + 1))
+        if past < 0:
+            recorded = trace.chance if past < -1 else trace.rejected_chance
+            assert recorded[0, at + slot] == pytest.approx(chance, rel=2e-3)
+            assert trace.maximum[0, at + slot] == pytest.approx(maximum, rel=1e-4)
+        else:
+            assert trace.rollout_chance[0, at + accepted[at], past] == pytest.approx(chance, rel=2e-3)  # float16
+    assert kinds == {-1, 0, 1}
+
+
 def test_greedy_chances_are_certain_and_those_of_the_engine(tiny_pair):
     prompts = ragged_prompts(4, 9)
     out = bass.generate(tiny_pair, prompts, max_new_tokens=24, draft_length=1, eos_token_id=())
@@ -164,8 +194,24 @@ def test_rollouts_exist_where_a_rejection_can_be_followed_by_a_draft(sampled):
     follows = np.where((sampled.accept < 1) & (places >= 1), follows, 0)
     recorded = np.isfinite(sampled.rollout_entropy)
     assert (recorded.sum(-1) == follows).all()
-    assert (recorded == np.isfinite(sampled.rollout_maximum)).all()
+    for each in (sampled.rollout_maximum, sampled.rollout_chance):
+        assert (recorded == np.isfinite(each)).all()
     assert recorded.any() and not recorded.all()
+
+
+def test_a_rejected_tokens_chance_is_known_where_a_draft_can_be_rejected(sampled):
+    places = np.arange(sampled.p.shape[1])
+    can = (sampled.accept < 1) & (places >= 1) & (places <= places[-1] - 1)  # the last token is the target's own
+    assert (np.isfinite(sampled.rejected_chance) == can).all() and can.any()
+
+
+def test_no_draft_is_likelier_than_the_likeliest(sampled):
+    made = AcceptanceTrace.synthetic(alpha=0.5, length=40, sequences=4, regimes=(0.4, 3))
+    for trace in (sampled, made):
+        assert (trace.chance <= trace.maximum).all()
+        for own, most in ((trace.rejected_chance, trace.maximum), (trace.rollout_chance, trace.rollout_maximum)):
+            known = np.isfinite(own)
+            assert (own[known] <= most[known] * (1 + 1e-3)).all()  # float16
 
 
 def test_a_rejected_token_has_the_residual_law():
@@ -212,18 +258,26 @@ def test_a_draft_with_fewer_ids_is_recorded():
         pair, ragged_prompts(4, 7), max_new_tokens=12, temperature=1.0, draft_length=0, eos_token_id=()
     ).sequences
     unknown = torch.stack(texts).numpy() >= 50
-    assert unknown.any() and (trace.q[unknown] == 0).all() and (trace.q[~unknown] > 0).all()
+    assert unknown.any()
+    for of_draft in (trace.q, trace.chance):
+        assert (of_draft[unknown] == 0).all() and (of_draft[~unknown] > 0).all()
 
 
 def test_what_is_saved_is_loaded(sampled, tmp_path):
     path = tmp_path / "eight rows.npz"
     sampled.save(path)
     loaded = AcceptanceTrace.load(path)
-    for name in ("p", "q", "entropy", "maximum", "rollout_entropy", "rollout_maximum", "prompt_lengths", "lengths"):
+    for name in vars(sampled).keys() - {"meta"}:
         before, after = getattr(sampled, name), getattr(loaded, name)
         assert before.dtype == after.dtype
         np.testing.assert_array_equal(before, after)
     assert loaded.meta == sampled.meta
+
+
+def test_a_file_that_lacks_an_array_is_refused(sampled, tmp_path):
+    np.savez(tmp_path / "old.npz", p=sampled.p, q=sampled.q, meta=np.array("{}"))
+    with pytest.raises(ValueError, match="holds no trace: it lacks entropy, maximum, chance"):
+        AcceptanceTrace.load(tmp_path / "old.npz")
 
 
 def test_a_file_of_eight_rows_is_small(tmp_path):
@@ -245,7 +299,10 @@ def test_synthetic_chances_have_the_mean_that_was_asked_for():
 
 
 def test_synthetic_signals_go_on_after_a_rejection():
-    trace = AcceptanceTrace.synthetic(alpha=0.7, length=30, sequences=3, regimes=(0.2, 4), rollout=3)
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=30, sequences=3, regimes=(0.1, 4), rollout=3)
+    favourite = trace.rollout_chance == trace.rollout_maximum
+    assert trace.rollout_maximum.mean() == pytest.approx(favourite.mean(), abs=4 * 0.5 / np.sqrt(favourite.size))
+    assert np.isclose(trace.rollout_chance[~favourite], 1 - trace.rollout_maximum[~favourite], atol=1e-3).all()
     np.testing.assert_allclose(trace.rollout_maximum[:, :-3, 2], trace.maximum[:, 3:], atol=1e-3)
 
 
@@ -274,8 +331,9 @@ def test_what_cannot_be_recorded_is_refused(tiny_pair):
 
 def test_arrays_that_do_not_fit_are_refused(sampled):
     arrays = vars(sampled)
-    with pytest.raises(ValueError, match="entropy"):
-        AcceptanceTrace(**arrays | {"entropy": sampled.entropy[:, 1:]})
+    for name in ("entropy", "chance", "rejected_chance", "rollout_chance"):
+        with pytest.raises(ValueError, match=f"^{name} must have the shape"):
+            AcceptanceTrace(**arrays | {name: arrays[name][:, 1:]})
     with pytest.raises(ValueError, match="lengths"):
         AcceptanceTrace(**arrays | {"lengths": sampled.lengths + 100})
 
@@ -288,6 +346,7 @@ def test_recorded_traces_of_the_embedded_pair_ship(name):
     trace = acceptance.shipped(name)
     assert trace.p.shape == (96, 128) and trace.meta["prompt_set"] == name
     assert {"mini": 0.85, "library": 0.6}[name] < trace.alpha < {"mini": 0.95, "library": 0.7}[name]
+    assert (acceptance.SHIPPED / f"{name}.npz").stat().st_size < 1_000_000
     whole = trace.past_eos()
     assert (trace.lengths < 128).any() and (whole.lengths == 128).all() and whole.p is trace.p
 

@@ -11,7 +11,6 @@ from tiny import SUPPORTED, ragged_prompts, tiny_model
 import bass_core as bass
 from bass_core import attention
 from bass_core.draft_length import HiddenDraft, RowsView
-from bass_core.replay import Replay, decode
 from bass_core.runner import Runner, packs
 
 INTERFACE = [name for name in SUPPORTED if name not in ("codegen", "gptj", "falcon")]
@@ -93,12 +92,6 @@ def test_probabilities_are_raised_to_the_power_that_makes_them_come_true():
             policy.hidden.submit(row)
         policy.update(torch.full((4,), 3), torch.full((4,), 3))
     assert 0.5 ** policy._power() == pytest.approx(1, abs=0.05)
-
-
-def test_it_cannot_be_simulated_and_says_so():
-    trace = bass.AcceptanceTrace.synthetic(alpha=0.7, length=10, sequences=2)
-    with pytest.raises(ValueError, match="RaggedBudget chooses by the drafted tokens' own probabilities"):
-        decode(Replay.draw(trace, 2, None, 0, 0), bass.RaggedBudget(CHEAP))
 
 
 def test_the_same_history_gives_the_same_lengths():

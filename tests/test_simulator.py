@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from policies import Alternating, PerRow, StopWhenUnsure
+from policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -15,7 +15,7 @@ from bass_core import acceptance, costs, plots
 from bass_core.acceptance import AcceptanceTrace
 from bass_core.cost_model import Roofline
 from bass_core.prompt_sets import prompt_set
-from bass_core.replay import Replay
+from bass_core.replay import Replay, decode
 from bass_core.simulator import (
     compare_with_real,
     hindsight_bound,
@@ -30,9 +30,13 @@ COUNTS = ["step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_leng
 
 
 class Linear:
-    """A target pass costs 1, and more per token and per cached position of the batch; a drafted token `per_draft`."""
+    """A target pass costs 1, and more per token and per cached position of the batch; a drafted token `per_draft`.
 
-    def __init__(self, per_token=0.0, per_draft=0.1, per_key=0.0, other=0.0, kv_of_rows="mean"):
+    Rows of unequal lengths are packed only on another attention path than "eager".
+    """
+
+    def __init__(self, per_token=0.0, per_draft=0.1, per_key=0.0, other=0.0, kv_of_rows="mean", attention="eager"):
+        self.models = {"target": {"attention": attention}}
         self.per_token, self.per_draft, self.per_key, self.other = per_token, per_draft, per_key, other
         self.kv_of_rows = kv_of_rows
 
@@ -174,6 +178,79 @@ def test_after_a_rejection_a_policy_hears_the_rollout():
     assert (first.drafted, first.accepted) == (3, 1)
 
 
+class Submit(bass.DraftLengthPolicy):
+    """Drafts `most` tokens for every row, submits so many of each row's, and notes what it learns."""
+
+    def __init__(self, most, *lengths):
+        self.most, self.lengths, self.told = most, lengths, []
+
+    def plan(self, rows):
+        return self.most
+
+    def choose(self, hidden):
+        for row, length in enumerate(self.lengths[: len(hidden.lengths)]):
+            for _ in range(min(length, hidden.lengths[row])):
+                self.told.append((hidden.maximum(row), hidden.submit(row)))
+
+
+def test_what_a_policy_submits_is_what_was_drafted():
+    trace = trace_of("1" * 11, "1" * 11, "0" * 11)
+    steps = steps_of(trace, Submit(5, 2, 0, 3), (0, 1, 2)).iloc[:3]
+    assert steps.k.tolist() == [5, 5, 5]
+    assert steps.drafted.tolist() == [2, 0, 3] and steps.accepted.tolist() == [2, 0, 0]
+    assert steps.emitted.tolist() == [3, 1, 1]
+
+
+def test_a_policy_that_chooses_is_told_of_the_text_the_rejected_token_and_the_rollout():
+    trace = trace_of("1101111111")  # a step from place 1 on accepts two drafts and rejects the one of place 3
+    places = np.arange(11, dtype=np.float32)[None] / 100
+    after = np.zeros_like(trace.rollout_chance)
+    after[0, 3] = np.array([0.31, 0.32, *[0.33] * 6])
+    trace = replace(trace, maximum=places + 0.5, chance=places, rejected_chance=places + 0.2)
+    policy = Submit(6, 6)
+    decode(Replay.draw(replace(trace, rollout_maximum=after + 0.5, rollout_chance=after), [0], 8, 0, 0), policy)
+    maxima, chances = np.array(policy.told[:6]).T
+    assert chances == pytest.approx([0.01, 0.02, 0.23, 0.31, 0.32, 0.33], abs=1e-3)
+    assert maxima == pytest.approx([0.51, 0.52, 0.53, 0.81, 0.82, 0.83], abs=1e-3)
+
+
+def test_beyond_the_rollout_its_last_probabilities_repeat():
+    made = AcceptanceTrace.synthetic(alpha=0.5, length=12, sequences=1, rollout=2)
+    after = np.broadcast_to(np.array([0.25, 0.125], np.float16), (1, 12, 2))
+    trace = replace(made, q=np.zeros_like(made.q), rollout_chance=after)
+    policy = Submit(6, 6)
+    decode(Replay.draw(trace, [0], None, 0, 0), policy)
+    assert [chance for _, chance in policy.told[:6]] == [0.5, 0.25, 0.125, 0.125, 0.125, 0.125]
+
+
+def test_drafts_that_were_dropped_were_drafted():
+    steps = steps_of(trace_of("1" * 11), Submit(5, 2), cost=Linear(per_token=0.01))
+    assert steps.drafted.iloc[0] == 2
+    assert steps.draft_ms.iloc[0] == pytest.approx(500) and steps.verify_ms.iloc[0] == pytest.approx(1030)
+
+
+@pytest.mark.parametrize(
+    ("attention", "lengths", "tokens"),
+    [
+        ("ragged", (8, 0, 1, 3), 9 + 1 + 2 + 4),
+        ("pad", (8, 0, 1, 3), 9 + 1 + 2 + 4),
+        ("eager", (8, 0, 1, 3), 4 * 9),
+        ("ragged", (8, 7, 8, 8), 4 * 9),  # too few are spared
+    ],
+)
+def test_a_packed_step_costs_the_sum_of_its_tokens_and_another_one_its_longest_row(attention, lengths, tokens):
+    cost = Linear(per_token=0.1, attention=attention)
+    steps = steps_of(trace_of(*["1" * 20] * 4), Submit(8, *lengths), range(4), cost)
+    assert steps.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 0.1 * tokens))
+
+
+def test_rows_that_a_plan_made_unequal_are_packed_too():
+    cost = Linear(per_token=0.1, attention="pad")
+    first = steps_of(trace_of(*["1" * 20] * 4), PerRow(most=8), range(4), cost).iloc[:4]
+    assert (first.drafted + 1).sum() < 0.85 * 4 * (first.drafted.max() + 1)
+    assert first.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 0.1 * (first.drafted + 1).sum()))
+
+
 # --- against the engine ---------------------------------------------------------------------------
 
 
@@ -198,6 +275,8 @@ def greedy(tiny_pair):
         Alternating(),
         PerRow(most=4),
         StopWhenUnsure(most=6, at_least=0.08),  # the tiny models are never sure
+        bass.MarginalValue(Line(0.01, 0.02), limit=6, trusted=1.0),
+        bass.RaggedBudget(Line(0.01, 0.05), limit=6),
     ],
     ids=lambda policy: type(policy).__name__,
 )
@@ -207,14 +286,23 @@ def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
     found = simulate_steps(replace(greedy, lengths=np.full(4, 40)), policy, Linear(), batch=range(batch))
     pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
     assert (real.accepted.sum() > 0) == (policy != bass.FixedLength(0))
+    if batch == 4 and isinstance(policy, bass.RaggedBudget):
+        assert real.groupby("step").drafted.nunique().max() > 2 and (real.drafted < real.k).mean() > 0.2
 
 
 def test_greedy_replay_of_texts_that_end_is_the_engines_run():
     """The embedded pair, whose texts end at EOS at different times."""
     pair, prompts = bass.load_pair(dtype="float32"), prompt_set("mini", 4)
-    trace = acceptance.record(pair, prompts, max_new_tokens=48, temperature=0.0)
+    trace = acceptance.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
     assert len(set(trace.lengths)) > 1
-    for policy in (bass.FixedLength(4), bass.BassHeuristic(), bass.HuggingFaceHeuristic(), StopWhenUnsure(most=8)):
+    budgets = bass.MarginalValue(CHEAP, limit=8), bass.RaggedBudget(CHEAP, limit=8), bass.RaggedBudget(Line(0.02, 0.5))
+    for policy in (
+        bass.FixedLength(4),
+        bass.BassHeuristic(),
+        bass.HuggingFaceHeuristic(),
+        StopWhenUnsure(most=8),
+        *budgets,
+    ):
         real = bass.generate(pair, prompts, max_new_tokens=48, draft_length=policy).trace.steps
         found = simulate_steps(trace, policy, Linear(), batch=range(4))
         pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
@@ -222,7 +310,13 @@ def test_greedy_replay_of_texts_that_end_is_the_engines_run():
 
 @pytest.mark.parametrize(
     "policy",
-    [bass.FixedLength(3), bass.BassHeuristic(), bass.HuggingFaceHeuristic(), StopWhenUnsure(most=5, at_least=0.1)],
+    [
+        bass.FixedLength(3),
+        bass.BassHeuristic(),
+        bass.HuggingFaceHeuristic(),
+        StopWhenUnsure(most=5, at_least=0.1),
+        bass.RaggedBudget(Line(0.02, 0.3), limit=6),
+    ],
     ids=lambda policy: type(policy).__name__,
 )
 def test_sampled_replays_accept_as_much_as_the_engine(tiny_pair, policy):
@@ -410,6 +504,8 @@ def test_figures_and_summaries_of_real_traces_take_simulated_ones():
 def test_costs_of_the_library_price_a_replay_as_they_price_a_run():
     target, draft = (Roofline(work, costs.H100) for work in (costs.TARGET_8B, costs.DRAFT_310M))
     cost = costs.CostModel.synthetic(target, draft, target_launch=1e-4, draft_launch=2e-5, overhead=1e-3)
+    never_packed = {"target": cost.models["target"] | {"attention": "eager"}}  # `predict` goes by the longest draft
+    cost = replace(cost, models=cost.models | never_packed)
     trace = AcceptanceTrace.synthetic(alpha=0.8, length=40, sequences=4, prompt_length=500)
     trace = replace(trace, lengths=np.array([40, 20, 33, 40]))
     for policy in (0, 5, bass.BassHeuristic()):
