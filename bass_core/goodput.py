@@ -189,7 +189,7 @@ class Goodput(DraftLengthPolicy):
             self.zeros, self.next_probe = 0, 2 * self.next_probe
             return 1
         if k == 0:
-            self.zeros += 1
+            self.zeros = self.zeros + 1 if may_pay else 1  # 1: no probe is ever due
             return 0
         self.zeros, self.next_probe = 0, self.probe
         return min(k, math.ceil(2 * self.acceptance.seen) or FIRST)
