@@ -205,9 +205,9 @@ def bench(
     """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
 
     sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
-    set rather than its first. models: what to call the pair. One row has no `single`
-    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises
-    ValueError as `compare` does, and without the method `regular`.
+    set rather than its first. models: what to call the pair. One row has no `single` beside `batched`. exactness: of
+    each method's greedy rows in float32, copies of the models if they are not. Raises ValueError as `compare` does, and
+    without the method `regular`.
     """
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
@@ -219,7 +219,7 @@ def bench(
         "seed": 0,
     }
     common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": False}
-    common |= {"vary_prompts": vary_prompts}
+    common["vary_prompts"] = vary_prompts
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
         for batch in batches:

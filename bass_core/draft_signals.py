@@ -88,10 +88,10 @@ class MarginalValue(Goodput):
         if k == 0 or self.probing or self.calibration.error() > self.trusted:
             self.price = None
             return plan
-        rate, seconds = self.gains[k], self.seconds(rows)
+        rate, looked = self.gains[k], self.seconds.look_up(rows)
         # in tokens: of each slot with its pass [limit + 1] (none pays beyond the limit), and without the pass [limit]
-        self.price = rate * np.diff(seconds, append=np.inf)
-        self.verify_price = rate * np.diff(seconds - self.seconds.look_up(rows).drafts)
+        self.price = rate * np.diff(looked.steps, append=np.inf)
+        self.verify_price = rate * np.diff(looked.steps - looked.drafts)
         return self.limit
 
     def keep_drafting(self, signals: Signals) -> Tensor:

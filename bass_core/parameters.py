@@ -31,7 +31,7 @@ INJECTED = "# Parameters"  # how papermill's own cell begins
 @cache
 def library_rules() -> dict[str, Rule]:
     """What the parameters obey that mean the same in every notebook."""
-    from bass_core.engine import RULES as VERIFICATIONS  # here: the engine itself reads records, which know of `AUTO`
+    from bass_core.engine import RULES as VERIFICATIONS  # here: the engine itself imports records, and they this
     from bass_core.prompt_sets import PROMPT_SETS
 
     least_one = ("batch_size", "batch_sizes", "max_new_tokens", "repeats", "problem_count")
@@ -163,6 +163,11 @@ def known(title: str, name: str, parameters: Parameters) -> Parameter:
     lines = [f"  {p.name:{width}}  {p.accepted}; default {p.default!r}" for p in parameters.values()]
     hint = f" Did you mean {near[0]}?" if near else ""
     raise ValueError(f"{title} has no parameter {name!r}.{hint} It has\n" + "\n".join(lines))
+
+
+def in_table(value: Any) -> Any:
+    """A value as tables show it: None is `AUTO`, a list or a mapping its JSON."""
+    return AUTO if value is None else json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def split(text: str) -> list[str]:

@@ -50,15 +50,17 @@ class RaggedBudget(Goodput):
         self.rows = rows
         if k == 0 or self.probing:
             return plan
-        drafts, time = self.seconds.look_up(rows).drafts, self.reach * self.seconds(rows)[k]
-        return int(np.flatnonzero(drafts <= drafts[k] + time)[-1])
+        looked = self.seconds.look_up(rows)
+        affordable = looked.drafts <= looked.drafts[k] + self.reach * looked.steps[k]
+        return int(np.flatnonzero(affordable)[-1])
 
     def choose(self, hidden: HiddenDraft) -> None:
         """Submit drafts until the next one is not worth its verification."""
         self.hidden = hidden
         gamma, rows = self._power(), len(hidden.lengths)
-        passes = self.seconds.look_up(self.rows).drafts[int(hidden.lengths.max())]
-        verify = self.seconds(self.rows) - self.seconds.look_up(self.rows).drafts  # [limit + 1], by drafts per row
+        looked = self.seconds.look_up(self.rows)
+        passes = looked.drafts[int(hidden.lengths.max())]
+        verify = looked.steps - looked.drafts  # [limit + 1], by drafts per row
         queue = [(-(hidden.maximum(row) ** gamma), 0, row, 1.0) for row in range(rows) if hidden.lengths[row]]
         heapq.heapify(queue)
         tokens, spent, lengths = float(rows), 0, np.arange(len(verify))

@@ -20,7 +20,7 @@ import torch
 import transformers
 
 from bass_core import sweep_store
-from bass_core.parameters import AUTO
+from bass_core.parameters import in_table
 
 Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
 
@@ -203,7 +203,7 @@ def _table(path: Path) -> pd.DataFrame:
 def _with_parameters(table: pd.DataFrame, result: sweep_store.Result) -> pd.DataFrame:
     columns = {"run": result.key}
     for name, value in result.parameters.items():
-        columns[name] = AUTO if value is None else json.dumps(value) if isinstance(value, list | dict) else value
+        columns[name] = in_table(value)
     same = [name for name in columns if name in table and (table[name] == columns[name]).all()]
     differ = {name: f"{name}_recorded" for name in columns if name in table and name not in same}
     left = pd.DataFrame({name: [value] * len(table) for name, value in columns.items()})

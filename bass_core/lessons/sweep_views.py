@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from bass_core import inputs, plots
-from bass_core.parameters import AUTO
+from bass_core.parameters import in_table
 from bass_core.sweep_store import FAILED, MARK, read_sweep
 
 if TYPE_CHECKING:  # plotly is optional; imported where a figure is made
@@ -44,7 +44,7 @@ def runs(folder: str | Path) -> pd.DataFrame:
     varied = varying(folder)
     lines = []
     for key, parameters in asked.items():
-        line = {"run": key, **{name: _shown(parameters.get(name)) for name in varied}}
+        line = {"run": key, **{name: in_table(parameters.get(name)) for name in varied}}
         mark, report = folder / key / MARK, folder / FAILED / key / "error.txt"
         if mark.exists():
             found = json.loads(mark.read_text(encoding="utf-8"))
@@ -62,10 +62,6 @@ def varying(folder: str | Path) -> list[str]:
     asked = list(read_sweep(Path(folder))["runs"].values())
     names = dict.fromkeys(name for parameters in asked for name in parameters)
     return [name for name in names if len({json.dumps(parameters.get(name)) for parameters in asked}) > 1]
-
-
-def _shown(value: object) -> object:
-    return AUTO if value is None else json.dumps(value) if isinstance(value, list | dict) else value
 
 
 @dataclass(frozen=True)
