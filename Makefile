@@ -9,7 +9,7 @@ BIN := .venv/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab notebooks bench bench-kernels pictures lint embedded-pair clean
+.PHONY: help demo test lab notebooks bench bench-kernels bench-gpu pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,9 @@ bench: .venv/.installed-notebooks ## time all ways to decode with the embedded p
 
 bench-kernels: .venv/.installed-notebooks ## time the Triton kernels against their peers (needs a CUDA GPU)
 	PYTHONPATH=.:kernels $(BIN)/python -m bench $(ARGS)
+
+bench-gpu: .venv/.installed-notebooks ## time decoding at real sizes, ten minutes (needs a CUDA GPU; ARGS=--quick: three)
+	PYTHONPATH=.:kernels $(BIN)/python -m bass_core.gpu_benchmark $(ARGS)
 
 pictures: .venv/.installed-test ## draw the README's pictures again (needs Chromium)
 	$(BIN)/bass pictures

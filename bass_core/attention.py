@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from bass_core import triton_kernels
+from bass_core import kernel_ops, triton_kernels
 from bass_core.cache import Pass, RaggedCache
 
 PATHS = ("ragged", "pad", "split", "eager")
@@ -48,7 +48,7 @@ def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_m
     """Padded attention in one launch. query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
     if _kernels_take(key, value):
         rows = _current.starts, _current.ends
-        out = triton_kernels.load().pad_attention(query, key, value, *rows, extent=_current.extent, **_flags(kwargs))
+        out = kernel_ops.pad_attention(query, key, value, *rows, extent=_current.extent, **_flags(kwargs))
         return out, None
     out = _attend(query, key, value, _bias(_current, query, key, kwargs), kwargs)
     return out.transpose(1, 2).contiguous(), None
@@ -69,19 +69,27 @@ def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """The Triton kernel without padding; layers of one shape share a work list. Shapes as `pad_attention`."""
-    kernels, rows = triton_kernels.load(), (_current.starts, _current.ends)
-    options = {"deterministic": torch.are_deterministic_algorithms_enabled()}
-    window = kwargs.get("sliding_window")
-    kind = ("plan", query.shape[1], key.shape[1], query.shape[-1], window)
-    if kind not in _current.shared:
-        _current.shared[kind] = kernels.make_plan(query, key, *rows, sliding_window=window, **options)
-    plan = _current.shared[kind]
-    return kernels.ragged_attention(query, key, value, *rows, plan=plan, **_flags(kwargs), **options), None
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    shape = query.shape[1], key.shape[1], query.shape[-1], query.dtype
+    work = _current.once(_work_list, *shape, kwargs.get("sliding_window"), deterministic)
+    rows = _current.starts, _current.ends
+    return kernel_ops.ragged_attention(
+        query, key, value, *rows, *work, **_flags(kwargs), deterministic=deterministic
+    ), None
+
+
+def _work_list(
+    current: Pass, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None, deterministic: bool
+) -> tuple[Tensor, Tensor]:
+    """The ragged kernel's work list, for all layers of these shapes."""
+    queries = current.positions.shape[1]
+    shape = heads, kv_heads, head_dim, queries, current.extent
+    return kernel_ops.plan(current.starts, current.ends, *shape, dtype, window or 0, deterministic)
 
 
 def _kernels_take(key: Tensor, value: Tensor) -> bool:
     """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size."""
-    return key.shape == value.shape and triton_kernels.run_on(key.device)
+    return key.shape == value.shape and _current.kernels
 
 
 def _flags(options: dict) -> dict:
@@ -98,13 +106,13 @@ def _needs_scores(options: dict) -> bool:
 def _bias(current: Pass, query: Tensor, key: Tensor, options: dict) -> Tensor:
     """Additive mask [B, 1, group * Q, extent] in the query's dtype, built once per pass, window and group."""
     # Query heads that share a KV head become more queries of it, so that nothing is expanded (GQA packing).
-    window, group = options.get("sliding_window"), 1 if _needs_scores(options) else query.shape[1] // key.shape[1]
-    kind = (window, group, query.dtype)
-    if kind not in current.shared:
-        hidden = ~current.visible(window)[:, None].repeat(1, 1, group, 1)
-        bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-        current.shared[kind] = bias.masked_fill_(hidden, -torch.inf)
-    return current.shared[kind]
+    group = 1 if _needs_scores(options) else query.shape[1] // key.shape[1]
+    return current.once(_mask, options.get("sliding_window"), group, query.dtype)
+
+
+def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+    hidden = ~current.visible(window)[:, None].repeat(1, 1, group, 1)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: dict) -> Tensor:
@@ -151,12 +159,17 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 @contextmanager
 def using(model: PreTrainedModel, path: str) -> Iterator[None]:
     """Run `model` with an attention path, in evaluation mode; leave it exactly as it was found."""
-    before = _implementations(model.config)
+    before, pad_token = _implementations(model.config), getattr(model.config, "pad_token_id", None)
     try:
         model.config._attn_implementation = _prefixed(path)
+        if pad_token is not None:
+            # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
+            model.config.pad_token_id = None
         with _evaluating(model):
             yield
     finally:
+        if pad_token is not None:
+            model.config.pad_token_id = pad_token
         for config, implementation in before:
             config._attn_implementation_internal = implementation
 

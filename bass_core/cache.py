@@ -15,16 +15,17 @@ Everything that touches transformers' cache classes is in this module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from bass_core import triton_kernels
+from bass_core import kernel_ops, triton_kernels
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Pass:
     are padding) and the keys the row holds once this pass has written its own.
     places: the range of places that the rows occupy.
     extent: slots 0..extent-1 hold every key that any query of this pass may see.
-    kv_lengths: `ends` as host integers (for per-row launches).
+    kv_lengths: `ends` as host integers (for per-row launches); None where the host does not know them.
     packed: None where the models see ids [B, Q]. Else int64 [T]: they see ids [1, T], the tokens of [B, Q] at these
     flat indices, without the padding; B · Q stands for a token that belongs to no row.
     """
@@ -48,9 +49,20 @@ class Pass:
     ends: Tensor
     places: range
     extent: int
-    kv_lengths: list[int]
+    kv_lengths: list[int] | None = None
     packed: Tensor | None = None
-    shared: dict = field(default_factory=dict)  # what attention works out once for all layers: masks, work lists
+    kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
+    shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
+
+    def __post_init__(self):
+        self.kernels = triton_kernels.run_on(self.slots.device)
+
+    def once(self, make: Callable, *arguments) -> Any:
+        """make(this pass, *arguments), worked out once for all layers: masks, work lists."""
+        kind = (make, *arguments)
+        if kind not in self.shared:
+            self.shared[kind] = make(self, *arguments)
+        return self.shared[kind]
 
     def pack(self, rows: Tensor) -> Tensor:
         """[B, Q, ...] -> [1, T, ...], what the model sees; the same where nothing is packed."""
@@ -107,12 +119,12 @@ class RaggedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         current = self.cache.current
-        if triton_kernels.run_on(key_states.device):
+        if current.kernels:
             key_states, value_states = (
                 current.unpack(states.transpose(1, 2)).transpose(1, 2) for states in (key_states, value_states)
             )
-            write_kv = triton_kernels.load().write_kv
-            write_kv(key_states, value_states, self.keys, self.values, current.slots, current.places.start)
+            states = key_states, value_states, self.keys, self.values
+            kernel_ops.write_kv(*states, current.slots, current.places.start)
         else:
             for buffer, states in ((self.keys, key_states), (self.values, value_states)):
                 rows = states.transpose(1, 2).flatten(0, 1)
@@ -157,7 +169,7 @@ class RaggedCache(Cache):
     def begin(self, current: Pass) -> None:
         """The next forward pass writes and reads as `current` says."""
         self.current = current
-        if triton_kernels.run_on(current.slots.device):
+        if current.kernels:
             return  # the kernel finds the places by itself
         if self._first_slots is None:
             self._first_slots = torch.arange(self.max_rows, device=current.slots.device)[:, None] * self.slots

@@ -1,8 +1,9 @@
-"""What a forward pass has to do, and the least time in which a device can do it.
+"""What a forward pass has to do, the least time in which a device can do it, and how much of a device a run used.
 
 `Workload` counts a model's bytes and floating-point operations from its shapes; `Device` holds two peaks measured here,
 a copy's bandwidth and a matrix product's rate. `Roofline` puts them together: a pass takes at least the time of its
 bytes and at least the time of its operations. Counts and bounds, never predictions: launches and Python come on top.
+`utilisation` divides what the passes of a run had to do by what the device could have done meanwhile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -19,12 +21,13 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from bass_core import records
 from bass_core.trace import synchronize
 
+Number = float | np.ndarray | pd.Series
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configs call the number of experts
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What one pass of a model reads and computes. Sizes in elements, `element` in bytes.
+    """What one pass of a model reads and computes. Sizes in elements, `element` in bytes; arguments may be arrays.
 
     weights: parameters that every pass reads; tables of which a pass looks up a few lines (embeddings) are left out.
     products: those of them that are factors of matrix products.
@@ -69,7 +72,7 @@ class Workload:
             element=(dtype or model.dtype).itemsize,
         )
 
-    def flops(self, batch: int, query_length: int, kv_length: float) -> float:
+    def flops(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """Multiplications and additions of a pass over `query_length` new tokens of each row.
 
         kv_length: mean keys that a query attends to, committed and new.
@@ -78,9 +81,10 @@ class Workload:
         attention = 4 * self.layers * self.heads * self.head_dim * kv_length  # q·k and p·v, two operations each
         return tokens * (2 * self.products + attention)
 
-    def bytes(self, batch: int, query_length: int, kv_length: float) -> float:
+    def bytes(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """Read and written at least: weights once, keys and values of every row once, the new ones written.
 
+        kv_length: mean keys of a row that are read from the cache.
         Activations and logits are left out: on a GPU they stay in caches or are small beside the weights.
         """
         per_key = 2 * self.layers * self.kv_heads * self.head_dim
@@ -116,6 +120,69 @@ class Roofline:
     def intensity(self, batch: int, query_length: int, kv_length: float) -> float:
         """Flop per byte of a pass; memory is the limit below the device's ridge."""
         return self.work.flops(batch, query_length, kv_length) / self.work.bytes(batch, query_length, kv_length)
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """Shares of a device's measured peaks that the decode steps of a run used; definitions in `utilisation`."""
+
+    seconds: float
+    verified: float
+    emitted: float
+    draft: float
+    bandwidth: float
+
+
+def utilisation(steps: pd.DataFrame, target: Workload, draft: Workload | None, device: Device) -> Utilisation:
+    """How much of a device a run used while it decoded. The paper names GPU utilisation; the definitions are ours.
+
+    All are over the time of the decode steps (draft, verify and other; prefill and what happens between steps are left
+    out), and count what has to be done, not what padding adds:
+
+    - `verified`: the target's operations for the drafted tokens that each row submitted and one more, ÷ time ÷ peak;
+    - `emitted`: the same for the emitted tokens alone, one position each, so that rejected drafts and what is cut off
+      after an end do not count. In regular decoding the two are equal;
+    - `draft`: the draft's operations, not contained in the others;
+    - `bandwidth`: bytes that the passes of both models have to move ÷ time ÷ what a copy reached. Every pass reads its
+      weights once and the cached keys and values of its rows, and writes the new ones.
+
+    A draft phase is counted as the engine runs it: a pass over two tokens of every row that drafts, then one over one
+    token for each further drafted one. Drafts that a policy discards, and what the draft catches up on after steps
+    without drafts, are not in a trace, and left out.
+
+    steps: a trace's. draft: None where drafting takes no model. Raises ValueError where there is no decode step.
+    """
+    decode = steps[steps.kind == "decode"].reset_index(drop=True)
+    seconds = decode.drop_duplicates("step")[["draft_ms", "verify_ms", "other_ms"]].to_numpy().sum() / 1e3
+    if not seconds > 0:
+        raise ValueError("there are no decode steps to count; trace='steps' or 'tokens' records them")
+    rows = pd.DataFrame({"step": decode.step, "pass": 0, "tokens": decode.drafted + 1, "cached": decode.kv_length - 1})
+    verified, moved = _done(target, rows)
+    emitted, _ = _done(target, rows.assign(tokens=decode.emitted))
+    drafted = 0.0
+    if draft is not None:
+        drafted, more = _done(draft, _draft_passes(decode))
+        moved += more
+    flops, bytes_ = seconds * device.flops, seconds * device.bandwidth
+    return Utilisation(seconds, verified / flops, emitted / flops, drafted / flops, moved / bytes_)
+
+
+def _draft_passes(decode: pd.DataFrame) -> pd.DataFrame:
+    """The passes of the draft phases, a line per pass and row: step, pass, tokens that are fed, positions cached."""
+    rows = decode.loc[decode.index.repeat(decode.drafted)]
+    index = rows.groupby(level=0).cumcount()
+    tokens = np.where(index == 0, 2, 1)  # the last two committed tokens, then the drafted ones
+    return pd.DataFrame({"step": rows.step, "pass": index, "tokens": tokens, "cached": rows.kv_length + index - tokens})
+
+
+def _done(work: Workload, rows: pd.DataFrame) -> tuple[float, float]:
+    """Operations and bytes of passes that are given as in `_draft_passes`."""
+    keys = rows.cached + (rows.tokens + 1) / 2  # the first new token attends to one more than are cached, and so on
+    passes = rows.groupby(["step", "pass"]).agg(
+        batch=("tokens", "size"), tokens=("tokens", "mean"), cached=("cached", "mean")
+    )
+    flops = work.flops(1, rows.tokens, keys).sum()
+    return float(flops), float(work.bytes(passes.batch, passes.tokens, passes.cached).sum())
 
 
 def measure_device(

@@ -81,6 +81,11 @@ class DraftLengthPolicy(ABC):
     # in their order; the others are dropped unseen. None: all are submitted.
     choose: Callable[[HiddenDraft], None] | None = None
 
+    @property
+    def asks_while_drafting(self) -> bool:
+        """Whether drafting has to stop for this policy's answers."""
+        return self.keep_drafting is not None or self.choose is not None
+
     def start(self, rows: RowsView) -> None:
         """Rows were admitted: a decode begins (all steps are 0), or rows join one."""
 

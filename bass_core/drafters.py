@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bass_core import randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
+from bass_core.graphs import Graphs
 from bass_core.randomness import StepKeys
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
@@ -49,7 +50,7 @@ class Draft(NamedTuple):
 
     tokens: Tensor
     lengths: Tensor
-    lengths_host: np.ndarray
+    lengths_host: np.ndarray | None  # None inside a recorded phase
     probs: Tensor | None
     finite: Tensor
 
@@ -125,6 +126,7 @@ class ModelDrafter(Drafter):
         self.coupled = coupled
         self.draft_vocabulary = runner.model.config.get_text_config().vocab_size
         self.cached = np.zeros(runner.cache.max_rows, dtype=np.int64)  # valid positions per place
+        self.graphs: Graphs | None = None  # where passes between which a policy is asked are recorded
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
         self.runner.cache.clear(places)
@@ -199,14 +201,30 @@ class ModelDrafter(Drafter):
     def _catch_up(self, context: Context, rows: int) -> Tensor:
         """Logits [B, V] after the last committed token of the first `rows` rows; zeros for the others, which do not
         draft: what they missed is not fed."""
-        lengths = context.lengths_host[:rows]
-        missed = int((lengths - self.cached[:rows]).max())
-        # Two tokens cover every step that drafted; longer gaps are rounded up, so that shapes repeat.
-        count = 2 if missed <= 2 else -(-missed // CATCH_UP) * CATCH_UP
-        logits = self.runner.feed_last(self._known(context.tokens[:rows]), lengths, count, range(rows))
+        missed = self._missed(context, slice(rows))
+        known, lengths = self._known(context.tokens[:rows]), context.lengths_host[:rows]
+        if self.graphs is None or missed > 2:
+            # Longer gaps are rounded up, so that shapes repeat.
+            count = 2 if missed <= 2 else -(-missed // CATCH_UP) * CATCH_UP
+            logits = self.runner.feed_last(known, lengths, count, range(rows))
+        else:
+            fed, starts = self._last_two(context)
+            last = fed[:rows], starts[:rows], lengths - 2, [2] * rows
+            logits = self.runner.feed_recorded(self.graphs, *last)
         self.cached[:rows] = lengths
         resting = len(context.lengths_host) - rows
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
+
+    def _missed(self, context: Context, rows: slice | np.ndarray) -> int:
+        """How many tokens these rows have at most that the draft model has not seen."""
+        return int((context.lengths_host[rows] - self.cached[rows]).max())
+
+    def _last_two(self, context: Context) -> tuple[Tensor, Tensor]:
+        """The last two committed tokens of each row [B, 2] and where they begin [B]."""
+        starts = context.lengths - 2
+        places = starts[:, None] + torch.arange(2, device=starts.device)
+        # Places of a fixed batch that nobody lives in have no tokens.
+        return self._known(context.tokens.gather(1, places.clamp(min=0))), starts
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
         """Logits [B, V] after the token drafted in `slot`, for the rows that will draft another one."""
@@ -214,9 +232,36 @@ class ModelDrafter(Drafter):
         active = lengths > slot + 1
         offset = active * slot
         starts = context.lengths + (slot if active.all() else torch.as_tensor(offset, device=token.device))
-        ids = self._known(token)[:, None]
-        logits = self.runner.feed(ids, starts, context.lengths_host + offset, active.astype(np.int64))
-        return self._comparable(logits[:, -1])
+        fed = self._known(token)[:, None], starts, context.lengths_host + offset, active.astype(np.int64)
+        if self.graphs is not None:
+            return self._comparable(self.runner.feed_recorded(self.graphs, *fed))
+        return self._comparable(self.runner.feed(*fed)[:, -1])
+
+    # --- the draft phase as one function of fixed shapes -------------------------------------------
+
+    def catch_up(self, context: Context, lengths: np.ndarray) -> None:
+        """Feed what the rows that draft next have missed beyond the last two tokens, which `draft_fixed` feeds."""
+        drafting = np.flatnonzero(lengths)
+        if self._missed(context, drafting) > 2:
+            self._catch_up(context, int(drafting[-1]) + 1)
+        self.cached[drafting] = context.lengths_host[drafting]
+
+    def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
+        """`draft` with nothing known on the host: lengths[b] <= most tokens for row b, none where it is 0 or less."""
+        tokens, probs, finite, seen = [], [], [], context.seen
+        fed, starts = self._last_two(context)
+        for slot in range(most):
+            drafting = lengths > slot
+            passed = self.runner.feed_fixed(fed, starts, drafting * fed.shape[1], extent, last_only=True)
+            logits = self._comparable(passed[:, -1])
+            finite.append(logits.amax(-1).isfinite() | ~drafting)
+            token, q = self._next_token(logits, context, seen, slot)
+            tokens.append(token)
+            probs.append(q)
+            seen = None if seen is None else seen.scatter(1, token[:, None], True)
+            fed, starts = self._known(token)[:, None], context.lengths + slot
+        q = torch.stack(probs, 1) if self.keep_q else None
+        return Draft(torch.stack(tokens, 1), lengths, None, q, torch.stack(finite, 1).all(1))
 
     def _next_token(
         self, logits: Tensor, context: Context, seen: Tensor | None, slot: int

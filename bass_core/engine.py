@@ -19,21 +19,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core import attention as attention_paths
-from bass_core import inputs, randomness, sampling, triton_kernels, verification
+from bass_core import device_step, inputs, triton_kernels
 from bass_core.batch import Batch
+from bass_core.device_step import Step
 from bass_core.draft_length import DraftLengthPolicy, planned_lengths
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
 from bass_core.goodput import policy_for
 from bass_core.models import ModelPair
-from bass_core.randomness import Key, Purpose
 from bass_core.rows import Commit, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
+from bass_core.synthetic import SyntheticAcceptance
 from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
-from bass_core.verification import Outcome, Verified
+from bass_core.verification import RULES
 
 FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, commit; of a prefill: prefill, commit
-RULES = {"token": verification.token, "block": verification.block}  # "coupled" compares choices instead
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class Session:
         draft_length: int | DraftLengthPolicy | None = None,
         verification: str = "token",
         attention: str = "auto",
+        compile: str = "auto",
+        acceptance: str | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         stop: str | Sequence[str] = (),
         on_row_error: str = "raise",
@@ -96,28 +98,47 @@ class Session:
         path = attention_paths.resolve(pair.target, attention)  # runs the model: after all that is refused without
         drafts = isinstance(pair.draft, PreTrainedModel)
         draft_path = attention_paths.resolve(pair.draft, attention) if drafts else None
+        forced = SyntheticAcceptance.named(acceptance, pair.device)
+        how = device_step.resolve(compile, pair.device, [path, draft_path], trace)
 
-        self.target = Runner(pair.target, path, max_rows)
+        self.target = Runner(pair.target, path, max_rows, compiled=how.compiled)
         self.drafter: Drafter = pair.draft or NgramDrafter()
         if drafts:
-            runner = Runner(pair.draft, draft_path, max_rows)
+            runner = Runner(pair.draft, draft_path, max_rows, compiled=how.compiled)
             coupled = self.rule == "coupled"
             keep_q = trace == "tokens" or not (coupled or self.params.greedy)
             self.drafter = ModelDrafter(runner, self.params, self.vocabulary, coupled, keep_q)
         history = self.vocabulary if self.params.needs_history else None
         self.rows = Rows(max_rows, pair.device, history, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
+        self.device_step = device_step.make(
+            how,
+            self._launch_each_time if compile == "auto" else None,
+            self.rows,
+            self.target,
+            self.drafter,
+            self.params,
+            self.rule,
+            forced,
+            wants_p=trace == "tokens",
+            all_or_none=self.on_row_error == "raise",
+            begin=self._enter,
+        )
         self.trace = Trace(
             trace,
             attention=path,
             draft_attention=draft_path,
+            compile=how.name,
             kernels="triton" if triton_kernels.run_on(pair.device) else "torch",
+            synthetic=pair.synthetic or forced is not None,
+            acceptance=acceptance or "earned",
             verification="greedy" if self.params.greedy else self.rule,
             policy=repr(self.policy),
         )
         self._watch = Stopwatch(pair.device)
         self._submitted = 0
         self._closed = self._committing = False
+        self._ahead = False  # the device may have moved rows that the host has not
         self._step = 0
 
     # --- rows come and go -------------------------------------------------------------------------
@@ -181,6 +202,7 @@ class Session:
     def close(self) -> None:
         """Free the caches now, also while a traceback still holds the session."""
         self._closed = True
+        self.device_step.release()
         self.batch.release()
 
     def __enter__(self) -> Session:
@@ -201,6 +223,9 @@ class Session:
             raise RuntimeError("the session is closed and its caches are freed; make a new one")
         if self._committing:
             raise RuntimeError("an earlier step was interrupted while it committed; make a new session")
+        if self._ahead:
+            self.rows.rewind()
+            self._ahead = False
         self.batch.compact()  # what an interrupted step may have left
         for request in self.rows.expired():
             self.cancel(request, "budget")
@@ -214,75 +239,41 @@ class Session:
         view = self.rows.view()
         plan = self.policy.plan(view)  # draft length, shared or per row; 0 is regular decoding
         planned, lengths = planned_lengths(plan, view)  # [B], and cut to what each row may still emit
-        context = self._context(range(len(self.rows.live)), int(lengths.max()))
+        context = self.device_step.context(range(len(self.rows.live)), int(lengths.max()))
         self._enter("draft")
-        draft = Draft.none(context)
-        if lengths.any():
-            draft = self.drafter.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
+        draft = self.device_step.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
         self._enter("verify")
-        logits = self._target_pass(context, draft)  # [B, K + 1, V]
-        self._enter("commit")
-        verified, p = self._verify(context, draft, logits)  # accepted [B], tokens [B, K + 1]
-        commit = self._commit(context, draft, verified)  # lengths move; nothing is copied
+        self._ahead = True
+        found = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
+        commit = self._commit(context, found)
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
-        return self._record("decode", planned, context, draft, p, commit)
+        return self._record("decode", planned, context, draft, found.p, commit)
 
     def _prefill(self) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
         self._enter("prefill")
         with self.batch.admission():
             places, logits = self.batch.admit()
-            logits = logits[:, None]  # [B, 1, V]
             self._enter("commit")
-            context = self._context(places, 0)
+            context = self.device_step.context(places, 0)
             draft = Draft.none(context)
-            verified, p = self._verify(context, draft, logits)
-            commit = self._commit(context, draft, verified)
+            self._ahead = True
+            found = self.device_step.commit(context, draft, logits[:, None])
+            commit = self._commit(context, found)
         self.batch.compact()
         if self.rows.live:
             self.policy.start(self.rows.view())
-        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, p, commit)
+        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, found.p, commit)
 
-    def _target_pass(self, context: Context, draft: Draft) -> Tensor:
-        """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""
-        ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
-        return self.target.feed(ids, context.lengths - 1, context.lengths_host - 1, draft.lengths_host + 1)
-
-    def _verify(self, context: Context, draft: Draft, logits: Tensor) -> tuple[Verified, Tensor | None]:
-        """What the step adds; with the target's distributions [B, K + 1, V] if there are and the trace wants them."""
-        simple = self.params.only_temperature and (self.params.greedy or self.rule == "token")
-        if simple and self.trace.level != "tokens" and verification.can_fuse(logits, draft.probs):
-            q = None if draft.probs is None else draft.distributions(self.vocabulary)
-            drafted = draft.tokens, draft.lengths, q, logits, context.lengths
-            return verification.fused(*drafted, self.params.temperature, context.keys), None
-        outcome, p = self._outcome(context, draft, logits)
-        return verification.verified(outcome, draft.tokens, draft.lengths, logits, context.lengths), p
-
-    def _outcome(self, context: Context, draft: Draft, logits: Tensor) -> tuple[Outcome, Tensor | None]:
-        """Accepted drafts and the target's next token; with the target's distributions [B, K + 1, V] if there are."""
-        seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)
-        if self.params.greedy:
-            choices = sampling.penalise(logits, self.params, seen).argmax(-1)
-            shown = self.trace.level == "tokens"
-            p = sampling.probabilities(logits, self.params.at_temperature_one, seen) if shown else None
-            return verification.matching(draft.tokens, draft.lengths, choices), p
-        p = sampling.probabilities(logits, self.params, seen)
-        if self.rule == "coupled":
-            choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
-            return verification.matching(draft.tokens, draft.lengths, choices), p
-        q = draft.distributions(self.vocabulary)
-        return RULES[self.rule](draft.tokens, draft.lengths, q, p, context.keys), p
-
-    def _commit(self, context: Context, draft: Draft, verified: Verified) -> Commit:
-        """Append what was accepted, after the step's one copy to the host has shown that all logits were numbers."""
-        flags = torch.stack([verified.accepted, verified.finite.long(), draft.finite.long()], 1)
-        host = torch.cat([verified.tokens, flags], 1).cpu().numpy()  # [B, K + 4]
+    def _commit(self, context: Context, found: Step) -> Commit:
+        """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
+        host = found.block.cpu().numpy()  # [B, K + 4]
         failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
         self._committing = True
-        commit = self.rows.commit(context.places, verified, host[:, :-2], failed)
-        self._committing = False
+        commit = self.rows.commit(context.places, host[:, :-2], failed)
+        self._committing = self._ahead = False
         return commit
 
     def _failed_rows(self, context: Context, target_finite: np.ndarray, draft_finite: np.ndarray) -> np.ndarray:
@@ -298,6 +289,10 @@ class Session:
                 "on_row_error='finish' ends such rows and goes on with the others"
             )
         return failed
+
+    def _launch_each_time(self) -> None:
+        """The models' passes could not be recorded."""
+        self.trace.meta["compile"] = "off"
 
     # --- what the loop rests on -------------------------------------------------------------------
 
@@ -315,15 +310,6 @@ class Session:
             self._watch.mark()
         if Session.on_phase is not None:
             Session.on_phase(self, self._step, phase)
-
-    def _context(self, places: range, most: int) -> Context:
-        """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
-        context = self.rows.context(places, most)
-        if self.rule != "coupled" or self.params.greedy:
-            return context
-        slots = torch.arange(most + 1, device=self.pair.device)
-        noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
-        return context._replace(noise=noise)
 
     def _record(
         self,

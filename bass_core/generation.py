@@ -32,6 +32,11 @@ class Generation:
     finish_reasons: list[str]
     trace: Trace
 
+    @property
+    def synthetic(self) -> bool:
+        """Whether models had dummy weights or accepted counts were drawn: then only the times mean something."""
+        return self.trace.meta["synthetic"]
+
 
 def generate(
     pair: ModelPair,
@@ -48,6 +53,8 @@ def generate(
     draft_length: int | DraftLengthPolicy | None = None,
     verification: str = "token",
     attention: str = "auto",
+    compile: str = "auto",
+    acceptance: str | None = None,
     max_batch_size: int | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     stop: str | Sequence[str] = (),
@@ -68,6 +75,12 @@ def generate(
         on this device are known (`bass calibrate`; those of the embedded pair on CPUs ship with the library), else 5.
     verification: "token", "block" or "coupled" (one and the same at temperature 0).
     attention: "auto" takes the best path that the models pass; "ragged", "pad", "split", "eager" are taken or refused.
+    compile: "off" launches a step's work operation by operation. "graphs" records it as CUDA graphs, one for the draft
+        phase and one for the rest per batch size and draft length, when they first occur. "compiled" sends the models'
+        layers through torch.compile (seconds per shape, once per process). "compiled+graphs" is both, the fastest.
+        "auto" is "graphs" on a GPU where nothing stands against it, else "off".
+    acceptance: None: earned. "synthetic:0.8" draws how many drafts each row keeps, to measure with
+        (`SyntheticAcceptance`); texts then mean nothing, and `Generation.synthetic` is true.
     max_batch_size: rows decoded at once (None: all); waiting rows take freed places.
     eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row.
     time_budget: seconds from the call, checked between steps; rows then end with reason "budget".
@@ -96,6 +109,8 @@ def generate(
         draft_length=draft_length,
         verification=verification,
         attention=attention,
+        compile=compile,
+        acceptance=acceptance,
         eos_token_id=eos_token_id,
         stop=stop,
         on_row_error=on_row_error,

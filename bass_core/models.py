@@ -1,12 +1,14 @@
 """Names and folders -> a `ModelPair`, checked before anything runs.
 
 The embedded pair, a local folder and a hub model take exactly the same path: safetensors only, no code from the
-repository of the model unless the caller says so, every tensor accounted for and finite.
+repository of the model unless the caller says so, every tensor accounted for and finite. The named pairs of `shapes`
+take it too, or are built with dummy weights.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +17,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
 from bass_core.drafters import NgramDrafter
+from bass_core.shapes import SHAPES, dummy_model, has_dummy_weights, named_config
 
 ASSETS = Path(__file__).parent / "assets"
+WEIGHTS = ("hub", "dummy")
+OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
 
 
 @dataclass(frozen=True)
@@ -61,23 +73,38 @@ class ModelPair:
         """The target, and the draft if it is a model."""
         return [model for model in (self.target, self.draft) if isinstance(model, PreTrainedModel)]
 
+    @property
+    def synthetic(self) -> bool:
+        """Whether a model has dummy weights: what it writes is noise, and every result made with it is to say so."""
+        return any(has_dummy_weights(model) for model in self.models)
+
 
 def load_pair(
     target: str | Path | None = None,
     draft: str | Path | NgramDrafter | None = None,
     *,
+    weights: str = "hub",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
-    draft None: n-gram drafting. dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own on
-    a GPU. device: None is the GPU where there is one. Models come in evaluation mode.
+    target: a folder, an id on the hub, or a name of `shapes.SHAPES` ("paper-7.8b", "opt-13b", "codegen-16b",
+    "llama-3.1-8b", "qwen2.5-coder-7b"), which comes with its own draft unless `draft` names another. A name goes before
+    a folder that is called the same: write "./opt-13b" for the folder.
+    draft: a folder, an id or an `NgramDrafter`; None: n-gram drafting, or the named pair's own.
+    weights: "hub" for those of the checkpoints; "dummy" for random ones in models of these shapes, made on the device
+    without download or tokenizer (prompts are ids), and `synthetic`. Besides names it takes folders with a config.json.
+    dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's or config's own on a GPU. device:
+    None is the GPU where there is one. Models come in evaluation mode.
 
     Raises ValueError for a checkpoint that is not safetensors, has missing, unexpected or non-finite tensors, or needs
-    code that `trust_remote_code` does not allow; and where the models do not fit (`ModelPair`).
+    code that `trust_remote_code` does not allow; for a named pair that was never published, and dummy weights without
+    a config; and where the models do not fit (`ModelPair`).
     """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
     if target is None:
         if draft is not None:
             raise ValueError(f"draft={draft!r} was given without a target; name both, or neither for the embedded pair")
@@ -85,6 +112,10 @@ def load_pair(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = dtype or ("auto" if device.type == "cuda" else "float32")
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    if weights == "dummy":
+        return _dummy_pair(target, draft, **options)
+    if target in SHAPES:
+        target, draft = _published(target, draft)
     by_name = isinstance(draft, str | Path)
     return ModelPair(
         target=_load_model(target, **options),
@@ -92,6 +123,42 @@ def load_pair(
         tokenizer=_load_tokenizer(target, trust_remote_code),
         draft_tokenizer=_load_tokenizer(draft, trust_remote_code) if by_name else None,
     )
+
+
+def _published(name: str, draft: str | Path | NgramDrafter | None) -> tuple[str, str | Path | NgramDrafter]:
+    """What to load for a named pair: the target's id, and the draft that was asked for or else the pair's own."""
+    ids = SHAPES[name].ids
+    if ids is None:
+        raise ValueError(
+            f"the models of {name!r} were never published; weights='dummy' builds models of their sizes with random "
+            f"weights, and these come with weights: {', '.join(other for other in SHAPES if SHAPES[other].ids)}"
+        )
+    return ids[0], ids[1] if draft is None else draft
+
+
+def _dummy_pair(target: str | Path, draft: str | Path | NgramDrafter | None, **options) -> ModelPair:
+    trusted, named = options["trust_remote_code"], target in SHAPES
+    config = named_config(SHAPES[target].target, target) if named else _stored_config(target, trusted)
+    if isinstance(draft, str | Path):
+        draft = _stored_config(draft, trusted)
+    elif draft is None and named:
+        draft = named_config(SHAPES[target].draft, f"{target} draft")
+    model = dummy_model(config, seed=0, **options)
+    if isinstance(draft, PreTrainedConfig):
+        draft = dummy_model(draft, seed=1, **options)  # another seed: two models of one shape are not one model
+    return ModelPair(model, draft)
+
+
+def _stored_config(folder: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(
+            f"weights='dummy' builds models from configs, and {str(folder)!r} is no folder with a config.json; "
+            f"name one, or one of these pairs as the target: {', '.join(SHAPES)}"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(f"cannot read the config of {str(folder)!r}: {error}") from error
 
 
 def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
@@ -121,9 +188,13 @@ def _load_model(
             )
     except Exception as error:  # whatever the file format or the hub says: one kind of error, with the cause kept
         raise ValueError(f"cannot load {str(name)!r} (safetensors checkpoints only): {error}") from error
+    obsolete = OBSOLETE.get(model.config.model_type)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report.get(kind):
-            names = ", ".join(map(str, sorted(report[kind], key=str)[:5]))
+        keys = report.get(kind) or ()
+        if obsolete is not None and kind == "unexpected_keys":
+            keys = [key for key in keys if not obsolete.search(key)]
+        if keys:
+            names = ", ".join(map(str, sorted(keys, key=str)[:5]))
             raise ValueError(f"{str(name)!r} has {kind.replace('_keys', '')} tensors: {names}")
     for key, tensor in model.state_dict().items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
@@ -175,11 +246,13 @@ def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 
 def name_of(model: PreTrainedModel | NgramDrafter | None) -> str:
-    """For people: the class, and the hub name or the last part of the folder that it was loaded from."""
+    """For people: the class, the hub name or the last part of the folder that it was loaded from, and whether its
+    weights are dummies."""
     if not isinstance(model, PreTrainedModel):
         return "n-gram lookup"
     path = Path(model.name_or_path)
-    return f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
+    name = f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
+    return f"{name} (dummy weights)" if has_dummy_weights(model) else name
 
 
 def fingerprints(pair: ModelPair) -> dict[str, str]:

@@ -20,6 +20,8 @@ from functools import cache
 from types import NoneType
 from typing import Any
 
+from bass_core.verification import RULES as VERIFICATIONS
+
 Rule = str | Sequence  # "> 0" or ">= 1", or the values themselves
 
 AUTO = "auto"  # what None is called on a command line and in tables: the library decides
@@ -31,8 +33,7 @@ INJECTED = "# Parameters"  # how papermill's own cell begins
 @cache
 def library_rules() -> dict[str, Rule]:
     """What the parameters obey that mean the same in every notebook."""
-    from bass_core.engine import RULES as VERIFICATIONS  # here: the engine itself imports records, and they this
-    from bass_core.prompt_sets import PROMPT_SETS
+    from bass_core.prompt_sets import PROMPT_SETS  # here: they import records, and these this
 
     least_one = ("batch_size", "batch_sizes", "max_new_tokens", "repeats", "problem_count")
     return {

@@ -194,8 +194,8 @@ def _table(path: Path) -> pd.DataFrame:
         run = evaluation.load(path)
         fixed = {name: value for name, value in (run.environment | run.settings).items() if not isinstance(value, list)}
         return run.samples.assign(**{name: value for name, value in fixed.items() if name not in run.samples})
-    lines = read(path, lambda line: check(line) if "over_regular" in line else check_fields(line, {}, ()))
-    if all("over_regular" in line for line in lines):
+    lines = read(path, lambda line: check(line) if "prompt_set" in line else check_fields(line, {}, ()))
+    if all("prompt_set" in line for line in lines):
         return frame(lines)
     return pd.DataFrame(lines)
 

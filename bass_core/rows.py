@@ -105,7 +105,8 @@ class Rows:
         self.live: list[Request] = []
         self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
         self.logprobs = torch.zeros(max_rows, 1, device=device)
-        self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # A place nobody has lived in yet looks like a row of one token: steps of fixed shapes pass over it, too.
+        self.lengths = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.lengths)
         self.streams = torch.zeros_like(self.lengths)
         self.seen = None if vocabulary is None else torch.zeros(max_rows, vocabulary, dtype=torch.bool, device=device)
@@ -171,24 +172,44 @@ class Rows:
 
     # --- committing -------------------------------------------------------------------------------
 
-    def commit(self, places: range, verified: Verified, host: np.ndarray, failed: np.ndarray) -> Commit:
-        """Append accepted tokens and the one after them to the rows in `places`; end rows that are done.
+    def advance(self, places: range, verified: Verified, fine: Tensor) -> None:
+        """Append accepted tokens and the one after them to the rows in `places`, on the device alone.
+
+        fine: bool [B]; the other rows stay as they are. `commit` follows on the host.
+        """
+        rows = slice(places.start, places.stop)
+        new, lengths = verified.tokens, self.lengths[rows]
+        slots = torch.arange(new.shape[1], device=self.device)
+        kept = (slots <= verified.accepted[:, None]) & fine[:, None]
+        if self.seen is not None:
+            known = self.tokens[rows].gather(1, (lengths[:, None] - 1).clamp(min=0))  # [B, 1], seen already
+            self.seen[rows].scatter_(1, torch.where(kept, new, known), True)
+        at = torch.where(kept, lengths[:, None] + slots, self.capacity)
+        self.tokens[rows].scatter_(1, at, new)
+        self.logprobs[rows].scatter_(1, at, verified.logprobs.to(self.logprobs.dtype))
+        lengths.copy_(torch.where(fine, verified.lengths, lengths))
+        self.steps[rows] += fine
+
+    def rewind(self) -> None:
+        """The device's side as the host knows it, after a step that was interrupted between `advance` and `commit`.
+
+        Nothing else is needed: what stands beyond a row's end is overwritten later.
+        """
+        live = len(self.live)
+        self.lengths[:live] = torch.from_numpy(self.lengths_host[:live])
+        self.steps[:live] = torch.from_numpy(self.steps_host[:live])
+        if self.seen is not None:
+            for place in range(live):
+                self.seen[place] = False
+                self.seen[place, self.tokens[place, : self.lengths_host[place]]] = True
+
+    def commit(self, places: range, host: np.ndarray, failed: np.ndarray) -> Commit:
+        """The host's side of `advance`; ends rows that are done.
 
         host: verified.tokens and verified.accepted as one array [B, K + 2]. failed: bool [B], rows to end with reason
         "error", nothing of theirs committed.
         """
         rows = slice(places.start, places.stop)
-        new = verified.tokens
-        slots = torch.arange(new.shape[1], device=self.device)
-        kept = slots <= verified.accepted[:, None]
-        at = torch.where(kept, self.lengths[rows, None] + slots, self.capacity)
-        self.tokens[rows].scatter_(1, at, new)
-        self.logprobs[rows].scatter_(1, at, verified.logprobs.to(self.logprobs.dtype))
-        if self.seen is not None:
-            self.seen[rows].scatter_(1, torch.where(kept, new, new[:, :1]), True)
-        self.lengths[rows] = verified.lengths
-        self.steps[rows] += 1
-
         new_host, accepted_host = host[:, :-1], np.where(failed, 0, host[:, -1])
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
         columns = np.arange(new_host.shape[1])

@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import attention
+from bass_core import attention, compiled_layers
 from bass_core.cache import Pass, RaggedCache
+from bass_core.graphs import Graphs
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
+EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
 PACKED_BELOW = 0.85  # share of [B, Q] that is submitted, below which packing repays its copies
+
+
+def fixed_places(rows: int, most: int) -> int:
+    """The rows of a fixed pass: rounded up to a power of two, since each number of them is another pass to record."""
+    return min(1 << (rows - 1).bit_length(), most)
 
 
 def packs(query_lengths: Sequence[int], width: int) -> bool:
@@ -33,11 +40,15 @@ class Runner:
     evaluation mode) only inside `prepared` or a single pass, and left as it was found.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str, max_rows: int, capacity: int = 0):
+    def __init__(self, model: PreTrainedModel, path: str, max_rows: int, capacity: int = 0, compiled: bool = False):
+        """compiled: fixed passes run through compiled layers (module compiled_layers)."""
         self.model = model
         self.path = path
         self.cache = RaggedCache(model.config.get_text_config().num_hidden_layers, max_rows, capacity)
+        self.compiled = compiled
         self._is_prepared = False
+        self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # of recorded passes
 
     def __enter__(self) -> Runner:
         return self
@@ -73,18 +84,23 @@ class Runner:
         the host). Logits beyond a row's query length are meaningless. packed: whether the model sees the submitted
         tokens alone, as one row; None: where it saves enough (`packs`; the path `eager` cannot).
         """
-        offsets = torch.arange(ids.shape[1], device=ids.device)
-        positions, slots, ends = starts[:, None] + offsets, None, starts + ids.shape[1]
+        positions, slots = starts[:, None] + torch.arange(ids.shape[1], device=ids.device), None
         if min(query_lengths) < ids.shape[1]:
             ends = starts + torch.tensor(query_lengths, device=ids.device)  # [B]
-            slots = positions.where(positions < ends[:, None], self.cache.scratch_slot)
-            # A padding query repeats its row's last valid position: at the end of the context there is no next one.
-            positions = torch.minimum(positions, ends[:, None] - 1).clamp(min=0)
+            positions, slots = self._padded(positions, ends)
+        else:
+            ends = starts + ids.shape[1]
         kv_lengths = [start + length for start, length in zip(starts_host, query_lengths, strict=True)]
         if packed is None:
             packed = self.path != "eager" and packs(query_lengths, ids.shape[1])
         submitted = self._submitted(query_lengths, ids.shape[1]) if packed else None
         return self._run(ids, positions, slots, starts, ends, kv_lengths, places, last_only=False, packed=submitted)
+
+    def _padded(self, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions and write slots [B, Q] where rows submit tokens up to `ends` [B] alone."""
+        slots = positions.where(positions < ends[:, None], self.cache.scratch_slot)
+        # A padding query repeats its row's last valid position: at the end of the context there is no next one.
+        return torch.minimum(positions, ends[:, None] - 1).clamp(min=0), slots
 
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
         """Flat indices [T] into [B, Q] of the tokens that rows submit. On CUDA T is rounded up: shapes repeat."""
@@ -110,6 +126,53 @@ class Runner:
         ids = tokens.gather(1, positions)
         return self._run(ids, positions, slots, starts, ends, lengths, places, last_only=True)[:, -1]
 
+    # --- passes that are the same each time, so that they can be compiled and recorded -----------
+
+    def extent(self, longest: int) -> int:
+        """How many slots a fixed pass looks at where rows hold `longest` tokens at most: the whole cache for the kernel
+        that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
+        capacity = self.cache.slots - 1
+        return capacity if self.path == "ragged" else min(capacity, -(-longest // EXTENT) * EXTENT)
+
+    def feed_fixed(
+        self, ids: Tensor, starts: Tensor, query_lengths: Tensor, extent: int, last_only: bool = False
+    ) -> Tensor:
+        """`feed` for the rows in places 0 … B - 1 with nothing known on the host: logits [B, Q, V] (or [B, 1, V]).
+
+        query_lengths: int64 [B], 0 for rows that submit nothing. extent: from `extent`. An ordinary pass has to come
+        first: it makes the cache's buffers and shows what the layers share.
+        """
+        ends = starts + query_lengths
+        positions, slots = self._padded(starts[:, None] + torch.arange(ids.shape[1], device=ids.device), ends)
+        current = Pass(positions, slots, starts, ends, range(len(ids)), extent)
+        for kind in self._shared:
+            current.once(*kind)  # before the layers, of which compiled code sees one at a time
+        switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
+        layers = compiled_layers.using(self.model, self.cache) if self.compiled else nullcontext()
+        with self.cache.explaining(), switched, layers:
+            return attention.forward(self.model, self.path, ids, current, self.cache, last_only)
+
+    def feed_recorded(
+        self, graphs: Graphs, ids: Tensor, starts: Tensor, starts_host: Sequence[int], query_lengths: Sequence[int]
+    ) -> Tensor:
+        """Logits [B, V] after the last of ids [B, Q], Q <= 2: `feed_fixed`, recorded once per shape.
+
+        The next pass overwrites them.
+        """
+        rows, width = ids.shape
+        if self._inputs is None:
+            shape = self.cache.max_rows
+            self._inputs = ids.new_zeros(shape, 2), starts.new_zeros(shape), starts.new_zeros(shape)
+        places, extent = fixed_places(rows, self.cache.max_rows), self.extent(max(starts_host) + width)
+        fed, first, counts = (buffer[:places] for buffer in self._inputs)
+        fed[:rows, :width], first[:rows] = ids, starts
+        counts.zero_()
+        counts[:rows] = torch.as_tensor(query_lengths, device=ids.device)
+        key = ("pass", places, width, extent)
+        if key not in graphs:
+            graphs.record(key, lambda: self.feed_fixed(fed[:, :width], first, counts, extent, last_only=True))
+        return graphs.replay(key)[:rows, -1]
+
     def _run(self, ids, positions, slots, starts, ends, kv_lengths, places, last_only, packed=None) -> Tensor:
         slots = positions if slots is None else slots
         places = range(len(ids)) if places is None else places
@@ -117,7 +180,9 @@ class Runner:
         current = Pass(positions, slots, starts, ends, places, max(kv_lengths), kv_lengths, packed)
         switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
         with self.cache.explaining(), switched:
-            return attention.forward(self.model, self.path, ids, current, self.cache, last_only)
+            logits = attention.forward(self.model, self.path, ids, current, self.cache, last_only)
+        self._shared = tuple(current.shared)
+        return logits
 
     def grow(self, capacity: int) -> None:
         """Room for rows of `capacity` positions."""

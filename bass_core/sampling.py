@@ -97,7 +97,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """The smallest set of most probable ids whose mass reaches top_p (Holtzman et al. 2020)."""
     ordered, ids = logits.sort(dim=-1, descending=False, stable=True)
     dropped = ordered.softmax(-1).cumsum(-1) <= 1 - top_p
-    dropped[..., -1] = False
+    dropped[..., -1].fill_(False)
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), -torch.inf)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_core import randomness, sampling, triton_kernels
+from bass_core import kernel_ops, randomness, sampling, triton_kernels
 from bass_core.randomness import StepKeys
 
 
@@ -53,7 +53,7 @@ def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
     # p >= q: accept. p < q: accept with probability p/q. First rejection: resample from norm(max(0, p - q)).
     ratio = p_x.double() / q_x.double()
     kept = randomness.accept(ratio.clamp(max=1), keys.accept(slots))
-    accepted = _leading(kept & (slots < lengths[:, None]))
+    accepted = leading(kept & (slots < lengths[:, None]))
     return Outcome(accepted, _residual_draw(q, p, accepted, lengths, None, keys))
 
 
@@ -79,6 +79,9 @@ def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
     return Outcome(accepted, _residual_draw(q, p, accepted, lengths, weight, keys))
 
 
+RULES = {"token": token, "block": block}  # coupled verification compares choices instead: `matching`
+
+
 def _regular(p: Tensor, keys: StepKeys) -> Outcome:
     """Nothing was drafted: one token from the target's distribution."""
     return Outcome(torch.zeros_like(keys.counter), randomness.draw(p[:, 0], keys.target()))
@@ -92,7 +95,7 @@ def matching(drafted: Tensor, lengths: Tensor, choices: Tensor) -> Outcome:
     et al. 2024, arXiv 2408.07978). The committed text is the target's own, whatever was drafted.
     """
     slots = torch.arange(drafted.shape[1], device=drafted.device)
-    accepted = _leading((drafted == choices[:, :-1]) & (slots < lengths[:, None]))
+    accepted = leading((drafted == choices[:, :-1]) & (slots < lengths[:, None]))
     return Outcome(accepted, choices.gather(1, accepted[:, None])[:, 0])
 
 
@@ -136,8 +139,7 @@ def fused(
     """
     slots = torch.arange(drafted.shape[1], device=drafted.device)
     numbers = randomness.uniform(keys.accept(slots)), randomness.uniform(keys.target())
-    found = triton_kernels.load().verify(logits, drafted, lengths, q, *numbers, committed, temperature)
-    return Verified(found.accepted, found.tokens, found.logprobs, found.finite, found.lengths)
+    return Verified(*kernel_ops.verify(logits, drafted, lengths, q, *numbers, committed, temperature))
 
 
 def _of_drafted(probs: Tensor, drafted: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ def _of_drafted(probs: Tensor, drafted: Tensor) -> Tensor:
     return probs[:, : drafted.shape[1]].gather(-1, drafted[..., None])[..., 0]
 
 
-def _leading(kept: Tensor) -> Tensor:
+def leading(kept: Tensor) -> Tensor:
     """How many leading True per row: bool [B, K] -> int64 [B]."""
     return kept.long().cumprod(1).sum(1)
 

@@ -92,7 +92,8 @@ def resources(kernel) -> dict:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", file.name], text=True)
-        code = subprocess.check_output([TOOLS / "nvdisasm", "-c", file.name], text=True, stderr=subprocess.DEVNULL)
+        disassemble = [TOOLS / "nvdisasm", "--print-code", "--no-dataflow", file.name]  # no targets of branches
+        code = subprocess.check_output(disassemble, text=True, stderr=subprocess.DEVNULL)
     return {
         "kernel": kernel.metadata.name,
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),

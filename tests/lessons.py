@@ -30,13 +30,17 @@ def accepted_and_stub_is_not(check: Callable, solution: Callable, capsys: pytest
 
 def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
     """The notebook of that name (no ending) as it is after a run with these parameters; `folder` gets a copy."""
+    return _papermill(name, folder / "out.ipynb", parameters, cwd=NOTEBOOKS, store_widget_state=False)
+
+
+def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
+    """The notebook of that name with these parameters, not yet run; `folder` gets a copy of the same name."""
+    return _papermill(name, folder / f"{name}.ipynb", parameters, prepare_only=True)
+
+
+def _papermill(name: str, copy: Path, parameters: dict, **options) -> nbformat.NotebookNode:
     import papermill  # here: exercises are tested without the packages that run notebooks, too
 
     return papermill.execute_notebook(
-        NOTEBOOKS / f"{name}.ipynb",
-        folder / "out.ipynb",
-        parameters=parameters,
-        cwd=NOTEBOOKS,
-        progress_bar=False,
-        store_widget_state=False,
+        NOTEBOOKS / f"{name}.ipynb", copy, parameters=parameters, progress_bar=False, **options
     )

@@ -21,9 +21,10 @@ class RepeatedKey(AssertionError):
 
 
 class Oracle:
-    """thresholds(row, position): for noise over two ids, the values of g_0 - g_1 at which some argmax changes."""
+    """thresholds(position, noise): for noise over two ids, the values of g_0 - g_1 at which some argmax changes, where
+    `noise` says what it was at the row's earlier positions."""
 
-    def __init__(self, thresholds: Callable[[int, int], list[float]] | None = None):
+    def __init__(self, thresholds: Callable[[int, dict[int, float]], list[float]] | None = None):
         self._thresholds = thresholds
         self._path: list[list[int]] = []  # [branch taken, branches] per decision
 
@@ -92,7 +93,8 @@ class Oracle:
         return noise
 
     def _difference(self, stream: int, position: int) -> float:
-        cuts = sorted(set(self._thresholds(stream, position)))
+        noise = {place: value for (row, place), value in self._noises.items() if row == stream}
+        cuts = sorted(set(self._thresholds(position, noise)))
         edges = [-math.inf, *cuts, math.inf]
         cdf = [1 / (1 + math.exp(-cut)) if math.isfinite(cut) else float(cut > 0) for cut in edges]
         interval = self._choose([high - low for low, high in itertools.pairwise(cdf)])

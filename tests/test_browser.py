@@ -21,8 +21,8 @@ PLACE = """(figure, [x, y]) => {
 }"""
 WIDE, NARROW = {"width": 1200, "height": 1600}, {"width": 700, "height": 2200}
 LESSONS = {  # with these parameters: what the defaults give is tested without a browser
-    "00_start_here": {"batch_size": 4, "max_new_tokens": 32, "repeats": 2},
-    "03_acceptance_explorer": {"batch_size": 4, "max_new_tokens": 32},
+    "00_start_here": {"batch_size": 2, "max_new_tokens": 16, "repeats": 2},
+    "03_acceptance_explorer": {"batch_size": 2, "max_new_tokens": 16},
 }
 
 

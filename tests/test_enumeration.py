@@ -1,5 +1,7 @@
 """The primary gate: the real engine's exact law, by enumeration of every random decision, is the target's law."""
 
+import functools
+import itertools
 import math
 
 import pytest
@@ -127,22 +129,27 @@ COUPLED = dict.fromkeys(POLICIES, 3) | dict.fromkeys(
 @pytest.mark.parametrize("policy", POLICIES)
 def test_coupled_law_is_the_targets(policy):
     target, draft, new = tabular(2, seed=8), tabular(2, seed=9), COUPLED[policy]
-    thresholds = coupled_thresholds((target, draft), PROMPT, new=new)
+    thresholds = coupled_thresholds((target, draft), PROMPT)
     found = law_of_engine(target, draft, new, POLICIES[policy], verification="coupled", thresholds=thresholds)
     assert total_variation(found, exact_law(target, new)) < EXACT
 
 
-def coupled_thresholds(models, prompt, new):
-    """All values of g_0 - g_1 at which some model changes its mind at a position, over all prefixes."""
-    cuts = {}
-    for model in models:
-        tails = [()]
-        for position in range(len(prompt), len(prompt) + new):
-            for tail in tails:
-                p0, p1 = next_token_law(model, prompt + list(tail))
-                cuts.setdefault(position, []).append(math.log(p1) - math.log(p0))
-            tails = [(*tail, token) for tail in tails for token in (0, 1)]
-    return lambda row, position: cuts.get(position, [])
+def coupled_thresholds(models, prompt):
+    """All values of g_0 - g_1 at which a model changes its mind, after any tokens that one model or the other said."""
+
+    @functools.cache
+    def threshold(model, prefix):
+        p0, p1 = next_token_law(model, list(prefix))
+        return math.log(p1) - math.log(p0)
+
+    def thresholds(position, noise):
+        prefixes = {tuple(prompt)}
+        for earlier in range(len(prompt), position):
+            pairs = itertools.product(models, prefixes)
+            prefixes = {(*prefix, int(noise[earlier] < threshold(model, prefix))) for model, prefix in pairs}
+        return [threshold(model, prefix) for model, prefix in itertools.product(models, prefixes)]
+
+    return thresholds
 
 
 def test_oracle_refuses_a_repeated_key():

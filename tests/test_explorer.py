@@ -489,7 +489,7 @@ def test_wrong_rates_are_told_what_they_are(solution, message, capsys):
     ],
 )
 def test_lesson_takes_parameters(tmp_path, changed):
-    changed = changed | {"max_new_tokens": 24}
+    changed = changed | {"max_new_tokens": 16}
     executed = lessons.execute("03_acceptance_explorer", tmp_path, **changed)
     printed = [str(output.get("text", "")) for cell in executed.cells for output in cell.get("outputs", [])]
     (record,) = [json.loads(text) for text in printed if text.startswith('{"method"')]

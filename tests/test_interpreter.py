@@ -10,8 +10,11 @@ TESTS = Path(__file__).parent
 
 
 def test_kernels_pass_their_tests_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-m", "interpreted", "-q", "-n", "2", "-p", "no:cacheprovider", TESTS]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    files = [file for file in TESTS.glob("test_kernel_*.py") if "pytest.mark.interpreted" in file.read_text()]
+    options = ["-m", "interpreted", "-q", "-p", "no:cacheprovider", "-p", "kernel_interpreter"]
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))  # where the plugin is found
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "pytest", *options, *files]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS.parent)
     assert result.returncode == 0, result.stdout + result.stderr
     assert int(re.search(r"(\d+) passed", result.stdout)[1]) > 200  # they were found

@@ -85,9 +85,12 @@ def test_verification_is_fused(draft, temperature, monkeypatch):
     models = pair() if draft == "model" else bass.ModelPair(tiny_model())
     out = generate(models, temperature=temperature, attention="ragged")
     assert len(calls) == out.trace.steps["step"].nunique()
-    calls.clear()
-    generate(models, temperature=0.8, attention="ragged", top_p=0.9)
-    assert not calls  # the kernel knows no processing but the temperature
+
+
+def test_verification_after_more_processing_than_the_temperature_is_not_fused(monkeypatch):
+    monkeypatch.setattr(verification, "fused", lambda *args: pytest.fail("the kernel knows the temperature alone"))
+    for models in (pair(), bass.ModelPair(tiny_model())):
+        generate(models, temperature=0.8, attention="ragged", top_p=0.9, max_new_tokens=2)
 
 
 def test_rows_that_finish_early_leave_and_waiting_rows_come():
@@ -97,9 +100,10 @@ def test_rows_that_finish_early_leave_and_waiting_rows_come():
         assert sequence.tolist() == greedy_alone(tiny_model(), prompt, 6, eos=17).tolist()
 
 
-def test_nan_ends_its_row_alone(monkeypatch):
+def test_nan_ends_its_row_alone(in_plain_torch, monkeypatch):
     models, broken = pair(), 1
-    expected = generate(models, attention="ragged")
+    expected = generate(models, attention="pad")
+    in_plain_torch.undo()
     forward = attention.forward
 
     def spoiled(model, path, ids, current, *args):
@@ -123,11 +127,11 @@ def test_deterministic_algorithms_reach_the_kernel(monkeypatch):
         "ragged_attention",
         lambda *args, **kw: seen.append(kw["deterministic"]) or ragged(*args, **kw),
     )
-    expected = generate(attention="ragged")
+    expected = generate(attention="ragged", max_new_tokens=3)
     assert not any(seen)
     torch.use_deterministic_algorithms(True)
     try:
-        assert same(generate(attention="ragged"), expected)
+        assert same(generate(attention="ragged", max_new_tokens=3), expected)
     finally:
         torch.use_deterministic_algorithms(False)
     assert seen[-1]

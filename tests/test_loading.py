@@ -181,18 +181,20 @@ MODEL_MAP = {"AutoConfig": "planted.PlantedConfig", "AutoModelForCausalLM": "pla
 TOKENIZER_MAP = {"AutoTokenizer": [None, "planted.PlantedTokenizer"]}
 
 
-def test_code_in_a_model_folder_is_not_executed_unless_the_caller_says_so(target, executed):
+@pytest.mark.parametrize("weights", ["hub", "dummy"])
+def test_code_in_a_model_folder_is_not_executed_unless_the_caller_says_so(target, executed, weights):
     edit_json(target / "config.json", model_type="planted", auto_map=MODEL_MAP)
     with pytest.raises(ValueError, match="trust_remote_code"):
-        bass.load_pair(target)
+        bass.load_pair(target, weights=weights)
     assert not executed.exists()
-    assert type(bass.load_pair(target, trust_remote_code=True).target).__name__ == "PlantedModel"
+    assert type(bass.load_pair(target, weights=weights, trust_remote_code=True).target).__name__ == "PlantedModel"
     assert executed.exists()
 
 
-def test_code_in_the_folder_of_a_known_architecture_is_not_executed(target, executed):
+@pytest.mark.parametrize("weights", ["hub", "dummy"])
+def test_code_in_the_folder_of_a_known_architecture_is_not_executed(target, executed, weights):
     edit_json(target / "config.json", auto_map=MODEL_MAP)
-    assert type(bass.load_pair(target).target).__name__ == "LlamaForCausalLM"
+    assert type(bass.load_pair(target, weights=weights).target).__name__ == "LlamaForCausalLM"
     assert not executed.exists()
 
 

@@ -25,7 +25,7 @@ def distance(rule="token", new=4, k=3, prompts=(PROMPT,), **options):
 
 def mutate_rule(monkeypatch, change):
     """Replace token verification by `change(original outcome, its arguments)`."""
-    monkeypatch.setitem(engine.RULES, "token", lambda *args: change(verification.token(*args), *args))
+    monkeypatch.setitem(verification.RULES, "token", lambda *args: change(verification.token(*args), *args))
 
 
 def test_without_a_bug_nothing_is_caught():
@@ -85,7 +85,7 @@ def test_unnormalised_residual_is_caught(monkeypatch, rule):
             randomness.draw = randomness_draw
 
     randomness_draw = original
-    monkeypatch.setitem(engine.RULES, rule, with_lossy_draw)
+    monkeypatch.setitem(verification.RULES, rule, with_lossy_draw)
     target, draft = tabular(3, seed=1), tabular(3, seed=2)
     found = law_of_engine(target, draft, 3, lambda: 2, verification=rule)
     assert total_variation(found, exact_law(target, 3)) > CAUGHT

@@ -322,7 +322,7 @@ def test_step_that_failed_is_not_given_the_counts_of_its_repetition(monkeypatch)
         session.step()
         with profile() as found:
             with monkeypatch.context() as patch, pytest.raises(FloatingPointError):
-                patch.setattr(session, "_target_pass", lambda *a: torch.full((1, 6, 97), torch.nan))
+                patch.setattr(session.device_step, "target_pass", lambda *a: torch.full((1, 6, 97), torch.nan))
                 session.step()
             session.step()
     assert found.steps.number.tolist() == [1, 1]

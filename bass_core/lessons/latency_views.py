@@ -6,13 +6,13 @@ Speeds come from `benchmark` and `records`, bounds from `cost_model`; here they 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from bass_core import plots
-from bass_core.cost_model import Roofline
+from bass_core.cost_model import Roofline, utilisation
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 
@@ -67,14 +67,13 @@ def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
     """The target's pass of each line of `step_phases` against its roof, and what of the device is used.
 
     Columns: batch, k, verify (ms, measured), roof (ms, the least time), limit (what the roof is made of), share (of the
-    roof that is reached), intensity (flop per byte), verified and emitted: the target's operations for all verified
-    positions, and for emitted tokens only, per second of the whole step, as shares of the peak.
+    roof that is reached), intensity (flop per byte), verified and emitted: `cost_model.utilisation` of such steps.
     """
     lines = []
     for line in phases.itertuples():
         shape = line.batch, line.k + 1, line.kv + line.k + 1
         roof = 1e3 * roofline.seconds(*shape)
-        peak = roofline.device.flops * line.step / 1e3
+        used = utilisation(_as_step(line), roofline.work, None, roofline.device)
         lines.append(
             {
                 "batch": line.batch,
@@ -84,11 +83,17 @@ def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
                 "limit": "arithmetic" if roofline.intensity(*shape) > roofline.device.ridge else "memory",
                 "share": roof / line.verify,
                 "intensity": roofline.intensity(*shape),
-                "verified": roofline.work.flops(*shape) / peak,
-                "emitted": roofline.work.flops(line.batch, line.tokens, line.kv) / peak,
+                "verified": used.verified,
+                "emitted": used.emitted,
             }
         )
     return pd.DataFrame(lines)
+
+
+def _as_step(line: NamedTuple) -> pd.DataFrame:
+    """A line of `step_phases` as a trace's step in which every row drafts, emits and holds the mean."""
+    rows = {"step": 0, "row": range(line.batch), "kind": "decode", "drafted": line.k, "emitted": line.tokens}
+    return pd.DataFrame(rows | {"kv_length": line.kv} | {f"{phase}_ms": getattr(line, phase) for phase in PHASES})
 
 
 def beside_the_paper(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:

@@ -1,0 +1,83 @@
+"""A model's layers through `torch.compile`: one compilation serves all layers of a kind, and every model of that shape.
+
+Compiling a whole model takes minutes for deep ones, again for each number of tokens. Its layers are the same code on
+other weights: compiled by themselves they take seconds, whatever the depth. What a layer takes from the cache is handed
+to it alone, since code that picks one of many layers by its number would be compiled for each number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from bass_core.cache import RaggedCache, RaggedLayer
+
+BACKEND = "inductor"
+SHAPES = 256  # numbers of rows and tokens for which a kind of layer may be compiled
+
+_compiled: dict[Callable, Callable] = {}  # by the layers' own forward; what is compiled lives as long as the process
+
+
+class LayerView:
+    """The cache as one layer sees it."""
+
+    def __init__(self, layer: RaggedLayer):
+        self.layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self.layer.update(key_states, value_states)
+
+    def get_seq_length(self, *args) -> int:
+        return self.layer.get_seq_length()
+
+
+@contextmanager
+def using(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
+    """Inside, the model's layers run compiled, over this cache. Raises ValueError for a model without such a list."""
+    layers = layers_of(model)
+    if len(layers) != len(cache.layers):
+        raise ValueError(
+            f"{type(model).__name__} has {len(cache.layers)} layers that keep keys and values, and a list of "
+            f"{len(layers)}: it cannot be compiled layer by layer. Use compile='graphs' or 'off'"
+        )
+    replaced = []
+    try:
+        for layer, cached in zip(layers, cache.layers, strict=True):
+            layer.forward = _with_view(layer, LayerView(cached), cache)
+            replaced.append(layer)
+        with torch._dynamo.config.patch(recompile_limit=SHAPES):
+            yield
+    except torch._dynamo.exc.TorchDynamoException as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"{type(model).__name__}'s layers cannot be compiled ({reason}). Use compile='off' or 'graphs'"
+        ) from error
+    finally:
+        for layer in replaced:
+            del layer.forward  # the class's own is seen again
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's layers: the longest list of modules in it."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+def _with_view(layer: nn.Module, view: LayerView, cache: RaggedCache) -> Callable:
+    compiled = _compile(type(layer).forward)
+
+    def forward(*args, **kwargs):
+        args = [view if value is cache else value for value in args]
+        return compiled(layer, *args, **{name: view if value is cache else value for name, value in kwargs.items()})
+
+    return forward
+
+
+def _compile(function: Callable) -> Callable:
+    if function not in _compiled:
+        _compiled[function] = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+    return _compiled[function]

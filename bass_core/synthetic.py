@@ -1,0 +1,77 @@
+"""Accepted counts drawn instead of earned: what decoding would cost if drafts were accepted so often.
+
+Models with dummy weights never agree, and a pair at hand agrees as often as it does. To measure how fast a step is at
+some acceptance, the step is run whole (all passes, verification included), and then how many drafts each row keeps is
+drawn. Each row draws for itself: one count for the whole batch would hide that rows grow ragged. What is decoded so
+means nothing, and whatever is made with it is labelled synthetic.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bass_core import randomness, verification
+from bass_core.drafters import Context, Draft
+from bass_core.verification import Verified
+
+PREFIX = "synthetic:"
+
+
+class SyntheticAcceptance:
+    """Chances [N, T] that a drafted token is accepted, by text and place in it; a row follows one of the texts."""
+
+    def __init__(self, chances: Tensor):
+        self.chances = chances
+
+    @classmethod
+    def named(cls, name: str | None, device: torch.device) -> SyntheticAcceptance | None:
+        """What `acceptance=` asks for. None: nothing is forced.
+
+        "synthetic:0.8": each draft is accepted with chance α = 0.8 where those before it were, independent of all else.
+        "synthetic:trace": with the chances of the embedded pair along its own texts (library prompts), where easy and
+        hard stretches follow one another; or "synthetic:FILE.npz", a recording of `bass record`. Raises ValueError for
+        anything else.
+        """
+        if name is None:
+            return None
+        what = name.removeprefix(PREFIX) if isinstance(name, str) and name.startswith(PREFIX) else ""
+        if what == "trace" or what.endswith(".npz"):
+            from bass_core.acceptance import SHIPPED, AcceptanceTrace  # which decodes, and so imports this module
+
+            file = SHIPPED / "library.npz" if what == "trace" else Path(what)
+            if not file.is_file():
+                raise ValueError(f"acceptance={name!r}: there is no file {file}")
+            chances = torch.from_numpy(AcceptanceTrace.load(file).accept[:, 1:])  # the first token is the prefill's
+        else:
+            try:
+                alpha = float(what)
+            except ValueError:
+                alpha = -1.0
+            if not 0 <= alpha <= 1:
+                raise ValueError(
+                    'acceptance must be None, "synthetic:A" with a chance A from 0 to 1, "synthetic:trace" or '
+                    f'"synthetic:FILE.npz"; got {name!r}'
+                )
+            chances = torch.tensor([[alpha]], dtype=torch.float64)
+        return cls(chances.to(device))
+
+    def impose(self, verified: Verified, draft: Draft, context: Context) -> Verified:
+        """The step's outcome with drawn counts. The token after them is the one that verification found, wherever it
+        now stands; log-probabilities are NaN, since they would be of other tokens."""
+        slots = torch.arange(draft.tokens.shape[1], device=self.chances.device)
+        texts, places = self.chances.shape
+        text = context.keys.stream.remainder(texts)[:, None]
+        chance = self.chances[text, (context.lengths[:, None] + slots) % places]  # [B, K]
+        kept = randomness.accept(chance, context.keys.accept(slots)) & (slots < draft.lengths[:, None])
+        accepted = verification.leading(kept)
+        following = verified.tokens[:, -1:]
+        tokens = torch.cat([draft.tokens, following], 1).scatter(1, accepted[:, None], following)
+        return verified._replace(
+            accepted=accepted,
+            tokens=tokens,
+            logprobs=torch.full_like(verified.logprobs, torch.nan),
+            lengths=context.lengths + accepted + 1,
+        )

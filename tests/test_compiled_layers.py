@@ -1,0 +1,99 @@
+"""Layers through torch.compile: the same tokens, one compilation per shape, and a model that is left as it was."""
+
+import pytest
+import torch
+from recording import use_on_cpu
+from test_recorded_steps import assert_same, pair
+from tiny import ragged_prompts
+from torch._dynamo.utils import counters
+
+import bass_core as bass
+from bass_core import compiled_layers
+
+PROMPTS = ragged_prompts(5, 11)
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Layers are traced and guarded as ever, and run as they were traced: no C++ is written."""
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_layers, "_compiled", {})
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def decode(models, compile, new=12, **options):
+    options = {"draft_length": 2, "eos_token_id": ()} | options
+    return bass.generate(models, options.pop("prompts", PROMPTS), max_new_tokens=new, compile=compile, **options)
+
+
+def assert_equals_eager(models, **options):
+    expected, found = (decode(models, way, **options) for way in ("off", "compiled"))
+    assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert found.trace.meta["compile"] == "compiled"
+
+
+def test_compiled_equals_eager():
+    """By inductor, to machine code, seconds per shape: drafting one token makes all passes two tokens long."""
+    counters.clear()
+    assert_equals_eager(pair(), temperature=0.8, new=20, draft_length=1, prompts=PROMPTS[:1])
+    assert counters["inductor"]["extern_calls"] > 0
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma2", "phi3", "gpt2", "opt", "codegen"])
+@pytest.mark.usefixtures("traced_only")
+def test_layers_of_every_family_are_traced_whole(architecture):
+    assert_equals_eager(pair(architecture))
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_nothing_is_compiled_anew_over_fifty_steps():
+    """One graph for each number of tokens, whatever the depth; and then none, while rows grow step by step."""
+    models = pair(num_hidden_layers=7)
+    with bass.Session(models, compile="compiled", draft_length=2, eos_token_id=(), temperature=3.0) as session:
+        for prompt in ragged_prompts(4, 6):
+            session.submit(prompt, max_new_tokens=85)
+        for _ in range(3):
+            session.step()
+        known = dict(counters["stats"])
+        assert known["unique_graphs"] == 3  # the draft's two tokens and its one, the target's three
+        for _ in range(25):
+            session.step()
+        assert counters["stats"] == known
+        steps = session.trace.steps.query("kind == 'decode'")
+        assert steps.step.nunique() == 27 and len(session.rows.live) == 2
+        assert counters["graph_break"] == {}
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_layers_are_the_models_own_again_afterwards():
+    models = pair()
+    decode(models, "compiled")
+    assert all("forward" not in vars(layer) for layer in compiled_layers.layers_of(models.target))
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_model_that_cannot_be_traced_is_refused_by_name():
+    """Mixtral's plain loop over experts depends on which of them have tokens."""
+    models = pair("mixtral")
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM's layers cannot be compiled.*compile='off'"):
+        decode(models, "compiled")
+    assert all("forward" not in vars(layer) for layer in compiled_layers.layers_of(models.target))
+
+
+def test_sessions_of_the_same_shape_share_what_was_compiled(traced_only):
+    models = pair()
+    decode(models, "compiled")
+    known = dict(counters["stats"])
+    decode(models, "compiled")
+    assert counters["stats"] == known
+
+
+def test_recorded_and_compiled_steps_have_the_same_columns(monkeypatch):
+    use_on_cpu(monkeypatch)
+    recorded, _ = assert_same(pair(), PROMPTS, new=6, draft_length=2)
+    assert recorded.trace.summary()["compile"] == "graphs"

@@ -1,0 +1,141 @@
+"""`make bench-gpu` up to the GPU: its plan, its arithmetic, and a dry run of all of it on the CPU."""
+
+import json
+
+import pytest
+
+from bass_core import checks, gpu_benchmark, records
+from bass_core.benchmark import Clock
+from bass_core.cost_model import Roofline, Workload
+from bass_core.costs import H100, CostModel
+from bass_core.draft_length import BassHeuristic
+from bass_core.goodput import Goodput
+from bass_core.gpu_plan import REGULAR, USELESS, Way, batched, plan, policy_of
+from bass_core.shapes import SHAPES, named_config
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory):
+    """Exit code, printed text, records; the pair's check, which has tests of its own, is taken for granted."""
+    output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        passed = [checks.Check("greedy identity", True, "", 0.0, {})]
+        patch.setattr(checks, "verify", lambda pair, **options: checks.Report("embedded", passed))
+        code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
+    return code, records.read(output, gpu_benchmark.check)
+
+
+def test_a_dry_run_writes_a_record_per_way(dry_run):
+    code, lines = dry_run
+    assert code == 0
+    assert [line["method"] for line in lines] == ["regular", "batched", "batched", "single"]
+    for line in lines:
+        assert line["synthetic"] and line["exactness"]["passed"] and line["shape"] == "embedded"
+        assert line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
+        assert len(line["seconds"]) == line["repeats"] == 2
+        assert line["over_regular"]["low"] <= line["over_regular"]["median"] <= line["over_regular"]["high"]
+        assert 0 < line["utilisation"]["emitted"] <= line["utilisation"]["verified"] < 1
+        assert 0 < line["host_share"] < 1
+
+
+def test_accepted_counts_are_forced_where_something_is_drafted(dry_run):
+    _, (regular, fixed, *_) = dry_run
+    assert (regular["policy"], regular["alpha"], regular["tokens_per_step"]) == ("", None, 1.0)
+    assert fixed["policy"].startswith("k=") and fixed["alpha"] == 0.8 and fixed["tokens_per_step"] > 1
+
+
+def test_the_table_says_that_it_is_synthetic(dry_run):
+    text = gpu_benchmark.table(dry_run[1])
+    assert "synthetic: dummy weights" in text.splitlines()[0]
+    assert [line.split()[0] for line in text.splitlines()[2:]] == ["regular", "batched", "batched", "single"]
+
+
+def test_records_are_read_with_the_others(dry_run, tmp_path):
+    records.append(tmp_path / "gpu.jsonl", dry_run[1], gpu_benchmark.check)
+    assert len(records.load_records(tmp_path)) == len(dry_run[1])
+
+
+@pytest.mark.parametrize("change", [{"mean_ms": "fast"}, {"synthetic": None}, {"batch": 0}])
+def test_a_wrong_record_is_refused(dry_run, change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        gpu_benchmark.check(dry_run[1][0] | change)
+
+
+def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_benchmark.main([]) == gpu_benchmark.NO_GPU
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_a_run_that_is_out_of_time_says_what_it_left_out(capsys, monkeypatch):
+    passed = checks.Report("embedded", [])
+    monkeypatch.setattr(checks, "verify", lambda pair, **options: passed)
+    gpu_benchmark.main(["--dry-run", "--seconds", "0.001"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == 4
+
+
+def test_a_failed_check_is_an_exit_code(monkeypatch):
+    failed = checks.Report("embedded", [checks.Check("greedy identity", False, "", 0.0, {})])
+    monkeypatch.setattr(checks, "verify", lambda pair, **options: failed)
+    assert gpu_benchmark.main(["--dry-run", "--seconds", "0.001"]) == 1
+
+
+# --- the plan --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_plan_has_all_that_the_records_are_for(quick):
+    groups = {(group.shape, group.batch): group.ways for group in plan(quick)}
+    eight, many = groups["paper-7.8b", 8], groups["paper-7.8b", 32]
+    assert {way.attention for way in eight if way.method == "batched"} == {"ragged", "pad", "split"}
+    assert {way.compile for way in eight if way.method == "regular"} == {"compiled+graphs", "compiled", "graphs"}
+    assert {way.method for way in eight} == {"regular", "single", "batched", "transformers"}
+    assert {way.alpha for way in eight} >= {0.7, 0.8, 0.9}
+    assert {way.draft for way in eight} >= {"best", "goodput", "algorithm 1"}
+    assert {0.7, 0.8, USELESS} <= {way.alpha for way in many}
+    batches = {batch for shape, batch in groups if shape == "paper-7.8b"}
+    assert batches == ({1, 8, 32} if quick else {1, 2, 4, 8, 16, 32})
+    assert ("llama-3.1-8b", 8) in groups or quick
+    assert all(ways[0] == REGULAR for ways in groups.values())
+
+
+def roofline_costs():
+    work = [Workload.of(named_config(shape, "")) for shape in (SHAPES["paper-7.8b"].target, SHAPES["paper-7.8b"].draft)]
+    return CostModel.synthetic(*(Roofline(each, H100) for each in work))
+
+
+def test_what_a_session_drafts_with():
+    cost = roofline_costs()
+    assert policy_of(REGULAR, 8, cost, 576) == 0
+    assert policy_of(Way("batched", 3, 0.8), 8, cost, 576) == 3
+    assert isinstance(policy_of(batched(0.8, "goodput"), 8, cost, 576), Goodput)
+    assert isinstance(policy_of(batched(0.8, "algorithm 1"), 8, cost, 576), BassHeuristic)
+    best = [policy_of(batched(alpha), 8, cost, 576) for alpha in (0.7, 0.8, 0.9)]
+    assert best == sorted(best) and len(set(best)) == 3
+    assert policy_of(Way("single", "best", 0.8), 32, cost, 576) == policy_of(batched(0.8), 1, cost, 576)
+
+
+def clock(first, last):
+    return Clock(first={row: (time, 1) for row, time in enumerate(first)}, last=dict(enumerate(last)))
+
+
+def test_time_counts_from_the_last_rows_prefill():
+    assert gpu_benchmark.decoding_seconds(clock([1.0, 1.5], [3.0, 4.0])) == 2.5
+    assert gpu_benchmark.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0
+
+
+def test_repeats_in_which_something_was_recorded_are_made_again():
+    class Recording:
+        def __init__(self, recordings):
+            self.counts, self.recordings, self.done = iter(recordings), 0, []
+
+        def once(self):
+            self.recordings = next(self.counts, self.recordings)
+            self.done.append(self.recordings)
+            return float(len(self.done))
+
+    bench = gpu_benchmark.Bench(H100, {}, {}, repeats=2)
+    way = Recording([1, 2, 2, 3, 3])
+    assert bench._paired(way, Recording([1])) == [(2.0, 3.0), (3.0, 5.0)]  # two were dropped
+    restless = Recording(range(1, 50))
+    assert len(bench._paired(restless, Recording([1]))) == 2

@@ -1,0 +1,34 @@
+"""Steps of fixed shapes over the Triton kernels, in Triton's interpreter: what a CUDA graph would hold of them."""
+
+import pytest
+from recording import use_on_cpu
+from tiny import ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core import compiled_layers
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.mark.parametrize("way", ["graphs", "compiled"])
+def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way):
+    """Ragged attention with its work list, the write into the cache and fused verification, each one operator."""
+    use_on_cpu(monkeypatch)
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_layers, "_compiled", {})
+    models = bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
+    expected, found = (
+        bass.generate(
+            models,
+            ragged_prompts(5, 11),
+            max_new_tokens=4,
+            draft_length=1,
+            temperature=0.8,
+            eos_token_id=(),
+            attention="ragged",
+            compile=how,
+        )
+        for how in ("off", way)
+    )
+    assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
+    assert (found.trace.meta["attention"], found.trace.meta["kernels"]) == ("ragged", "triton")
