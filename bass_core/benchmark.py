@@ -218,7 +218,7 @@ def bench(
         "repeats": repeats,
         "seed": 0,
     }
-    common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": False}
+    common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": pair.synthetic}
     common["vary_prompts"] = vary_prompts
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)

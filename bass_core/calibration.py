@@ -1,8 +1,10 @@
 """Measuring a `CostModel` on the machine at hand, and checking it against real decodes.
 
 Passes are the engine's own: `Runner.feed` and `feed_last` over a ragged cache that is full. What a step takes besides
-them comes from real steps, of which every pass is taken out. All grid points take turns, so that a slow moment of the
-machine meets every one of them, and the median over the turns counts.
+them comes from real steps, of which every pass is taken out. Where steps are replayed as CUDA graphs, passes cannot be
+told apart: real steps are timed by their phases, so that sampling and verification count with the passes they follow.
+All grid points take turns, so that a slow moment of the machine meets every one of them, and the median over the turns
+counts.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from bass_core.trace import Stopwatch
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
 PROMPT = 16  # tokens of the rows whose steps are timed
+REPLAYS = 3  # timed steps of each draft length, where steps are recorded
+RECORDING = 2  # steps before them: the first is launched, the second recorded
 QUIET = 0.25  # spread of the samples
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
@@ -73,10 +77,12 @@ def calibrate(
     Raises ValueError for a grid that is beyond the context or not increasing.
     """
     end = time.perf_counter() + seconds
-    axes = _axes(pair, batches, query_lengths, kv_lengths)
+    with Session(pair, max_batch_size=1) as session:
+        recorded = session.device_step.records
+    axes = _axes(pair, batches, query_lengths, kv_lengths, recorded)
     with ExitStack() as stack:
         watch = stack.enter_context(_watching(pair))
-        warm, longer = _turns(pair, axes, watch, stack, temperature)
+        warm, longer = _turns(pair, axes, watch, stack, temperature, recorded)
         progress(f"timing passes and steps by {len(warm) + len(longer)} kinds of turns for {seconds:.0f} s")
         for turn in warm:
             list(turn())
@@ -84,7 +90,7 @@ def calibrate(
     medians = {key: float(np.median(values)) for key, values in samples.items()}
     tables = {name: table(axes[name], lambda *point, name=name: medians[name, *point]) for name in axes}
     counts = [len(values) for values in samples.values()]
-    how = {"device_type": pair.device.type, "temperature": temperature}
+    how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": temperature}
     how["samples"] = {"least": min(counts), "most": max(counts)}
     how["spread"] = float(
         np.median([np.subtract(*np.quantile(x, [0.75, 0.25])) / np.median(x) for x in samples.values()])
@@ -98,23 +104,37 @@ def calibrate(
 
 
 def _axes(
-    pair: ModelPair, batches: Sequence[int], query_lengths: Sequence[int], kv_lengths: Sequence[int] | None
+    pair: ModelPair,
+    batches: Sequence[int],
+    query_lengths: Sequence[int],
+    kv_lengths: Sequence[int] | None,
+    recorded: bool,
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """The grid of each table by its name. Raises ValueError where it is beyond the context or not increasing."""
     batches, query_lengths = _increasing("batches", batches), _increasing("query_lengths", query_lengths)
     most = max(query_lengths)
     context = inputs.context_of(pair)
-    room = context - max(most, 2)
+    room = context - (_growth(_recorded_lengths(query_lengths)) if recorded else max(most, 2))
     kv_lengths = _increasing("kv_lengths", kv_lengths or [n for n in KV_LENGTHS if n <= room] or [max(room // 2, 1)])
     if max(kv_lengths) > room:
         raise ValueError(
             f"kv_lengths up to {max(kv_lengths)} and {most} new tokens are beyond the context of {context}"
         )
     axes = {"target_passes": dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))}
-    lengths = tuple(k for k in DRAFT_LENGTHS if k < max(most, 2))
+    lengths = _draft_lengths(query_lengths)
     if isinstance(pair.draft, PreTrainedModel):
         axes["draft_phases"] = dict(zip(PHASE_AXES, (batches, lengths[1:], kv_lengths), strict=True))
     return axes | {"overheads": dict(zip(OVERHEAD_AXES, (batches, lengths), strict=True))}
+
+
+def _draft_lengths(query_lengths: Sequence[int]) -> tuple[int, ...]:
+    """Of draft phases and overheads: those that some target pass verifies."""
+    return tuple(k for k in DRAFT_LENGTHS if k < max(*query_lengths, 2))
+
+
+def _recorded_lengths(query_lengths: Sequence[int]) -> list[int]:
+    """The draft lengths that `_recorded_steps` goes through."""
+    return sorted({n - 1 for n in query_lengths} | set(_draft_lengths(query_lengths)))
 
 
 def _increasing(name: str, points: Sequence[int]) -> tuple[int, ...]:
@@ -138,13 +158,15 @@ def _described(pair: ModelPair) -> dict[str, dict[str, str | None]]:
 
 
 def _turns(
-    pair: ModelPair, axes: dict, watch: Stopwatch, stack: ExitStack, temperature: float
+    pair: ModelPair, axes: dict, watch: Stopwatch, stack: ExitStack, temperature: float, recorded: bool
 ) -> tuple[list[Turn], list[Turn]]:
-    """What is timed: what warms up when it runs once, and passes of the same shapes over longer KV. The caches live
-    until `stack` closes."""
-    target, draft = (_full_runner(model, stack, axes["target_passes"]) for model in (pair.target, pair.draft))
+    """What is timed: what warms up when it runs once, and what needs not. The caches live until `stack` closes."""
     batches, query_lengths, kv_lengths = axes["target_passes"].values()
     draft_lengths = axes["overheads"]["draft_length"]
+    if recorded:
+        lengths, shapes = _recorded_lengths(query_lengths), itertools.product(batches, kv_lengths)
+        return [], [partial(_recorded_steps, pair, *shape, lengths, temperature) for shape in shapes]
+    target, draft = (_full_runner(model, stack, axes["target_passes"]) for model in (pair.target, pair.draft))
     turns: dict[int, list[Turn]] = {kv_length: [] for kv_length in kv_lengths}
     for kv_length, batch in itertools.product(kv_lengths, batches):
         for query_length in query_lengths:
@@ -246,6 +268,41 @@ def _steps(
             session.step()
             watch.mark()
             yield ("overheads", batch, k), sum(watch.intervals()[::2]) / 1e3
+
+
+def _recorded_steps(
+    pair: ModelPair, batch: int, kv_length: int, lengths: Sequence[int], temperature: float
+) -> Iterator[Sample]:
+    """Steps of each draft length over rows of about `kv_length` cached positions, by their phases.
+
+    No draft is kept, so that the rows grow by one token per step, whatever was drafted.
+    """
+    each = RECORDING + REPLAYS
+    prompt = max(kv_length + 1 - len(lengths) * each // 2, 2)
+    policy = _InTurn([k for k in lengths for _ in range(each)])
+    options = {"temperature": temperature, "draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
+    walls = []
+    with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
+        for row in range(batch):
+            session.submit(torch.arange(prompt) % (2 + row), max_new_tokens=_growth(lengths))
+        session.step()  # prefill
+        for _ in range(len(lengths) * each):
+            started = time.perf_counter()
+            session.step()
+            walls.append(time.perf_counter() - started)
+        phases = session.trace.steps.query("kind == 'decode'").drop_duplicates("step")
+    for k, drafting, verifying, wall, turn in zip(
+        phases.k, phases.draft_ms / 1e3, phases.verify_ms / 1e3, walls, itertools.cycle(range(each)), strict=False
+    ):
+        if turn >= RECORDING:
+            yield ("target_passes", batch, k + 1, kv_length), verifying
+            yield ("draft_phases", batch, k, kv_length), drafting
+            yield ("overheads", batch, k), wall - drafting - verifying
+
+
+def _growth(lengths: Sequence[int]) -> int:
+    """Tokens that rows of `_recorded_steps` may emit: the first, one per step, and room for the longest draft."""
+    return len(lengths) * (RECORDING + REPLAYS) + max(lengths) + 2
 
 
 def _take_turns(turns: Sequence[Turn], end: float) -> dict[tuple, list[float]]:

@@ -78,6 +78,7 @@ def generate(
     draft_length: Annotated[int | None, typer.Option(help="0 = regular decoding; a policy decides if none")] = None,
     verification: Annotated[str, typer.Option(help="token, block or coupled")] = "token",
     attention: Annotated[str, typer.Option(help="auto, ragged, pad, split or eager")] = "auto",
+    compile: Annotated[str, typer.Option(help="auto, off, compiled, graphs or compiled+graphs")] = "auto",
     stop: Annotated[list[str] | None, typer.Option(help="text that ends a row; may be given several times")] = None,
     show_accepted: Annotated[bool, typer.Option(help="colour tokens by origin (in a terminal, at the end)")] = False,
 ) -> None:
@@ -91,7 +92,7 @@ def generate(
         options = {
             "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
             "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
-            "attention": attention, "stop": stop or (),
+            "attention": attention, "compile": compile, "stop": stop or (),
         }  # fmt: skip
         coloured = show_accepted and _is_terminal(sys.stdout)
         if len(prompts) * num_return_sequences == 1 and not coloured:

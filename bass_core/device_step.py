@@ -106,6 +106,10 @@ class EagerStep:
         noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
         return context._replace(noise=noise)
 
+    def begin_decode(self, rows: int, most: int) -> Context:
+        """The live rows at the beginning of a step that drafts up to `most` tokens."""
+        return self.context(range(rows), most)
+
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]."""
         return self.drafter.draft(context, lengths, policy) if lengths.any() else Draft.none(context)
@@ -157,6 +161,8 @@ class EagerStep:
         q = draft.distributions(self.vocabulary)
         return verification.RULES[self.rule](draft.tokens, draft.lengths, q, p, context.keys), p
 
+    records = False  # whether steps are recorded and replayed
+
     @property
     def recordings(self) -> int:
         """How many functions were recorded so far: a step in which that grows took longer than it will again."""
@@ -176,6 +182,8 @@ class FixedStep(EagerStep):
     Policies that are asked between draft passes have these recorded one by one, drafters without a model none.
     """
 
+    records = True
+
     def __init__(self, *arguments, graphs: Graphs, **options):
         super().__init__(*arguments, **options)
         self.graphs = graphs
@@ -190,14 +198,18 @@ class FixedStep(EagerStep):
         if isinstance(self.drafter, ModelDrafter):
             self.drafter.graphs = graphs
 
+    def begin_decode(self, rows: int, most: int) -> Context:
+        return self.rows.context(range(rows), most)  # noise is made where it is needed: inside the phases
+
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        self._settle(int(lengths.max()))
-        self._announce(lengths)
-        if not lengths.any():
-            return Draft.none(context)
         most, rows = int(lengths.max()), len(lengths)
+        self._settle(most)
+        self._announce(lengths)
+        if most == 0:
+            self._finite.fill_(True)
+            return Draft.none(context)
         if not isinstance(self.drafter, ModelDrafter) or policy.asks_while_drafting:
-            draft = self.drafter.draft(context, lengths, policy)
+            draft = self.drafter.draft(self.context(context.places, most), lengths, policy)
             self._store(draft)
             self._announce(draft.lengths_host)
             return draft
@@ -224,11 +236,8 @@ class FixedStep(EagerStep):
 
     def _verify_phase(self, places: int, drafted: int, extent: int, certain: bool) -> Tensor:
         context, planned = self.context(range(places), drafted), self.planned[:places]
-        draft = Draft.none(context)
-        if drafted > 0:
-            q = None if certain else self._q[:places, :drafted]
-            draft = draft._replace(tokens=self._drafted[:places, :drafted], lengths=planned.clamp(min=0), probs=q)
-            draft = draft._replace(finite=self._finite[:places])
+        tokens, q = self._drafted[:places, :drafted], None if certain else self._q[:places, :drafted]
+        draft = Draft(tokens, planned.clamp(min=0), None, q, self._finite[:places])
         ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
         logits = self.target.feed_fixed(ids, context.lengths - 1, planned + 1, extent)
         return self.commit(context, draft, logits, live=planned > NOBODY).block
@@ -265,11 +274,11 @@ class FixedStep(EagerStep):
             self._q[:rows, :most] = draft.probs
 
     def _run(self, key: tuple, function: Callable[[], Tensor | None]) -> Tensor | None:
-        if key not in self.graphs:
+        if self.graphs.due(key):
             self.planned.fill_(NOBODY)  # recording may call the function, and then no row may move
             self.graphs.record(key, function)
             self.planned.copy_(self._staged, non_blocking=True)
-        return self.graphs.replay(key)
+        return self.graphs.run(key, function)
 
     def _places(self, rows: int) -> int:
         return fixed_places(rows, self.rows.max_rows)

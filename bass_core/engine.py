@@ -239,7 +239,7 @@ class Session:
         view = self.rows.view()
         plan = self.policy.plan(view)  # draft length, shared or per row; 0 is regular decoding
         planned, lengths = planned_lengths(plan, view)  # [B], and cut to what each row may still emit
-        context = self.device_step.context(range(len(self.rows.live)), int(lengths.max()))
+        context = self.device_step.begin_decode(len(self.rows.live), int(lengths.max()))
         self._enter("draft")
         draft = self.device_step.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
         self._enter("verify")

@@ -35,7 +35,7 @@ class Generation:
     @property
     def synthetic(self) -> bool:
         """Whether models had dummy weights or accepted counts were drawn: then only the times mean something."""
-        return self.trace.meta["synthetic"]
+        return self.trace.synthetic
 
 
 def generate(

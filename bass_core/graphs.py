@@ -7,9 +7,10 @@ to change from one replay to the next has to stand in device memory.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,10 +51,12 @@ class Graphs:
         from then on functions are called each time. None: NotRecordable is raised."""
         self._record, self._most, self._fall_back = record, most, fall_back
         self._recordings: OrderedDict[Hashable, Function] = OrderedDict()
+        self._met: set[Hashable] = set()
         self.made = 0  # recordings so far, those that were dropped again among them
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._recordings
+    def due(self, key: Hashable) -> bool:
+        """Whether this function is to be recorded now: it was called before, and there is no recording of it."""
+        return key in self._met and key not in self._recordings
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -72,10 +75,17 @@ class Graphs:
             self._record = launched_each_time
             self._recordings[key] = self._record(function)
 
-    def replay(self, key: Hashable) -> Any:
-        """What the function returned when it was recorded, with the values of now. Raises KeyError if it was not."""
-        self._recordings.move_to_end(key)
-        return self._recordings[key]()
+    def run(self, key: Hashable, function: Function) -> Any:
+        """What `function` returns: replayed if it is recorded under this key, else called.
+
+        A recording costs some calls. What occurs a single time (the last steps of rows, say) is not worth one: the
+        second time it is `due`.
+        """
+        if key in self._recordings:
+            self._recordings.move_to_end(key)
+            return self._recordings[key]()
+        self._met.add(key)
+        return function()
 
     def clear(self) -> None:
         """Forget all recordings: the memory that they stand for has moved, or is to be freed."""
@@ -104,12 +114,11 @@ def captured(device: torch.device, compiled: bool) -> Callable[[Function], Funct
             with torch.cuda.stream(beside):
                 for _ in range(WARM_UPS):
                     function()
+                torch.cuda.synchronize()  # a recording that made room may still have been running
+                graph = torch.cuda.CUDAGraph()
+                with _no_garbage_collection():  # which may destroy things of CUDA's in the midst of it
+                    result = _capture(graph, pool, function)
             torch.cuda.current_stream().wait_stream(beside)
-            torch.cuda.synchronize()  # a recording that makes room may still be running
-            graph = torch.cuda.CUDAGraph()
-            # Other threads of a notebook may use the GPU meanwhile: only this one's mistakes end the recording.
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                result = function()
 
         def replay() -> Any:
             graph.replay()
@@ -118,3 +127,30 @@ def captured(device: torch.device, compiled: bool) -> Callable[[Function], Funct
         return replay
 
     return record
+
+
+def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], function: Function) -> Any:
+    """What the function returns while it is recorded. Raises NotRecordable for what CUDA refuses to record."""
+    try:
+        # Other threads of a notebook may use the GPU meanwhile: only this one's mistakes end the recording.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            return function()
+        finally:
+            graph.capture_end()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise NotRecordable(f"CUDA does not record these passes ({reason}): use compile='off'") from error
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -101,6 +101,7 @@ def bass_generate(
     draft_length: int | DraftLengthPolicy | None = None,
     verification: str = "token",
     attention: str = "auto",
+    compile: str = "auto",
     max_batch_size: int | None = None,
     seed: int | None = None,
     on_step: Callable[[StepEvent], None] | None = None,
@@ -111,7 +112,7 @@ def bass_generate(
 
     The named arguments are yours to pass to `model.generate`, and mean what they mean for `bass_core.generate`:
     draft_model: a smaller model of the same vocabulary, an `NgramDrafter`, or None for n-gram drafting.
-    draft_length, verification, attention, max_batch_size: as there.
+    draft_length, verification, attention, compile, max_batch_size: as there.
     seed: None draws one from torch's global generator if tokens are sampled, so that `torch.manual_seed` governs.
     on_step: called with a StepEvent after each step; its rows are those of the output. This is how to stream.
     trace: "steps" or "tokens" need return_dict_in_generate=True, whose result holds the trace.
@@ -145,6 +146,7 @@ def bass_generate(
         draft_length=draft_length,
         verification=verification,
         attention=attention,
+        compile=compile,
         max_batch_size=max_batch_size,
         on_step=on_step,
         trace=trace,

@@ -59,6 +59,15 @@ def house(title: str, height: int) -> dict:
     }
 
 
+def titled(title: str, *sources: Trace | pd.DataFrame) -> str:
+    """The title, which says so where a trace or a table of records is synthetic."""
+    marked = any(
+        source.synthetic if isinstance(source, Trace) else "synthetic" in source and source.synthetic.any()
+        for source in sources
+    )
+    return f"{title} (synthetic)" if marked else title
+
+
 # A legend under the figure: it takes no width from a narrow window. To be added to `house`, with room for panel titles.
 LEGEND_BELOW = {
     "margin": {"t": 80},
@@ -87,7 +96,7 @@ def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row
 
     matrix = raster_matrix(trace)
     drafted = int(trace.steps.drafted.max())
-    figure = empty_figure(title, "decode step of the row", "row", height=140 + 34 * len(matrix))
+    figure = empty_figure(titled(title, trace), "decode step of the row", "row", height=140 + 34 * len(matrix))
     figure.add_trace(
         go.Heatmap(
             z=matrix.astype(object).where(matrix.notna(), None).to_numpy(),  # NaN is no JSON
@@ -113,7 +122,9 @@ def speed_chart(table: pd.DataFrame, title: str = "Speed over regular decoding")
     """Bars of `over_regular` with the interval `low` … `high`, one per line of the table, labelled by `label`."""
     import plotly.graph_objects as go
 
-    figure = empty_figure(title, "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table))
+    figure = empty_figure(
+        titled(title, table), "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table)
+    )
     figure.add_trace(
         go.Bar(
             orientation="h",

@@ -45,7 +45,7 @@ FIELDS: Kinds = {
     "tokens_per_step": (int, float, type(None)),
     "over_regular": dict,  # median, low, high of the paired ratios
     "exactness": dict,  # dtype, rows, identical: how many equal transformers' greedy text of the row alone
-    "synthetic": bool,  # acceptance forced rather than earned
+    "synthetic": bool,  # acceptance forced rather than earned, or dummy weights
     "device": str,
     "cores": int,
     "python": str,

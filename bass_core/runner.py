@@ -169,9 +169,13 @@ class Runner:
         counts.zero_()
         counts[:rows] = torch.as_tensor(query_lengths, device=ids.device)
         key = ("pass", places, width, extent)
-        if key not in graphs:
-            graphs.record(key, lambda: self.feed_fixed(fed[:, :width], first, counts, extent, last_only=True))
-        return graphs.replay(key)[:rows, -1]
+
+        def fixed() -> Tensor:
+            return self.feed_fixed(fed[:, :width], first, counts, extent, last_only=True)
+
+        if graphs.due(key):
+            graphs.record(key, fixed)
+        return graphs.run(key, fixed)[:rows, -1]
 
     def _run(self, ids, positions, slots, starts, ends, kv_lengths, places, last_only, packed=None) -> Tensor:
         slots = positions if slots is None else slots

@@ -207,7 +207,7 @@ def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizer
     colours = [_BARS[outcome] for outcome in part.outcome]
     at = " (at temperature 1)" if trace.meta.get("verification") == "greedy" else ""
     title = f"Row {row}, step {nth}: p and q of its tokens{at}"
-    figure = plots.empty_figure(title, "", "probability", height=330)
+    figure = plots.empty_figure(plots.titled(title, trace), "", "probability", height=330)
     hatched = {"shape": "/", "fgcolor": "white", "size": 6}
     for name, values, pattern in (("p", part.p, {"shape": ""}), ("q", part.q, hatched)):
         bars = go.Bar(
@@ -244,7 +244,9 @@ def p_against_q(trace: Trace) -> go.Figure:
     """Every drafted token that was judged: the draft's q, the target's p, and the verdict."""
     import plotly.graph_objects as go
 
-    figure = plots.empty_figure("Every verdict of the run", "q: the draft's probability", "p: the target's", 430)
+    figure = plots.empty_figure(
+        plots.titled("Every verdict of the run", trace), "q: the draft's probability", "p: the target's", 430
+    )
     figure.add_trace(
         go.Scatter(
             name="p = q", x=[0, 1], y=[0, 1], mode="lines", line={"color": "black", "dash": "dot"}, hoverinfo="skip"
@@ -294,7 +296,8 @@ def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
         figure.add_traces([line, discs], rows=[panel] * 2, cols=[1] * 2)
     height = 160 + 210 * len(traces)
     below_title = {"orientation": "h", "x": 0, "yref": "container", "y": 1 - 60 / height, "yanchor": "top"}
-    figure.update_layout(plots.house("What each policy drafted, and what was accepted of it", height))
+    title = plots.titled("What each policy drafted, and what was accepted of it", *traces.values())
+    figure.update_layout(plots.house(title, height))
     figure.update_layout(legend=below_title, margin={"t": 105})
     for panel, trace in enumerate(traces.values(), start=1):  # from below 0, so that no disc is cut
         figure.update_yaxes(title="tokens", range=[-0.8, trace.steps.k.max() + 0.8], row=panel, col=1)

@@ -80,6 +80,11 @@ class Trace:
         self._step_parts: list[dict] = []
         self._token_parts: list[dict] = []
 
+    @property
+    def synthetic(self) -> bool:
+        """Whether models had dummy weights or accepted counts were drawn: then only the times mean something."""
+        return bool(self.meta.get("synthetic", False))
+
     def record_step(self, **columns) -> None:
         """One step; arrays of one entry per row, scalars are repeated."""
         if self.level != "off":

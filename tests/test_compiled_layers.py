@@ -4,7 +4,7 @@ import pytest
 import torch
 from recording import use_on_cpu
 from test_recorded_steps import assert_same, pair
-from tiny import ragged_prompts
+from tiny import ragged_prompts, tiny_model
 from torch._dynamo.utils import counters
 
 import bass_core as bass
@@ -53,19 +53,20 @@ def test_layers_of_every_family_are_traced_whole(architecture):
 @pytest.mark.usefixtures("traced_only")
 def test_nothing_is_compiled_anew_over_fifty_steps():
     """One graph for each number of tokens, whatever the depth; and then none, while rows grow step by step."""
-    models = pair(num_hidden_layers=7)
+    room = {"max_position_embeddings": 256}
+    models = bass.ModelPair(tiny_model(num_hidden_layers=7, **room), tiny_model(noise=0.1, **room))
     with bass.Session(models, compile="compiled", draft_length=2, eos_token_id=(), temperature=3.0) as session:
         for prompt in ragged_prompts(4, 6):
-            session.submit(prompt, max_new_tokens=85)
+            session.submit(prompt, max_new_tokens=200)
         for _ in range(3):
             session.step()
         known = dict(counters["stats"])
         assert known["unique_graphs"] == 3  # the draft's two tokens and its one, the target's three
-        for _ in range(25):
+        for _ in range(50):
             session.step()
         assert counters["stats"] == known
         steps = session.trace.steps.query("kind == 'decode'")
-        assert steps.step.nunique() == 27 and len(session.rows.live) == 2
+        assert steps.step.nunique() == 52 and len(session.rows.live) == 2
         assert counters["graph_break"] == {}
 
 

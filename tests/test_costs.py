@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from recording import use_on_cpu
 from tiny import tiny_model
 from typer.testing import CliRunner
 
@@ -329,6 +330,34 @@ def test_calibration_measures_every_point(pair, measured):
     measured.check_pair(pair)
     assert not measured.is_synthetic and measured.kv_of_rows == "max"
     assert measured.models["target"]["attention"] == "pad" and measured.measured["samples"]["least"] >= 1
+
+
+def test_where_steps_are_recorded_their_phases_are_timed(pair, monkeypatch):
+    """Passes inside a recording show no beginning: a table of passes would be empty, and overheads all of a step."""
+    use_on_cpu(monkeypatch)
+    shape = {"batches": (1, 2), "query_lengths": (1, 2, 3), "kv_lengths": (24, 48)}
+    found = calibration.calibrate(pair, **shape, seconds=0)
+    assert found.measured["compile"] == "graphs"
+    assert found.target_passes.axes == {"batch": (1, 2), "query_length": (1, 2, 3), "kv_length": (24, 48)}
+    assert found.draft_phases.axes == {"batch": (1, 2), "draft_length": (1, 2), "kv_length": (24, 48)}
+    for table in (found.target_passes, found.draft_phases, found.overheads):
+        assert (table.seconds > 0).all()
+    assert found.measured["samples"]["least"] >= calibration.REPLAYS
+
+
+def test_recorded_rows_stand_about_where_the_table_says(pair, monkeypatch):
+    use_on_cpu(monkeypatch)
+    seen, original = [], bass.Session._record
+
+    def note(self, kind, planned, context, *rest):
+        seen.append((planned.tolist(), context.lengths_host.tolist()))
+        return original(self, kind, planned, context, *rest)
+
+    monkeypatch.setattr(bass.Session, "_record", note)
+    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3], 0.0))
+    decoded = seen[1:]
+    assert [planned for planned, _ in decoded] == [[k, k] for k in (0, 1, 3) for _ in range(5)]
+    assert [rows[0] - 1 for _, rows in decoded] == list(range(34, 49))  # cached positions, 40 in the middle
 
 
 def test_calibration_times_the_passes_and_the_rest_of_a_step(pair, monkeypatch):

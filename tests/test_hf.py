@@ -294,6 +294,7 @@ def test_option_of_the_models_own_configuration_is_refused_too():
         ({"trace": "steps"}, "return_dict_in_generate"),
         ({"verification": "blok"}, "verification"),
         ({"attention": "flash"}, "attention"),
+        ({"compile": "fast"}, "compile"),
         ({"draft_length": -1}, "draft_length|draft length"),
         ({"max_new_tokens": 90}, "context of 96"),
         ({"eos_token_id": -1}, "eos_token_id -1"),

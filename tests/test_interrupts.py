@@ -3,6 +3,7 @@
 import pytest
 import torch
 from policies import StopWhenUnsure
+from recording import use_fixed_steps
 from tiny import forward_passes, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -73,8 +74,11 @@ def test_a_commit_cut_in_half_is_not_built_upon(monkeypatch):
 
 
 @pytest.mark.parametrize("first_bad_pass", [1, 2])
-def test_nan_of_the_draft_is_no_doubt(first_bad_pass):
+@pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed shapes"])
+def test_nan_of_the_draft_is_no_doubt(monkeypatch, fixed, first_bad_pass):
     """A policy that stops on low confidence must not take NaN for it."""
+    if fixed:
+        use_fixed_steps(monkeypatch)
     target, draft = tiny_model(dtype="float64"), tiny_model.__wrapped__("llama", dtype="float64", noise=0.1)
     policy = StopWhenUnsure(most=3, at_least=0.0)
     with bass.Session(bass.ModelPair(target, draft), draft_length=policy, eos_token_id=()) as session:

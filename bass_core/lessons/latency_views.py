@@ -129,7 +129,9 @@ def throughput_figure(records: pd.DataFrame) -> go.Figure:
     """Tokens per second of all rows together, per batch size and method."""
     import plotly.graph_objects as go
 
-    figure = plots.empty_figure("Throughput of the batch", "batch size", "tokens per second", 420)
+    figure = plots.empty_figure(
+        plots.titled("Throughput of the batch", records), "batch size", "tokens per second", 420
+    )
     for method, part in _by_method(records):
         colour, _, _, hatching = plots.METHODS[method]
         marker = {"color": colour, "pattern": {"shape": hatching, "fgcolor": "white", "size": 6}}
@@ -143,7 +145,9 @@ def gain_figure(records: pd.DataFrame) -> go.Figure:
     """Speed over regular decoding against the batch size, with 95% intervals of the paired ratios."""
     import plotly.graph_objects as go
 
-    figure = plots.empty_figure("Speed over regular decoding", "batch size", "times as fast", 420)
+    figure = plots.empty_figure(
+        plots.titled("Speed over regular decoding", records), "batch size", "times as fast", 420
+    )
     for method, part in _by_method(records):
         if method == "regular":
             continue
