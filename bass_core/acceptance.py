@@ -342,7 +342,7 @@ def _rollouts(
         rows = slice(first, first + ROWS_AT_ONCE)
         ends = torch.as_tensor(at[rows] + 1, device=text.device)
         for place, end in enumerate(at[rows].tolist()):
-            drafter.load_row(place, cached, end)
+            drafter.load_row(range(place, place + 1), cached, end)
         keys = StepKeys(torch.full_like(ends, stream), ends, int(lengths[rows].max()))
         listener = _Listener()
         context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, seen=None)

@@ -7,6 +7,7 @@ has started.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -82,8 +83,11 @@ class Batch:
         if leading:
             self._prefill(leading, range(first, first + len(leading)))
         place_of = {request.prompt: place for place, request in enumerate(leading, first)}
-        for place, request in enumerate(followers, first + len(leading)):
-            self._copy_prompt(request.prompt, place, place_of.get(request.prompt))
+        place = first + len(leading)
+        for prompt, samples in itertools.groupby(followers, lambda request: request.prompt):
+            places = range(place, place + len(list(samples)))
+            self._copy_prompt(prompt, places, place_of.get(prompt))
+            place = places.stop
         for request in starting:
             rows.waiting.popleft()
             request.prompt.waiting -= 1
@@ -103,13 +107,13 @@ class Batch:
         for request, row_logits in zip(leading, logits, strict=True):
             request.prompt.logits = row_logits
 
-    def _copy_prompt(self, prompt: Prompt, place: int, source: int | None) -> None:
-        """Write a prompt's cache rows to a place: from another place, or from what was saved."""
+    def _copy_prompt(self, prompt: Prompt, places: range, source: int | None) -> None:
+        """Write a prompt's cache rows to places: from another place, or from what was saved."""
         if source is not None:
-            self._move(source, place, len(prompt.ids))
+            self._copy(source, places, len(prompt.ids))
         else:
-            self.target.cache.load_row(place, prompt.saved[0])
-            self.drafter.load_row(place, prompt.saved[1], len(prompt.ids))
+            self.target.cache.load_row(places, prompt.saved[0])
+            self.drafter.load_row(places, prompt.saved[1], len(prompt.ids))
 
     def _keep(self, prompt: Prompt, source: int | None) -> None:
         """Save a prompt's cache rows for samples that start later; forget them once none is left."""
@@ -131,8 +135,11 @@ class Batch:
         self.rows.compact(self._move)
 
     def _move(self, source: int, destination: int, length: int) -> None:
-        self.target.cache.move_row(source, destination, length)
-        self.drafter.move_row(source, destination, length)
+        self._copy(source, range(destination, destination + 1), length)
+
+    def _copy(self, source: int, places: range, length: int) -> None:
+        self.target.cache.move_row(source, places, length)
+        self.drafter.move_row(source, places, length)
 
     def release(self) -> None:
         """Free all memory that depends on the models."""

@@ -227,12 +227,11 @@ class RaggedCache(Cache):
             setattr(layer, name, new)
         self.slots, self._first_slots = capacity + 1, None
 
-    def move_row(self, source: int, destination: int, length: int) -> None:
-        """Copy a row's first `length` positions to another place."""
+    def move_row(self, source: int, places: range, length: int) -> None:
+        """Copy a row's first `length` positions to other places."""
         for layer in self.layers:
             for buffer in layer.buffers():
-                buffer[destination, :length] = buffer[source, :length]
-                buffer[destination, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
+                self._write(buffer, places, buffer[source, :length])
 
     def clear(self, places: range) -> None:
         """Forget what rows that lived there have left."""
@@ -244,12 +243,18 @@ class RaggedCache(Cache):
         """A copy of a row's first `length` positions (a prompt's cache, kept for samples that start later)."""
         return [buffer[place, :length].clone() for layer in self.layers for buffer in layer.buffers()]
 
-    def load_row(self, place: int, saved: list[Tensor]) -> None:
-        """Write what `save_row` returned into a place."""
+    def load_row(self, places: range, saved: list[Tensor]) -> None:
+        """Write what `save_row` returned into places."""
         buffers = (buffer for layer in self.layers for buffer in layer.buffers())
         for buffer, stored in zip(buffers, saved, strict=True):
-            buffer[place, : len(stored)] = stored
-            buffer[place, len(stored) :] = 0
+            self._write(buffer, places, stored)
+
+    @staticmethod
+    def _write(buffer: Tensor, places: range, row: Tensor) -> None:
+        """The beginning of a row into places, and nothing behind it."""
+        rows, length = buffer[places.start : places.stop], row.shape[0]
+        rows[:, :length] = row
+        rows[:, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
 
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""

@@ -81,15 +81,15 @@ class Drafter(ABC):
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
         """Rows with these prompts now live in `places`. tokens int64 [B, S]."""
 
-    def move_row(self, source: int, destination: int, length: int) -> None:
-        """The row at one place now (also) lives at another."""
+    def move_row(self, source: int, places: range, length: int) -> None:
+        """The row at one place now (also) lives at others."""
 
     def save_row(self, place: int, length: int) -> list[Tensor]:
         """What `load_row` needs to start another sample of this prompt."""
         return []
 
-    def load_row(self, place: int, saved: list[Tensor], length: int) -> None:
-        """A row of `length` saved positions now lives at `place`."""
+    def load_row(self, places: range, saved: list[Tensor], length: int) -> None:
+        """A row of `length` saved positions now lives at `places`."""
 
     @abstractmethod
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
@@ -133,16 +133,16 @@ class ModelDrafter(Drafter):
         self.runner.feed_last(self._known(tokens), lengths, max(lengths), places)
         self.cached[places.start : places.stop] = lengths
 
-    def move_row(self, source: int, destination: int, length: int) -> None:
-        self.runner.cache.move_row(source, destination, length)
-        self.cached[destination] = self.cached[source]
+    def move_row(self, source: int, places: range, length: int) -> None:
+        self.runner.cache.move_row(source, places, length)
+        self.cached[places.start : places.stop] = self.cached[source]
 
     def save_row(self, place: int, length: int) -> list[Tensor]:
         return self.runner.cache.save_row(place, length)
 
-    def load_row(self, place: int, saved: list[Tensor], length: int) -> None:
-        self.runner.cache.load_row(place, saved)
-        self.cached[place] = length
+    def load_row(self, places: range, saved: list[Tensor], length: int) -> None:
+        self.runner.cache.load_row(places, saved)
+        self.cached[places.start : places.stop] = length
 
     def prepared(self) -> AbstractContextManager:
         return self.runner.prepared()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core.attention import context_length
 from bass_core.models import ModelPair
 from bass_core.rows import StopStrings
 
@@ -99,15 +98,13 @@ def require_draft_model(pair: ModelPair) -> None:
 
 def context_of(pair: ModelPair) -> float:
     """Tokens that fit into the shorter of the models' contexts; infinite where neither has an end."""
-    return min(context_length(model) or math.inf for model in pair.models)
+    return min(pair.contexts.values(), default=math.inf)
 
 
 def check_context(pair: ModelPair, prompt: int, new: int) -> None:
     """Raises ValueError if prompt + new tokens do not fit into the target's or the draft's context."""
-    models = {"target": pair.target, "draft": pair.draft}
-    for role, model in models.items():
-        limit = context_length(model) if isinstance(model, PreTrainedModel) else None
-        if limit is not None and prompt + new > limit:
+    for role, limit in pair.contexts.items():
+        if prompt + new > limit:
             raise ValueError(
                 f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new} is beyond the {role} model's "
                 f"context of {limit}; shorten the prompt or lower max_new_tokens to at most {max(0, limit - prompt)}"

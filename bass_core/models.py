@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from bass_core.attention import context_length
 from bass_core.drafters import NgramDrafter
 from bass_core.shapes import SHAPES, dummy_model, has_dummy_weights, named_config
 
@@ -72,6 +74,13 @@ class ModelPair:
     def models(self) -> list[PreTrainedModel]:
         """The target, and the draft if it is a model."""
         return [model for model in (self.target, self.draft) if isinstance(model, PreTrainedModel)]
+
+    @cached_property
+    def contexts(self) -> dict[str, int]:
+        """How many positions the target and the draft have, by role; a model that does not say is left out."""
+        roles = {"target": self.target, "draft": self.draft}
+        limits = {role: context_length(model) for role, model in roles.items() if isinstance(model, PreTrainedModel)}
+        return {role: limit for role, limit in limits.items() if limit is not None}
 
     @property
     def synthetic(self) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 _GOLDEN = (
     -7046029254386353131
 )  # 0x9E3779B97F4A7C15 as a signed 64-bit integer: 2^64 / golden ratio, SplitMix's increment
+_WORD = 2**64 - 1
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
@@ -99,8 +100,15 @@ def _mix(x: Tensor) -> Tensor:
 
 def stream(seed: int, row: int) -> int:
     """One 64-bit integer for (seed, row id), as int64. Seeds count modulo 2^64."""
-    words = torch.tensor([_signed(seed), row], dtype=torch.int64)
-    return int(_mix(_mix(words[:1] + _GOLDEN) + words[1:] * _GOLDEN))
+    return _signed(_mix_word(_mix_word(seed + _GOLDEN) + row * _GOLDEN))
+
+
+def _mix_word(x: int) -> int:
+    """`_mix` of one number, modulo 2^64: one per row is asked for, and tensors that small are slow."""
+    x &= _WORD
+    x = (x ^ x >> 30) * _MIX_1 & _WORD
+    x = (x ^ x >> 27) * _MIX_2 & _WORD
+    return x ^ x >> 31
 
 
 def _bits(key: Key) -> Tensor:

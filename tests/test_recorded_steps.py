@@ -227,10 +227,22 @@ def test_a_recording_is_replayed_with_the_values_of_now():
 
     source, total, factor = torch.ones(3), torch.zeros(()), 2.0
     graphs = Graphs(recorded(torch.device("cpu"), compiled=False))
-    graphs.record("sum", lambda: total.copy_(factor * source.sum()))
+
+    def add_up():
+        return total.copy_(factor * source.sum())
+
+    graphs.record("sum", add_up)
     source.fill_(5.0)
     factor = 7.0
-    assert graphs.replay("sum") == 30.0
+    assert graphs.run("sum", add_up) == 30.0
+
+
+def test_what_occurs_once_is_not_recorded():
+    graphs = Graphs(lambda function: lambda: "replayed")
+    assert not graphs.due("sum") and graphs.run("sum", lambda: "called") == "called"
+    assert graphs.due("sum")
+    graphs.record("sum", lambda: "called")
+    assert graphs.run("sum", lambda: "called") == "replayed" and graphs.made == 1
 
 
 # --- exactness of steps of fixed shapes, by enumeration ----------------------------------------------
