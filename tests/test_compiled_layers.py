@@ -65,7 +65,8 @@ def test_nothing_is_compiled_anew_over_fifty_steps():
     each 128 keys, on the padded path of a CPU)."""
     room = {"max_position_embeddings": 512}
     models = bass.ModelPair(tiny_model(num_hidden_layers=7, **room), tiny_model(noise=0.1, **room))
-    with bass.Session(models, compile="compiled", draft_length=2, eos_token_id=(), temperature=3.0) as session:
+    options = {"draft_length": 2, "acceptance": "synthetic:0.3", "eos_token_id": ()}
+    with bass.Session(models, compile="compiled", **options) as session:
         for prompt in ragged_prompts(130, 134):
             session.submit(prompt, max_new_tokens=200)
         for _ in range(3):
