@@ -39,16 +39,15 @@ class LayerView:
 def using(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
     """Inside, the model's layers run compiled, over this cache. Raises ValueError for a model without such a list."""
     layers = layers_of(model)
-    if len(layers) != len(cache.layers):
+    if len(layers) != len(cache.layers) or any("forward" in vars(layer) for layer in layers):
         raise ValueError(
-            f"{type(model).__name__} has {len(cache.layers)} layers that keep keys and values, and a list of "
-            f"{len(layers)}: it cannot be compiled layer by layer. Use compile='graphs' or 'off'"
+            f"{type(model).__name__} cannot be compiled layer by layer: {len(cache.layers)} layers keep keys and "
+            f"values, its list has {len(layers)}, or something stands in for their own code (hooks of accelerate, "
+            "say). Use compile='off' or 'graphs'"
         )
-    replaced = []
     try:
         for layer, cached in zip(layers, cache.layers, strict=True):
             layer.forward = _with_view(layer, LayerView(cached), cache)
-            replaced.append(layer)
         with torch._dynamo.config.patch(recompile_limit=SHAPES):
             yield
     except torch._dynamo.exc.TorchDynamoException as error:
@@ -57,8 +56,8 @@ def using(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
             f"{type(model).__name__}'s layers cannot be compiled ({reason}). Use compile='off' or 'graphs'"
         ) from error
     finally:
-        for layer in replaced:
-            del layer.forward  # the class's own is seen again
+        for layer in layers:
+            vars(layer).pop("forward", None)  # the class's own is seen again
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:

@@ -17,8 +17,19 @@ collect_ignore_glob = (
 )
 
 
-# Files of some minutes each: with several workers they begin first, or one would be left waiting for another.
-LONGEST = ("test_interpreter", "test_notebooks", "test_enumeration", "test_explorer", "test_browser")
+# Files of some minutes each begin first, or one worker would be left waiting for another; and those that wait much
+# themselves (for kills, time limits, a browser) begin beside the lessons, which keep two processes busy.
+LONGEST = (
+    "test_notebooks",
+    "test_sweep",
+    "test_browser",
+    "test_sandbox",
+    "test_interpreter",
+    "test_sweep_ray",
+    "test_quality",
+    "test_enumeration",
+    "test_explorer",
+)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -89,6 +89,17 @@ def test_layers_are_the_models_own_again_afterwards():
 
 
 @pytest.mark.usefixtures("traced_only")
+def test_layers_in_somebody_elses_hands_are_not_touched():
+    """accelerate, for one, hangs its hooks on a layer's forward."""
+    models = bass.ModelPair(tiny_model.__wrapped__(), tiny_model())
+    layer = compiled_layers.layers_of(models.target)[1]
+    hooked = layer.forward = layer.forward
+    with pytest.raises(ValueError, match=r"layer by layer.*compile='off'"):
+        decode(models, "compiled")
+    assert layer.forward is hooked
+
+
+@pytest.mark.usefixtures("traced_only")
 def test_a_model_that_cannot_be_traced_is_refused_by_name():
     """Mixtral's plain loop over experts depends on which of them have tokens."""
     models = pair("mixtral")
