@@ -32,7 +32,7 @@ bench: .venv/.installed-notebooks ## time all ways to decode with the embedded p
 bench-kernels: .venv/.installed-notebooks ## time the Triton kernels against their peers (needs a CUDA GPU)
 	PYTHONPATH=.:kernels $(BIN)/python -m bench $(ARGS)
 
-bench-gpu: .venv/.installed-notebooks ## time decoding at real sizes, ten minutes (needs a CUDA GPU; ARGS=--quick: three)
+bench-gpu: .venv/.installed-notebooks ## time decoding at real sizes, ends after ten minutes (needs a CUDA GPU; ARGS=--quick: three)
 	PYTHONPATH=.:kernels $(BIN)/python -m bass_core.gpu_benchmark $(ARGS)
 
 pictures: .venv/.installed-test ## draw the README's pictures again (needs Chromium)

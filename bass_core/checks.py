@@ -89,6 +89,7 @@ class _Subject:
     new: int
     samples: int
     seed: int
+    compile: str
 
     @cached_property
     def pair(self) -> ModelPair:
@@ -109,13 +110,15 @@ def verify(
     max_new_tokens: int = 48,
     samples: int = 6144,
     seed: int = 0,
+    compile: str = "auto",
     progress: Callable[[str], None] = lambda message: None,
 ) -> Report:
     """Check that decoding this pair is exact: greedy, sampled, coupled, and in half precision.
 
     prompts: texts or token ids; None takes some that suit the pair (random ids where there is no tokenizer). Fewer than
         four are joined by shortened ones; all are shortened where the context would not hold what is generated.
-    max_new_tokens: per row (the context may allow fewer). samples: rows of each G-test. progress: told what comes next.
+    max_new_tokens: per row (the context may allow fewer). samples: rows of each G-test. compile: as in `generate`, what
+        is checked; attention "split", which cannot be recorded, is checked without. progress: told what comes next.
 
     The first three checks run in float32 (float64 where the pair is), the last in the pair's half precision or in
     bfloat16; where that is another dtype than the pair's they run on copies. Models are left as they were found.
@@ -126,7 +129,7 @@ def verify(
     dtype = pair.target.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     half = dtype if dtype == torch.float16 else torch.bfloat16
-    subject = _Subject(pair, precise, prompts, new, samples, inputs.integer("seed", seed, least=None))
+    subject = _Subject(pair, precise, prompts, new, samples, inputs.integer("seed", seed, least=None), compile)
     checks = []
     for name, check in (("greedy identity", _greedy), ("sampled law", _sampled), ("coupled identity", _coupled)):
         checks.append(_run(name, check, subject, progress))
@@ -195,11 +198,11 @@ def _greedy(subject: _Subject) -> Finding:
     paths, refused = _paths(pair)
     runs = []
     for path, k in [("auto", k) for k in (1, 3, 8, None)] + [(path, 3) for path in paths]:
-        out = generate(
-            pair, subject.prompts, max_new_tokens=subject.new, draft_length=k, attention=path, eos_token_id=()
-        )
+        options = {"attention": path, "compile": "off" if path == "split" else subject.compile, "eos_token_id": ()}
+        out = generate(pair, subject.prompts, max_new_tokens=subject.new, draft_length=k, **options)
         different = _divergences(out.sequences, alone)
-        run = {"attention": path, "path": out.trace.meta["attention"], "draft_length": k}
+        meta = out.trace.meta
+        run = {"attention": path, "path": meta["attention"], "compile": meta["compile"], "draft_length": k}
         runs.append(run | _counts(out.trace.steps) | {"identical": rows - len(different), "divergences": different})
     identical, of = sum(run["identical"] for run in runs), rows * len(runs)
     lengths = [len(prompt) for prompt in subject.prompts]
@@ -253,6 +256,7 @@ def _sampled(subject: _Subject) -> Finding:
     batch = min(samples, 512, max(8, 2**24 // pair.target.config.get_text_config().vocab_size))
     options = {"temperature": params.temperature, "top_k": TOP_K, "max_new_tokens": TOKENS, "eos_token_id": ()}
     options |= {"num_return_sequences": samples, "max_batch_size": batch, "draft_length": _ByRow()}
+    options |= {"compile": subject.compile}
     tests = {}
     for number, rule in enumerate(("token", "block")):
         out = generate(pair, [prompt], verification=rule, seed=subject.seed + number, **options)
@@ -309,6 +313,7 @@ def _coupled(subject: _Subject) -> Finding:
     other = NgramDrafter() if isinstance(pair.draft, PreTrainedModel) else pair.target
     pairs = {"own": pair, "other": replace(pair, draft=other)}
     options = {"max_new_tokens": subject.new, "temperature": 0.8, "verification": "coupled", "eos_token_id": ()}
+    options |= {"compile": subject.compile}
     regular = generate(pair, subject.prompts, draft_length=0, seed=subject.seed, **options).sequences
     runs = []
     for draft, k, batch in (
@@ -342,7 +347,8 @@ def _half(subject: _Subject) -> Finding:
     allowed = 2 * reference.numeric_noise(pair.target, prompts, alone)
     lines = []
     for decoding, k in (("no speculation", 0), ("draft length 3", 3), ("default policy", None)):
-        out = generate(pair, prompts, max_new_tokens=subject.new, draft_length=k, eos_token_id=(), trace="off")
+        options = {"max_new_tokens": subject.new, "compile": subject.compile, "eos_token_id": (), "trace": "off"}
+        out = generate(pair, prompts, draft_length=k, **options)
         lines += [{"decoding": decoding} | line for line in _divergences(out.sequences, alone)]
     beyond = sum(line["gap"] > allowed for line in lines)
     control = sum(line["decoding"] == "no speculation" for line in lines)

@@ -165,7 +165,7 @@ class EagerStep:
 
     @property
     def recordings(self) -> int:
-        """How many functions were recorded so far: a step in which that grows took longer than it will again."""
+        """What was met for the first time or recorded so far: a step in which it grows is longer than it will be."""
         return 0
 
     def release(self) -> None:

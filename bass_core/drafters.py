@@ -259,7 +259,8 @@ class ModelDrafter(Drafter):
             tokens.append(token)
             probs.append(q)
             seen = None if seen is None else seen.scatter(1, token[:, None], True)
-            fed, starts = self._known(token)[:, None], context.lengths + slot
+            # Rows that rest stay where they are: further on, a context might have ended.
+            fed, starts = self._known(token)[:, None], context.lengths + (lengths > slot + 1) * slot
         q = torch.stack(probs, 1) if self.keep_q else None
         return Draft(torch.stack(tokens, 1), lengths, None, q, torch.stack(finite, 1).all(1))
 

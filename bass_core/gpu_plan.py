@@ -44,34 +44,30 @@ def plan(quick: bool) -> list[Group]:
     eight = (
         REGULAR,
         batched(0.8),
-        batched(0.8, "goodput"),
+        Way("transformers", attention="sdpa", compile="static cache"),
         batched(USELESS, "goodput"),
+        batched(0.8, "goodput"),
         batched(0.8, attention="pad"),
+    )
+    many = (REGULAR, batched(0.8), batched(0.7), batched(USELESS, "goodput"), batched(0.8, attention="pad"))
+    few = (REGULAR, batched(0.8))
+    also = (
         batched(0.8, attention="split", compile="off"),
         batched(0.8, compile="off"),
         Way("regular", compile="graphs"),
         Way("regular", compile="compiled"),
         Way("single", "best", 0.8),
-        batched(0.8, "algorithm 1"),
         batched(0.7),
         batched(0.9),
-        Way("transformers", attention="sdpa", compile="static cache"),
+        batched(0.8, "algorithm 1"),
     )
-    many = (
-        REGULAR,
-        batched(0.8),
-        batched(0.7),
-        batched(USELESS, "goodput"),
-        batched(0.8, "goodput"),
-        batched(0.8, attention="pad"),
-    )
-    few = (REGULAR, batched(0.8))
-    groups = [Group("paper-7.8b", 8, eight), Group("paper-7.8b", 32, many), Group("paper-7.8b", 1, few)]
+    first = {8: eight, 32: many, 1: few}
+    groups = [Group("paper-7.8b", batch, ways) for batch, ways in first.items()] + [Group("paper-7.8b", 8, also)]
     if quick:
         return groups
     middle = (REGULAR, batched(0.8), batched(0.8, "goodput"))
     groups += [Group("paper-7.8b", batch, middle) for batch in (16, 4, 2)]
-    groups += [Group("llama-3.1-8b", 8, eight), Group("llama-3.1-8b", 32, many), Group("llama-3.1-8b", 1, few)]
+    groups += [Group("llama-3.1-8b", batch, ways) for batch, ways in first.items()]
     return groups
 
 

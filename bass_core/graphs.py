@@ -7,10 +7,12 @@ to change from one replay to the next has to stand in device memory.
 
 from __future__ import annotations
 
+import functools
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -52,7 +54,7 @@ class Graphs:
         self._record, self._most, self._fall_back = record, most, fall_back
         self._recordings: OrderedDict[Hashable, Function] = OrderedDict()
         self._met: set[Hashable] = set()
-        self.made = 0  # recordings so far, those that were dropped again among them
+        self.made = 0  # functions met for the first time and recordings so far: what takes longer than it will again
 
     def due(self, key: Hashable) -> bool:
         """Whether this function is to be recorded now: it was called before, and there is no recording of it."""
@@ -84,7 +86,9 @@ class Graphs:
         if key in self._recordings:
             self._recordings.move_to_end(key)
             return self._recordings[key]()
-        self._met.add(key)
+        if key not in self._met:
+            self._met.add(key)
+            self.made += 1
         return function()
 
     def clear(self) -> None:
@@ -103,21 +107,24 @@ def captured(device: torch.device, compiled: bool) -> Callable[[Function], Funct
     compiled: the functions hold compiled code, in which the compiler has looked for the host already. Else they raise
     NotRecordable where it reads.
     """
-    pool = torch.cuda.graph_pool_handle()
+    # A pool lives as long as a graph that was recorded into it: where there is none any more, a new one is begun.
+    alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(function: Function) -> Function:
         with torch.cuda.device(device):
             with nullcontext() if compiled else NothingReadByHost():
                 function()
-            beside = torch.cuda.Stream()
+            beside = _stream_beside(device)
             beside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(beside):
                 for _ in range(WARM_UPS):
                     function()
                 torch.cuda.synchronize()  # a recording that made room may still have been running
+                companion = next(iter(alive), None)  # held until this one is recorded
                 graph = torch.cuda.CUDAGraph()
                 with _no_garbage_collection():  # which may destroy things of CUDA's in the midst of it
-                    result = _capture(graph, pool, function)
+                    result = _capture(graph, {} if companion is None else {"pool": companion.pool()}, function)
+                alive.add(graph)
             torch.cuda.current_stream().wait_stream(beside)
 
         def replay() -> Any:
@@ -129,20 +136,27 @@ def captured(device: torch.device, compiled: bool) -> Callable[[Function], Funct
     return record
 
 
-def _capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int], function: Function) -> Any:
+@functools.cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings on a device: libraries keep a workspace for every stream that they ever saw."""
+    return torch.cuda.Stream(device)
+
+
+def _capture(graph: torch.cuda.CUDAGraph, pool: dict, function: Function) -> Any:
     """What the function returns while it is recorded. Raises NotRecordable for what CUDA refuses to record."""
+    # Other threads of a notebook may use the GPU meanwhile: only this one's mistakes end the recording.
+    graph.capture_begin(**pool, capture_error_mode="thread_local")
     try:
-        # Other threads of a notebook may use the GPU meanwhile: only this one's mistakes end the recording.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            return function()
-        finally:
+        result = function()
+    except BaseException as error:
+        with suppress(RuntimeError):  # the recording is void
             graph.capture_end()
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
+        if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise NotRecordable(f"CUDA does not record these passes ({reason}): use compile='off'") from error
+    graph.capture_end()
+    return result
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """`make bench-gpu` up to the GPU: its plan, its arithmetic, and a dry run of all of it on the CPU."""
 
 import json
+from collections import defaultdict
 
 import pytest
+import torch
 
 from bass_core import checks, gpu_benchmark, records
 from bass_core.benchmark import Clock
@@ -85,7 +87,9 @@ def test_a_failed_check_is_an_exit_code(monkeypatch):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_plan_has_all_that_the_records_are_for(quick):
-    groups = {(group.shape, group.batch): group.ways for group in plan(quick)}
+    groups = defaultdict(tuple)
+    for group in plan(quick):
+        groups[group.shape, group.batch] += group.ways
     eight, many = groups["paper-7.8b", 8], groups["paper-7.8b", 32]
     assert {way.attention for way in eight if way.method == "batched"} == {"ragged", "pad", "split"}
     assert {way.compile for way in eight if way.method == "regular"} == {"compiled+graphs", "compiled", "graphs"}
@@ -136,6 +140,33 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
 
     bench = gpu_benchmark.Bench(H100, {}, {}, repeats=2)
     way = Recording([1, 2, 2, 3, 3])
-    assert bench._paired(way, Recording([1])) == [(3.0, 2.0), (4.0, 4.0)]  # one was dropped
+    assert bench._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
     restless = Recording(range(1, 50))
-    assert len(bench._paired(restless, Recording([1]))) == 2
+    pairs, disturbed = bench._paired(restless, Recording([1]))
+    assert (len(pairs), disturbed) == (2, 2)
+
+
+def test_a_way_that_cannot_be_gone_leaves_the_others(capsys, monkeypatch):
+    monkeypatch.setattr(checks, "verify", lambda pair, **options: checks.Report("embedded", []))
+    once = gpu_benchmark.Runs.once
+
+    def failing(self):
+        if self.way.draft == "goodput":
+            raise torch.OutOfMemoryError("no room")
+        return once(self)
+
+    monkeypatch.setattr(gpu_benchmark.Runs, "once", failing)
+    assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED embedded, batch 2" in out and "no room" in out
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["ways"], summary["failed"], summary["left_out"]) == (3, 1, 0)
+
+
+def test_a_pair_that_was_checked_in_another_way_has_not_passed(monkeypatch):
+    """The record's word on exactness is of the passes that it times."""
+    run = {"attention": "auto", "path": "ragged", "compile": "off"}
+    passed = checks.Report("embedded", [checks.Check("greedy identity", True, "", 0.0, {"runs": [run]})])
+    monkeypatch.setattr(checks, "verify", lambda pair, **options: passed)
+    assert gpu_benchmark.exactness("cpu", "off")["passed"]
+    assert not gpu_benchmark.exactness("cpu", "compiled+graphs")["passed"]

@@ -113,9 +113,28 @@ def test_recordings_survive_rows_that_come_and_go():
             assert tokens == greedy_alone(session.pair.target, prompt.cuda(), len(tokens)).tolist()
 
 
-def test_the_embedded_pair_is_exact_on_the_recorded_path():
-    report = bass.verify(bass.load_pair())
+@pytest.mark.parametrize("way", ["graphs", "compiled+graphs"])
+def test_the_embedded_pair_is_exact_on_the_recorded_path(way):
+    report = bass.verify(bass.load_pair(), compile=way)
     assert report.passed, report.table()
+
+
+def test_recordings_are_made_anew_when_memory_has_moved():
+    """The last of the old ones takes the memory pool along."""
+    pair = pair_on_gpu()
+    for policy, new in ((3, 60), (bass.BassHeuristic(initial=6, increment=5), 60)):
+        found = {}
+        for way in ("off", "graphs"):
+            with bass.Session(pair, compile=way, draft_length=policy, eos_token_id=()) as session:
+                handles = [session.submit(PROMPTS[0], max_new_tokens=20)]
+                for _ in range(5):
+                    session.step()
+                handles.append(session.submit(PROMPTS[3], max_new_tokens=new))
+                while not session.idle:
+                    session.step()
+                found[way] = [session.result(handle).sequence.tolist() for handle in handles]
+                assert session.trace.meta["compile"] == way
+        assert found["graphs"] == found["off"]
 
 
 def test_dummy_weights_are_made_on_the_gpu_and_once(monkeypatch):
