@@ -15,11 +15,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,6 @@ from bass_core.gpu_records import check, table
 from bass_core.models import ModelPair, load_pair
 from bass_core.trace import Trace
 
-ROOT = Path(__file__).resolve().parents[1]
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
 NEW = 128  # tokens per row
 NO_GPU = 2  # exit code
@@ -157,7 +155,7 @@ class Bench:
         if pair.device.type == "cuda" or way.method == "transformers":
             return way
         attention = "pad" if way.attention == "ragged" else way.attention
-        return Way(way.method, way.draft, way.alpha, attention, compile="off")
+        return replace(way, attention=attention, compile="off")
 
     def _paired(self, runs: Runs, regular: Runs) -> tuple[list[tuple[float, float]], int]:
         """Seconds of the way and of regular decoding, repeat by repeat. Those in which something was compiled or
@@ -288,9 +286,10 @@ def run(options: argparse.Namespace) -> int:
         out_of_time=lambda: time.monotonic() - started > limit,
         **small,
     )
-    output = options.output or (None if dry else ROOT / "notebooks" / "records" / f"gpu_{_slug(here['device'])}.jsonl")
+    output = options.output or (None if dry else records.device_file("gpu", here["device"]))
+    groups = [DRY] if dry else plan(options.quick)
     written, pair, shape = [], None, None
-    for group in [DRY] if dry else plan(options.quick):
+    for group in groups:
         if bench.out_of_time():
             break
         if group.shape != shape:
@@ -305,7 +304,7 @@ def run(options: argparse.Namespace) -> int:
         written += lines
         if lines:
             print(f"{table(lines)}{bounds(pair, group, bench)}\n", flush=True)
-    planned = sum(len(group.ways) for group in ([DRY] if dry else plan(options.quick)))
+    planned = sum(len(group.ways) for group in groups)
     seconds = round(time.monotonic() - started, 1)
     left_out = planned - len(written) - len(bench.failed)
     print(json.dumps({"ways": len(written), "failed": len(bench.failed), "left_out": left_out,
@@ -331,10 +330,6 @@ def bounds(pair: ModelPair, group: Group, bench: Bench) -> str:
         low, high = scaled_to(bench.device.bandwidth)
         text += f"; the paper's 5.8 ms (A100, batch 8, batched) scaled to it: {low:.2f} to {high:.2f} ms"
     return text
-
-
-def _slug(device: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", device.lower().replace("nvidia", "")).strip("_")
 
 
 def main(given: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ import transformers
 from bass_core import sweep_store
 from bass_core.parameters import in_table
 
+ROOT = Path(__file__).resolve().parents[1]
 Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
 
 FIELDS: Kinds = {
@@ -223,6 +225,12 @@ def environment() -> dict[str, str | int]:
         "bass": _own_version(),
         "commit": _commit(),
     }
+
+
+def device_file(kind: str, device: str) -> Path:
+    """Where this repository keeps such records of a GPU: notebooks/records/kind_device.jsonl."""
+    slug = re.sub(r"[^a-z0-9]+", "_", device.lower().replace("nvidia", "")).strip("_")
+    return ROOT / "notebooks" / "records" / f"{kind}_{slug}.jsonl"
 
 
 def processor() -> str:

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "kernels"))  # the benchmark is run from the repository and never installed
 
+from bass_core import records  # noqa: E402
 from bench import __main__ as command  # noqa: E402
 from bench import inputs as cases  # noqa: E402
 from bench import measure, peers, report, schema, shapes, timing  # noqa: E402
@@ -272,10 +273,10 @@ def test_dry_run_writes_valid_lines_for_every_kernel_and_ends_in_one_document(tm
 
 
 def test_dry_run_without_output_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(records, "ROOT", tmp_path)
     assert command.main(["--dry-run", "--kernels", "sdpa-math"]) == 0
     assert list(tmp_path.iterdir()) == []
 
 
 def test_records_of_a_gpu_have_a_file_of_their_own():
-    assert command.default_output("NVIDIA H100 80GB HBM3").name == "kernels_h100_80gb_hbm3.jsonl"
+    assert records.device_file("kernels", "NVIDIA H100 80GB HBM3").name == "kernels_h100_80gb_hbm3.jsonl"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import subprocess
 import sys
 import time
@@ -21,7 +20,6 @@ from bench.measure import DeviceLost, Outcome, line, measure
 from bench.peers import PEERS, by_default
 from bench.timing import FakeClock, GraphClock
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 450.0  # a run without --all ends here
 NO_GPU = 2  # exit code
 
@@ -80,18 +78,13 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def default_output(device: str) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "_", device.lower().replace("nvidia", "")).strip("_")
-    return ROOT / "notebooks" / "records" / f"kernels_{slug}.jsonl"
-
-
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Measure and write case by case, so that a run cut short keeps what it has. Returns the exit code."""
     started, here = time.monotonic(), environment(options.commit)
     device = torch.device("cpu" if options.dry_run else "cuda")
     clock = FakeClock() if options.dry_run else GraphClock()
-    output = options.output or (None if options.dry_run else default_output(here["device"]))
+    output = options.output or (None if options.dry_run else records.device_file("kernels", here["device"]))
     limit = options.seconds or (math.inf if options.all else SECONDS)
     copy = clock.copy_bytes_per_second()
     cases, written, lost = chosen_cases(options), [], None
