@@ -260,8 +260,8 @@ def _steps(
     policy = _InTurn(draft_lengths)
     options = {"temperature": temperature, "draft_length": policy, "eos_token_id": ()}
     with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
-        for row in range(batch):
-            session.submit(torch.arange(PROMPT + row % 2) % (2 + row), max_new_tokens=limit)
+        for prompt in _prompts(batch, PROMPT):
+            session.submit(prompt, max_new_tokens=limit)
         session.step()  # prefill
         for k in draft_lengths:
             watch.start()
@@ -283,8 +283,8 @@ def _recorded_steps(
     options = {"temperature": temperature, "draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
     walls = []
     with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
-        for row in range(batch):
-            session.submit(torch.arange(prompt) % (2 + row), max_new_tokens=_growth(lengths))
+        for ids in _prompts(batch, prompt):
+            session.submit(ids, max_new_tokens=_growth(lengths))
         session.step()  # prefill
         for _ in range(len(lengths) * each):
             started = time.perf_counter()
@@ -298,6 +298,11 @@ def _recorded_steps(
             yield ("target_passes", batch, k + 1, kv_length), verifying
             yield ("draft_phases", batch, k, kv_length), drafting
             yield ("overheads", batch, k), wall - drafting - verifying
+
+
+def _prompts(batch: int, length: int) -> list[torch.Tensor]:
+    """Different ids for every row, of some length."""
+    return [torch.arange(length + row % 2) % (2 + row) for row in range(batch)]
 
 
 def _growth(lengths: Sequence[int]) -> int:
@@ -349,7 +354,8 @@ def check(
     max_new_tokens: int = 96,
     progress: Callable[[str], None] = lambda message: None,
 ) -> pd.DataFrame:
-    """Predicted and real decode time of greedy runs on the mini prompt set, all cases taking turns.
+    """Predicted and real decode time of greedy runs on the mini prompt set (ids for a pair without a tokenizer), all
+    cases taking turns.
 
     Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after one that warms up;
     relative: the ratio by the median of all ratios, which a machine that is busier or idler than when it was calibrated
@@ -365,7 +371,7 @@ def check(
             ticks: list[float] = []  # a step ends with a copy to the host: its time is the device's too
             out = generate(
                 pair,
-                prompt_set("mini", batch),
+                prompt_set("mini", batch) if pair.tokenizer else _prompts(batch, PROMPT),
                 draft_length=k,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=(),

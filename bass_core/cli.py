@@ -202,6 +202,7 @@ def bench(
 def calibrate(
     target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
     draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
+    weights: Annotated[str, typer.Option(help="hub; or dummy: random ones in models of a known name")] = "hub",
     dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
     rows: Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")] = [1, 2, 4, 8, 16, 32],  # noqa: B006
     seconds: Annotated[float, typer.Option(min=0, help="time to measure in")] = 45.0,
@@ -216,7 +217,7 @@ def calibrate(
         typer.echo(f"  {message}", err=True)
 
     with _one_line_errors():
-        pair = load_pair(target, draft, dtype=dtype)
+        pair = load_pair(target, draft, weights=weights, dtype=dtype)
         cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=progress)
         path = output or costs.cache_folder() / cost.file_name
         path.parent.mkdir(parents=True, exist_ok=True)

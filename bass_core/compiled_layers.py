@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bass_core.cache import RaggedCache, RaggedLayer
+from bass_core.graphs import unwatched
 
 BACKEND = "inductor"
 SHAPES = 256  # numbers of rows and tokens for which a kind of layer may be compiled
@@ -78,5 +79,5 @@ def _with_view(layer: nn.Module, view: LayerView, cache: RaggedCache) -> Callabl
 
 def _compile(function: Callable) -> Callable:
     if function not in _compiled:
-        _compiled[function] = torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND)
+        _compiled[function] = unwatched(torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND))
     return _compiled[function]

@@ -7,6 +7,7 @@ phase and one for everything after it; nothing in them is known on the host, so 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -110,8 +111,9 @@ class EagerStep:
         """The live rows at the beginning of a step that drafts up to `most` tokens."""
         return self.context(range(rows), most)
 
-    def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        """Up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]."""
+    def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        """Up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]. planned: the lengths before they
+        were cut to what rows may still emit."""
         return self.drafter.draft(context, lengths, policy) if lengths.any() else Draft.none(context)
 
     def verify(self, context: Context, draft: Draft) -> Step:
@@ -177,7 +179,8 @@ class FixedStep(EagerStep):
 
     Shapes are the batch rounded up to a power of two, the draft length and, on paths that need it, the extent of the
     keys, rounded up to a multiple of 128. Each is recorded once (module graphs). Places without a row submit nothing,
-    write to the scratch slot and do not move; while a function is recorded, all places are such.
+    write to the scratch slot and do not move; while a function is recorded, all places are such. Rows that near their
+    end submit fewer drafts than were planned, in functions that are wide enough for more: new ones would take longer.
 
     Policies that are asked between draft passes have these recorded one by one, drafters without a model none.
     """
@@ -195,28 +198,33 @@ class FixedStep(EagerStep):
         self._drafted = torch.zeros(places, 0, dtype=torch.int64, device=device)
         self._q: Tensor | None = None  # float [places, K, V], once a draft has shown that it has one
         self._memory: tuple[int, ...] = ()
+        self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by places
         if isinstance(self.drafter, ModelDrafter):
             self.drafter.graphs = graphs
 
     def begin_decode(self, rows: int, most: int) -> Context:
         return self.rows.context(range(rows), most)  # noise is made where it is needed: inside the phases
 
-    def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        most, rows = int(lengths.max()), len(lengths)
+    def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        rows = len(lengths)
+        places, most = self._places(rows), int(lengths.max())
+        alone = isinstance(self.drafter, ModelDrafter) and not policy.asks_while_drafting
+        if alone:
+            most = self._width(places, most, int(planned.max()))
         self._settle(most)
         self._announce(lengths)
-        if most == 0:
-            self._finite.fill_(True)
-            return Draft.none(context)
-        if not isinstance(self.drafter, ModelDrafter) or policy.asks_while_drafting:
+        if not alone and most > 0:
             draft = self.drafter.draft(self.context(context.places, most), lengths, policy)
             self._store(draft)
             self._announce(draft.lengths_host)
             return draft
-        self.drafter.catch_up(context, lengths)
-        places, extent = self._places(rows), self.drafter.runner.extent(int(context.lengths_host.max()) + most)
-        self._run(("draft", places, most, extent), lambda: self._draft_phase(places, most, extent))
-        q = None if self._q is None else self._q[:rows, :most]
+        if lengths.any():
+            self.drafter.catch_up(context, lengths)
+            extent = self.drafter.runner.extent(int((context.lengths_host + lengths).max()))
+            self._run(("draft", places, most, extent), lambda: self._draft_phase(places, most, extent))
+        else:
+            self._finite.fill_(True)
+        q = None if self._q is None or most == 0 else self._q[:rows, :most]
         return Draft(self._drafted[:rows, :most], self.planned[:rows], lengths, q, self._finite[:rows])
 
     def verify(self, context: Context, draft: Draft) -> Step:
@@ -241,6 +249,14 @@ class FixedStep(EagerStep):
         ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
         logits = self.target.feed_fixed(ids, context.lengths - 1, planned + 1, extent)
         return self.commit(context, draft, logits, live=planned > NOBODY).block
+
+    def _width(self, places: int, submitted: int, planned: int) -> int:
+        """For how many drafts a step has room: as many as rows submit, or where these were cut, the least that was met
+        before and holds them."""
+        known = self._widths[places]
+        width = min((width for width in known if submitted <= width <= planned), default=submitted)
+        known.add(width)
+        return width
 
     # --- the memory that they stand on ------------------------------------------------------------
 
@@ -295,5 +311,5 @@ def make(way: Execution, fall_back: Callable[[], None] | None, rows: Rows, *argu
     """The steps of `rows` in that way. fall_back: called if they cannot be recorded after all (None: that raises)."""
     if way == Execution():
         return EagerStep(rows, *arguments, **options)
-    record = captured(rows.device, way.compiled) if way.recorded else launched_each_time
+    record = captured(rows.device) if way.recorded else launched_each_time
     return FixedStep(rows, *arguments, graphs=Graphs(record, fall_back=fall_back), **options)

@@ -241,7 +241,7 @@ class Session:
         planned, lengths = planned_lengths(plan, view)  # [B], and cut to what each row may still emit
         context = self.device_step.begin_decode(len(self.rows.live), int(lengths.max()))
         self._enter("draft")
-        draft = self.device_step.draft(context, lengths, self.policy)  # tokens [B, K], probabilities [B, K, V]
+        draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V]
         self._enter("verify")
         self._ahead = True
         found = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied

@@ -33,6 +33,7 @@ class Group:
 
 
 REGULAR = Way("regular")
+PEER = Way("transformers", attention="sdpa", compile="static cache")
 
 
 def batched(alpha: float, draft: int | str = "best", **changes) -> Way:
@@ -44,7 +45,7 @@ def plan(quick: bool) -> list[Group]:
     eight = (
         REGULAR,
         batched(0.8),
-        Way("transformers", attention="sdpa", compile="static cache"),
+        PEER,
         batched(USELESS, "goodput"),
         batched(0.8, "goodput"),
         batched(0.8, attention="pad"),
@@ -71,7 +72,7 @@ def plan(quick: bool) -> list[Group]:
     return groups
 
 
-DRY = Group("embedded", 2, (REGULAR, batched(0.8), batched(0.8, "goodput"), Way("single", "best", 0.8)))
+DRY = Group("embedded", 2, (REGULAR, batched(0.8), PEER, batched(0.8, "goodput"), Way("single", "best", 0.8)))
 
 
 def policy_of(way: Way, batch: int, cost: CostModel, keys: float) -> int | DraftLengthPolicy:

@@ -28,8 +28,7 @@ FIELDS: records.Kinds = {
     "k": (float, type(None)),  # mean planned draft length
     "over_regular": dict,  # median, low, high of the paired ratios
     "utilisation": (dict, type(None)),  # verified, emitted, draft, bandwidth: shares of the measured peaks
-    # Of the decode time outside the spans of draft and verification, in which the host's own time before a launch is.
-    "host_share": (float, type(None)),
+    "host_share": (float, type(None)),  # of the decode time, in which the device works on no pass
     "copy_gb_per_s": float,
     "matrix_tflops": float,
     "dtype": str,

@@ -12,11 +12,12 @@ import gc
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 MOST = 64  # recordings kept: a batch's draft lengths, and what is left of earlier batch sizes
 WARM_UPS = 2  # calls beside the main stream before the recording: libraries make their workspaces there
@@ -31,13 +32,52 @@ class NotRecordable(ValueError):
 class NothingReadByHost(TorchDispatchMode):
     """Raises NotRecordable where the host waits for a value of the device's, or makes a tensor of its own numbers."""
 
-    READS = torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select
+    READS = (
+        torch.ops.aten._local_scalar_dense,
+        torch.ops.aten.nonzero,
+        torch.ops.aten.masked_select,
+        torch.ops.aten.equal,
+        torch.ops.aten.repeat_interleave,
+        torch.ops.aten._unique2,
+        torch.ops.aten.unique_dim,
+        torch.ops.aten.unique_consecutive,
+    )
+    INDEXES = torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_
     MAKES = torch.ops.aten.lift_fresh, torch.ops.aten.lift_fresh_copy
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.overloadpacket in (*self.READS, *self.MAKES):
+        kwargs = kwargs or {}
+        with self:  # what consists of other operators comes whole in inference mode: `item`, say
+            found = operator.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        kind = operator.overloadpacket
+        by_mask = kind in self.INDEXES and any(_is_mask(index) for index in args[1])
+        fetched = kind == torch.ops.aten._to_copy and _is_host(kwargs.get("device")) and not _is_host(args[0].device)
+        if by_mask or fetched or kind in (*self.READS, *self.MAKES):
             raise NotRecordable(f"{operator} ties the pass to a value on the host: use compile='off'")
-        return operator(*args, **(kwargs or {}))
+        return operator(*args, **kwargs)
+
+
+def _is_mask(index: Tensor | None) -> bool:
+    """Whether an index selects by truth, so that how many it selects has to be counted first."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_host(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cpu"
+
+
+def unwatched(function: Callable) -> Callable:
+    """The function, out of sight of `NothingReadByHost`: code that was compiled whole reads nothing on the host, and is
+    not to be compiled under somebody's eyes."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Graphs:
@@ -101,18 +141,15 @@ def launched_each_time(function: Function) -> Function:
     return function
 
 
-def captured(device: torch.device, compiled: bool) -> Callable[[Function], Function]:
-    """Records CUDA graphs on this GPU, all in one memory pool: they run one after the other.
-
-    compiled: the functions hold compiled code, in which the compiler has looked for the host already. Else they raise
-    NotRecordable where it reads.
-    """
+def captured(device: torch.device) -> Callable[[Function], Function]:
+    """Records CUDA graphs on this GPU, all in one memory pool: they run one after the other. Raises NotRecordable where
+    the host reads; in compiled code the compiler has looked for that (`unwatched`)."""
     # A pool lives as long as a graph that was recorded into it: where there is none any more, a new one is begun.
     alive: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(function: Function) -> Function:
         with torch.cuda.device(device):
-            with nullcontext() if compiled else NothingReadByHost():
+            with NothingReadByHost():
                 function()
             beside = _stream_beside(device)
             beside.wait_stream(torch.cuda.current_stream())

@@ -22,8 +22,10 @@ class Recorder(NothingReadByHost):
         self.calls = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        before = len(self.calls)
         result = super().__torch_dispatch__(operator, types, args, kwargs)
-        self.calls.append((operator, args, kwargs or {}, result))
+        if len(self.calls) == before:  # else the operators that this one consists of were noted
+            self.calls.append((operator, args, kwargs or {}, result))
         return result
 
     def replay(self) -> None:
@@ -42,7 +44,7 @@ def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def recorded(device: torch.device, compiled: bool):
+def recorded(device: torch.device):
     """Stands in for `graphs.captured`."""
 
     def record(function):

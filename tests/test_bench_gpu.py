@@ -2,18 +2,24 @@
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
+from tiny import greedy_alone, ragged_prompts, tiny_model
 
+import bass_core as bass
 from bass_core import checks, gpu_benchmark, records
 from bass_core.benchmark import Clock
 from bass_core.cost_model import Roofline, Workload
 from bass_core.costs import H100, CostModel
 from bass_core.draft_length import BassHeuristic
+from bass_core.engine import Session
 from bass_core.goodput import Goodput
-from bass_core.gpu_plan import REGULAR, USELESS, Way, batched, plan, policy_of
+from bass_core.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_core.shapes import SHAPES, named_config
+
+METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +36,15 @@ def dry_run(tmp_path_factory):
 def test_a_dry_run_writes_a_record_per_way(dry_run):
     code, lines = dry_run
     assert code == 0
-    assert [line["method"] for line in lines] == ["regular", "batched", "batched", "single"]
+    assert [line["method"] for line in lines] == METHODS
     for line in lines:
         assert line["synthetic"] and line["exactness"]["passed"] and line["shape"] == "embedded"
         assert line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
         assert len(line["seconds"]) == line["repeats"] == 2
         assert line["over_regular"]["low"] <= line["over_regular"]["median"] <= line["over_regular"]["high"]
-        assert 0 < line["utilisation"]["emitted"] <= line["utilisation"]["verified"] < 1
-        assert 0 < line["host_share"] < 1
+        if line["method"] != "transformers":
+            assert 0 < line["utilisation"]["emitted"] <= line["utilisation"]["verified"] < 1
+            assert 0 < line["host_share"] < 1
 
 
 def test_accepted_counts_are_forced_where_something_is_drafted(dry_run):
@@ -49,7 +56,7 @@ def test_accepted_counts_are_forced_where_something_is_drafted(dry_run):
 def test_the_table_says_that_it_is_synthetic(dry_run):
     text = gpu_benchmark.table(dry_run[1])
     assert "synthetic: dummy weights" in text.splitlines()[0]
-    assert [line.split()[0] for line in text.splitlines()[2:]] == ["regular", "batched", "batched", "single"]
+    assert [line.split()[0] for line in text.splitlines()[2:]] == METHODS
 
 
 def test_records_are_read_with_the_others(dry_run, tmp_path):
@@ -73,7 +80,7 @@ def test_a_run_that_is_out_of_time_says_what_it_left_out(capsys, monkeypatch):
     passed = checks.Report("embedded", [])
     monkeypatch.setattr(checks, "verify", lambda pair, **options: passed)
     gpu_benchmark.main(["--dry-run", "--seconds", "0.001"])
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == 4
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == len(METHODS)
 
 
 def test_a_failed_check_is_an_exit_code(monkeypatch):
@@ -123,6 +130,46 @@ def clock(first, last):
     return Clock(first={row: (time, 1) for row, time in enumerate(first)}, last=dict(enumerate(last)))
 
 
+def peer():
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    return gpu_benchmark.Runs(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
+
+
+def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
+    """A cache per call would be recorded anew in each."""
+    written = []
+    generate = gpu_benchmark.transformers_generate
+    monkeypatch.setattr(
+        gpu_benchmark, "transformers_generate", lambda *given, **options: written.append(generate(*given, **options))
+    )
+    runs = peer()
+    runs.once()
+    first = runs.cache.layers[0].keys.data_ptr()
+    runs.once()
+    assert runs.cache.layers[0].keys.data_ptr() == first
+    for texts in written:
+        for prompt, text in zip(runs.prompts, texts, strict=True):
+            assert text.tolist() == greedy_alone(runs.pair.target, prompt, 8).tolist()
+
+
+def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    runs = gpu_benchmark.Runs(pair, replace(batched(0.8, 3), attention="pad", compile="off"), ragged_prompts(9, 5),
+                              roofline_costs(), new=8)  # fmt: skip
+    seconds = runs.once()
+    announced = []
+    monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
+    monkeypatch.setattr(type(pair), "device", torch.device("cuda"))
+    try:
+        runs.host_share()
+    finally:
+        runs.close()
+    steps = runs.done[0][1]
+    assert len(announced) == steps[steps.kind == "decode"].step.nunique() and len(runs.done) == 1
+    assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * gpu_benchmark.CYCLES, rel=0.01)
+    assert Session.on_phase is None
+
+
 def test_time_counts_from_the_last_rows_prefill():
     assert gpu_benchmark.decoding_seconds(clock([1.0, 1.5], [3.0, 4.0])) == 2.5
     assert gpu_benchmark.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0
@@ -160,7 +207,7 @@ def test_a_way_that_cannot_be_gone_leaves_the_others(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "FAILED embedded, batch 2" in out and "no room" in out
     summary = json.loads(out.splitlines()[-1])
-    assert (summary["ways"], summary["failed"], summary["left_out"]) == (3, 1, 0)
+    assert (summary["ways"], summary["failed"], summary["left_out"]) == (len(METHODS) - 1, 1, 0)
 
 
 def test_a_pair_that_was_checked_in_another_way_has_not_passed(monkeypatch):

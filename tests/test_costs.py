@@ -461,6 +461,21 @@ def test_the_command_measures_saves_and_checks(caches, monkeypatch):
     assert "T(6)/T(1)" in result.stdout and "measure again when the machine is idle" in result.stderr
 
 
+def test_the_command_measures_pairs_with_dummy_weights(caches, monkeypatch):
+    """They have no tokenizer: prompts are ids."""
+    grid = {"query_lengths": (1, 3), "kv_lengths": (8,)}
+    monkeypatch.setattr(calibration, "calibrate", partial(calibration.calibrate, **grid))
+    small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
+    monkeypatch.setattr(calibration, "check", small)
+    result = CliRunner().invoke(
+        cli.app, ["calibrate", "--weights", "dummy", "--rows", "2", "--seconds", "0", "--check"]
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert len(document["check"]) == 2
+    assert all(model["name"].endswith("(dummy weights)") for model in document["models"].values())
+
+
 def test_the_command_refuses_in_one_line(tmp_path):
     result = CliRunner().invoke(cli.app, ["calibrate", str(tmp_path / "nothing")])
     assert result.exit_code == 2

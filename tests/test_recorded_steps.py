@@ -159,6 +159,27 @@ def test_few_recordings_serve_many_steps():
         assert len(running.device_step.graphs) <= 2 * len(set(zip(places, shapes.k, strict=True)))
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"temperature": 0.8, "verification": "coupled"}])
+def test_rows_near_their_end_need_no_recordings_of_their_own(options):
+    with session(draft_length=5, **options) as running:
+        running.submit(PROMPTS[0], max_new_tokens=40)
+        for _ in range(3):
+            running.step()
+        while not running.idle:
+            running.step()
+        decoded = running.trace.steps.query("kind == 'decode'")
+        assert decoded.drafted.iloc[-1] < 5 and running.device_step.graphs.made == 4  # each phase: met, and recorded
+
+
+def test_drafts_that_were_never_this_long_are_not_made_so():
+    """A length beyond all that rows may emit."""
+    with session(draft_length=32) as running:
+        running.submit(PROMPTS[0], max_new_tokens=6)
+        running.step()
+        running.step()
+        assert running.device_step._drafted.shape[1] == 8
+
+
 def test_recordings_that_make_room_are_made_again():
     with session(draft_length=PerRow(most=3)) as running:
         running.device_step.graphs._most = 2
@@ -218,10 +239,34 @@ def interrupt(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("read", [lambda x: float(x.sum()), lambda x: x.nonzero(), lambda x: torch.tensor([1.0]) + x])
-def test_what_the_host_reads_or_makes_cannot_be_recorded(read):
-    with pytest.raises(NotRecordable, match="compile='off'"), Recorder():
-        read(torch.ones(3))
+HOST = {
+    "a number": lambda x: float(x.sum()),
+    "a branch": lambda x: x if x.sum() > 0 else -x,
+    "a copy": lambda x: x.to("meta").cpu(),
+    "places": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "different ones": lambda x: x.unique(),
+    "repeats": lambda x: x.repeat_interleave(x.long()),
+    "a comparison": lambda x: torch.equal(x, x),
+    "numbers of its own": lambda x: torch.tensor([1.0]) + x,
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("read", HOST)
+def test_what_the_host_reads_or_makes_cannot_be_recorded(read, inference):
+    with torch.inference_mode(inference), pytest.raises(NotRecordable, match="compile='off'"), Recorder():
+        HOST[read](torch.ones(3))
+
+
+def test_what_stays_on_the_device_can_be_recorded():
+    x, mask = torch.ones(3, 3), torch.ones(3, 3, dtype=torch.bool)
+    with torch.inference_mode():
+        with Recorder() as recorder:
+            y = torch.where(mask, x, 0).matmul(x)[torch.arange(2)].masked_fill(mask[:2], 1.0)
+        y.zero_()
+        recorder.replay()
+    assert (y == 1).all()
 
 
 def test_a_model_that_reads_on_the_host_is_launched_each_time_where_that_was_left_open():
@@ -240,7 +285,7 @@ def test_a_recording_is_replayed_with_the_values_of_now():
     from recording import recorded
 
     source, total, factor = torch.ones(3), torch.zeros(()), 2.0
-    graphs = Graphs(recorded(torch.device("cpu"), compiled=False))
+    graphs = Graphs(recorded(torch.device("cpu")))
 
     def add_up():
         return total.copy_(factor * source.sum())
