@@ -196,10 +196,12 @@ def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.nda
     One place of the remaining tokens belongs to the target's own, so no position runs past the row's end.
     Raises ValueError for a plan that is negative or of the wrong shape.
     """
+    shape = rows.remaining.shape
     plan = k.cpu().numpy() if isinstance(k, Tensor) else np.asarray(k)
-    if plan.shape not in ((), rows.remaining.shape) or not np.issubdtype(plan.dtype, np.integer) or (plan < 0).any():
+    if plan.shape not in ((), shape) or plan.dtype.kind not in "iu" or plan.min(initial=0) < 0:
         raise ValueError(f"plan must return an integer >= 0, or {len(rows.ids)} of them (one per row); got {k!r}")
-    planned = np.broadcast_to(plan, rows.remaining.shape).astype(np.int64)
+    planned = np.empty(shape, np.int64)
+    planned[:] = plan
     return planned, np.minimum(planned, rows.remaining - 1)
 
 

@@ -70,15 +70,12 @@ class Replay:
         lengths = self.trace.prompt_lengths[self.sequences[live]] + at[live]
         return RowsView(live.copy(), np.full(len(live), steps), lengths, at[live], self.limit - at[live])
 
-    def signals(self, live: np.ndarray, at: np.ndarray, slot: int, drafting: np.ndarray) -> Signals:
-        """What the draft knows before x_{slot + 1} of each live row."""
-        trace, slots = self.trace, np.array([slot])
-        found = (
-            self._along(live, at, slots, on_text, after)[:, 0]
-            for on_text, after in ((trace.entropy, trace.rollout_entropy), (trace.maximum, trace.rollout_maximum))
-        )
-        entropy, maximum = (torch.from_numpy(value.astype(float)) for value in found)
-        return Signals(slot, entropy, maximum, torch.from_numpy(drafting))
+    def signals(self, live: np.ndarray, at: np.ndarray, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft's entropies and maxima before x_1 … x_most of each live row: [most, B] each."""
+        trace, slots = self.trace, np.arange(most)
+        recorded = (trace.entropy, trace.rollout_entropy), (trace.maximum, trace.rollout_maximum)
+        entropy, maximum = (self._along(live, at, slots, *each).T.astype(float, order="C") for each in recorded)
+        return torch.from_numpy(entropy), torch.from_numpy(maximum)
 
     def hidden(self, live: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> HiddenDraft:
         """The drafts of a step, none of them shown. lengths [B]: how many each live row has drafted."""
@@ -154,8 +151,10 @@ def _ask(
 ) -> tuple[np.ndarray, int]:
     """Drafted lengths [B] after the policy's answers within the step, and how many passes of the draft it took."""
     drafted, passes = lengths.copy(), 1
-    for slot in range(int(lengths.max())):
-        answer = policy.keep_drafting(replay.signals(live, at, slot, drafted > slot))
+    entropy, maximum = replay.signals(live, at, int(lengths.max()))
+    for slot in range(len(entropy)):
+        drafting = torch.from_numpy(drafted > slot)
+        answer = policy.keep_drafting(Signals(slot, entropy[slot], maximum[slot], drafting))
         drafted = cut_lengths(drafted, answer, slot)
         if drafted.max() <= slot:
             break

@@ -56,7 +56,7 @@ def test_notebook_is_committed_clean(path):
 # Fewer repeats and tokens, where all that the cells assert is asserted all the same; times, which no cell judges, are
 # less exact. The demo runs lesson 00 with all of its defaults.
 QUICKER = {
-    "00_start_here": {"batch_size": 4, "max_new_tokens": 48, "repeats": 2},
+    "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
     "01_speculative_decoding": {"max_new_tokens": 24, "repeats": 2},
     "03_acceptance_explorer": {"max_new_tokens": 32},
     "08_latency_and_utilization": {"batch_size": [1, 4], "repeats": 2},
@@ -83,13 +83,6 @@ def test_every_cell_of_every_notebook_runs(folder):
     assert done.returncode == 0, done.stdout[-3000:]
     ran = int(re.search(r"(\d+) passed", done.stdout)[1])
     assert ran >= sum(cell.cell_type == "code" for path in NOTEBOOKS for cell in nbformat.read(path, 4).cells)
-
-
-def test_start_here_takes_parameters(tmp_path):
-    changed = {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2}
-    executed = lessons.execute("00_start_here", tmp_path, **changed)
-    text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))
-    assert "identical to transformers.generate, row by row: 2 of 2" in text
 
 
 @pytest.fixture(scope="module")
