@@ -132,6 +132,8 @@ class CostModel:
     models: under "target" and "draft", each model's name, fingerprint and attention path (None without a model).
     target_passes: over batch, query length and KV length. draft_phases: over batch, draft length and KV length; None
     where drafting takes no pass of a model. overheads: over batch and draft length.
+    accepted: for each of some texts, of its steps with K drafts, how many had 0, 1, … K accepted: what to expect of the
+    models before a draft was seen. None: not known.
     is_synthetic: computed rather than measured. measured: where and how.
 
     Arguments may be arrays that broadcast together. kv_length: positions that each row has cached before the target's
@@ -143,6 +145,7 @@ class CostModel:
     target_passes: Table
     draft_phases: Table | None
     overheads: Table
+    accepted: tuple[tuple[int, ...], ...] | None = None
     is_synthetic: bool = False
     measured: dict = field(default_factory=dict)
 
@@ -192,6 +195,7 @@ class CostModel:
         document |= {"measured": self.measured, "target_passes": self.target_passes.to_dict()}
         document["draft_phases"] = None if self.draft_phases is None else self.draft_phases.to_dict()
         document["overheads"] = self.overheads.to_dict()
+        document["accepted"] = self.accepted
         Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
@@ -210,10 +214,11 @@ class CostModel:
                 "draft_phases": None if draft is None else Table.from_dict(draft, PHASE_AXES),
                 "overheads": Table.from_dict(document["overheads"], OVERHEAD_AXES),
             }
+            accepted = _counts(document.get("accepted"))  # which older files lack
         except ValueError as error:  # of JSON and of Unicode, too
             raise ValueError(f"{path} holds no costs: {error}; measure them anew with `bass calibrate`") from error
         plain = {name: document[name] for name in ("device", "models", "measured")}
-        return cls(**plain, **tables, is_synthetic=document["synthetic"])
+        return cls(**plain, **tables, accepted=accepted, is_synthetic=document["synthetic"])
 
     @classmethod
     def synthetic(
@@ -258,6 +263,19 @@ class CostModel:
             overheads=table(host, lambda *_: overhead),
             is_synthetic=True,
         )
+
+
+def _counts(accepted: list | None) -> tuple[tuple[int, ...], ...] | None:
+    """`CostModel.accepted` as it was saved. Raises ValueError for what are no such counts."""
+    if accepted is None:
+        return None
+    try:
+        counts = np.array(accepted)
+    except ValueError:  # of different lengths
+        counts = np.zeros(0)
+    if counts.ndim != 2 or counts.dtype.kind != "i" or not counts.size or counts.shape[1] < 2 or counts.min() < 0:
+        raise ValueError(f"accepted must be counts >= 0, two or more for each text, got {accepted}")
+    return tuple(map(tuple, accepted))
 
 
 def table(axes: dict[str, Sequence[float]], seconds: Callable[..., float]) -> Table:

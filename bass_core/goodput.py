@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.costs import costs_like
+from bass_core.costs import CostModel, costs_like
 from bass_core.draft_length import DraftLengthPolicy, RowsView, as_policy
 from bass_core.models import ModelPair
 
@@ -31,6 +32,7 @@ STRAGGLING = 6  # power of a row's remaining tokens by which it counts
 TOLERANCE = 0.015  # of goodput: among lengths as good as the best, the shortest
 LIMIT = 16  # drafts per step: what calibrated grids reach
 FIRST = 4  # drafts of the first step at most; then twice as many as those whose fate is known
+UNLIKE = 0.2  # chance that a text is like none of those that calibration has met
 SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
 PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
@@ -52,10 +54,25 @@ class Acceptance:
     CONCENTRATIONS = np.array([0.1, 3.0, 8.0, 24.0])  # of drafts all or none of which are accepted, to equal ones
     ALL_OR_NONE = 0.05  # chance of the first, before anything was seen
 
-    def __init__(self, slots: int = LIMIT):
-        self.laws, self._sums, self._likelihoods, self._prior = self._tables(slots)
+    def __init__(self, slots: int = LIMIT, before: tuple[tuple[int, ...], ...] | None = None):
+        """before: what became of the drafts of other texts (`CostModel.accepted`); this one may be like any of them."""
+        self.laws, self._sums, self._likelihoods, prior = self._tables(slots)
+        self._prior = prior if before is None else self._like_others(slots, before)
+        self.before = before is not None
         self.seen, self.evidence = 0.0, np.zeros(len(self.laws))  # drafts whose fate is known; log-likelihood of laws
         self._weigh()
+
+    @classmethod
+    @functools.cache
+    def _like_others(cls, slots: int, before: tuple[tuple[int, ...], ...]) -> np.ndarray:
+        """Log of the prior [laws] of a text that is like one of these, or (`UNLIKE`) like none of them."""
+        _, _, likelihoods, prior = cls._tables(slots)
+        tried = len(before[0]) - 1
+        accepted = np.minimum(np.arange(tried + 1), slots)
+        known = np.array(before) @ likelihoods[2 * accepted + (accepted < min(tried, slots))] + prior  # [texts, laws]
+        known = np.exp(known - known.max(1, keepdims=True))
+        like_one = (known / known.sum(1, keepdims=True)).mean(0)
+        return np.log((1 - UNLIKE) * like_one + UNLIKE * np.exp(prior) / np.exp(prior).sum())
 
     @classmethod
     @functools.cache  # a decode begins with a posterior of its own
@@ -104,13 +121,21 @@ class _Looked(NamedTuple):
     may_pay: bool
 
 
+_KNOWN: weakref.WeakKeyDictionary[CostModel, dict] = weakref.WeakKeyDictionary()  # by costs, then by limit
+
+
 class StepSeconds:
     """Seconds over all draft lengths, looked up once per batch size and `KV_STEP` tokens of KV length."""
 
     def __init__(self, cost: Cost, limit: int = LIMIT):
         self.cost, self.lengths = cost, np.arange(limit + 1)
         self.by_longest = getattr(cost, "kv_of_rows", "mean") == "max"
-        self._known: dict[tuple[int, int], _Looked] = {}
+        # What is measured does not change: policies on the same costs look them up together.
+        shared = _KNOWN.setdefault(cost, {}) if isinstance(cost, CostModel) else {}
+        self._known: dict[tuple[int, int], _Looked] = shared.setdefault(limit, {})
+
+    def __deepcopy__(self, memo: dict) -> StepSeconds:
+        return self
 
     def __call__(self, rows: RowsView) -> np.ndarray:
         """Seconds [limit + 1] of a step of these rows with each draft length."""
@@ -138,12 +163,13 @@ class StepSeconds:
 class Goodput(DraftLengthPolicy):
     """The draft length of most expected tokens per second; 0, regular decoding, where drafts do not pay.
 
-    cost: seconds of steps, `costs.CostModel` or alike. Chances of acceptance are learnt from all rows (`Acceptance`),
-    from those far from their end before the others: a batch is done when its last row is, and that is seldom a row
-    whose drafts are accepted more often than others'. Of lengths within `TOLERANCE` of the best the shortest is taken:
-    estimates are no better than that. After `probe`, then twice, four times … as many steps in a row without drafts
-    some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted, what was known before
-    counts little. Where costs promise less than `WORTH` even if all drafts were accepted, nothing is tried.
+    cost: seconds of steps, `costs.CostModel` or alike. Chances of acceptance are learnt from all rows (`Acceptance`;
+    what calibration has found of these models comes first), from those far from their end before the others: a batch is
+    done when its last row is, and that is seldom a row whose drafts are accepted more often than others'. Of lengths
+    within `TOLERANCE` of the best the shortest is taken: estimates are no better than that. After `probe`, then twice,
+    four times … as many steps in a row without drafts some rows probe k = 1, or else 0 would be for ever; if more than
+    half of a probe is accepted, what was known before counts little. Where costs promise less than `WORTH` even if all
+    drafts were accepted, nothing is tried.
     """
 
     cost: Cost = field(repr=False)
@@ -157,7 +183,7 @@ class Goodput(DraftLengthPolicy):
         self._reset()
 
     def _reset(self) -> None:
-        self.acceptance = Acceptance(self.limit)
+        self.acceptance = Acceptance(self.limit, getattr(self.cost, "accepted", None))
         self.zeros, self.next_probe, self.probing, self.batch = 0, self.probe, False, 0
 
     def start(self, rows: RowsView) -> None:
@@ -192,7 +218,7 @@ class Goodput(DraftLengthPolicy):
             self.zeros = self.zeros + 1 if may_pay else 1  # 1: no probe is ever due
             return 0
         self.zeros, self.next_probe = 0, self.probe
-        return min(k, math.ceil(2 * self.acceptance.seen) or FIRST)
+        return k if self.acceptance.before else min(k, math.ceil(2 * self.acceptance.seen) or FIRST)
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
@@ -214,7 +240,7 @@ class Goodput(DraftLengthPolicy):
 
     def importance(self, rows: RowsView) -> np.ndarray:
         """How much each row's drafts count in what is learnt from them, [B]."""
-        return np.ones(1) if len(rows.ids) == 1 else (rows.remaining / rows.remaining.max()) ** STRAGGLING
+        return stragglers_first(rows)
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         if drafted.any():
@@ -226,6 +252,11 @@ class Goodput(DraftLengthPolicy):
             self.acceptance.forget(OLD)
             self.next_probe = self.probe
         self.acceptance.update(tried, accepted, self.counted)
+
+
+def stragglers_first(rows: RowsView) -> np.ndarray:
+    """How much each row's drafts count [B]: the more, the further it is from its end."""
+    return np.ones(1) if len(rows.ids) == 1 else (rows.remaining / rows.remaining.max()) ** STRAGGLING
 
 
 def require_draft_passes(policy: Goodput) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from bass_core.draft_length import DraftLengthPolicy, RowsView
-from bass_core.goodput import LIMIT, Acceptance, StepSeconds
+from bass_core.goodput import LIMIT, Acceptance, StepSeconds, stragglers_first
 
 if TYPE_CHECKING:
     from bass_core.replay import Cost
@@ -40,9 +40,9 @@ class Learned(DraftLengthPolicy):
     """Discounted Hedge over the draft lengths `lengths`, with a memory per `task` that outlives decodes.
 
     An expert's loss in a step is its time less its tokens at the going rate (seconds per token, discounted like the
-    losses), by the cost model, in steps of regular decoding. Where a row accepted all of k drafts, a longer expert is
-    credited with what the slots' chances let expect. The step's k is drawn from the experts' weights by a
-    low-discrepancy sequence instead of random numbers.
+    losses), by the cost model, in steps of regular decoding. Rows count as in `Goodput`: a batch is done when its last
+    row is. Where a row accepted all of k drafts, a longer expert is credited with what the slots' chances let expect.
+    The step's k is drawn from the experts' weights by a low-discrepancy sequence instead of random numbers.
 
     cost: seconds of steps. task: any label; set it between decodes (`policy.task = "chat"`), tasks do not share what
     they learn. rate: of the weights; decay: of losses per step.
@@ -51,8 +51,8 @@ class Learned(DraftLengthPolicy):
     cost: Cost = field(repr=False)
     lengths: Sequence[int] = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
     task: str = ""
-    rate: float = 4.0
-    decay: float = 0.97
+    rate: float = 8.0
+    decay: float = 0.95
 
     def __post_init__(self):
         self.lengths = tuple(sorted(set(self.lengths)))
@@ -82,21 +82,22 @@ class Learned(DraftLengthPolicy):
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         memory, room = self.memories[self.task], self.rows.remaining - 1
         drafted, accepted = drafted.numpy(), accepted.numpy()
-        memory.acceptance.update(drafted, accepted)
-        seconds = self.seconds(self.rows)[np.minimum(self.experts, room.max())]
-        tokens = self._tokens(drafted, accepted, room, memory.acceptance)
-        k = int(drafted.max())
-        memory.tokens = self.decay * memory.tokens + float((accepted + 1).sum())
-        memory.seconds = self.decay * memory.seconds + self.seconds(self.rows)[k]
-        losses = (seconds - tokens * memory.seconds / memory.tokens) / self.seconds(self.rows)[0]
+        share = stragglers_first(self.rows)
+        memory.acceptance.update(drafted, accepted, share)
+        share = share * (len(room) / share.sum())
+        steps = self.seconds(self.rows)
+        memory.tokens = self.decay * memory.tokens + float(share @ (accepted + 1))
+        memory.seconds = self.decay * memory.seconds + steps[int(drafted.max())]
+        tokens = self._tokens(drafted, accepted, room, memory.acceptance) @ share
+        losses = (steps[np.minimum(self.experts, room.max())] - tokens * memory.seconds / memory.tokens) / steps[0]
         memory.losses = self.decay * memory.losses + losses
 
     def _tokens(
         self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, acceptance: Acceptance
     ) -> np.ndarray:
-        """Tokens of all rows that each expert would have had in this step [experts]: seen, or else expected."""
+        """Tokens that each expert would have had in this step [experts, B]: seen, or else expected."""
         expected = acceptance.tokens
         own = np.minimum(self.experts[:, None], room)  # [experts, B]
         seen = np.minimum(own, accepted) + 1.0
         more = (expected[own] - expected[np.minimum(accepted, own)]) / acceptance.survival[accepted]
-        return np.where((accepted == drafted) & (own > drafted), seen + more, seen).sum(1)
+        return np.where((accepted == drafted) & (own > drafted), seen + more, seen)

@@ -16,6 +16,7 @@ import bass_core as bass
 from bass_core import calibration, cli, costs
 from bass_core.cost_model import Roofline
 from bass_core.costs import CostModel, Table, best_fixed_length, costs_for, costs_like, predict
+from bass_core.prompt_sets import prompt_set
 from bass_core.trace import Trace
 
 GRID = {"batch": (1, 4), "query_length": (1, 2, 5), "kv_length": (10, 30)}
@@ -226,7 +227,7 @@ def same(a: CostModel, b: CostModel) -> bool:
 
 def test_costs_come_back_from_a_file_as_they_were(tmp_path, measured):
     synthetic = CostModel.synthetic(Roofline(costs.TARGET_8B, costs.H100))
-    for cost in (made_up(), synthetic, measured):
+    for cost in (made_up(), made_up(accepted=((3, 0, 1), (2, 2, 2))), synthetic, measured):
         cost.save(tmp_path / "cost.json")
         assert same(CostModel.load(tmp_path / "cost.json"), cost)
 
@@ -238,6 +239,9 @@ def test_costs_come_back_from_a_file_as_they_were(tmp_path, measured):
         ({"device": None}, "device must be str"),
         ({"models": {}}, "JSON object"),
         ({"models": {"target": {"name": "a"}}}, "'fingerprint' is missing"),
+        ({"accepted": [[1, -1]]}, "accepted must be counts"),
+        ({"accepted": [[1, 2], [3]]}, "two or more for each text"),
+        ({"accepted": [1, 2]}, "two or more for each text"),
         ({"overheads": {"batch": [1]}}, "lacks draft_length, seconds"),
         ({"overheads": {"batch": [1], "draft_length": [0], "seconds": [[None]]}}, "finite"),
         ({"overheads": {"batch": 1, "draft_length": [0], "seconds": [[1]]}}, "no number"),
@@ -252,6 +256,15 @@ def test_a_file_that_holds_no_costs_is_refused_by_name(tmp_path, damage, reason)
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
     with pytest.raises(ValueError, match=rf"cost\.json holds no costs.*{reason}.*bass calibrate"):
         CostModel.load(path)
+
+
+def test_a_file_of_before_acceptance_was_counted_is_read(tmp_path):
+    path = tmp_path / "cost.json"
+    made_up().save(path)
+    document = json.loads(path.read_text())
+    del document["accepted"]
+    path.write_text(json.dumps(document))
+    assert CostModel.load(path).accepted is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}', "\xff"])
@@ -440,6 +453,18 @@ def test_short_turns_come_more_often_than_long_ones(monkeypatch):
     assert taken[:2] == [1.0, 16.0]
     samples = calibration._take_turns([partial(turn, 1.0), partial(turn, 16.0)], end=0.0)
     assert {key: len(values) for key, values in samples.items()} == {1.0: 1, 16.0: 1}
+
+
+def test_accepted_drafts_are_counted_where_nothing_cuts_them(monkeypatch):
+    monkeypatch.setattr(calibration, "TEXTS", 2)
+    embedded = bass.load_pair(dtype="float32")
+    found = calibration.accepted(embedded)
+    texts = [text for name in ("mini", "library") for text in prompt_set(name)[-2:]]
+    steps = bass.generate(embedded, texts, draft_length=8, max_new_tokens=48, eos_token_id=()).trace.steps
+    whole = steps.query("kind == 'decode' and drafted == 8")
+    assert found == tuple(tuple(np.bincount(part.accepted, minlength=9)) for _, part in whole.groupby("row"))
+    assert len(found) == 4 and sum(map(sum, found)) > 20
+    assert calibration.accepted(bass.ModelPair(tiny_model(), tiny_model(noise=0.1))) is None
 
 
 def test_the_command_measures_saves_and_checks(caches, monkeypatch):

@@ -1,5 +1,8 @@
 """The policies that adapt: each rule against cases worked by hand, and what each is for against the simulator."""
 
+import dataclasses
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,8 @@ from tiny import ragged_prompts, tiny_model
 import bass_core as bass
 from bass_core import costs, goodput
 from bass_core.acceptance import AcceptanceTrace
+from bass_core.cost_model import Roofline
+from bass_core.costs import DRAFT_310M, H100, TARGET_8B, CostModel
 from bass_core.draft_length import RowsView, Signals, cut_lengths, planned_lengths
 from bass_core.draft_signals import Calibration
 from bass_core.goodput import Acceptance, default_policy
@@ -78,6 +83,31 @@ def test_older_steps_count_less():
     assert acceptance.survival[4] > 0.5
 
 
+def test_a_text_may_be_like_any_of_those_that_calibration_has_met():
+    """Half of them are hard and half easy: one step shows which kind this one is."""
+    hard, easy = (9, 1, 0, 0, 0), (0, 0, 0, 1, 9)
+    known, ignorant = Acceptance(before=(hard, easy)), Acceptance()
+    assert known.survival[1] == pytest.approx(0.5, abs=0.1)
+    for accepted in (0, 4):
+        know, guess = deepcopy(known), deepcopy(ignorant)
+        for each in (know, guess):
+            each.update(np.array([4]), np.array([accepted]))
+        assert abs(know.survival[4] - accepted / 4) < 0.6 * abs(guess.survival[4] - accepted / 4)
+
+
+def test_what_was_met_before_does_not_outweigh_what_is_seen():
+    known = Acceptance(before=((9, 1, 0, 0, 0),) * 16)
+    assert known.survival[1] < 0.25
+    for _ in range(5):
+        known.update(np.full(4, 4), np.full(4, 4))
+    assert known.survival[4] > 0.9
+
+
+def test_of_longer_drafts_than_the_policys_their_beginning_counts():
+    longer, cut = Acceptance(2, before=((1, 2, 3, 4, 5),)), Acceptance(2, before=((1, 2, 12),))
+    assert longer.survival == pytest.approx(cut.survival)
+
+
 def test_one_step_of_a_batch_is_enough_to_find_a_useless_draft_out():
     acceptance = Acceptance()
     acceptance.update(np.full(8, 5), np.zeros(8, int))
@@ -93,6 +123,24 @@ def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
     expected = survival.cumsum() * 4 / CHEAP.step(4, k, 0)
     assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
     assert policy.plan(rows([99] * 4)) == np.argmax(expected >= (1 - goodput.TOLERANCE) * expected.max())
+
+
+def test_goodput_begins_with_what_is_known_of_the_models():
+    cost = CostModel.synthetic(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100), draft_launch=1e-3)
+    hard, easy = (
+        bass.Goodput(dataclasses.replace(cost, accepted=(counts,))).plan(rows())
+        for counts in ((9, 1, 0, 0, 0), (0, 0, 0, 1, 9))
+    )
+    assert hard < bass.Goodput(cost).plan(rows()) <= goodput.FIRST < easy
+
+
+def test_policies_on_the_same_costs_look_them_up_together(monkeypatch):
+    cost = CostModel.synthetic(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
+    looked, step = [], CostModel.step
+    monkeypatch.setattr(CostModel, "step", lambda self, *point: looked.append(1) or step(self, *point))
+    for policy in (bass.Goodput(cost), bass.Goodput(cost), deepcopy(bass.Goodput(cost))):
+        policy.plan(rows())
+    assert len(looked) == 1
 
 
 def test_goodput_counts_no_token_beyond_a_rows_end():
@@ -396,9 +444,9 @@ def test_learned_sees_how_every_shorter_length_would_have_done():
     policy = bass.Learned(CHEAP, lengths=(0, 1, 2, 4))
     policy.plan(rows([999, 999]))
     slots = policy.memories[""].acceptance
-    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), slots)
+    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), slots).sum(1)
     assert seen.tolist() == [2, 4, 2 + 3, 2 + 5]
-    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), slots)
+    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), slots).sum(1)
     assert drafted_two[:3].tolist() == [2, 4, 5]
     s = slots.survival
     more = (s[3] + s[4]) / s[2]  # what was accepted as far as it went would have gone on
