@@ -13,12 +13,13 @@ from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core import costs, goodput
-from bass_core.acceptance import AcceptanceTrace
+from bass_core.acceptance import AcceptanceTrace, shipped
 from bass_core.cost_model import Roofline
 from bass_core.costs import DRAFT_310M, H100, TARGET_8B, CostModel
 from bass_core.draft_length import RowsView, Signals, cut_lengths, planned_lengths
 from bass_core.draft_signals import Calibration
 from bass_core.goodput import Acceptance, default_policy
+from bass_core.length_explorer import modelled_h100
 from bass_core.models import fingerprints
 from bass_core.objective import deadlines, first_finished, last_finished
 from bass_core.replay import Replay, decode, step_seconds
@@ -434,6 +435,31 @@ def test_learned_finds_the_best_length_and_remembers_it_per_task():
         favourite[task] = policy.experts[policy.weights().argmax()]
     assert favourite["sure"] >= 8 and favourite["doubtful"] <= 2
     assert policy.task == "doubtful" and set(policy.memories) == {"sure", "doubtful"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("mini", "library"), ("library", "mini")])
+@pytest.mark.parametrize("batch", [8, 32])
+def test_learned_is_near_the_best_length_of_another_task_within_200_steps(before, after, batch):
+    """Not told of the change; texts of the embedded pair on a modelled GPU."""
+    cost, traces = modelled_h100(), {name: shipped(name).past_eos() for name in (before, after)}
+
+    def seconds(policy, task, seed, repeat):
+        steps = decode(Replay.draw(traces[task], batch, None, seed, repeat), policy)
+        return step_seconds(steps, cost).sum(), len(steps)
+
+    best = min(range(1, 13), key=lambda k: sum(seconds(bass.FixedLength(k), after, 99, n)[0] for n in range(8)))
+    mine, fixed = 0.0, 0.0
+    for seed in range(8):
+        policy, repeat, steps = bass.Learned(cost), 0, 0
+        for repeat in range(4):
+            seconds(policy, before, seed, repeat)
+        while steps < 200:
+            repeat += 1
+            steps += seconds(policy, after, seed, repeat)[1]
+        for held_out in range(repeat + 1, repeat + 5):
+            mine += seconds(policy, after, seed, held_out)[0]
+            fixed += seconds(bass.FixedLength(best), after, seed, held_out)[0]
+    assert mine < 1.05 * fixed
 
 
 def synthetic(alpha, seed=0):
