@@ -1,8 +1,10 @@
 """How fast is it here? Interleaved repeats of several ways to decode, with paired ratios and intervals.
 
 Every repeat runs all methods one after the other on the same prompts with the same limits, so that a slow moment of the
-machine slows all of them; a speed-up is the ratio within a repeat. The baseline is this engine with draft length 0:
-the same cache and the same loop without speculative work. `transformers.generate` is quoted beside it.
+machine slows all of them; a speed-up is the ratio within a repeat. Where few percent are asked for on a machine that is
+not quiet, this engine's methods can take turns step by step instead: a decode takes a second, and machines change their
+mind within it. The baseline is this engine with draft length 0: the same cache and the same loop without speculative
+work. `transformers.generate` is quoted beside it.
 
 | method | what it is |
 | --- | --- |
@@ -18,8 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -28,43 +29,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from bass_core import inputs, records, reference
+from bass_core import inputs, records, reference, timed_runs
 from bass_core.engine import Session, StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair, in_dtype
+from bass_core.timed_runs import LATENCIES, Clock, Way
 from bass_core.trace import synchronize
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
-LATENCIES = ("first_ms", "last_ms", "mean_ms")
-
-
-@dataclass
-class Clock:
-    """When rows of one run emitted: at first (with the time, how many tokens that were) and at last, in seconds."""
-
-    first: dict[int, tuple[float, int]] = field(default_factory=dict)
-    last: dict[int, float] = field(default_factory=dict)
-
-    def tick(self, rows: Sequence[int], emitted: int) -> None:
-        """These rows have just emitted; each has `emitted` tokens if these are its first."""
-        now = time.perf_counter()
-        for row in rows:
-            self.first.setdefault(row, (now, emitted))
-            self.last[row] = now
-
-    def latencies(self, new: int) -> dict[str, float]:
-        """Milliseconds per token of the first row to finish, of the last, and their mean over the rows of `new` tokens:
-        from a row's first tokens (its prefill gives one; assisted generation's first step may give more) to its end,
-        divided by the tokens in between (names: the paper's; definition: ours). NaN if there were none."""
-        per_row = [
-            1e3 * (self.last[row] - start) / (new - had) for row, (start, had) in self.first.items() if new > had
-        ]
-        if not per_row:
-            return dict.fromkeys(LATENCIES, float("nan"))
-        first, last = min(per_row), max(per_row)
-        mean = min(max(sum(per_row) / len(per_row), first), last)  # the mean of equal numbers need not be equal to them
-        return dict(zip(LATENCIES, (first, last, mean), strict=True))
 
 
 @dataclass(frozen=True)
@@ -105,6 +78,7 @@ def compare(
     other_lengths: Sequence[int | None] = (),
     verification: str = "token",
     batch: int | None = None,
+    take_turns: bool = False,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Comparison:
     """Time the methods on the same prompts, EOS switched off so that all emit the same number of tokens.
@@ -113,7 +87,9 @@ def compare(
     again), for comparisons that a few texts could decide.
     repeats: interleaved, after one that warms up and is not counted. draft_length: of `single` and `batched`; None is
     the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
-    "batched default". Raises ValueError for an unknown method and for `assisted` without a draft model.
+    "batched default". take_turns: the methods of a repeat decode side by side, and the next step is always taken by the
+    one that has emitted the fewest tokens; each is timed in its own steps. Raises ValueError for an unknown method, for
+    `assisted` without a draft model and for methods of transformers' that are to take turns.
     """
     pool, lines = inputs.token_ids(pair, prompts), []
     for repeat in range(repeats + 1):
@@ -128,24 +104,19 @@ def compare(
             draft_length=draft_length,
             verification=verification,
         )
-        for method, way in ways.items():
-            progress(f"repeat {repeat} of {repeats}: {method}")
-            clock = Clock()
-            seconds, out = _timed(pair.device, way.decode, clock, repeat)
-            line = {"repeat": repeat, "method": method, "k": way.k, "seconds": seconds}
+
+        def tell(doing: str, repeat: int = repeat) -> None:
+            progress(f"repeat {repeat} of {repeats}: {doing}")
+
+        timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
+        for method, run in timed(pair, ids, ways, seed=repeat, progress=tell):
+            line = {"repeat": repeat, "method": method, "k": ways[method].k, "seconds": run.seconds}
             line["tokens"] = len(ids) * max_new_tokens
-            summary = out.trace.summary() if isinstance(out, Generation) else {}
+            summary = {} if run.trace is None else run.trace.summary()
             counts = {name: summary.get(name, float("nan")) for name in COUNTS}
-            lines.append(line | clock.latencies(max_new_tokens) | counts)
+            lines.append(line | run.clock.latencies(max_new_tokens) | counts)
     runs = pd.DataFrame(lines).query("repeat > 0")
     return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
-
-
-class _Way(NamedTuple):
-    """A method as it is called. k: its draft length, None where it drafts nothing or a policy decides."""
-
-    k: int | None
-    decode: Callable[[Clock, int], Generation | list[Tensor]]  # clock, seed -> texts
 
 
 def _ways(
@@ -158,7 +129,7 @@ def _ways(
     temperature: float,
     draft_length: int | None,
     verification: str = "token",
-) -> dict[str, _Way]:
+) -> dict[str, Way]:
     """What `compare` times, by name. Raises ValueError as it does."""
     for method in methods:
         inputs.one_of("methods", method, METHODS)
@@ -166,19 +137,15 @@ def _ways(
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
 
-    def ours(k: int | None, **more: object) -> _Way:
-        return _Way(
-            k,
-            lambda clock, seed: _ours(
-                pair, ids, **options, draft_length=k, verification=verification, seed=seed, clock=clock, **more
-            ),
-        )
+    def ours(k: int | None, **more: object) -> Way:
+        own = options | {"draft_length": k, "verification": verification} | more
+        return Way(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
 
     ways = {
-        "transformers": _Way(
+        "transformers": Way(
             None, lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock)
         ),
-        "assisted": _Way(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
+        "assisted": Way(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
         "regular": ours(0)._replace(k=None),
         "single": ours(draft_length, max_batch_size=1),
         "batched": ours(draft_length),
@@ -200,14 +167,15 @@ def bench(
     draft_length: int | None = 5,
     other_lengths: Sequence[int | None] = (),
     vary_prompts: bool = False,
+    take_turns: bool = False,
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[list[dict]]:
     """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
 
     sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
-    set rather than its first. models: what to call the pair. One row has no `single` beside `batched`. exactness: of
-    each method's greedy rows in float32, copies of the models if they are not. Raises ValueError as `compare` does, and
-    without the method `regular`.
+    set rather than its first. take_turns: as in `compare`. models: what to call the pair. One row has no `single`
+    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises
+    ValueError as `compare` does, and without the method `regular`.
     """
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
@@ -219,7 +187,7 @@ def bench(
         "seed": 0,
     }
     common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": pair.synthetic}
-    common["vary_prompts"] = vary_prompts
+    common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
         for batch in batches:
@@ -235,6 +203,7 @@ def bench(
                 temperature=temperature,
                 draft_length=draft_length,
                 other_lengths=other_lengths,
+                take_turns=take_turns,
                 progress=progress,
             )
             greedy = _ways(
@@ -340,14 +309,6 @@ def _identical(found: Generation | list[Tensor], alone: Sequence[Tensor]) -> int
     """Rows whose every token is that of the row alone."""
     found = found.sequences if isinstance(found, Generation) else found
     return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
-
-
-def _timed(device: torch.device, decode: Callable, *arguments) -> tuple[float, object]:
-    synchronize(device)
-    started = time.perf_counter()
-    out = decode(*arguments)
-    synchronize(device)
-    return time.perf_counter() - started, out
 
 
 def _ours(pair: ModelPair, ids: Sequence[Tensor], *, clock: Clock, **options) -> Generation:

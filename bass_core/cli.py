@@ -157,6 +157,7 @@ def bench(
     also_length: Annotated[list[int] | None, typer.Option(min=1, help="batched again with this draft length")] = None,
     also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
     vary_prompts: Annotated[bool, typer.Option("--vary-prompts", help="other prompts in every repeat")] = False,
+    take_turns: Annotated[bool, typer.Option("--take-turns", help="methods alternate step by step")] = False,
     record: Annotated[Path | None, typer.Option(help="append to this file of JSON lines, and check all of it")] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
 ) -> None:
@@ -189,6 +190,7 @@ def bench(
             draft_length=draft_length,
             other_lengths=[*(also_length or ()), *([None] if also_default else [])],
             vary_prompts=vary_prompts,
+            take_turns=take_turns,
             progress=lambda message: typer.echo(f"  {message}", err=True),
         ):
             typer.echo(benchmark.table(lines))

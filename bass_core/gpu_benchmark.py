@@ -7,7 +7,7 @@ its passes made as those that are timed, compiled and recorded, and the verdict 
 
 Every repeat of a way is followed by one of regular decoding in the same minute; a speed-up is the ratio of the two. The
 bounds are measured in the same run: a copy's bandwidth and a matrix product's rate. Definitions: latencies as in
-`benchmark.Clock`, utilisation as in `cost_model.utilisation`.
+`timed_runs.Clock`, utilisation as in `cost_model.utilisation`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from torch import Tensor
 from transformers import StaticCache
 
 from bass_core import checks, records
-from bass_core.benchmark import Clock, transformers_generate
+from bass_core.benchmark import transformers_generate
 from bass_core.cost_model import Device, Roofline, Workload, measure_device, utilisation
 from bass_core.costs import CostModel
 from bass_core.engine import Session
 from bass_core.gpu_plan import DRY, REGULAR, Group, Way, plan, policy_of
 from bass_core.gpu_records import check, table
 from bass_core.models import ModelPair, load_pair
+from bass_core.timed_runs import Clock
 from bass_core.trace import Trace
 
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start

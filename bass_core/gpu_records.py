@@ -20,7 +20,7 @@ FIELDS: records.Kinds = {
     "max_new_tokens": int,
     "repeats": int,
     "seconds": list,  # of decoding, prefill left out, one per repeat
-    "first_ms": float,  # per token of a row; see benchmark.Clock.latencies
+    "first_ms": float,  # per token of a row; see timed_runs.Clock.latencies
     "mean_ms": float,
     "last_ms": float,
     "tokens_per_second": float,

@@ -39,7 +39,7 @@ FIELDS: Kinds = {
     "repeats": int,
     "seconds": list,  # one per repeat
     "tokens_per_second": (int, float),
-    "first_ms": (int, float, type(None)),  # per token; see benchmark.Clock.latencies. null: none came later
+    "first_ms": (int, float, type(None)),  # per token; see timed_runs.Clock.latencies. null: none came later
     "last_ms": (int, float, type(None)),
     "mean_ms": (int, float, type(None)),
     "alpha": (int, float, type(None)),

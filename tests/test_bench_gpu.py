@@ -10,7 +10,6 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core import checks, gpu_benchmark, records
-from bass_core.benchmark import Clock
 from bass_core.cost_model import Roofline, Workload
 from bass_core.costs import H100, CostModel
 from bass_core.draft_length import BassHeuristic
@@ -18,6 +17,7 @@ from bass_core.engine import Session
 from bass_core.goodput import Goodput
 from bass_core.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_core.shapes import SHAPES, named_config
+from bass_core.timed_runs import Clock
 
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
 

@@ -1,6 +1,8 @@
 """Timings are paired, latencies are of rows, and a record that contradicts itself is refused."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from tiny import byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
-from bass_core import ModelPair, benchmark, cli, inputs, records
+from bass_core import ModelPair, benchmark, cli, inputs, records, timed_runs
 from bass_core.drafters import NgramDrafter
 from bass_core.models import in_dtype
 
@@ -131,6 +133,49 @@ def test_ratio_is_the_median_of_paired_ratios(pair):
     middle, low, high = comparison.ratio("batched")
     assert middle == pytest.approx((seconds.regular / seconds.batched).median())
     assert low <= middle <= high
+
+
+OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 12}
+
+
+@pytest.fixture
+def counted_time(monkeypatch) -> None:
+    """Time goes on by a second whenever it is asked for: at the two ends of a turn, and when its tokens are there."""
+    monkeypatch.setattr(timed_runs, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+
+
+def test_a_turn_is_a_step_of_whoever_has_the_fewest_tokens(pair, monkeypatch):
+    running, theirs = [], timed_runs._Decode.step
+
+    def watched(decode):
+        running.append(decode)
+        going = [other for other in set(running) if not other.session.idle]
+        assert decode.emitted == min(other.emitted for other in going)
+        theirs(decode)
+
+    monkeypatch.setattr(timed_runs._Decode, "step", watched)
+    benchmark.compare(pair, PROMPTS, repeats=2, take_turns=True, **OURS)
+    assert len(set(running)) == 3 * 4  # repeats, methods
+    assert any(a is not b for a, b in itertools.pairwise(running[3:10]))
+
+
+def test_methods_that_take_turns_do_what_they_do_alone(pair):
+    implementation, options = pair.target.config._attn_implementation, {"repeats": 2, **OURS}
+    turns, alone = (benchmark.compare(pair, PROMPTS, take_turns=way, **options).runs for way in (True, False))
+    same = ["repeat", "method", "k", "tokens", *benchmark.COUNTS]
+    assert turns[same].equals(alone[same])
+    assert pair.target.config._attn_implementation == implementation
+
+
+def test_a_method_is_timed_in_its_own_turns(pair, counted_time):
+    runs = benchmark.compare(pair, PROMPTS, repeats=1, take_turns=True, **OURS).runs.set_index("method")
+    assert runs.seconds["regular"] == 1 + 2 * 12  # making the session, then two for each step
+    assert (runs.last_ms["regular"], runs.first_ms["regular"]) == (2000, 2000)  # of the prefill's token to the last
+
+
+def test_peers_do_not_take_turns(pair):
+    with pytest.raises(ValueError, match=r"only this engine's methods .* can take turns, not \['transformers'\]"):
+        benchmark.compare(pair, PROMPTS, methods=["transformers", "regular"], take_turns=True)
 
 
 def test_identical_rows_notices_a_changed_token(pair):

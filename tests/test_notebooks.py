@@ -74,9 +74,9 @@ def folder(tmp_path):
 
 def test_every_cell_of_every_notebook_runs(folder):
     """With the defaults, but for the sizes of QUICKER."""
-    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout", "120", "-q"]
+    command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout", "600", "-q"]
     command += ["-n", "2", "--dist", "loadscope"]  # a notebook is a scope
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stdout[-3000:]
     ran = int(re.search(r"(\d+) passed", done.stdout)[1])
     assert ran >= sum(cell.cell_type == "code" for path in NOTEBOOKS for cell in nbformat.read(path, 4).cells)

@@ -28,13 +28,13 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from bass_core import inputs, records
-from bass_core.benchmark import Clock
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.evaluation import sample_file, sandbox, scores
 from bass_core.evaluation.problems import Problem
 from bass_core.generation import generate
 from bass_core.goodput import policy_for
 from bass_core.models import ModelPair, fingerprints
+from bass_core.timed_runs import Clock
 from bass_core.trace import synchronize
 
 METHODS = ("regular", "single", "batched")
