@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bass_core.acceptance_laws import DECAY
 from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals
-from bass_core.goodput import DECAY, PRIOR, Goodput, require_draft_passes
+from bass_core.goodput import Goodput, require_draft_passes
 
 BINS = 10  # of the draft's largest probability
+PRIOR = 0.8  # chance of acceptance before anything was seen
 STRENGTH = 4.0  # observations that the power law counts as against a bin's own
 
 
@@ -128,11 +130,9 @@ class MarginalValue(Goodput):
     def _learn_from_none(self) -> None:
         """A pass of the draft that was not worth a token: what was expected counts as if it had come true, or else
         `Goodput` would pay for such passes for ever."""
-        _, chances = self.seen[0]
-        count = len(chances)
-        outcomes = np.repeat([0, 1], count)
-        weights = np.concatenate([1 - chances, chances]) * np.tile(self.counted, 2)
-        self.acceptance.update(np.ones(2 * count, int), outcomes, weights)
+        (_, chances), laws = self.seen[0], self.acceptance.laws
+        one, none = (laws.likelihood(np.ones(1, int), np.full(1, accepted)) for accepted in (1, 0))
+        self.acceptance.learn(chances[:, None] * one + (1 - chances[:, None]) * none)
 
 
 @dataclass

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from bass_core.acceptance_laws import Acceptance
 from bass_core.draft_length import DraftLengthPolicy, RowsView
-from bass_core.goodput import LIMIT, Acceptance, StepSeconds, stragglers_first
+from bass_core.goodput import LIMIT, StepSeconds
 
 if TYPE_CHECKING:
     from bass_core.replay import Cost
 
+STRAGGLING = 6  # power of a row's remaining tokens by which it counts
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, mod 1, spread evenly over [0, 1): a draw without a random number
 
 
@@ -40,9 +42,10 @@ class Learned(DraftLengthPolicy):
     """Discounted Hedge over the draft lengths `lengths`, with a memory per `task` that outlives decodes.
 
     An expert's loss in a step is its time less its tokens at the going rate (seconds per token, discounted like the
-    losses), by the cost model, in steps of regular decoding. Rows count as in `Goodput`: a batch is done when its last
-    row is. Where a row accepted all of k drafts, a longer expert is credited with what the slots' chances let expect.
-    The step's k is drawn from the experts' weights by a low-discrepancy sequence instead of random numbers.
+    losses), by the cost model, in steps of regular decoding. A batch is done when its last row is: rows count the more,
+    the further they are from their end. Where a row accepted all of k drafts, a longer expert is credited with what the
+    slots' chances let expect. The step's k is drawn from the experts' weights by a low-discrepancy sequence instead of
+    random numbers.
 
     cost: seconds of steps. task: any label; set it between decodes (`policy.task = "chat"`), tasks do not share what
     they learn. rate: of the weights; decay: of losses per step.
@@ -82,7 +85,7 @@ class Learned(DraftLengthPolicy):
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         memory, room = self.memories[self.task], self.rows.remaining - 1
         drafted, accepted = drafted.numpy(), accepted.numpy()
-        share = stragglers_first(self.rows)
+        share = (self.rows.remaining / self.rows.remaining.max()) ** STRAGGLING
         memory.acceptance.update(drafted, accepted, share)
         share = share * (len(room) / share.sum())
         steps = self.seconds(self.rows)
@@ -96,8 +99,8 @@ class Learned(DraftLengthPolicy):
         self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, acceptance: Acceptance
     ) -> np.ndarray:
         """Tokens that each expert would have had in this step [experts, B]: seen, or else expected."""
-        expected = acceptance.tokens
+        expected, survival = acceptance.tokens(), acceptance.survival()
         own = np.minimum(self.experts[:, None], room)  # [experts, B]
         seen = np.minimum(own, accepted) + 1.0
-        more = (expected[own] - expected[np.minimum(accepted, own)]) / acceptance.survival[accepted]
+        more = (expected[own] - expected[np.minimum(accepted, own)]) / survival[accepted]
         return np.where((accepted == drafted) & (own > drafted), seen + more, seen)

@@ -14,11 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from bass_core.draft_length import RowsView
-from bass_core.goodput import PRIOR, Goodput
+from bass_core.goodput import Goodput
 
 Weights = Callable[[RowsView, float], np.ndarray]
-DECAY = 0.95  # of a row's own counts per step
-STRENGTH = 4.0  # observations that the rows' common chance counts as against a row's own
 
 
 def first_finished(sharpness: float) -> Weights:
@@ -52,8 +50,7 @@ EQUAL = last_finished(0.0)
 class Objective(Goodput):
     """`Goodput` of weighted rows: weights(rows, elapsed) gives one weight >= 0 per row.
 
-    elapsed: seconds that the decode's steps took so far, by the cost model (never by the clock). Each row has a chance
-    of acceptance of its own: its survival of j drafts is the common S_j to a power that its own record sets.
+    elapsed: seconds that the decode's steps took so far, by the cost model (never by the clock).
     """
 
     weights: Weights = field(default=EQUAL, repr=False)
@@ -61,31 +58,14 @@ class Objective(Goodput):
     def _reset(self) -> None:
         super()._reset()
         self.elapsed = 0.0
-        self.ids = np.zeros(0, np.int64)
-        self.own: dict[int, np.ndarray] = {}  # by row: accepted, reached
 
     def plan(self, rows: RowsView) -> int | Tensor:
-        self.ids = rows.ids
-        self.own = {row: self.own[row] for row in rows.ids.tolist() if row in self.own}  # ended rows are forgotten
         plan = super().plan(rows)
         self.elapsed += self.seconds(rows)[self.k]
         return plan
 
-    def tokens(self, rows: RowsView) -> np.ndarray:
-        accepted, reached = np.array([self.own.get(row, np.zeros(2)) for row in rows.ids.tolist()]).T
-        mean = accepted.sum() / reached.sum() if reached.any() else PRIOR
-        alpha = (accepted + STRENGTH * mean) / (reached + STRENGTH)
-        power = np.log(np.clip(alpha, 1e-3, 0.999)) / np.log(np.clip(mean, 1e-3, 0.999))
+    def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
         weights = np.asarray(self.weights(rows, self.elapsed), dtype=float)
         if weights.shape != rows.ids.shape or not (weights >= 0).all() or not weights.any():
             raise ValueError(f"weights must give a number >= 0 per row, one of them above 0; got {weights!r}")
-        return weights[:, None] * (self.acceptance.survival ** power[:, None]).cumsum(-1)
-
-    def importance(self, rows: RowsView) -> np.ndarray:
-        return np.ones(len(rows.ids))  # the weights say whose tokens count; chances are those of all rows
-
-    def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        super().update(drafted, accepted)
-        for row, submitted, kept in zip(self.ids.tolist(), drafted.tolist(), accepted.tolist(), strict=True):
-            if submitted:
-                self.own[row] = DECAY * self.own.get(row, np.zeros(2)) + [kept, min(submitted, kept + 1)]
+        return weights

@@ -18,7 +18,8 @@ import numpy as np
 from torch import Tensor
 
 from bass_core.draft_length import HiddenDraft, RowsView
-from bass_core.goodput import PRIOR, Goodput, require_draft_passes
+from bass_core.draft_signals import PRIOR
+from bass_core.goodput import Goodput, require_draft_passes
 
 
 @dataclass

@@ -11,9 +11,8 @@ from bass_core import browser
 ROOT = Path(__file__).parents[1]
 SCREENSHOTS = ROOT / "build/screenshots"
 DATA = "figure => JSON.stringify(figure.data, (_, value) => ArrayBuffer.isView(value) ? Array.from(value) : value)"
-CHANGED = f"([figure, before]) => ({DATA})(figure) !== before"
 FITS = "figure => Math.abs(figure._fullLayout.width - figure.parentElement.clientWidth) <= 1"
-TITLED = "([figure, title]) => figure.layout.title.text.startsWith(title)"
+TITLE = "figure => figure.layout.title.text"
 # Where on the page a cell of a heatmap is drawn.
 PLACE = """(figure, [x, y]) => {
     const [box, {xaxis, yaxis}] = [figure.getBoundingClientRect(), figure._fullLayout];
@@ -48,8 +47,24 @@ def errors(page):
     return wrong + [text for text in ("Error displaying widget", "Loading widget...") if page.get_by_text(text).count()]
 
 
-def wait_until_changed(page, figure, before):
-    page.wait_for_function(CHANGED, arg=[figure.element_handle(), before])
+def wait_until(page, holds, widget):
+    """Ask anew until it holds, of what is on the page then: it may draw a widget again while it is laid out."""
+    for _ in range(5 * browser.PATIENCE):
+        if holds():
+            return
+        page.wait_for_timeout(200)
+    raise AssertionError(f"nothing came in {browser.PATIENCE} s; the widget says: {widget.inner_text()}")
+
+
+def move(page, slider, widget):
+    """One step to the right by keyboard; again if the page has taken the focus away in between."""
+    value = slider.get_attribute("aria-valuenow")
+
+    def moved():
+        slider.press("ArrowRight")
+        return slider.get_attribute("aria-valuenow") != value
+
+    wait_until(page, moved, widget)
 
 
 def take_picture(page, widget, name, size):
@@ -67,22 +82,22 @@ def test_lesson_runs_and_its_slider_moves_the_figure(chromium, lab, name):
         widget = browser.first_widget(page)
         figure = widget.locator(".js-plotly-plot").first
         before = figure.evaluate(DATA)
-        widget.locator(".noUi-handle").first.focus()
-        page.keyboard.press("ArrowRight")
-        wait_until_changed(page, figure, before)
+        move(page, widget.locator(".noUi-handle").first, widget)
+        wait_until(page, lambda: figure.evaluate(DATA) != before, widget)
         take_picture(page, widget, name, WIDE)
         if name.startswith("03"):
             check_that_clicks_choose_steps(page, widget, figure)
             page.set_viewport_size(NARROW)
-            page.wait_for_function(FITS, arg=figure.element_handle())
+            wait_until(page, lambda: figure.evaluate(FITS), widget)
         take_picture(page, widget, name, NARROW)
         assert errors(page) == []
 
 
 def check_that_clicks_choose_steps(page, widget, raster):
-    bars = widget.locator(".js-plotly-plot").nth(1).element_handle()
-    page.wait_for_function(FITS, arg=raster.element_handle())
+    bars = widget.locator(".js-plotly-plot").nth(1)
+    wait_until(page, lambda: raster.evaluate(FITS), widget)
     raster.scroll_into_view_if_needed()
     for row, step in ((0, 1), (1, 2)):
         page.mouse.click(*raster.evaluate(PLACE, [step, row]))
-        page.wait_for_function(TITLED, arg=[bars, f"Row {row}, step {step}:"])
+        title = f"Row {row}, step {step}:"
+        wait_until(page, lambda title=title: bars.evaluate(TITLE).startswith(title), widget)

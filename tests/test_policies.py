@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 import torch
 from policies import CHEAP, Line, library_policies
-from scipy import stats
 from tabular import tabular
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core import costs, goodput
-from bass_core.acceptance import AcceptanceTrace, shipped
+from bass_core.acceptance import AcceptanceTrace
 from bass_core.cost_model import Roofline
 from bass_core.costs import DRAFT_310M, H100, TARGET_8B, CostModel
 from bass_core.draft_length import RowsView, Signals, cut_lengths, planned_lengths
 from bass_core.draft_signals import Calibration
-from bass_core.goodput import Acceptance, default_policy
-from bass_core.length_explorer import modelled_h100
+from bass_core.goodput import default_policy
 from bass_core.models import fingerprints
 from bass_core.objective import deadlines, first_finished, last_finished
 from bass_core.replay import Replay, decode, step_seconds
@@ -37,82 +35,9 @@ def taught(policy, accepted, of, steps=50):
     for _ in range(steps):
         policy.plan(rows([999] * len(accepted)))
         if isinstance(policy, bass.Goodput):
-            policy.wanted, policy.counted = np.full(len(accepted), of), np.ones(len(accepted))
+            policy.wanted = np.full(len(accepted), of)
         policy.update(torch.full((len(accepted),), of), torch.tensor(accepted))
     return policy
-
-
-# --- chances of acceptance ---
-
-
-def test_a_law_is_a_chance_of_acceptance_that_each_step_draws_from_a_beta_distribution():
-    acceptance = Acceptance(6)
-    m, c = np.meshgrid(Acceptance.MEANS, Acceptance.CONCENTRATIONS)
-    for law, mean, concentration in zip(acceptance.laws, m.ravel(), c.ravel(), strict=True):
-        chance = stats.beta(mean * concentration, (1 - mean) * concentration)
-        assert law == pytest.approx([chance.moment(j) if j else 1.0 for j in range(7)], rel=1e-3)
-
-
-@pytest.mark.parametrize("alpha", [0.2, 0.5, 0.8, 0.95])
-def test_chances_become_those_of_the_drafts(alpha):
-    acceptance, generator = Acceptance(), np.random.default_rng(0)
-    for _ in range(200):
-        accepted = np.minimum(generator.geometric(1 - alpha, 8) - 1, 5)
-        acceptance.update(np.full(8, 5), accepted)
-    assert acceptance.survival[:9] == pytest.approx(alpha ** np.arange(9), abs=0.06)
-
-
-def test_what_was_drafted_says_what_to_expect_of_longer_drafts():
-    acceptance = Acceptance()
-    before = acceptance.survival
-    acceptance.update(np.array([3]), np.array([3]))
-    assert (acceptance.survival[1:] > before[1:]).all() and acceptance.survival[9] > 1.5 * before[9]
-
-
-def test_rows_count_by_their_weights():
-    half, once = Acceptance(), Acceptance()
-    half.update(np.array([4, 4, 4]), np.array([2, 2, 0]), np.array([0.5, 0.5, 0.0]))
-    once.update(np.array([4]), np.array([2]))
-    assert half.survival == pytest.approx(once.survival)
-
-
-def test_older_steps_count_less():
-    acceptance = Acceptance()
-    for accepted in (0, 4):
-        for _ in range(40):
-            acceptance.update(np.array([4]), np.array([accepted]))
-    assert acceptance.survival[4] > 0.5
-
-
-def test_a_text_may_be_like_any_of_those_that_calibration_has_met():
-    """Half of them are hard and half easy: one step shows which kind this one is."""
-    hard, easy = (9, 1, 0, 0, 0), (0, 0, 0, 1, 9)
-    known, ignorant = Acceptance(before=(hard, easy)), Acceptance()
-    assert known.survival[1] == pytest.approx(0.5, abs=0.1)
-    for accepted in (0, 4):
-        know, guess = deepcopy(known), deepcopy(ignorant)
-        for each in (know, guess):
-            each.update(np.array([4]), np.array([accepted]))
-        assert abs(know.survival[4] - accepted / 4) < 0.6 * abs(guess.survival[4] - accepted / 4)
-
-
-def test_what_was_met_before_does_not_outweigh_what_is_seen():
-    known = Acceptance(before=((9, 1, 0, 0, 0),) * 16)
-    assert known.survival[1] < 0.25
-    for _ in range(5):
-        known.update(np.full(4, 4), np.full(4, 4))
-    assert known.survival[4] > 0.9
-
-
-def test_of_longer_drafts_than_the_policys_their_beginning_counts():
-    longer, cut = Acceptance(2, before=((1, 2, 3, 4, 5),)), Acceptance(2, before=((1, 2, 12),))
-    assert longer.survival == pytest.approx(cut.survival)
-
-
-def test_one_step_of_a_batch_is_enough_to_find_a_useless_draft_out():
-    acceptance = Acceptance()
-    acceptance.update(np.full(8, 5), np.zeros(8, int))
-    assert acceptance.survival[1] < 0.1
 
 
 # --- Goodput ---
@@ -120,8 +45,8 @@ def test_one_step_of_a_batch_is_enough_to_find_a_useless_draft_out():
 
 def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
     policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
-    survival, k = policy.acceptance.survival, np.arange(17)
-    expected = survival.cumsum() * 4 / CHEAP.step(4, k, 0)
+    tokens, k = policy.acceptance.tokens(), np.arange(17)
+    expected = policy.weigh(rows([99] * 4), tokens) @ tokens / CHEAP.step(4, k, 0)
     assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
     assert policy.plan(rows([99] * 4)) == np.argmax(expected >= (1 - goodput.TOLERANCE) * expected.max())
 
@@ -146,13 +71,11 @@ def test_policies_on_the_same_costs_look_them_up_together(monkeypatch):
 
 def test_goodput_counts_no_token_beyond_a_rows_end():
     policy = taught(bass.Goodput(CHEAP), [8, 8], of=8)
+    policy.k = 1
     found = policy.goodputs(rows([3, 1]))
-    survival = policy.acceptance.survival
-    tokens = [
-        2,
-        2 + survival[1],
-        2 + survival[1] + survival[2],
-    ]  # one more row goes on for two drafts, the other for none
+    longer, ending = policy.acceptance.tokens()[0, :3], np.ones(3)  # two more drafts, and none
+    weights = np.array([1, (1 / (3 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
+    tokens = weights @ [longer, ending] * 2 / weights.sum()
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0))
 
 
@@ -198,25 +121,32 @@ def test_the_first_step_drafts_little():
     assert policy.plan(rows()) == goodput.FIRST
 
 
-def test_goodput_learns_from_the_rows_that_end_last():
-    """Leaders accept all, stragglers little: the batch is done when the stragglers are."""
-    policies = [bass.Goodput(Line(0.1, 0.1)) for _ in range(2)]
-    for policy, rooms in zip(policies, ([100, 100, 900, 900], [900, 900, 100, 100]), strict=True):
-        policy.start(rows(rooms))
-        for _ in range(20):
-            policy.plan(rows(rooms))
-            policy.update(torch.from_numpy(policy.wanted.copy()), torch.from_numpy(policy.wanted * [1, 1, 0, 0]))
-    assert policies[0].acceptance.survival[3] < 0.1 < 0.5 < policies[1].acceptance.survival[3]
+def test_rows_count_by_the_steps_that_they_still_need():
+    """Of rows with as much to write, one accepts all and one little: the batch is done when the second is."""
+    policy = taught(bass.Goodput(CHEAP), [6, 1], of=6)
+    policy.k = 6
+    sure, doubtful = policy.weigh(rows([900, 900]), policy.acceptance.tokens())
+    assert doubtful > 1.9 and sure + doubtful == pytest.approx(2)
+    sure, doubtful = policy.weigh(rows([900, 9]), policy.acceptance.tokens())  # now it has little left to write
+    assert sure > 1.9 and sure + doubtful == pytest.approx(2)
+
+
+def test_goodput_drafts_as_the_rows_that_end_last_want_it():
+    policy = taught(bass.Goodput(CHEAP), [6, 6, 0, 0], of=6)
+    best = [policy.goodputs(rows(rooms)).argmax() for rooms in ([100, 100, 900, 900], [900, 900, 100, 100])]
+    assert best[0] == 0 and best[1] >= 8
 
 
 def test_goodput_learns_that_a_lookup_finds_nothing():
-    """Half of the rows never draft: what was wanted and not drafted is as good as refused."""
+    """One of two rows never drafts: what was wanted and not drafted is as good as refused."""
     policy = bass.Goodput(CHEAP)
     policy.start(rows())
-    for _ in range(100):
+    for _ in range(50):
         policy.plan(rows([999, 999]))
-        policy.update(torch.tensor([policy.wanted[0], 0]), torch.tensor([policy.wanted[0], 0]))
-    assert policy.acceptance.survival[1] == pytest.approx(0.5, abs=0.05)
+        policy.wanted = np.array([4, 4])
+        policy.update(torch.tensor([4, 0]), torch.tensor([4, 0]))
+    found, missing = policy.acceptance.survival()[:, 1]
+    assert found > 0.95 and missing < 0.05
 
 
 def test_a_new_decode_starts_afresh_and_joining_rows_do_not():
@@ -275,12 +205,6 @@ def test_the_embedded_pairs_default_is_goodput_on_every_cpu(tmp_path, monkeypatc
 def test_equal_weights_and_equal_rows_are_goodput():
     mine, theirs = (taught(policy, [5, 5], of=5) for policy in (bass.Objective(CHEAP), bass.Goodput(CHEAP)))
     assert mine.goodputs(rows()) == pytest.approx(theirs.goodputs(rows()))
-
-
-def test_rows_that_accept_more_survive_longer():
-    policy = taught(bass.Objective(CHEAP), [6, 1], of=6)
-    sure, doubtful = policy.tokens(rows([900, 900]))
-    assert (sure[1:] > doubtful[1:]).all()
 
 
 def test_leaders_stragglers_and_deadlines_are_weighted():
@@ -421,72 +345,6 @@ def test_adaedl_moves_its_bar_towards_the_wanted_rate():
     assert policy.bar == before
 
 
-# --- Learned ---
-
-
-def test_learned_finds_the_best_length_and_remembers_it_per_task():
-    policy, sure, doubtful = bass.Learned(CHEAP), synthetic(0.95), synthetic(0.2)
-    for task, trace in (("sure", sure), ("doubtful", doubtful)):
-        policy.task = task
-        decode(Replay.draw(trace, 4, None, 0, 0), policy)
-    favourite = {}
-    for task in ("sure", "doubtful"):
-        policy.task = task
-        favourite[task] = policy.experts[policy.weights().argmax()]
-    assert favourite["sure"] >= 8 and favourite["doubtful"] <= 2
-    assert policy.task == "doubtful" and set(policy.memories) == {"sure", "doubtful"}
-
-
-@pytest.mark.parametrize(("before", "after"), [("mini", "library"), ("library", "mini")])
-@pytest.mark.parametrize("batch", [8, 32])
-def test_learned_is_near_the_best_length_of_another_task_within_200_steps(before, after, batch):
-    """Not told of the change; texts of the embedded pair on a modelled GPU."""
-    cost, traces = modelled_h100(), {name: shipped(name).past_eos() for name in (before, after)}
-
-    def seconds(policy, task, seed, repeat):
-        steps = decode(Replay.draw(traces[task], batch, None, seed, repeat), policy)
-        return step_seconds(steps, cost).sum(), len(steps)
-
-    best = min(range(1, 13), key=lambda k: sum(seconds(bass.FixedLength(k), after, 99, n)[0] for n in range(8)))
-    mine, fixed = 0.0, 0.0
-    for seed in range(8):
-        policy, repeat, steps = bass.Learned(cost), 0, 0
-        for repeat in range(4):
-            seconds(policy, before, seed, repeat)
-        while steps < 200:
-            repeat += 1
-            steps += seconds(policy, after, seed, repeat)[1]
-        for held_out in range(repeat + 1, repeat + 5):
-            mine += seconds(policy, after, seed, held_out)[0]
-            fixed += seconds(bass.FixedLength(best), after, seed, held_out)[0]
-    assert mine < 1.05 * fixed
-
-
-def synthetic(alpha, seed=0):
-    return AcceptanceTrace.synthetic(alpha=alpha, length=400, sequences=8, seed=seed)
-
-
-def test_learned_sees_how_every_shorter_length_would_have_done():
-    policy = bass.Learned(CHEAP, lengths=(0, 1, 2, 4))
-    policy.plan(rows([999, 999]))
-    slots = policy.memories[""].acceptance
-    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), slots).sum(1)
-    assert seen.tolist() == [2, 4, 2 + 3, 2 + 5]
-    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), slots).sum(1)
-    assert drafted_two[:3].tolist() == [2, 4, 5]
-    s = slots.survival
-    more = (s[3] + s[4]) / s[2]  # what was accepted as far as it went would have gone on
-    assert drafted_two[3] == pytest.approx(5 + more)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"lengths": ()}, {"lengths": (-1, 2)}, {"lengths": (40,)}, {"rate": 0}, {"decay": 1}]
-)
-def test_learned_refuses_wrong_settings(wrong):
-    with pytest.raises(ValueError, match=r"must be|needs"):
-        bass.Learned(CHEAP, **wrong)
-
-
 # --- all of them ---
 
 
@@ -539,7 +397,7 @@ def test_a_stop_that_spares_the_next_pass_costs_less_in_simulation():
                 return torch.full(asked.drafting.shape, 3)
             return torch.full(asked.drafting.shape, asked.slot < 3)
 
-    drawn = Replay.draw(synthetic(0.8), 2, None, 0, 0)
+    drawn = Replay.draw(AcceptanceTrace.synthetic(alpha=0.8, length=400, sequences=8), 2, None, 0, 0)
     spared, asked = (decode(drawn, LastOne(spares)) for spares in (True, False))
     assert [step.drafted.tolist() for step in spared] == [step.drafted.tolist() for step in asked]
     passes = np.array([step.passes for step in asked]) - np.array([step.passes for step in spared])
