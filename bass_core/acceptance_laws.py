@@ -100,8 +100,8 @@ class Acceptance:
 class AcceptanceByRow:
     """A posterior for each live row, which learns from its own steps and, less, from those of the others.
 
-    What the others show is a prior, and may be wrong (`UNLIKE_OTHERS`): of a row that accepts all it says nothing to
-    those that accept nothing.
+    What the others show is only a prior, and may be wrong (`UNLIKE_OTHERS`): a row that accepts everything, since it
+    repeats itself, makes nobody expect much of those that accept nothing.
 
     seen: drafts whose fate is known, of all rows, older ones counting less.
     """

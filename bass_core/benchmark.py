@@ -189,7 +189,7 @@ def bench(
     common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": pair.synthetic}
     common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
     for name, prompts in sets.items():
-        alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
+        alone: list[Tensor] = []
         for batch in batches:
             progress(f"{name}, batch {batch}")
             taken = [method for method in methods if batch > 1 or method != "single"]
@@ -206,6 +206,7 @@ def bench(
                 take_turns=take_turns,
                 progress=progress,
             )
+            alone = alone or greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
             greedy = _ways(
                 exact,
                 inputs.token_ids(exact, prompts[:batch]),

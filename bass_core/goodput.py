@@ -91,11 +91,11 @@ class Goodput(DraftLengthPolicy):
     cost: seconds of steps, `costs.CostModel` or alike. Each row's chances of acceptance are learnt from its own steps
     and from those of the others (`AcceptanceByRow`; what calibration has found of these models comes first). A batch
     is done when its last row is, so rows that still need many steps count more than others (`weigh`). Of lengths
-    within `TOLERANCE` of the best the shortest is taken: estimates are no better than that; but 0, from which nothing
-    is learnt, only where it promises `LEARNT` more than any other. After `probe`, then twice,
-    four times … as many steps in a row without drafts some rows probe k = 1, or else 0 would be for ever; if more than
-    half of a probe is accepted, what was known before counts little. Where costs promise less than `WORTH` even if all
-    drafts were accepted, nothing is tried.
+    within `TOLERANCE` of the best the shortest is taken: estimates are no better than that. Only 0, from which nothing
+    is learnt, has to promise `LEARNT` more than any other. After `probe`, then twice, four times … as many steps in a
+    row without drafts some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted,
+    what was known before counts little. Where costs promise less than `WORTH` even if all drafts were accepted, nothing
+    is tried.
     """
 
     cost: Cost = field(repr=False)

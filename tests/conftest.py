@@ -64,3 +64,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     _with_room(lambda: pyfuncitem.obj(**given))
     return True
+
+
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """The folder of measured costs, where nothing is and nothing shipped."""
+    from bass_core import costs
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(costs, "SHIPPED", tmp_path / "shipped")
+    return costs.cache_folder()

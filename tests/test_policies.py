@@ -115,6 +115,14 @@ def test_goodput_drafts_again_once_drafts_are_accepted():
     assert planned[0] == 0 and planned[-1] >= 8
 
 
+def test_regular_decoding_has_to_promise_more_for_nothing_is_learnt_from_it(monkeypatch):
+    policy = bass.Goodput(CHEAP)
+    policy.start(rows())
+    for regular, k in ((1 + goodput.LEARNT / 2, 1), (1 + 2 * goodput.LEARNT, 0)):
+        monkeypatch.setattr(policy, "_gains", lambda rows, seconds, regular=regular: np.array([regular, 1.0]))
+        assert policy.plan(rows()) == k
+
+
 def test_the_first_step_drafts_little():
     policy = bass.Goodput(Line(0.01, 0.01))
     policy.start(rows())

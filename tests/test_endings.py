@@ -1,0 +1,208 @@
+"""Where a row ends: at its limit, at EOS or a stop string wherever in a draft they come, and what its text is then."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import BYTES, byte_tokenizer, greedy_alone, ragged_prompts, tiny_model
+
+import bass_core as bass
+
+TARGET = tiny_model(dtype="float64")
+DRAFT = tiny_model(dtype="float64", noise=0.02)
+PAIR = bass.ModelPair(TARGET, DRAFT)
+PERFECT = bass.ModelPair(TARGET, TARGET)  # every draft is accepted
+PROMPTS = ragged_prompts(5, 9, 13, 7)
+SAMPLED = {"temperature": 0.8, "seed": 3}
+
+
+def generate(prompts=PROMPTS, pair=PAIR, **options) -> bass.Generation:
+    return bass.generate(pair, prompts, **({"eos_token_id": (), "draft_length": 3, "max_new_tokens": 12} | options))
+
+
+# --- limits and EOS -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
+@pytest.mark.parametrize("pair", [PAIR, PERFECT, bass.ModelPair(TARGET)], ids=["draft", "perfect draft", "n-gram"])
+def test_row_of_one_new_token_is_the_first_of_a_longer_row(pair, options):
+    short, long = (generate(pair=pair, max_new_tokens=new, **options) for new in (1, 9))
+    assert short.finish_reasons == ["length"] * 4
+    for one, many in zip(short.sequences, long.sequences, strict=True):
+        assert one.tolist() == many[:1].tolist()
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 4, 7])
+@pytest.mark.parametrize("new", [1, 2, 3, 5, 8, 13])
+def test_row_has_exactly_the_new_tokens_asked_for(new, draft_length):
+    out = generate(pair=PERFECT, max_new_tokens=new, draft_length=draft_length)
+    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
+        assert torch.equal(sequence, greedy_alone(TARGET, prompt, new))
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_eos_ends_a_row_wherever_in_a_draft_it_comes(at):
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    first = text.index(text[at])
+    out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], draft_length=5)
+    assert out.sequences[0].tolist() == text[: first + 1]
+    assert len(out.logprobs[0]) == first + 1
+    assert out.finish_reasons == ["eos"]
+
+
+def test_first_of_several_eos_ids_ends_a_row():
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    for eos in ([text[6], text[3]], (text[3], text[6]), torch.tensor([text[6], text[3]]), {text[3], text[6]}):
+        out = generate(PROMPTS[:1], PERFECT, eos_token_id=eos, draft_length=5)
+        assert out.sequences[0].tolist() == text[: text.index(text[3]) + 1]
+
+
+def test_eos_of_the_model_is_the_default_and_no_eos_never_stops():
+    model = copy.deepcopy(TARGET)
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    model.generation_config.eos_token_id = [text[4], text[9]]
+    pair = bass.ModelPair(model, DRAFT)
+    assert generate(PROMPTS[:1], pair, eos_token_id=None).sequences[0].tolist() == text[: text.index(text[4]) + 1]
+    assert generate(PROMPTS[:1], pair, eos_token_id=()).sequences[0].tolist() == text
+    model.generation_config.eos_token_id = None
+    assert generate(PROMPTS[:1], pair, eos_token_id=None).sequences[0].tolist() == text
+
+
+def test_eos_as_the_last_token_asked_for_is_eos():
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    new = text.index(text[5]) + 1
+    out = generate(PROMPTS[:1], eos_token_id=text[5], max_new_tokens=new)
+    assert (out.sequences[0].tolist(), out.finish_reasons) == (text[:new], ["eos"])
+
+
+# --- stop strings ---------------------------------------------------------------------------------
+
+TOKENIZER = byte_tokenizer()
+
+
+def speller(text: str):
+    """A model that goes on with `text` after any of its tokens, all of which must differ; then with its last one."""
+    ids = TOKENIZER(text)["input_ids"]
+    assert len(set(ids)) == len(ids)
+    following = torch.full((BYTES,), ids[-1])
+    following[ids[:-1]] = torch.tensor(ids[1:])
+
+    def spell(module, args, kwargs, output):
+        fed = kwargs["input_ids"][:, -output.logits.shape[1] :]
+        output.logits = F.one_hot(following[fed], BYTES).to(output.logits) * 40
+
+    model = copy.deepcopy(tiny_model(vocab_size=BYTES))
+    model.register_forward_hook(spell, with_kwargs=True)
+    return model
+
+
+SPELLED = "!the né€g😀xyzw"  # characters of one to four bytes
+MODEL = speller(SPELLED)
+SPELLING = bass.ModelPair(MODEL, MODEL, TOKENIZER)
+
+
+def spell(stop, draft_length=5, new=18, **options) -> bass.Generation:
+    options = {"stop": stop, "draft_length": draft_length, "max_new_tokens": new, "eos_token_id": (), **options}
+    return bass.generate(SPELLING, ["!"], **options)
+
+
+def tokens_of(text: str) -> list[int]:
+    return TOKENIZER(text)["input_ids"]
+
+
+def test_speller_spells():
+    out = spell((), new=len(tokens_of(SPELLED)) - 1)
+    assert out.texts == [SPELLED[1:]]
+    assert out.trace.summary()["acceptance_rate"] == 1
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 2, 3, 5, 8])
+@pytest.mark.parametrize("stop", ["t", "he", "e n", "é", "né", "€", "€g", "😀", "😀x", "the né€g😀", "z"])
+def test_stop_string_ends_a_row_at_the_token_that_completes_it(stop, draft_length):
+    out = spell([stop], draft_length)
+    before = SPELLED[1 : SPELLED.index(stop)]
+    assert out.texts == [before]
+    assert out.sequences[0].tolist() == tokens_of(before + stop)
+    assert len(out.logprobs[0]) == len(out.sequences[0])
+    assert out.finish_reasons == ["stop"]
+
+
+@pytest.mark.parametrize("draft_length", [0, 3, 8])
+def test_first_of_several_stop_strings_to_be_completed_ends_the_row(draft_length):
+    out = spell(["z", "€g", "absent", "né€"], draft_length)
+    assert out.texts == ["the "]
+    assert out.sequences[0].tolist() == tokens_of("the né€")
+
+
+def test_single_stop_string_needs_no_list():
+    assert spell("é").texts == ["the n"]
+
+
+def test_stop_string_of_the_prompt_is_not_found_again():
+    assert spell(["!t"]).finish_reasons == ["length"]
+    assert spell(["!"]).finish_reasons == ["length"]
+
+
+def test_stop_string_that_never_comes_changes_nothing():
+    out = spell(["absent", "🙃"], new=12)
+    assert out.finish_reasons == ["length"]
+    assert out.sequences[0].tolist() == tokens_of(SPELLED)[1:13]
+
+
+def test_row_cut_off_within_a_character_is_no_match():
+    """The first byte of € alone decodes to a replacement character, which is not in the text to come."""
+    new = len(tokens_of("the né")) + 1
+    out = spell(["€"], new=new)
+    assert out.finish_reasons == ["length"]
+    assert len(out.sequences[0]) == new
+
+
+def test_stop_string_completed_by_the_last_token_asked_for_is_a_stop():
+    out = spell(["né"], new=len(tokens_of("the né")))
+    assert (out.finish_reasons, out.texts) == (["stop"], ["the "])
+
+
+def test_eos_that_comes_before_the_stop_string_wins_and_the_other_way_round():
+    n, e = tokens_of("n")[0], tokens_of("e")[0]
+    assert spell(["né"], eos_token_id=n).finish_reasons == ["eos"]
+    assert spell(["he"], eos_token_id=n).finish_reasons == ["stop"]
+    assert spell(["né"], eos_token_id=e).texts == ["the"]
+
+
+def test_stop_strings_of_one_row_leave_the_others_alone():
+    out = bass.generate(SPELLING, ["!", "n", "g", "x"], stop="€", max_new_tokens=6, eos_token_id=())
+    assert out.finish_reasons == ["length", "stop", "length", "length"]
+    assert out.texts[1] == "é"
+    for text, row in ((SPELLED[1:], 0), ("😀xy", 2)):
+        assert out.sequences[row].tolist() == tokens_of(text)[:6]
+
+
+def test_texts_skip_special_tokens_and_are_none_without_a_tokenizer():
+    end = TOKENIZER.eos_token_id
+    pair = bass.ModelPair(tiny_model(vocab_size=BYTES), tokenizer=TOKENIZER)
+    text = greedy_alone(pair.target, torch.tensor([50, 60]), 8)
+
+    def finish(module, args, output):
+        output.logits[..., end] = torch.where(output.logits.argmax(-1) == text[5], 1e4, output.logits[..., end])
+
+    hook = pair.target.register_forward_hook(finish)
+    try:
+        out = bass.generate(pair, [torch.tensor([50, 60])], max_new_tokens=8)
+    finally:
+        hook.remove()
+    assert out.sequences[0][-1] == end and out.finish_reasons == ["eos"]
+    assert out.texts == [TOKENIZER.decode(out.sequences[0][:-1])]
+    assert generate(PROMPTS).texts == [None] * 4
+
+
+def test_results_of_a_running_session_end_before_the_stop_string_too():
+    session = bass.Session(SPELLING, stop="€g", draft_length=3, eos_token_id=())
+    handle = session.submit("!", max_new_tokens=18)
+    texts = []
+    while not session.idle:
+        session.step()
+        texts.append(session.result(handle).text)
+    assert texts[-1] == "the né"
+    assert all("g" not in text for text in texts)
+    assert session.result(handle).finish_reason == "stop"
