@@ -3,8 +3,8 @@
 Passes are the engine's own: `Runner.feed` and `feed_last` over a ragged cache that is full. What a step takes besides
 them comes from real steps, of which every pass is taken out. Where steps are replayed as CUDA graphs, passes cannot be
 told apart: real steps are timed by their phases, so that sampling and verification count with the passes they follow.
-All grid points take turns, so that a slow moment of the machine meets every one of them, and the median over the turns
-counts.
+All grid points take turns, so that a slow moment of the machine meets every one of them. What they took is estimated
+together (`mixed_model`): there is time for a few samples of each point, and machines are noisy.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from bass_core import attention, inputs, records
+from bass_core import attention, inputs, mixed_model, records
 from bass_core.costs import (
     OVERHEAD_AXES,
     PASS_AXES,
@@ -36,6 +36,7 @@ from bass_core.costs import (
 from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.engine import Session
 from bass_core.generation import generate
+from bass_core.mixed_model import Sample
 from bass_core.models import ModelPair, fingerprints, name_of
 from bass_core.prompt_sets import PROMPT_SETS, prompt_set
 from bass_core.runner import Runner
@@ -48,10 +49,17 @@ REPLAYS = 3  # timed steps of each draft length, where steps are recorded
 RECORDING = 2  # steps before them: the first is launched, the second recorded
 TEXTS, TOKENS, ASKED = 8, 48, 8  # to count accepted drafts: prompts of each set, tokens of a row, drafts of a step
 QUIET = 0.25  # spread of the samples
+OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
-Sample = tuple[tuple, float]  # name of a table and a point of it, seconds
-Turn = Callable[[], Iterator[Sample]]
+Taken = tuple[str, tuple[int, ...], float]  # table, its point, seconds
+
+
+class Turn(NamedTuple):
+    """take: times some points. often: how many visits it gets for each one of others that take as long."""
+
+    take: Callable[[], Iterator[Taken]]
+    often: int = 1
 
 
 @torch.inference_mode()
@@ -86,16 +94,15 @@ def calibrate(
         warm, longer = _turns(pair, axes, watch, stack, temperature, recorded)
         progress(f"timing passes and steps by {len(warm) + len(longer)} kinds of turns for {seconds:.0f} s")
         for turn in warm:
-            list(turn())
+            list(turn.take())
         samples = _take_turns(warm + longer, end)
-    medians = {key: float(np.median(values)) for key, values in samples.items()}
-    tables = {name: table(axes[name], lambda *point, name=name: medians[name, *point]) for name in axes}
-    counts = [len(values) for values in samples.values()]
+    found = mixed_model.times(samples)
+    tables = {name: table(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
+    by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
     how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": temperature}
-    how["samples"] = {"least": min(counts), "most": max(counts)}
-    how["spread"] = float(
-        np.median([np.subtract(*np.quantile(x, [0.75, 0.25])) / np.median(x) for x in samples.values()])
-    )
+    how["samples"] = {"least": int(by_point.size().min()), "most": int(by_point.size().max())}
+    spreads = (by_point.quantile(0.75) - by_point.quantile(0.25)) / by_point.median()
+    how["spread"] = float(spreads.median())
     return CostModel(
         device=device_name(pair.device),
         models=_described(pair),
@@ -187,16 +194,17 @@ def _turns(
     draft_lengths = axes["overheads"]["draft_length"]
     if recorded:
         lengths, shapes = _recorded_lengths(query_lengths), itertools.product(batches, kv_lengths)
-        return [], [partial(_recorded_steps, pair, *shape, lengths, temperature) for shape in shapes]
+        return [], [Turn(partial(_recorded_steps, pair, *shape, lengths, temperature)) for shape in shapes]
     target, draft = (_full_runner(model, stack, axes["target_passes"]) for model in (pair.target, pair.draft))
     turns: dict[int, list[Turn]] = {kv_length: [] for kv_length in kv_lengths}
     for kv_length, batch in itertools.product(kv_lengths, batches):
         for query_length in query_lengths:
-            turns[kv_length].append(partial(_target_pass, watch, target, batch, query_length, kv_length))
+            turns[kv_length].append(Turn(partial(_target_pass, watch, target, batch, query_length, kv_length)))
         if draft is not None:
-            turns[kv_length].append(partial(_draft_phase, watch, target, draft, batch, draft_lengths[1:], kv_length))
+            phase = partial(_draft_phase, watch, target, draft, batch, draft_lengths[1:], kv_length)
+            turns[kv_length].append(Turn(phase, OFTEN))
     first, *others = turns.values()
-    steps = [partial(_steps, watch, pair, batch, draft_lengths, temperature) for batch in batches]
+    steps = [Turn(partial(_steps, watch, pair, batch, draft_lengths, temperature), OFTEN) for batch in batches]
     return steps + first, list(itertools.chain(*others))
 
 
@@ -228,16 +236,16 @@ def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
     return runner
 
 
-def _target_pass(watch: Stopwatch, target: Runner, *point: int) -> Iterator[Sample]:
+def _target_pass(watch: Stopwatch, target: Runner, *point: int) -> Iterator[Taken]:
     """One pass of a point of the grid."""
-    yield ("target_passes", *point), _feed(watch, target, *point)
+    yield "target_passes", point, _feed(watch, target, *point)
 
 
 def _draft_phase(
     watch: Stopwatch, target: Runner, draft: Runner, batch: int, draft_lengths: Sequence[int], kv_length: int
-) -> Iterator[Sample]:
+) -> Iterator[Taken]:
     """The longest draft phase, and the shorter ones that it begins with; after a target pass, as in a step."""
-    yield ("target_passes", batch, 1, kv_length), _feed(watch, target, batch, 1, kv_length)
+    yield "target_passes", (batch, 1, kv_length), _feed(watch, target, batch, 1, kv_length)
     spent = 0.0
     for k in range(1, max(draft_lengths) + 1):
         if k == 1:
@@ -245,7 +253,7 @@ def _draft_phase(
         else:
             spent += _feed(watch, draft, batch, 1, kv_length + k - 1)
         if k in draft_lengths:
-            yield ("draft_phases", batch, k, kv_length), spent
+            yield "draft_phases", (batch, k, kv_length), spent
 
 
 def _feed(
@@ -276,7 +284,7 @@ class _InTurn(DraftLengthPolicy):
 
 def _steps(
     watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int], temperature: float
-) -> Iterator[Sample]:
+) -> Iterator[Taken]:
     """A step of each draft length over a new batch: its time less that of all passes in it."""
     limit = 1 + sum(k + 1 for k in draft_lengths)  # no row ends before its last step
     policy = _InTurn(draft_lengths)
@@ -289,12 +297,12 @@ def _steps(
             watch.start()
             session.step()
             watch.mark()
-            yield ("overheads", batch, k), sum(watch.intervals()[::2]) / 1e3
+            yield "overheads", (batch, k), sum(watch.intervals()[::2]) / 1e3
 
 
 def _recorded_steps(
     pair: ModelPair, batch: int, kv_length: int, lengths: Sequence[int], temperature: float
-) -> Iterator[Sample]:
+) -> Iterator[Taken]:
     """Steps of each draft length over rows of about `kv_length` cached positions, by their phases.
 
     No draft is kept, so that the rows grow by one token per step, whatever was drafted.
@@ -317,9 +325,10 @@ def _recorded_steps(
         phases.k, phases.draft_ms / 1e3, phases.verify_ms / 1e3, walls, itertools.cycle(range(each)), strict=False
     ):
         if turn >= RECORDING:
-            yield ("target_passes", batch, k + 1, kv_length), verifying
-            yield ("draft_phases", batch, k, kv_length), drafting
-            yield ("overheads", batch, k), wall - drafting - verifying
+            yield "target_passes", (batch, k + 1, kv_length), verifying
+            if k:
+                yield "draft_phases", (batch, k, kv_length), drafting
+            yield "overheads", (batch, k), wall - drafting - verifying
 
 
 def _prompts(batch: int, length: int) -> list[torch.Tensor]:
@@ -332,19 +341,19 @@ def _growth(lengths: Sequence[int]) -> int:
     return len(lengths) * (RECORDING + REPLAYS) + max(lengths) + 2
 
 
-def _take_turns(turns: Sequence[Turn], end: float) -> dict[tuple, list[float]]:
-    """What the turns gave by grid point, each at least once, more until `end` (of perf_counter).
+def _take_turns(turns: Sequence[Turn], end: float) -> list[Sample]:
+    """What the turns gave, each of them at least once, more until `end` (of perf_counter).
 
     Next comes the one with the fewest visits times the square root of its duration: visits in that proportion make the
     sum of the squared relative errors least for a given time, and spread each over all of it.
     """
-    samples: dict[tuple, list[float]] = defaultdict(list)
+    samples: list[Sample] = []
     queue = [(0.0, index) for index in range(len(turns))]
     while (now := time.perf_counter()) < end or queue[0][0] == 0:
         spent, index = queue[0]
-        for key, taken in turns[index]():
-            samples[key].append(taken)
-        heapq.heapreplace(queue, (spent + (time.perf_counter() - now) ** 0.5, index))
+        samples += [Sample(name, point, time.perf_counter(), taken) for name, point, taken in turns[index].take()]
+        spent += (time.perf_counter() - now) ** 0.5 / turns[index].often
+        heapq.heapreplace(queue, (spent, index))
     return samples
 
 

@@ -1,6 +1,7 @@
 """Measuring a pair's costs: every point of the grid, on a clock that is moved by hand, and the command."""
 
 import json
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_core import calibration, cli
+from bass_core.calibration import Turn
 from bass_core.costs import costs_for
 from bass_core.prompt_sets import prompt_set
 
@@ -129,21 +131,26 @@ def test_lengths_that_fit_the_context_are_the_default(pair):
     assert calibration.calibrate(pair, **options).target_passes.axes["kv_length"] == (64,)
 
 
-def test_short_turns_come_more_often_than_long_ones(monkeypatch):
-    now, taken = 0.0, []
+def test_short_turns_come_more_often_than_long_ones_and_rare_points_more_often_than_others(monkeypatch):
+    now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
 
-    def turn(seconds):
+    def turn(name, seconds):
         nonlocal now
         now += seconds
-        taken.append(seconds)
-        yield seconds, seconds
+        yield name, (seconds,), seconds
 
-    samples = calibration._take_turns([partial(turn, 1.0), partial(turn, 16.0)], end=400.0)
-    assert len(samples[1.0]) == pytest.approx(4 * len(samples[16.0]), abs=4)
-    assert taken[:2] == [1.0, 16.0]
-    samples = calibration._take_turns([partial(turn, 1.0), partial(turn, 16.0)], end=0.0)
-    assert {key: len(values) for key, values in samples.items()} == {1.0: 1, 16.0: 1}
+    def visits(end):
+        turns = [("short", 1.0, 1), ("long", 16.0, 1), ("rare", 16.0, 2)]
+        samples = calibration._take_turns([Turn(partial(turn, name, each), often) for name, each, often in turns], end)
+        assert [sample.table for sample in samples[:3]] == ["short", "long", "rare"]
+        assert all(sample.when > 0 and sample.point == (sample.seconds,) for sample in samples)
+        return Counter(sample.table for sample in samples)
+
+    found = visits(end=800.0)
+    assert found["short"] == pytest.approx(4 * found["long"], abs=4)
+    assert found["rare"] == pytest.approx(2 * found["long"], abs=2)
+    assert visits(end=0.0) == {"short": 1, "long": 1, "rare": 1}
 
 
 def test_accepted_drafts_are_counted_where_nothing_cuts_them(monkeypatch):

@@ -1,0 +1,119 @@
+"""Times of the points of a grid from few and noisy samples: a linear mixed model of their logarithms.
+
+    log seconds = trend + stairs + drift + noise
+
+trend: of each table, quadratic in the logarithms of its axes. stairs: for each subset of the axes, steps that begin
+somewhere on them and hold from there on, as where a device rounds shapes up to tiles. drift: how fast the machine was
+in that span of time. Stairs and drift are normal around 0, noise is Student's t, so that a slow moment counts little.
+How large each of them is comes from the samples themselves, by expectation maximization (Laird and Ware 1982,
+Random-effects models for longitudinal data): where samples agree with each other the stairs are as they were measured,
+and where noise hides them a point borrows from its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+SPAN = 0.4  # seconds within which a machine is equally fast
+SPANS = 150  # of them at most
+FREEDOM = 5.0  # degrees of Student's t
+ROUNDS = 20  # of expectation maximization
+STAIR, NOISE = 0.05, 0.1  # standard deviations to begin with
+FLAT = 1e-4  # precision of the trend's coefficients: nothing is known of them
+LEAST = 1e-7  # seconds that a sample counts as at least, and variances
+
+
+class Sample(NamedTuple):
+    """table: which grid; point: its coordinates, >= 0; when, seconds: when it was taken, and what it took."""
+
+    table: str
+    point: tuple[float, ...]
+    when: float
+    seconds: float
+
+
+def times(samples: Sequence[Sample]) -> dict[tuple[str, tuple[float, ...]], float]:
+    """Seconds of each point that has samples, by table and point."""
+    points, where = _index([(sample.table, sample.point) for sample in samples])
+    when = np.array([sample.when for sample in samples])
+    span = max(SPAN, float(np.ptp(when)) / SPANS)
+    _, moment = _index(((when - when.min()) // span).tolist())
+    _, table = _index([table for table, _ in points])
+    logs = np.log(np.maximum([sample.seconds for sample in samples], LEAST))
+    fitted = _fit(*_design(points), table, where, moment, logs)
+    return dict(zip(points, np.exp(fitted).tolist(), strict=True))
+
+
+def _index(items: Sequence[Hashable]) -> tuple[list, np.ndarray]:
+    """The different items in order, and for each one its place among them."""
+    different = sorted(set(items))
+    places = {item: place for place, item in enumerate(different)}
+    return different, np.array([places[item] for item in items])
+
+
+def _design(points: Sequence[tuple[str, tuple[float, ...]]]) -> tuple[np.ndarray, np.ndarray]:
+    """What adds up to a point's logarithm: [points, terms], and the kind of each term, -1 for the trend's."""
+    columns, kinds, kind = [], [], 0
+    for table in sorted({table for table, _ in points}):
+        rows = [row for row, point in enumerate(points) if point[0] == table]
+        grid = np.array([points[row][1] for row in rows], dtype=float)
+        trend = _trend(np.log(np.maximum(grid, 0.5)))  # half a draft stands for none
+        terms, own = [trend], [-1] * trend.shape[1]
+        for size in range(1, grid.shape[1] + 1):
+            for axes in combinations(range(grid.shape[1]), size):
+                levels = np.unique(grid[:, axes], axis=0)
+                terms.append((grid[:, None, axes] >= levels).all(-1).astype(float))
+                own += [kind] * len(levels)
+                kind += 1
+        block = np.zeros((len(points), len(own)))
+        block[rows] = np.concatenate(terms, 1)
+        columns.append(block)
+        kinds += own
+    return np.concatenate(columns, 1), np.array(kinds)
+
+
+def _trend(logs: np.ndarray) -> np.ndarray:
+    """[points, terms]: 1, each axis, and products of two as far as the axes have points for them."""
+    wide = [axis - axis.mean() for axis in logs.T if np.ptp(axis) > 0]
+    wide = [axis / np.ptp(axis) for axis in wide]
+    curved = [axis * axis for axis in wide if len(np.unique(axis)) > 2]
+    crossed = [one * other for one, other in combinations(wide, 2)]
+    return np.stack([np.ones(len(logs)), *wide, *curved, *crossed], 1)
+
+
+def _fit(
+    terms: np.ndarray, kinds: np.ndarray, table: np.ndarray, where: np.ndarray, moment: np.ndarray, logs: np.ndarray
+) -> np.ndarray:
+    """The logarithm of each point. table: of each point; where, moment, logs: point, time and logarithm of each sample.
+
+    Samples enter by what they weigh in each cell of points and moments: their own rows of terms are never written out.
+    """
+    count, moments = terms.shape[1], int(moment.max()) + 1
+    shape = len(terms), moments
+    cells = np.ravel_multi_index((where, moment), shape)
+    kinds = np.concatenate([kinds, np.full(moments, kinds.max() + 1)])
+    groups = [kinds == kind for kind in range(kinds.max() + 1)]
+    variances, noise = np.full(len(groups), STAIR**2), np.full(table.max() + 1, NOISE**2)
+    of, trust = table[where], np.ones(len(logs))
+    for _ in range(ROUNDS):
+        weights = trust / noise[of]
+        weight = np.bincount(cells, weights, np.prod(shape)).reshape(shape)
+        pull = np.bincount(cells, weights * logs, np.prod(shape)).reshape(shape)
+        crossed = terms.T @ weight
+        known = np.block([[(terms.T * weight.sum(1)) @ terms, crossed], [crossed.T, np.diag(weight.sum(0))]])
+        covariance = np.linalg.inv(known + np.diag(np.where(kinds < 0, FLAT, 1 / variances[kinds])))
+        effects = covariance @ np.concatenate([terms.T @ pull.sum(1), pull.sum(0)])
+        errors = logs - (terms @ effects[:count])[where] - effects[count:][moment]
+
+        own = covariance.diagonal()
+        variances = np.array([max(np.mean(effects[group] ** 2 + own[group]), LEAST) for group in groups])
+        unsure = ((terms @ covariance[:count, :count]) * terms).sum(1)[:, None]
+        unsure = unsure + 2 * terms @ covariance[:count, count:] + own[count:]
+        squares = trust * (errors**2 + unsure[where, moment])
+        noise = np.maximum(np.bincount(of, squares) / np.bincount(of), LEAST)
+        trust = (FREEDOM + 1) / (FREEDOM + errors**2 / noise[of])
+    return terms @ effects[:count]
