@@ -30,6 +30,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
 from bass_core import inputs, records, reference, timed_runs
+from bass_core.costs import costs_like
 from bass_core.engine import Session, StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair, in_dtype
@@ -37,6 +38,8 @@ from bass_core.timed_runs import LATENCIES, Clock, Way
 from bass_core.trace import synchronize
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
+DRAFTING = ("single", "batched")  # those with a draft length
+COSTS = ("device", "commit", "samples", "spread")  # of what was measured of the costs that the default policy goes by
 COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
 
 
@@ -188,6 +191,8 @@ def bench(
     }
     common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": pair.synthetic}
     common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
+    cost = costs_like(pair)
+    costs = None if cost is None else {name: cost.measured.get(name) for name in COSTS}
     for name, prompts in sets.items():
         alone: list[Tensor] = []
         for batch in batches:
@@ -230,6 +235,7 @@ def bench(
                 | {"exactness": {"dtype": "float32", "rows": batch, "identical": identical[line["method"]]}}
                 | _record(line, comparison)
                 | ({"step_overhead": spent[line["method"]]} if line["method"] in spent else {})
+                | ({"costs": costs} if line["method"].split()[0] in DRAFTING and pd.isna(line["k"]) else {})
                 for line in comparison.summary().to_dict("records")
             ]
 

@@ -10,9 +10,11 @@ import torch
 from tiny import byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
-from bass_core import ModelPair, benchmark, cli, inputs, records, timed_runs
+from bass_core import ModelPair, benchmark, cli, inputs, load_pair, records, timed_runs
+from bass_core.costs import costs_like
 from bass_core.drafters import NgramDrafter
 from bass_core.models import in_dtype
+from bass_core.prompt_sets import prompt_set
 
 PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
 
@@ -64,6 +66,17 @@ def test_only_drafting_methods_have_an_acceptance(lines):
         assert ("step_overhead" in line) == (
             line["method"] == "regular" or (line["method"], line["k"]) == ("batched", 3)
         )
+
+
+def test_lines_of_the_default_policy_say_which_costs_it_goes_by(pair, lines):
+    assert [line["k"] for line in lines if "costs" in line] == [None]
+    assert lines[-1]["costs"] is None  # nobody has measured this pair: a fixed length
+    embedded = load_pair(dtype="float32")
+    options = {"models": "embedded", "methods": ["regular", "batched"], "repeats": 1, "max_new_tokens": 4}
+    (found,) = benchmark.bench(embedded, {"mini": prompt_set("mini", 1)}, batches=[1], draft_length=None, **options)
+    measured = costs_like(embedded).measured
+    assert found[1]["costs"] == {name: measured[name] for name in ("device", "commit", "samples", "spread")}
+    assert "costs" not in found[0] and measured["samples"]["least"] >= 1
 
 
 def test_rows_are_compared_with_transformers(lines):
