@@ -344,8 +344,9 @@ def _growth(lengths: Sequence[int]) -> int:
 def _take_turns(turns: Sequence[Turn], end: float) -> list[Sample]:
     """What the turns gave, each of them at least once, more until `end` (of perf_counter).
 
-    Next comes the one with the fewest visits times the square root of its duration: visits in that proportion make the
-    sum of the squared relative errors least for a given time, and spread each over all of it.
+    Next comes the one with the fewest visits times the square root of its duration, divided by how often it is to come.
+    Visits in that proportion make the sum of the squared relative errors least for a given time, those of points that
+    come more often counting more, and spread each over all of it.
     """
     samples: list[Sample] = []
     queue = [(0.0, index) for index in range(len(turns))]

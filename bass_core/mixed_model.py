@@ -28,7 +28,8 @@ LEAST = 1e-7  # seconds that a sample counts as at least, and variances
 
 
 class Sample(NamedTuple):
-    """table: which grid; point: its coordinates, >= 0; when, seconds: when it was taken, and what it took."""
+    """table: which grid; point: its coordinates, >= 0; when, seconds: when it was taken, and what it took,
+    both in seconds."""
 
     table: str
     point: tuple[float, ...]
