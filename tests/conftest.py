@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import time
 
 import pytest
 import torch
@@ -74,3 +75,14 @@ def caches(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(costs, "SHIPPED", tmp_path / "shipped")
     return costs.cache_folder()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until its `now` is moved."""
+
+    class Clock:
+        now = 1000.0
+
+    monkeypatch.setattr(time, "monotonic", lambda: Clock.now)
+    return Clock

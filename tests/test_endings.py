@@ -5,21 +5,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import BYTES, byte_tokenizer, greedy_alone, ragged_prompts, tiny_model
+from sessions import DRAFT, PAIR, PERFECT, PROMPTS, SAMPLED, TARGET, generate
+from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
 
 import bass_core as bass
-
-TARGET = tiny_model(dtype="float64")
-DRAFT = tiny_model(dtype="float64", noise=0.02)
-PAIR = bass.ModelPair(TARGET, DRAFT)
-PERFECT = bass.ModelPair(TARGET, TARGET)  # every draft is accepted
-PROMPTS = ragged_prompts(5, 9, 13, 7)
-SAMPLED = {"temperature": 0.8, "seed": 3}
-
-
-def generate(prompts=PROMPTS, pair=PAIR, **options) -> bass.Generation:
-    return bass.generate(pair, prompts, **({"eos_token_id": (), "draft_length": 3, "max_new_tokens": 12} | options))
-
 
 # --- limits and EOS -------------------------------------------------------------------------------
 
