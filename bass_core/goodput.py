@@ -35,6 +35,7 @@ PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
 WORTH = 0.1  # gain over regular decoding that all drafts accepted must promise, or none are tried
 KV_STEP = 64  # costs are looked up once per so many tokens of KV length
+END = 4  # tokens more than the longest step yields: rows that have no more to go are near their end
 
 
 class _Looked(NamedTuple):
@@ -90,12 +91,12 @@ class Goodput(DraftLengthPolicy):
 
     cost: seconds of steps, `costs.CostModel` or alike. Each row's chances of acceptance are learnt from its own steps
     and from those of the others (`AcceptanceByRow`; what calibration has found of these models comes first). A batch
-    is done when its last row is, so rows that still need many steps count more than others (`weigh`). Of lengths
-    within `TOLERANCE` of the best the shortest is taken: estimates are no better than that. Only 0, from which nothing
-    is learnt, has to promise `LEARNT` more than any other. After `probe`, then twice, four times … as many steps in a
-    row without drafts some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted,
-    what was known before counts little. Where costs promise less than `WORTH` even if all drafts were accepted, nothing
-    is tried.
+    is done when its last row is, so rows that still need many steps count more than others (`weigh`); once all rows
+    are near their end, tokens count by the time that they save (`worth_near_the_end`). Of lengths within `TOLERANCE`
+    of the best the shortest is taken: estimates are no better than that. Only 0, from which nothing is learnt, has to
+    promise `LEARNT` more than any other. After `probe`, then twice, four times … as many steps in a row without drafts
+    some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted, what was known before
+    counts little. Where costs promise less than `WORTH` even if all drafts were accepted, nothing is tried.
     """
 
     cost: Cost = field(repr=False)
@@ -160,10 +161,13 @@ class Goodput(DraftLengthPolicy):
     def _gains(self, rows: RowsView, seconds: np.ndarray) -> np.ndarray:
         self.acceptance.follow(rows.ids)
         tokens, room = self.acceptance.tokens(), rows.remaining - 1  # room: drafts that a row may still submit
+        longest, yields = min(int(room.max()), self.limit), tokens
         if room.min() < self.limit:
-            lengths = np.arange(min(int(room.max()), self.limit) + 1)
-            tokens = np.take_along_axis(tokens, np.minimum(lengths, room[:, None]), 1)
-        return self.weigh(rows, tokens) @ tokens / seconds[: tokens.shape[1]]
+            yields = np.take_along_axis(tokens, np.minimum(np.arange(longest + 1), room[:, None]), 1)
+        weights = self.weigh(rows, yields)
+        if rows.remaining.max() <= self.limit + END:
+            yields = worth_near_the_end(tokens, rows.remaining, seconds)[:, : longest + 1]
+        return weights @ yields / seconds[: longest + 1]
 
     def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
         """How much each row's tokens count, [B]; their sum is B.
@@ -187,6 +191,26 @@ class Goodput(DraftLengthPolicy):
             self.acceptance.forget(OLD)
             self.next_probe = self.probe
         self.acceptance.update(tried, accepted)
+
+
+def worth_near_the_end(tokens: np.ndarray, remaining: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """What a step with each draft length is worth to rows near their end [B, K + 1], in tokens far from any end.
+
+    tokens [B, K + 1]: what it is expected to yield; remaining [B]: tokens still to go; seconds [K + 1]: of the step.
+
+    The last tokens of a row are not worth the same: a draft that ends the row saves a whole step, the one before it
+    next to nothing. With n tokens to go, the first of them saves v_n = min over k < n of T(k) - Σ S_j v_{n - j} over
+    j <= k: the seconds of the best step less those that its drafts save if they are accepted. (Backward induction over
+    the row on its own, its chances and the step's seconds as they are now. Far from the end v is 1 / goodput.)
+    """
+    k, most = tokens.shape[1] - 1, int(remaining.max())
+    survival = np.diff(tokens, axis=1, prepend=0)
+    saved = np.zeros((len(tokens), k + most + 1))  # v_n at k + n; tokens past the end save nothing
+    for n in range(1, most + 1):
+        following = saved[:, k + n : n - 1 : -1]  # v_n, not known yet, v_{n - 1}, … v_{n - k}
+        saved[:, k + n] = (seconds - (survival * following).cumsum(1))[:, :n].min(1)
+    following = np.take_along_axis(saved, k + remaining[:, None] - np.arange(k + 1), 1)
+    return (survival * following).cumsum(1) * (tokens / seconds).max(1, keepdims=True)
 
 
 def require_draft_passes(policy: Goodput) -> None:

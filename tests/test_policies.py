@@ -70,13 +70,55 @@ def test_policies_on_the_same_costs_look_them_up_together(monkeypatch):
 
 
 def test_goodput_counts_no_token_beyond_a_rows_end():
-    policy = taught(bass.Goodput(CHEAP), [8, 8], of=8)
-    policy.k = 1
-    found = policy.goodputs(rows([3, 1]))
-    longer, ending = policy.acceptance.tokens()[0, :3], np.ones(3)  # two more drafts, and none
-    weights = np.array([1, (1 / (3 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
-    tokens = weights @ [longer, ending] * 2 / weights.sum()
-    assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0))
+    policy = taught(bass.Objective(CHEAP), [8, 8], of=8)  # which weighs rows alike
+    found = policy.goodputs(rows([99, 2]))
+    longer = policy.acceptance.tokens()[0]
+    ending = np.append(1, np.full(16, longer[1]))  # one draft at most
+    assert found == pytest.approx((longer + ending) / CHEAP.step(2, np.arange(17), 0))
+
+
+def test_the_draft_that_ends_a_row_saves_a_step():
+    tokens, seconds = np.array([[1.0, 2.0, 3.0]]), np.array([1.0, 1.1, 1.9])  # all drafts are accepted
+    rate = 2 / 1.1  # tokens per second far from the end: k = 1
+    # One to go: 1.0 s. Two: 1.1 s, so the first of them saves 0.1. Three: 1.9 s at once, not 1.1 s and 1.0 s more.
+    worth = [goodput.worth_near_the_end(tokens, np.array([n]), seconds)[0] / rate for n in (1, 2, 3)]
+    assert worth[0] == pytest.approx([1.0, 1.0, 1.0])
+    assert worth[1] == pytest.approx([0.1, 1.1, 1.1])
+    assert worth[2] == pytest.approx([0.8, 0.9, 1.9])
+
+
+def test_goodput_drafts_as_far_as_ends_the_rows_soonest():
+    cost = Line()
+    cost.step = lambda batch, k, kv_length: np.array([1.0, 1.1, 1.9])[k]
+    policy = taught(bass.Goodput(cost, limit=2), [2, 2], of=2)
+    assert [policy.plan(rows([n, n])) for n in (99, 3)] == [1, 2]
+    assert policy.plan(rows([99, 3])) == 1  # the batch is not done when one of them is
+
+
+def seconds_to_the_end(survival, seconds, n):
+    """The least expected seconds that a row needs for n tokens, and the length to draft now: every way is tried."""
+    if n == 0:
+        return 0.0, 0
+    after = [seconds_to_the_end(survival, seconds, n - 1 - accepted)[0] for accepted in range(n)]
+    chances = np.append(survival, 0)
+    ways = []
+    for k in range(min(n, len(seconds))):
+        accepted = [chances[j] - chances[j + 1] for j in range(k)] + [chances[k]]
+        ways.append(seconds[k] + np.dot(accepted, after[: k + 1]))
+    return min(ways), int(np.argmin(ways))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_near_the_end_the_best_length_ends_the_row_soonest(seed):
+    draw = np.random.default_rng(seed)
+    survival = np.append(1, draw.uniform(0.3, 1, 4).cumprod())
+    seconds = 1 + draw.uniform(0, 0.6, 5).cumsum()
+    tokens = survival.cumsum()[None]
+    for n in range(1, 9):
+        worth = goodput.worth_near_the_end(tokens, np.array([n]), seconds)[0]
+        gains = worth[:n] / seconds[:n]
+        assert gains.argmax() == seconds_to_the_end(survival, seconds, n)[1]
+        assert gains.max() == pytest.approx((tokens[0] / seconds).max())  # no step is worth more than its time
 
 
 def decided(policy, rooms, accept, steps):
