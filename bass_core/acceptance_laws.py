@@ -116,7 +116,7 @@ class AcceptanceByRow:
 
     def follow(self, ids: np.ndarray) -> None:
         """These rows are live now, in this order: rows that ended are forgotten, new ones have shown nothing yet."""
-        if len(ids) != len(self.ids) or (ids != self.ids).any():
+        if ids.tolist() != self.ids.tolist():
             self.evidence = (ids[:, None] == self.ids) @ self.evidence
             self.ids = ids
 
@@ -139,7 +139,7 @@ class AcceptanceByRow:
     def update(self, tried: np.ndarray, accepted: np.ndarray) -> None:
         """One step of the rows [B]: how many drafts each tried, and how many of them were accepted."""
         self.learn(self.laws.likelihood(tried, accepted))
-        self.seen += float(np.minimum(accepted + 1, tried).sum())
+        self.seen += sum(map(min, (accepted + 1).tolist(), tried.tolist()))
 
     def learn(self, likelihood: np.ndarray) -> None:
         """One step of the rows, as likely under the laws as this says: log [B, laws]."""

@@ -150,9 +150,10 @@ class Goodput(DraftLengthPolicy):
         return k if self.knows_texts else min(k, math.ceil(2 * self.acceptance.seen) or FIRST)
 
     def _shortest_of_the_best(self) -> int:
-        worth = self.gains.copy()
+        worth = self.gains.tolist()
         worth[0] *= 1 - LEARNT
-        return int((worth >= (1 - TOLERANCE) * worth.max()).argmax())  # the first of them
+        enough = (1 - TOLERANCE) * max(worth)
+        return next(k for k, gain in enumerate(worth) if gain >= enough)
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
@@ -160,14 +161,16 @@ class Goodput(DraftLengthPolicy):
 
     def _gains(self, rows: RowsView, seconds: np.ndarray) -> np.ndarray:
         self.acceptance.follow(rows.ids)
-        tokens, room = self.acceptance.tokens(), rows.remaining - 1  # room: drafts that a row may still submit
-        longest, yields = min(int(room.max()), self.limit), tokens
-        if room.min() < self.limit:
-            yields = np.take_along_axis(tokens, np.minimum(np.arange(longest + 1), room[:, None]), 1)
+        tokens = yields = self.acceptance.tokens()
+        remaining = rows.remaining.tolist()
+        lengths = min(max(remaining), self.limit + 1)  # 0, 1, …: of the tokens to go one is the target's own
+        if min(remaining) <= self.limit:
+            room = np.minimum(np.arange(lengths), rows.remaining[:, None] - 1)
+            yields = np.take_along_axis(tokens, room, 1)
         weights = self.weigh(rows, yields)
-        if rows.remaining.max() <= self.limit + END:
-            yields = worth_near_the_end(tokens, rows.remaining, seconds)[:, : longest + 1]
-        return weights @ yields / seconds[: longest + 1]
+        if max(remaining) <= self.limit + END:
+            yields = worth_near_the_end(tokens, rows.remaining, seconds)[:, :lengths]
+        return weights @ yields / seconds[:lengths]
 
     def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
         """How much each row's tokens count, [B]; their sum is B.
