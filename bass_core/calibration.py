@@ -47,7 +47,8 @@ DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
 PROMPT = 16  # tokens of the rows whose steps are timed
 REPLAYS = 3  # timed steps of each draft length, where steps are recorded
 RECORDING = 2  # steps before them: the first is launched, the second recorded
-TEXTS, TOKENS, ASKED = 8, 48, 8  # to count accepted drafts: prompts of each set, tokens of a row, drafts of a step
+TEXTS, TOKENS, ASKED = 8, 96, 8  # to count accepted drafts: prompts of each set, tokens of a row (what is accepted
+# changes along a text, beginnings alone would mislead), drafts of a step
 QUIET = 0.25  # spread of the samples
 OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
@@ -69,7 +70,7 @@ def calibrate(
     query_lengths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17),
     kv_lengths: Sequence[int] | None = None,
     *,
-    seconds: float = 45.0,
+    seconds: float = 42.0,
     temperature: float = 0.0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> CostModel:

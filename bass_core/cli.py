@@ -207,7 +207,7 @@ def calibrate(
     weights: Annotated[str, typer.Option(help="hub; or dummy: random ones in models of a known name")] = "hub",
     dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
     rows: Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")] = [1, 2, 4, 8, 16, 32],  # noqa: B006
-    seconds: Annotated[float, typer.Option(min=0, help="time to measure in")] = 45.0,
+    seconds: Annotated[float, typer.Option(min=0, help="time to measure in")] = 42.0,
     output: Annotated[Path | None, typer.Option(help="file to save to; none: where policies look for it")] = None,
     check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
 ) -> None:
