@@ -158,7 +158,7 @@ def test_accepted_drafts_are_counted_where_nothing_cuts_them(monkeypatch):
     embedded = bass.load_pair(dtype="float32")
     found = calibration.accepted(embedded)
     texts = [text for name in ("mini", "library") for text in prompt_set(name)[-2:]]
-    steps = bass.generate(embedded, texts, draft_length=8, max_new_tokens=48, eos_token_id=()).trace.steps
+    steps = bass.generate(embedded, texts, draft_length=8, max_new_tokens=96, eos_token_id=()).trace.steps
     whole = steps.query("kind == 'decode' and drafted == 8")
     assert found == tuple(tuple(np.bincount(part.accepted, minlength=9)) for _, part in whole.groupby("row"))
     assert len(found) == 4 and sum(map(sum, found)) > 20
