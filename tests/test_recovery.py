@@ -1,45 +1,26 @@
-"""After an interruption, an error or a full memory: everything is as before, and a re-run gives the same tokens."""
+"""After an interruption or an error: everything is as before, and a re-run gives the same tokens."""
 
 import copy
-import itertools
-import weakref
 
 import pytest
 import torch
-from tiny import VOCABULARY, ragged_prompts, tiny_model
-from torch.multiprocessing.reductions import StorageWeakRef
+from recovery import (
+    PROMPTS,
+    CacheMemory,
+    assert_same,
+    assert_same_results,
+    disturbed_pair,
+    fail_at_call,
+    generate,
+    session_with_rows,
+)
+from sessions import run_to_the_end
+from tiny import VOCABULARY, tiny_model
 
 import bass_core as bass
 from bass_core import attention, randomness, sampling
-from bass_core.cache import RaggedCache
 from bass_core.rows import Rows
 from bass_core.trace import Trace
-
-PROMPTS = ragged_prompts(5, 9, 13)
-
-
-def disturbed_pair() -> bass.ModelPair:
-    """Models of this test's own, in training mode in part, with dropout that would change the text."""
-    dropout = {"attention_dropout": 0.5}
-    pair = bass.ModelPair(
-        copy.deepcopy(tiny_model(dtype="float64", **dropout)),
-        copy.deepcopy(tiny_model(dtype="float64", noise=0.02, **dropout)),
-    )
-    pair.target.train()
-    pair.target.model.layers[0].eval()
-    pair.draft.model.layers[1].train()
-    return pair
-
-
-def generate(pair: bass.ModelPair, **options) -> bass.Generation:
-    defaults = {"max_new_tokens": 12, "temperature": 0.8, "eos_token_id": (), "draft_length": 3}
-    return bass.generate(pair, PROMPTS, **(defaults | options))
-
-
-def assert_same(out: bass.Generation, other: bass.Generation) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(out.sequences, other.sequences, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(out.logprobs, other.logprobs, strict=True))
-    assert out.finish_reasons == other.finish_reasons
 
 
 def state(model) -> dict:
@@ -59,34 +40,6 @@ def states(pair: bass.ModelPair) -> list[dict]:
     return [state(model) for model in (pair.target, pair.draft)]
 
 
-class CacheMemory:
-    """Watches the bytes behind every key and value that a cache ever stored, whoever still holds them."""
-
-    def __init__(self, monkeypatch):
-        self._storages = []
-        for name in ("allocate", "save_row"):
-            monkeypatch.setattr(RaggedCache, name, self._noting(getattr(RaggedCache, name)))
-
-    def _noting(self, method):
-        def noting(*args, **kwargs):
-            made = method(*args, **kwargs)
-            tensors = [made] if isinstance(made, torch.Tensor) else made
-            self._storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
-            return made
-
-        return noting
-
-    @property
-    def was_used(self) -> bool:
-        return len(self._storages) > 0
-
-    @property
-    def held(self) -> int:
-        """Bytes that are not free yet; nobody should have to wait for the garbage collector."""
-        storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._storages]
-        return sum(storage.nbytes() for storage in storages if storage is not None)
-
-
 @pytest.fixture
 def cache_memory(monkeypatch) -> CacheMemory:
     return CacheMemory(monkeypatch)
@@ -94,18 +47,6 @@ def cache_memory(monkeypatch) -> CacheMemory:
 
 class Interruption(Exception):
     """Not an error that the library knows."""
-
-
-def fail_at_call(monkeypatch, owner, name: str, number: int, error: BaseException) -> None:
-    """The call number `number` (from 1) of owner.name raises."""
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def failing(*args, **kwargs):
-        if next(calls) == number:
-            raise error
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, failing)
 
 
 # Where it happens: what raises (given the pair), and at which of its calls. Every place is met while rows are decoded,
@@ -279,24 +220,6 @@ def test_closing_a_session_frees_its_caches_while_it_is_held(pair, cache_memory)
 # --- a session goes on ----------------------------------------------------------------------------
 
 
-def session_with_rows(pair, **options) -> tuple[bass.Session, list]:
-    session = bass.Session(pair, eos_token_id=(), draft_length=3, **options)
-    return session, [session.submit(prompt, max_new_tokens=12) for prompt in PROMPTS]
-
-
-def run_to_the_end(session) -> None:
-    while not session.idle:
-        session.step()
-
-
-def assert_same_results(session, handles, other, other_handles) -> None:
-    for handle, other_handle in zip(handles, other_handles, strict=True):
-        result, expected = session.result(handle), other.result(other_handle)
-        assert torch.equal(result.sequence, expected.sequence)
-        assert torch.equal(result.logprobs, expected.logprobs)
-        assert result.finish_reason == expected.finish_reason
-
-
 @pytest.mark.parametrize(
     ("phase", "temperature"),
     [(phase, 0.8) for phase in BEFORE_A_COMMIT]
@@ -343,156 +266,6 @@ def test_closed_session_is_not_stepped_on_in_silence(pair):
     session.close()
     with pytest.raises((RuntimeError, ValueError), match="clos"):
         session.step()
-
-
-# --- memory that is full --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_memory(monkeypatch):
-    """small_memory(error, elements): an allocator that refuses zeroed tensors of more elements than that."""
-    zeros = torch.zeros
-
-    def install(error: BaseException, elements: int) -> None:
-        def limited(*shape, **options):
-            made = zeros(*shape, **options)
-            if made.numel() > elements:
-                raise error
-            return made
-
-        monkeypatch.setattr(torch, "zeros", limited)
-
-    yield install
-    monkeypatch.setattr(torch, "zeros", zeros)
-
-
-CUDA_IS_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
-FULL = {
-    "CUDA": (torch.OutOfMemoryError(CUDA_IS_FULL), torch.OutOfMemoryError),
-    "CPU": (
-        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
-        torch.OutOfMemoryError,
-    ),
-    "Python": (MemoryError(), MemoryError),
-}
-
-
-def elements_of_a_cache(rows: int, slots: int) -> int:
-    """Keys of one layer of the tiny llama: 2 KV heads of 8 dimensions."""
-    return rows * slots * 2 * 8
-
-
-@pytest.mark.parametrize("allocator", FULL)
-def test_cache_that_does_not_fit_says_how_large_a_row_is_and_what_to_lower(
-    monkeypatch, pair, cache_memory, small_memory, allocator
-):
-    expected = generate(pair)
-    error, kind = FULL[allocator]
-    slots = 13 + 12 + 1
-    with monkeypatch.context():
-        small_memory(error, elements_of_a_cache(3, slots) - 1)
-        with pytest.raises(kind) as caught:
-            generate(pair)
-    gigabytes = 2 * 2 * elements_of_a_cache(1, slots) * 8 / 1e9  # keys and values, 2 layers, float64
-    text = str(caught.value)
-    assert text.startswith("out of memory")
-    assert f"{gigabytes:.3g} GB per row" in text
-    assert "3 rows" in text
-    assert "max_batch_size" in text and "max_new_tokens" in text
-    assert caught.value.__cause__ is error
-    assert cache_memory.held == 0
-    monkeypatch.undo()
-    assert_same(generate(pair), expected)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "number"),
-    [
-        (lambda pair: pair.draft, "forward", 3),
-        (lambda pair: pair.target, "forward", 3),
-        (lambda pair: sampling, "probabilities", 3),
-        (lambda pair: RaggedCache, "move_row", 1),
-        (lambda pair: RaggedCache, "save_row", 1),
-    ],
-    ids=["draft pass", "target pass", "probabilities", "moving a row", "saving a prompt"],
-)
-def test_memory_that_fills_up_anywhere_in_a_step_is_explained_and_the_next_call_works(
-    monkeypatch, pair, cache_memory, owner, name, number
-):
-    options = {"num_return_sequences": 2, "max_batch_size": 3}
-    expected = generate(pair, **options)
-    with monkeypatch.context() as patch:
-        fail_at_call(patch, owner(pair), name, number, torch.OutOfMemoryError(CUDA_IS_FULL))
-        with pytest.raises(torch.OutOfMemoryError, match=r"GB per row.*max_batch_size") as caught:
-            generate(pair, **options)
-    assert caught.traceback
-    assert cache_memory.held == 0
-    assert_same(generate(pair, **options), expected)
-
-
-@pytest.mark.parametrize("allocator", FULL)
-def test_cache_that_cannot_grow_is_explained_and_the_live_rows_go_on_unharmed(monkeypatch, pair, allocator):
-    undisturbed = session_with_rows(pair)
-    run_to_the_end(undisturbed[0])
-    session, handles = session_with_rows(pair)
-    session.step()
-    session.step()
-    longer = session.submit(ragged_prompts(60)[0], max_new_tokens=12)
-    error, kind = FULL[allocator]
-    with monkeypatch.context() as patch:
-        fail_at_call(patch, RaggedCache, "allocate", 3, error)
-        with pytest.raises(kind, match=r"GB per row.*max_batch_size"):
-            session.step()
-    session.cancel(longer)
-    run_to_the_end(session)
-    assert_same_results(session, handles, *undisturbed)
-
-
-@pytest.mark.parametrize("allocator", FULL)
-def test_memory_that_is_full_during_the_probe_does_not_condemn_the_model(monkeypatch, allocator):
-    monkeypatch.setattr(attention, "_probed", weakref.WeakKeyDictionary())
-    pair = bass.ModelPair(copy.deepcopy(tiny_model(dtype="float64")))
-    error, kind = FULL[allocator]
-    with monkeypatch.context() as patch:
-        fail_at_call(patch, RaggedCache, "allocate", 2, error)
-        with pytest.raises(kind, match="out of memory"):
-            generate(pair)
-    assert generate(pair).trace.summary()["attention"] == "pad"
-
-
-# --- devices that are lost ------------------------------------------------------------------------
-
-ASSERTION = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
-ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously"
-
-
-@pytest.mark.parametrize("text", [ASSERTION, ILLEGAL_ACCESS], ids=["assertion", "illegal access"])
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_lost_device_says_to_restart_the_kernel(monkeypatch, pair, role, text):
-    fail_at_call(monkeypatch, getattr(pair, role), "forward", 2, RuntimeError(text))
-    with pytest.raises(RuntimeError, match="restart the kernel") as caught:
-        generate(pair)
-    assert not isinstance(caught.value, torch.OutOfMemoryError)
-    assert text in str(caught.value)  # or nobody could look it up
-
-
-def test_lost_device_that_shows_at_the_copy_to_the_host_says_to_restart_the_kernel(monkeypatch, pair):
-    """Kernels run asynchronously: most assertions surface there."""
-    fail_at_call(monkeypatch, torch.Tensor, "cpu", 2, RuntimeError(ASSERTION))
-    with pytest.raises(RuntimeError, match="restart the kernel"):
-        generate(pair)
-
-
-@pytest.mark.parametrize(
-    "text", ["required rank 4 tensor to use channels_last memory format", "unsupported operation: more than one"]
-)
-def test_error_of_another_kind_is_passed_on_as_it_is(monkeypatch, pair, text):
-    error = RuntimeError(text)
-    fail_at_call(monkeypatch, pair.target, "forward", 2, error)
-    with pytest.raises(RuntimeError) as caught:
-        generate(pair)
-    assert caught.value is error
-    assert error.__cause__ is None
 
 
 # --- the same again -------------------------------------------------------------------------------

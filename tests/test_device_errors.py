@@ -1,0 +1,185 @@
+"""A memory that is full or a device that is lost: the error says what to do, and what can go on goes on."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from recovery import (
+    CacheMemory,
+    assert_same,
+    assert_same_results,
+    disturbed_pair,
+    fail_at_call,
+    generate,
+    session_with_rows,
+)
+from sessions import run_to_the_end
+from tiny import ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core import attention, sampling
+from bass_core.cache import RaggedCache
+
+
+@pytest.fixture
+def pair() -> bass.ModelPair:
+    pair = disturbed_pair()
+    for model in pair.models:
+        attention.resolve(model)  # or the probe's calls would be counted
+    return pair
+
+
+@pytest.fixture
+def cache_memory(monkeypatch) -> CacheMemory:
+    return CacheMemory(monkeypatch)
+
+
+# --- memory that is full --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_memory(monkeypatch):
+    """small_memory(error, elements): an allocator that refuses zeroed tensors of more elements than that."""
+    zeros = torch.zeros
+
+    def install(error: BaseException, elements: int) -> None:
+        def limited(*shape, **options):
+            made = zeros(*shape, **options)
+            if made.numel() > elements:
+                raise error
+            return made
+
+        monkeypatch.setattr(torch, "zeros", limited)
+
+    yield install
+    monkeypatch.setattr(torch, "zeros", zeros)
+
+
+CUDA_IS_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+FULL = {
+    "CUDA": (torch.OutOfMemoryError(CUDA_IS_FULL), torch.OutOfMemoryError),
+    "CPU": (
+        RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError,
+    ),
+    "Python": (MemoryError(), MemoryError),
+}
+
+
+def elements_of_a_cache(rows: int, slots: int) -> int:
+    """Keys of one layer of the tiny llama: 2 KV heads of 8 dimensions."""
+    return rows * slots * 2 * 8
+
+
+@pytest.mark.parametrize("allocator", FULL)
+def test_cache_that_does_not_fit_says_how_large_a_row_is_and_what_to_lower(
+    monkeypatch, pair, cache_memory, small_memory, allocator
+):
+    expected = generate(pair)
+    error, kind = FULL[allocator]
+    slots = 13 + 12 + 1
+    with monkeypatch.context():
+        small_memory(error, elements_of_a_cache(3, slots) - 1)
+        with pytest.raises(kind) as caught:
+            generate(pair)
+    gigabytes = 2 * 2 * elements_of_a_cache(1, slots) * 8 / 1e9  # keys and values, 2 layers, float64
+    text = str(caught.value)
+    assert text.startswith("out of memory")
+    assert f"{gigabytes:.3g} GB per row" in text
+    assert "3 rows" in text
+    assert "max_batch_size" in text and "max_new_tokens" in text
+    assert caught.value.__cause__ is error
+    assert cache_memory.held == 0
+    monkeypatch.undo()
+    assert_same(generate(pair), expected)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "number"),
+    [
+        (lambda pair: pair.draft, "forward", 3),
+        (lambda pair: pair.target, "forward", 3),
+        (lambda pair: sampling, "probabilities", 3),
+        (lambda pair: RaggedCache, "move_row", 1),
+        (lambda pair: RaggedCache, "save_row", 1),
+    ],
+    ids=["draft pass", "target pass", "probabilities", "moving a row", "saving a prompt"],
+)
+def test_memory_that_fills_up_anywhere_in_a_step_is_explained_and_the_next_call_works(
+    monkeypatch, pair, cache_memory, owner, name, number
+):
+    options = {"num_return_sequences": 2, "max_batch_size": 3}
+    expected = generate(pair, **options)
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, owner(pair), name, number, torch.OutOfMemoryError(CUDA_IS_FULL))
+        with pytest.raises(torch.OutOfMemoryError, match=r"GB per row.*max_batch_size") as caught:
+            generate(pair, **options)
+    assert caught.traceback
+    assert cache_memory.held == 0
+    assert_same(generate(pair, **options), expected)
+
+
+@pytest.mark.parametrize("allocator", FULL)
+def test_cache_that_cannot_grow_is_explained_and_the_live_rows_go_on_unharmed(monkeypatch, pair, allocator):
+    undisturbed = session_with_rows(pair)
+    run_to_the_end(undisturbed[0])
+    session, handles = session_with_rows(pair)
+    session.step()
+    session.step()
+    longer = session.submit(ragged_prompts(60)[0], max_new_tokens=12)
+    error, kind = FULL[allocator]
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, RaggedCache, "allocate", 3, error)
+        with pytest.raises(kind, match=r"GB per row.*max_batch_size"):
+            session.step()
+    session.cancel(longer)
+    run_to_the_end(session)
+    assert_same_results(session, handles, *undisturbed)
+
+
+@pytest.mark.parametrize("allocator", FULL)
+def test_memory_that_is_full_during_the_probe_does_not_condemn_the_model(monkeypatch, allocator):
+    monkeypatch.setattr(attention, "_probed", weakref.WeakKeyDictionary())
+    pair = bass.ModelPair(copy.deepcopy(tiny_model(dtype="float64")))
+    error, kind = FULL[allocator]
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, RaggedCache, "allocate", 2, error)
+        with pytest.raises(kind, match="out of memory"):
+            generate(pair)
+    assert generate(pair).trace.summary()["attention"] == "pad"
+
+
+# --- devices that are lost ------------------------------------------------------------------------
+
+ASSERTION = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously"
+
+
+@pytest.mark.parametrize("text", [ASSERTION, ILLEGAL_ACCESS], ids=["assertion", "illegal access"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_lost_device_says_to_restart_the_kernel(monkeypatch, pair, role, text):
+    fail_at_call(monkeypatch, getattr(pair, role), "forward", 2, RuntimeError(text))
+    with pytest.raises(RuntimeError, match="restart the kernel") as caught:
+        generate(pair)
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+    assert text in str(caught.value)  # or nobody could look it up
+
+
+def test_lost_device_that_shows_at_the_copy_to_the_host_says_to_restart_the_kernel(monkeypatch, pair):
+    """Kernels run asynchronously: most assertions surface there."""
+    fail_at_call(monkeypatch, torch.Tensor, "cpu", 2, RuntimeError(ASSERTION))
+    with pytest.raises(RuntimeError, match="restart the kernel"):
+        generate(pair)
+
+
+@pytest.mark.parametrize(
+    "text", ["required rank 4 tensor to use channels_last memory format", "unsupported operation: more than one"]
+)
+def test_error_of_another_kind_is_passed_on_as_it_is(monkeypatch, pair, text):
+    error = RuntimeError(text)
+    fail_at_call(monkeypatch, pair.target, "forward", 2, error)
+    with pytest.raises(RuntimeError) as caught:
+        generate(pair)
+    assert caught.value is error
+    assert error.__cause__ is None
