@@ -86,3 +86,11 @@ def clock(monkeypatch):
 
     monkeypatch.setattr(time, "monotonic", lambda: Clock.now)
     return Clock
+
+
+@pytest.fixture
+def cache_memory(monkeypatch):
+    """Watches the bytes that caches hold: `recovery.CacheMemory`."""
+    from recovery import CacheMemory
+
+    return CacheMemory(monkeypatch)

@@ -8,6 +8,7 @@ from tiny import ragged_prompts, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bass_core as bass
+from bass_core import attention
 from bass_core.cache import RaggedCache
 
 PROMPTS = ragged_prompts(5, 9, 13)
@@ -23,6 +24,13 @@ def disturbed_pair() -> bass.ModelPair:
     pair.target.train()
     pair.target.model.layers[0].eval()
     pair.draft.model.layers[1].train()
+    return pair
+
+
+def probed(pair: bass.ModelPair) -> bass.ModelPair:
+    """The pair after the probes of its attention, whose calls would be counted else."""
+    for model in pair.models:
+        attention.resolve(model)
     return pair
 
 

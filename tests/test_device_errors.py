@@ -6,12 +6,12 @@ import weakref
 import pytest
 import torch
 from recovery import (
-    CacheMemory,
     assert_same,
     assert_same_results,
     disturbed_pair,
     fail_at_call,
     generate,
+    probed,
     session_with_rows,
 )
 from sessions import run_to_the_end
@@ -24,15 +24,7 @@ from bass_core.cache import RaggedCache
 
 @pytest.fixture
 def pair() -> bass.ModelPair:
-    pair = disturbed_pair()
-    for model in pair.models:
-        attention.resolve(model)  # or the probe's calls would be counted
-    return pair
-
-
-@pytest.fixture
-def cache_memory(monkeypatch) -> CacheMemory:
-    return CacheMemory(monkeypatch)
+    return probed(disturbed_pair())
 
 
 # --- memory that is full --------------------------------------------------------------------------

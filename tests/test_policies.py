@@ -70,11 +70,13 @@ def test_policies_on_the_same_costs_look_them_up_together(monkeypatch):
 
 
 def test_goodput_counts_no_token_beyond_a_rows_end():
-    policy = taught(bass.Objective(CHEAP), [8, 8], of=8)  # which weighs rows alike
-    found = policy.goodputs(rows([99, 2]))
-    longer = policy.acceptance.tokens()[0]
-    ending = np.append(1, np.full(16, longer[1]))  # one draft at most
-    assert found == pytest.approx((longer + ending) / CHEAP.step(2, np.arange(17), 0))
+    policy = taught(bass.Goodput(CHEAP, limit=2), [2, 2], of=2)
+    policy.k = 1
+    found = policy.goodputs(rows([7, 1]))  # the first is further from its end than `goodput.END`
+    longer, ending = policy.acceptance.tokens()[0], np.ones(3)  # two more drafts, and none
+    weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
+    tokens = weights @ [longer, ending] * 2 / weights.sum()
+    assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
 
 
 def test_the_draft_that_ends_a_row_saves_a_step():

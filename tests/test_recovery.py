@@ -6,12 +6,12 @@ import pytest
 import torch
 from recovery import (
     PROMPTS,
-    CacheMemory,
     assert_same,
     assert_same_results,
     disturbed_pair,
     fail_at_call,
     generate,
+    probed,
     session_with_rows,
 )
 from sessions import run_to_the_end
@@ -38,11 +38,6 @@ def state(model) -> dict:
 
 def states(pair: bass.ModelPair) -> list[dict]:
     return [state(model) for model in (pair.target, pair.draft)]
-
-
-@pytest.fixture
-def cache_memory(monkeypatch) -> CacheMemory:
-    return CacheMemory(monkeypatch)
 
 
 class Interruption(Exception):
@@ -83,9 +78,7 @@ def before(fresh_pair) -> list[dict]:
 
 @pytest.fixture
 def pair(fresh_pair, before) -> bass.ModelPair:
-    for model in (fresh_pair.target, fresh_pair.draft):
-        attention.resolve(model)  # or the probe's calls would be counted
-    return fresh_pair
+    return probed(fresh_pair)
 
 
 def interrupt(monkeypatch, pair, phase: str, error: BaseException) -> None:
