@@ -33,7 +33,7 @@ bench-kernels: .venv/.installed-notebooks ## time the Triton kernels against the
 	PYTHONPATH=.:kernels $(BIN)/python -m bench $(ARGS)
 
 bench-gpu: .venv/.installed-notebooks ## time decoding at real sizes, ends after ten minutes (needs a CUDA GPU; ARGS=--quick: three)
-	PYTHONPATH=.:kernels $(BIN)/python -m bass_core.gpu_benchmark $(ARGS)
+	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.measure.gpu_benchmark $(ARGS)
 
 pictures: .venv/.installed-test ## draw the README's pictures again (needs Chromium)
 	$(BIN)/bass pictures
@@ -43,8 +43,8 @@ lint: .venv/.installed-test ## check format and style of the code and the lesson
 	$(BIN)/ruff check .
 
 embedded-pair: .venv/.installed-notebooks ## train the embedded models again (two hours on two cores; goes on where it was cut off)
-	$(BIN)/python -m bass_core.training
-	$(BIN)/python -m bass_core.data_card
+	$(BIN)/python -m bass_lab.pair.training
+	$(BIN)/python -m bass_lab.pair.data_card
 
 clean: ## remove what was built and the caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import attention as attention_paths
-from bass_core import device_step, inputs, triton_kernels
+from bass_core import eager_step, inputs, probe, triton_kernels
 from bass_core.batch import Batch
-from bass_core.device_step import Step
 from bass_core.draft_length import DraftLengthPolicy, planned_lengths
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
-from bass_core.goodput import policy_for
+from bass_core.eager_step import Step
 from bass_core.models import ModelPair
+from bass_core.policies.goodput import policy_for
 from bass_core.rows import Commit, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
@@ -95,11 +94,11 @@ class Session:
         inputs.one_of("trace", trace, LEVELS)
         eos = inputs.eos_ids(pair.target, eos_token_id, self.vocabulary)
         finder = inputs.stop_strings(stop, pair.tokenizer)
-        path = attention_paths.resolve(pair.target, attention)  # runs the model: after all that is refused without
+        path = probe.resolve(pair.target, attention)  # runs the model: after all that is refused without
         drafts = isinstance(pair.draft, PreTrainedModel)
-        draft_path = attention_paths.resolve(pair.draft, attention) if drafts else None
+        draft_path = probe.resolve(pair.draft, attention) if drafts else None
         forced = SyntheticAcceptance.named(acceptance, pair.device)
-        how = device_step.resolve(compile, pair.device, [path, draft_path], trace)
+        how = eager_step.resolve(compile, pair.device, [path, draft_path], trace)
 
         self.target = Runner(pair.target, path, max_rows, compiled=how.compiled)
         self.drafter: Drafter = pair.draft or NgramDrafter()
@@ -111,7 +110,7 @@ class Session:
         history = self.vocabulary if self.params.needs_history else None
         self.rows = Rows(max_rows, pair.device, history, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
-        self.device_step = device_step.make(
+        self.device_step = eager_step.make(
             how,
             self._launch_each_time if compile == "auto" else None,
             self.rows,

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bass_core.models import ModelPair
 from bass_core.rows import StopStrings
 
+Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
+
 
 def integer(name: str, value: Any, least: int | None = 0) -> int:
     """`value` as an int >= `least` (None: any) of 64 bits; TypeError for other types (True is not 1), or ValueError."""
@@ -142,3 +144,27 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__}: {str(value)[:60]!r}"
+
+
+# --- files --------------------------------------------------------------------------------------
+
+
+def check_fields(line: dict, fields: Kinds, positive: Sequence[str]) -> None:
+    """Raises ValueError naming the field that is missing, of the wrong type, infinite, or not positive."""
+    if not isinstance(line, dict):
+        raise ValueError(f"a record is a JSON object, got {type(line).__name__}")
+    for name, kind in fields.items():
+        if name not in line:
+            raise ValueError(f"the field {name!r} is missing")
+        value, kinds = line[name], kind if isinstance(kind, tuple) else (kind,)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ValueError(f"{name} must be {_names(kinds)}, got {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value!r}")
+    for name in positive:
+        if line[name] is not None and line[name] <= 0:
+            raise ValueError(f"{name} must be positive, got {line[name]!r}")
+
+
+def _names(kinds: tuple[type, ...]) -> str:
+    return " or ".join("null" if one is type(None) else one.__name__ for one in kinds)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bass_core import randomness, verification
 from bass_core.drafters import Context, Draft
+from bass_core.models import ASSETS
 from bass_core.verification import Verified
 
 PREFIX = "synthetic:"
@@ -39,12 +41,11 @@ class SyntheticAcceptance:
             return None
         what = name.removeprefix(PREFIX) if isinstance(name, str) and name.startswith(PREFIX) else ""
         if what == "trace" or what.endswith(".npz"):
-            from bass_core.acceptance import SHIPPED, AcceptanceTrace  # which decodes, and so imports this module
-
-            file = SHIPPED / "library.npz" if what == "trace" else Path(what)
+            file = ASSETS / "acceptance" / "library.npz" if what == "trace" else Path(what)
             if not file.is_file():
                 raise ValueError(f"acceptance={name!r}: there is no file {file}")
-            chances = torch.from_numpy(AcceptanceTrace.load(file).accept[:, 1:])  # the first token is the prefill's
+            with np.load(file) as recorded:
+                chances = torch.from_numpy(recorded["accept"][:, 1:])  # the first token is the prefill's
         else:
             try:
                 alpha = float(what)

@@ -28,12 +28,6 @@ TOKEN_COLUMNS = ("row", "position", "step", "token", "kind", "p", "q")
 LEVELS = ("off", "steps", "tokens")
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class Stopwatch:
     """Wall time between marks, in milliseconds. On CUDA by events, read after the step's one copy to the host."""
 

@@ -70,7 +70,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
     """The folder of measured costs, where nothing is and nothing shipped."""
-    from bass_core import costs
+    from bass_core.policies import costs
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(costs, "SHIPPED", tmp_path / "shipped")

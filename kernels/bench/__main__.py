@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import triton
 
-from bass_core import records
+from bass_core.environment import describe_environment
+from bass_lab.measure import records
 from bench import report, schema, shapes
 from bench.measure import DeviceLost, Outcome, line, measure
 from bench.peers import PEERS, by_default
@@ -52,7 +53,7 @@ def chosen_cases(options: argparse.Namespace) -> list[shapes.Case]:
 
 def environment(commit: str) -> dict[str, str | None]:
     """The fields of a record that say where it was measured. commit: of a tree that does not know its own."""
-    here = records.environment()
+    here = describe_environment()
     return {
         "device": here["device"],
         "driver": _driver(),

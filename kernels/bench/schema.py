@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from bass_core import records
+from bass_core import inputs
+from bass_lab.measure import records
 
 NUMBER = (int, float)
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -48,7 +49,7 @@ MOST_PERCENT_OF_COPY = 125.0
 
 def check(line: dict) -> None:
     """ValueError naming the field that is missing, of the wrong type, or contradicts another."""
-    records.check_fields(line, FIELDS, POSITIVE)
+    inputs.check_fields(line, FIELDS, POSITIVE)
     if unknown := sorted(set(line) - set(FIELDS)):
         raise ValueError(f"unknown fields: {', '.join(unknown)}")
     if line["reason"] is None:

@@ -1,0 +1,312 @@
+"""What a decode step costs: measured times of passes on a grid, and linear interpolation between them.
+
+A step of B rows that draft k tokens each is one target pass over k + 1 tokens of every row, a draft phase (a pass over
+two tokens, then k - 1 passes over one, measured as a whole: a processor's caches make each pass a little faster than
+the one before) and everything outside the models' passes: plan, sampling, verification, commit.
+`CostModel` holds these three for a pair of models on a device; `calibration` measures them, `costs_for` finds what was
+measured before, `predict` adds up the steps of a run.
+
+Nothing is smoothed and nothing is made monotone: GPUs round shapes up to tiles, so that times climb in stairs, and a
+policy has to see them. A grid shows the stairs where it has points.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from bass_core import inputs
+from bass_core.drafters import NgramDrafter
+from bass_core.environment import processor
+from bass_core.models import ASSETS, ModelPair, fingerprint
+
+SCHEMA = 2
+FIELDS: inputs.Kinds = {
+    "schema": int,
+    "device": str,
+    "models": dict,
+    "synthetic": bool,
+    "measured": dict,  # where and how: the environment of `records`, temperature, repeats
+    "target_passes": dict,
+    "draft_phases": (dict, type(None)),  # null: drafts cost no pass
+    "overheads": dict,
+}
+MODEL_FIELDS: inputs.Kinds = {"name": str, "fingerprint": str, "attention": (str, type(None))}
+PASS_AXES = ("batch", "query_length", "kv_length")
+PHASE_AXES = ("batch", "draft_length", "kv_length")
+OVERHEAD_AXES = ("batch", "draft_length")
+SHIPPED = ASSETS / "costs"
+Number = float | np.ndarray
+_MARKS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # fingerprints by model
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Seconds on a grid. axes: increasing numbers of each dimension by name; seconds: one value per grid point.
+
+    Called with one number or array per axis: linear between grid points in every dimension; below the first point its
+    value; beyond the last linear again, but never less than the value at the grid's edge.
+    """
+
+    axes: dict[str, tuple[float, ...]]
+    seconds: np.ndarray
+
+    def __post_init__(self):
+        object.__setattr__(self, "axes", {name: tuple(points) for name, points in self.axes.items()})
+        object.__setattr__(self, "seconds", np.asarray(self.seconds, dtype=float))
+        for name, points in self.axes.items():
+            if not points or not np.isfinite(points).all() or not (np.diff(points) > 0).all():
+                raise ValueError(f"the axis {name} must be increasing numbers, got {list(points)}")
+        shape = tuple(map(len, self.axes.values()))
+        if self.seconds.shape != shape:
+            raise ValueError(f"{list(self.axes)} has {shape} points, but seconds has the shape {self.seconds.shape}")
+        if not (np.isfinite(self.seconds) & (self.seconds >= 0)).all():
+            raise ValueError("seconds must be finite and not negative")
+
+    def __call__(self, *point: Number) -> Number:
+        cells = [_cell(np.asarray(points), x) for points, x in zip(self.axes.values(), point, strict=True)]
+        found = self._linear(cells)
+        if any((weight > 1).any() for *_, weight in cells):
+            edge = [(lower, upper, np.minimum(weight, 1)) for lower, upper, weight in cells]
+            found = np.maximum(found, self._linear(edge))
+        return found
+
+    def _linear(self, cells: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Number:
+        """Multilinear between the corners of each point's cell, and beyond them."""
+        total = 0.0
+        for corner in product((False, True), repeat=len(cells)):
+            share, index = 1.0, []
+            for (lower, upper, weight), is_upper in zip(cells, corner, strict=True):
+                share = share * (weight if is_upper else 1 - weight)
+                index.append(upper if is_upper else lower)
+            total = total + share * self.seconds[tuple(index)]
+        return total
+
+    @classmethod
+    def of(cls, axes: dict[str, Sequence[float]], seconds: Callable[..., float]) -> Table:
+        """seconds(*point) at every point of the grid."""
+        shape = tuple(map(len, axes.values()))
+        return cls(axes, np.array([seconds(*point) for point in product(*axes.values())]).reshape(shape))
+
+    def to_dict(self) -> dict:
+        """Axes and seconds as JSON has them."""
+        axes = {name: np.asarray(points).tolist() for name, points in self.axes.items()}
+        return axes | {"seconds": self.seconds.tolist()}
+
+    @classmethod
+    def from_dict(cls, document: dict, axes: tuple[str, ...]) -> Table:
+        """What `to_dict` gave. Raises ValueError for anything else."""
+        if missing := [name for name in (*axes, "seconds") if name not in document]:
+            raise ValueError(f"a table lacks {', '.join(missing)}")
+        try:
+            seconds = np.array(document["seconds"], dtype=float)
+            return cls({name: tuple(document[name]) for name in axes}, seconds)
+        except TypeError as error:
+            raise ValueError(f"a table holds what is no number: {error}") from error
+
+
+def _cell(points: np.ndarray, x: Number) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Indices of the two points around x, the last two beyond them, and how far x is from the first to the second."""
+    if len(points) == 1:
+        return np.zeros(np.shape(x), int), np.zeros(np.shape(x), int), np.zeros(np.shape(x))
+    x = np.maximum(x, points[0])
+    lower = np.minimum(points.searchsorted(x, side="right") - 1, len(points) - 2)
+    return lower, lower + 1, (x - points[lower]) / (points[lower + 1] - points[lower])
+
+
+class Cost(Protocol):
+    """Seconds of a decode step's parts; arguments are numbers or arrays that broadcast (see `CostModel`)."""
+
+    def target(self, batch, query_length, kv_length): ...
+
+    def draft(self, batch, k, kv_length): ...
+
+    def overhead(self, batch, k): ...
+
+    def step(self, batch, k, kv_length): ...
+
+
+@dataclass(frozen=True, eq=False)
+class CostModel:
+    """Seconds of a decode step's parts, for a pair of models on a device.
+
+    models: under "target" and "draft", each model's name, fingerprint and attention path (None without a model).
+    target_passes: over batch, query length and KV length. draft_phases: over batch, draft length and KV length; None
+    where drafting takes no pass of a model. overheads: over batch and draft length.
+    accepted: for each of some texts, of its steps with K drafts, how many had 0, 1, … K accepted: what to expect of the
+    models before a draft was seen. None: not known.
+    is_synthetic: computed rather than measured. measured: where and how.
+
+    Arguments may be arrays that broadcast together. kv_length: positions that each row has cached before the target's
+    pass, one less than its tokens; for rows of different lengths see `kv_of_rows`.
+    """
+
+    device: str
+    models: dict[str, dict[str, str | None]]
+    target_passes: Table
+    draft_phases: Table | None
+    overheads: Table
+    accepted: tuple[tuple[int, ...], ...] | None = None
+    is_synthetic: bool = False
+    measured: dict = field(default_factory=dict)
+
+    def target(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
+        """Seconds of a target pass over `query_length` tokens of each of `batch` rows."""
+        return self.target_passes(batch, query_length, kv_length)
+
+    def draft(self, batch: Number, k: Number, kv_length: Number) -> Number:
+        """Seconds of the passes that draft k tokens for each row: the first feeds two tokens, the others one.
+
+        After steps without drafts the first pass feeds more, which is left out.
+        """
+        if self.draft_phases is None:
+            return np.zeros(np.broadcast(batch, k, kv_length).shape)[()]
+        return np.where(np.greater(k, 0), self.draft_phases(batch, k, kv_length), 0.0)[()]
+
+    def overhead(self, batch: Number, k: Number) -> Number:
+        """Seconds of a step outside the two models' passes: plan, sampling, verification, commit."""
+        return self.overheads(batch, k)
+
+    def step(self, batch: Number, k: Number, kv_length: Number) -> Number:
+        """Seconds of a decode step that drafts k tokens for each row; k = 0 is regular decoding."""
+        passes = self.target(batch, np.add(k, 1), kv_length) + self.draft(batch, k, kv_length)
+        return passes + self.overhead(batch, k)
+
+    @property
+    def kv_of_rows(self) -> str:
+        """What stands for rows of different KV lengths: "max" where attention pads to the longest, else "mean"."""
+        return "max" if self.models["target"]["attention"] in ("pad", "eager") else "mean"
+
+    @property
+    def file_name(self) -> str:
+        """Where `costs_for` looks for it: device and models as a file name."""
+        return _file_name(self.device, *(self.models[role]["fingerprint"] for role in ("target", "draft")))
+
+    def check_pair(self, pair: ModelPair) -> None:
+        """Raises ValueError if these are not costs of this pair on its device."""
+        found = {"device": device_name(pair.device)} | _marks(pair)
+        own = {"device": self.device} | {role: model["fingerprint"] for role, model in self.models.items()}
+        for what, value in found.items():
+            if value != own[what]:
+                raise ValueError(f"these costs are of the {what} {own[what]!r}, not of {value!r}; run `bass calibrate`")
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        document = {"schema": SCHEMA, "device": self.device, "models": self.models, "synthetic": self.is_synthetic}
+        document |= {"measured": self.measured, "target_passes": self.target_passes.to_dict()}
+        document["draft_phases"] = None if self.draft_phases is None else self.draft_phases.to_dict()
+        document["overheads"] = self.overheads.to_dict()
+        document["accepted"] = self.accepted
+        Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """Read what `save` wrote. Raises ValueError naming the file and what is wrong with it."""
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            inputs.check_fields(document, FIELDS, ())
+            if document["schema"] != SCHEMA:
+                raise ValueError(f"it is not of schema {SCHEMA}, the one that is read here")
+            for role in ("target", "draft"):
+                inputs.check_fields(document["models"].get(role), MODEL_FIELDS, ())
+            draft = document["draft_phases"]
+            tables = {
+                "target_passes": Table.from_dict(document["target_passes"], PASS_AXES),
+                "draft_phases": None if draft is None else Table.from_dict(draft, PHASE_AXES),
+                "overheads": Table.from_dict(document["overheads"], OVERHEAD_AXES),
+            }
+            accepted = _counts(document.get("accepted"))  # which older files lack
+        except ValueError as error:  # of JSON and of Unicode, too
+            raise ValueError(f"{path} holds no costs: {error}; measure them anew with `bass calibrate`") from error
+        plain = {name: document[name] for name in ("device", "models", "measured")}
+        return cls(**plain, **tables, accepted=accepted, is_synthetic=document["synthetic"])
+
+
+def _counts(accepted: list | None) -> tuple[tuple[int, ...], ...] | None:
+    """`CostModel.accepted` as it was saved. Raises ValueError for what are no such counts."""
+    if accepted is None:
+        return None
+    try:
+        counts = np.array(accepted)
+    except ValueError:  # of different lengths
+        counts = np.zeros(0)
+    if counts.ndim != 2 or counts.dtype.kind != "i" or not counts.size or counts.shape[1] < 2 or counts.min() < 0:
+        raise ValueError(f"accepted must be counts >= 0, two or more for each text, got {accepted}")
+    return tuple(map(tuple, accepted))
+
+
+# --- where costs are kept -------------------------------------------------------------------------
+
+
+def costs_for(pair: ModelPair) -> CostModel | None:
+    """The costs of this pair on its device that were measured here (`bass calibrate`) or ship with the library.
+
+    Models count by fingerprint, CPUs by name and threads. None where there are none. Raises ValueError for a file that
+    cannot be read.
+    """
+    name = _file_name(device_name(pair.device), *_marks(pair).values())
+    for folder in (cache_folder(), SHIPPED):
+        if (path := folder / name).exists():
+            cost = _loaded(path, path.stat().st_mtime_ns)
+            cost.check_pair(pair)
+            return cost
+    return None
+
+
+def costs_like(pair: ModelPair) -> CostModel | None:
+    """`costs_for` the pair, or else shipped costs of the same models on another device of the same type: slower or
+    faster as a whole, but what a draft length costs against another is much the same. None where there are none."""
+    if (own := costs_for(pair)) is not None:
+        return own
+    paths = sorted(SHIPPED.glob(f"*-{_models_code(*_marks(pair).values())}.json"))
+    others = (_loaded(path, path.stat().st_mtime_ns) for path in paths)
+    return next((cost for cost in others if cost.measured.get("device_type") == pair.device.type), None)
+
+
+def cache_folder() -> Path:
+    """The user's folder of measured costs: $XDG_CACHE_HOME/bass-hands-on/costs, or the same in ~/.cache."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "bass-hands-on" / "costs"
+
+
+def device_name(device: torch.device) -> str:
+    """What costs depend on: the GPU, or the processor with the number of threads that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{processor()}, {threads} thread{'s' * (threads > 1)}"
+
+
+@functools.lru_cache(maxsize=32)
+def _loaded(path: Path, changed: int) -> CostModel:
+    """The costs in a file last changed at that time: `generate` asks for them each time it is called."""
+    return CostModel.load(path)
+
+
+def _marks(pair: ModelPair) -> dict[str, str]:
+    """`fingerprints` of the pair, taken once per model: on a GPU every tensor is a copy to the host."""
+    for model in pair.models:
+        if model not in _MARKS:
+            _MARKS[model] = fingerprint(model)
+    draft = pair.draft or NgramDrafter()
+    return {"target": _MARKS[pair.target], "draft": _MARKS.get(draft) or fingerprint(draft)}
+
+
+def _file_name(device: str, target: str, draft: str) -> str:
+    return f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{_models_code(target, draft)}.json"
+
+
+def _models_code(target: str, draft: str) -> str:
+    return hashlib.sha256(f"{target}\0{draft}".encode()).hexdigest()[:12]

@@ -1,0 +1,192 @@
+"""Policies that look at the draft's own distribution before each token is drawn, and stop the step where it is unsure.
+
+What they may see keeps decoding exact: x_j is submitted or not by what was known before it was drawn (`Signals`). That
+is the distribution at temperature 1, whatever is sampled from: at low temperatures drafts are accepted far more often
+than it suggests, and bounds that are not learnt (`SVIP`) or learnt slowly (`AdaEDL`) stop too early.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals
+from bass_core.policies.acceptance_laws import DECAY
+from bass_core.policies.goodput import Goodput, require_draft_passes
+
+BINS = 10  # of the draft's largest probability
+PRIOR = 0.8  # chance of acceptance before anything was seen
+STRENGTH = 4.0  # observations that the power law counts as against a bin's own
+
+
+class Calibration:
+    """How often a draft was accepted, by the largest probability m that the draft model gave: `BINS` equal bins.
+
+    Older steps count less (`DECAY` per step). A bin of which little was seen leans on all others together: m to the
+    power that makes the whole come out right. (At low temperatures drafts are accepted far more often than m.)
+    """
+
+    def __init__(self):
+        self.reached, self.accepted, self.expected = np.zeros(BINS), np.zeros(BINS), np.zeros(BINS)
+
+    def __call__(self, maximum: np.ndarray) -> np.ndarray:
+        """Chance of acceptance for each largest probability."""
+        centres = (np.arange(BINS) + 0.5) / BINS
+        seen = self.reached.sum() + 1
+        rate = (self.accepted.sum() + PRIOR) / seen  # of acceptance, and what the model gave on average
+        given = (self.reached @ centres + PRIOR) / seen
+        leaning = centres ** np.clip(np.log(min(rate, 0.999)) / np.log(given), 0.05, 20.0)
+        chances = (self.accepted + STRENGTH * leaning) / (self.reached + STRENGTH)
+        return chances[_bins(maximum)]
+
+    def update(self, maximum: np.ndarray, chances: np.ndarray, accepted: np.ndarray) -> None:
+        """Drafts whose fate is known: what the model gave, what was expected of them then, and what came of them."""
+        bins = _bins(maximum)
+        for counts, seen in ((self.reached, None), (self.accepted, accepted), (self.expected, chances)):
+            counts *= DECAY
+            counts += np.bincount(bins, seen, BINS)
+
+    def error(self) -> float:
+        """Expected calibration error: how far the chances that were given stood from what happened, bin by bin."""
+        seen = self.reached.sum()
+        return float(np.abs(self.accepted - self.expected).sum() / seen) if seen else 1.0
+
+
+def _bins(maximum: np.ndarray) -> np.ndarray:
+    # NaN (logits that are no numbers; the engine reports them after the step) counts as unsure
+    return np.minimum((np.nan_to_num(maximum) * BINS).astype(int), BINS - 1)
+
+
+@dataclass
+class MarginalValue(Goodput):
+    """Drafts on while one more slot is worth its time, judged by what the draft model says before each token.
+
+    Slot j is worth the sum over rows of S_{i,j}, the chance that row i accepts all drafts up to it: the product of its
+    calibrated largest probabilities. It costs the draft's pass and the longer verification, paid at ρ tokens per
+    second, the goodput that `Goodput` expects of this step. When x_j's distribution is known its pass is spent: x_j is
+    drawn if it is worth its verification, and the next pass follows if slot j + 1, at the row's chance so far, is
+    expected to be worth both. Where `Goodput` does not draft, neither does this; while the calibration's error is above
+    `trusted` its length is taken.
+    """
+
+    trusted: float = 0.1
+
+    def __post_init__(self):
+        super().__post_init__()
+        require_draft_passes(self)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.calibration = Calibration()
+
+    def plan(self, rows: RowsView) -> int | Tensor:
+        plan, k = super().plan(rows), self.k
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []  # per slot: largest probabilities and chances [B]
+        self.survival = np.ones(len(rows.ids))
+        self.room = rows.remaining - 1
+        if k == 0 or self.probing or self.calibration.error() > self.trusted:
+            self.price = None
+            return plan
+        rate, looked = self.gains[k], self.seconds.look_up(rows)
+        # in tokens: of each slot with its pass [limit + 1] (none pays beyond the limit), and without the pass [limit]
+        self.price = rate * np.diff(looked.steps, append=np.inf)
+        self.verify_price = rate * np.diff(looked.steps - looked.drafts)
+        return self.limit
+
+    def keep_drafting(self, signals: Signals) -> Tensor:
+        maximum = signals.maximum.cpu().numpy()
+        chances = self.calibration(maximum)
+        self.seen.append((maximum, chances))
+        if self.price is None:
+            return torch.ones_like(signals.drafting)
+        slot = signals.slot
+        self.survival = self.survival * chances
+        following = self.survival * chances  # as if slot j + 1 had the chance of slot j
+        if self.survival[self.room > slot].sum() <= self.verify_price[slot]:
+            length = slot
+        elif following[self.room > slot + 1].sum() <= self.price[slot + 1]:
+            length = slot + 1
+        else:
+            length = self.limit
+        return torch.full(signals.drafting.shape, length)
+
+    def update(self, drafted: Tensor, accepted: Tensor) -> None:
+        if not self.seen:  # nothing was drafted, or not by a model
+            super().update(drafted, accepted)
+            return
+        drafted, accepted = drafted.numpy(), accepted.numpy()
+        if drafted.any():
+            self._learn(drafted, accepted)
+        else:
+            self._learn_from_none()
+        slots = np.arange(len(self.seen))[:, None]
+        decided = slots < np.minimum(drafted, accepted + 1)  # [slots, B]
+        maximum, chances = np.stack(self.seen, axis=1)
+        self.calibration.update(maximum[decided], chances[decided], (slots < accepted)[decided])
+
+    def _learn_from_none(self) -> None:
+        """A pass of the draft that was not worth a token: what was expected counts as if it had come true, or else
+        `Goodput` would pay for such passes for ever."""
+        (_, chances), laws = self.seen[0], self.acceptance.laws
+        one, none = (laws.likelihood(np.ones(1, int), np.full(1, accepted)) for accepted in (1, 0))
+        self.acceptance.learn(chances[:, None] * one + (1 - chances[:, None]) * none)
+
+
+@dataclass
+class AdaEDL(DraftLengthPolicy):
+    """Stops a row before x_j where a bound on its acceptance is low: 1 - sqrt(0.2 H(q_j)) < λ.
+
+    λ moves so that a share `wanted` of the drafts is accepted. (Agrawal et al. 2024, arXiv 2410.18351; λ moves as the
+    threshold of Zhang et al. 2023, arXiv 2309.08168, does.)
+    """
+
+    limit: int = 16
+    wanted: float = 0.9
+    threshold: float = 0.6  # λ at first
+
+    def __post_init__(self):
+        if self.limit < 1 or not 0 < self.wanted < 1:
+            raise ValueError(f"needs limit >= 1 and 0 < wanted < 1, got {self}")
+        self._reset()
+
+    def _reset(self) -> None:
+        self.bar, self.rate = self.threshold, self.wanted
+
+    def start(self, rows: RowsView) -> None:
+        if not rows.steps.any():
+            self._reset()
+
+    def plan(self, rows: RowsView) -> int:
+        return self.limit
+
+    def keep_drafting(self, signals: Signals) -> Tensor:
+        return 1 - (0.2 * signals.entropy).sqrt() >= self.bar
+
+    def update(self, drafted: Tensor, accepted: Tensor) -> None:
+        if not drafted.any():
+            return
+        self.rate = 0.5 * self.rate + 0.5 * float(accepted.sum() / drafted.sum())
+        moved = self.bar + (0.01 if self.rate < self.wanted else -0.01)
+        self.bar = 0.9 * self.bar + 0.1 * moved
+
+
+@dataclass
+class SVIP(DraftLengthPolicy):
+    """Stops a row before x_j where the draft is unsure: sqrt(0.15 H(q_j)) > `bound`. (Zhang et al. 2024, arXiv
+    2411.18462.)"""
+
+    limit: int = 16
+    bound: float = 0.3
+
+    def __post_init__(self):
+        if self.limit < 1 or not self.bound > 0:
+            raise ValueError(f"needs limit >= 1 and bound > 0, got {self}")
+
+    def plan(self, rows: RowsView) -> int:
+        return self.limit
+
+    def keep_drafting(self, signals: Signals) -> Tensor:
+        return (0.15 * signals.entropy).sqrt() <= self.bound

@@ -1,0 +1,103 @@
+"""A policy that learns which draft length pays on a kind of text, and remembers it from one decode to the next.
+
+Prediction with expert advice: every fixed length k is an expert, and every step shows how each of them would have done,
+since drafting k reveals what became of all shorter drafts too. (Hedge: Freund and Schapire 1997; with a discount, so
+that a change of text is forgiven and forgotten.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from bass_core.draft_length import DraftLengthPolicy, RowsView
+from bass_core.policies.acceptance_laws import Acceptance
+from bass_core.policies.costs import Cost
+from bass_core.policies.goodput import LIMIT, StepSeconds
+
+STRAGGLING = 6  # power of a row's remaining tokens by which it counts
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, mod 1, spread evenly over [0, 1): a draw without a random number
+
+
+@dataclass(eq=False)
+class _Memory:
+    """What is known of one task: losses of the experts, the exchange rate, chances per slot, steps taken."""
+
+    losses: np.ndarray
+    acceptance: Acceptance
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+
+@dataclass
+class Learned(DraftLengthPolicy):
+    """Discounted Hedge over the draft lengths `lengths`, with a memory per `task` that outlives decodes.
+
+    An expert's loss in a step is its time less its tokens at the going rate (seconds per token, discounted like the
+    losses), by the cost model, in steps of regular decoding. A batch is done when its last row is: rows count the more,
+    the further they are from their end. Where a row accepted all of k drafts, a longer expert is credited with what the
+    slots' chances let expect. The step's k is drawn from the experts' weights by a low-discrepancy sequence instead of
+    random numbers.
+
+    cost: seconds of steps. task: any label; set it between decodes (`policy.task = "chat"`), tasks do not share what
+    they learn. rate: of the weights; decay: of losses per step.
+    """
+
+    cost: Cost = field(repr=False)
+    lengths: Sequence[int] = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+    task: str = ""
+    rate: float = 8.0
+    decay: float = 0.95
+
+    def __post_init__(self):
+        self.lengths = tuple(sorted(set(self.lengths)))
+        if not self.lengths or self.lengths[0] < 0 or self.lengths[-1] > LIMIT:
+            raise ValueError(f"lengths must be some of 0 … {LIMIT}, got {self.lengths}")
+        if not (self.rate > 0 and 0 < self.decay < 1):
+            raise ValueError(f"needs rate > 0 and 0 < decay < 1, got {self}")
+        self.experts = np.array(self.lengths)
+        self.seconds = StepSeconds(self.cost, self.lengths[-1])
+        self.memories: dict[str, _Memory] = defaultdict(
+            lambda: _Memory(np.zeros(len(self.lengths)), Acceptance(self.lengths[-1]))
+        )
+
+    def weights(self) -> np.ndarray:
+        """Of the experts, for the task at hand; they sum to 1."""
+        losses = self.memories[self.task].losses
+        weights = np.exp(-self.rate * (losses - losses.min()))
+        return weights / weights.sum()
+
+    def plan(self, rows: RowsView) -> int:
+        memory = self.memories[self.task]
+        self.rows = rows
+        memory.steps += 1
+        point = memory.steps * GOLDEN % 1
+        return int(self.experts[min(self.weights().cumsum().searchsorted(point, side="right"), len(self.experts) - 1)])
+
+    def update(self, drafted: Tensor, accepted: Tensor) -> None:
+        memory, room = self.memories[self.task], self.rows.remaining - 1
+        drafted, accepted = drafted.numpy(), accepted.numpy()
+        share = (self.rows.remaining / self.rows.remaining.max()) ** STRAGGLING
+        memory.acceptance.update(drafted, accepted, share)
+        share = share * (len(room) / share.sum())
+        steps = self.seconds(self.rows)
+        memory.tokens = self.decay * memory.tokens + float(share @ (accepted + 1))
+        memory.seconds = self.decay * memory.seconds + steps[int(drafted.max())]
+        tokens = self._tokens(drafted, accepted, room, memory.acceptance) @ share
+        losses = (steps[np.minimum(self.experts, room.max())] - tokens * memory.seconds / memory.tokens) / steps[0]
+        memory.losses = self.decay * memory.losses + losses
+
+    def _tokens(
+        self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, acceptance: Acceptance
+    ) -> np.ndarray:
+        """Tokens that each expert would have had in this step [experts, B]: seen, or else expected."""
+        expected, survival = acceptance.tokens(), acceptance.survival()
+        own = np.minimum(self.experts[:, None], room)  # [experts, B]
+        seen = np.minimum(own, accepted) + 1.0
+        more = (expected[own] - expected[np.minimum(accepted, own)]) / survival[accepted]
+        return np.where((accepted == drafted) & (own > drafted), seen + more, seen)

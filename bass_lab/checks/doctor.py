@@ -1,0 +1,215 @@
+"""`bass doctor`: what is installed here, what the devices can do, and which attention paths a pair of models gets.
+
+Nothing is guessed from names: dtypes are tried with a product, attention paths by the probe that the engine itself
+relies on, cache sizes by a forward pass.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from bass_core import attention, probe
+from bass_core.environment import describe_environment
+from bass_core.models import ModelPair, load_pair
+from bass_core.policies.goodput import Goodput, default_policy
+from bass_core.runner import Runner
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+OPTIONAL = {  # package: what there is not without it
+    "triton": "Triton kernels (attention 'ragged')",
+    "plotly": "figures (bass_lab.show.plots, the lessons)",
+    "ipywidgets": "live controls (bass_lab.lessons.l00_figures)",
+    "nbconvert": "pages (`bass notebooks`, the end of `bass demo`)",
+    "papermill": "lessons run from a shell with parameters of your own",
+}
+
+
+def diagnose(target: str | Path | None = None, draft: str | Path | None = None) -> dict:
+    """This installation and that pair (the embedded one by default), as one document of JSON values.
+
+    The entries of `records.environment`; cuda: what torch is built for; devices; packages (None: not installed);
+    target and draft (None: n-gram lookup); tokenizers; draft_length: the policy that these models get by default;
+    problem: None, or in one line why they cannot be used.
+    """
+    environment = describe_environment()
+    document = environment | {"cuda": torch.version.cuda, "devices": _devices(environment["device"])}
+    document |= {"packages": _packages()}
+    document |= {"target": None, "draft": None, "tokenizers": None, "draft_length": None, "problem": None}
+    try:
+        pair = load_pair(target, draft)
+        models = {"target": pair.target, "draft": pair.draft}
+        models = {role: model for role, model in models.items() if isinstance(model, PreTrainedModel)}
+        document |= {role: _describe(model) for role, model in models.items()}
+        document["tokenizers"] = _tokenizers(pair)
+        document["draft_length"] = repr(default_policy(pair))
+        for model in models.values():
+            probe.resolve(model)  # raises for a model that gets no path
+    except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
+        document["problem"] = _one_line(error)
+    return document
+
+
+def report(document: dict) -> str:
+    """What `diagnose` found, as plain text."""
+    versions = {name: document[name] or "unknown" for name in ("python", "torch", "transformers", "bass", "commit")}
+    packages = {
+        name: found or f"not installed; without it no {OPTIONAL[name]}" for name, found in document["packages"].items()
+    }
+    lines = ["versions", *_table(versions), "", "devices"]
+    lines += _table({"processor": f"{document['cores']} cores, torch uses {document['threads']} threads"})
+    lines += _table({name: _device_line(device) for name, device in document["devices"].items()})
+    if len(document["devices"]) == 1:
+        built = f"for CUDA {document['cuda']}" if document["cuda"] else "without CUDA"
+        lines += _table({"gpu": f"none found; this torch is built {built}"})
+    lines += ["", "optional packages", *_table(packages)]
+    for role in ("target", "draft"):
+        if document[role] is not None:
+            lines += ["", role, *_model_lines(document[role])]
+    if document["tokenizers"] is not None:
+        lines += ["", "pair", *_table({"tokenizers": document["tokenizers"]})]
+        lines += _table({"draft": "n-gram lookup in each row's own text"} if document["draft"] is None else {})
+        known = document["draft_length"].startswith(Goodput.__name__)
+        why = "their costs are known" if known else "their costs are not known on this device: `bass calibrate`"
+        lines += _table({"draft length": f"{document['draft_length']} by default; {why}"})
+    return "\n".join(lines)
+
+
+def _table(entries: dict[str, str]) -> list[str]:
+    return [f"  {name:<14}{value}" for name, value in entries.items()]
+
+
+def _device_line(device: dict) -> str:
+    facts = [device["name"]]
+    if "memory_gb" in device:
+        facts += [f"{device['memory_gb']:.0f} GB", f"driver {device['driver'] or 'unknown'}"]
+    return "; ".join([*facts, ", ".join(f"{dtype} {answer}" for dtype, answer in device["dtypes"].items())])
+
+
+def _model_lines(model: dict) -> list[str]:
+    lines = _table(
+        {
+            "model": f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}",
+            "context": f"{model['context']} positions" if model["context"] else "the model does not say",
+            "vocabulary": f"{model['vocabulary']} ids",
+        }
+    )
+    if model["kv_bytes_per_position"]:
+        row = model["kv_bytes_per_row"]
+        full = f", {row / 1e9:.3g} GB per row of full context" if row else ""
+        lines += _table({"KV cache": f"{model['kv_bytes_per_position']:,} bytes per position{full}"})
+    lines.append(f"  attention     {'auto takes ' + model['path'] if model['path'] else 'no path works'}")
+    return lines + [f"    {path:<12}{answer}" for path, answer in model["attention"].items()]
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def _devices(first: str) -> dict[str, dict]:
+    """By torch's name of the device: its name, dtypes, and on a GPU memory (GB) and driver. first: the first's name."""
+    on_gpu = torch.cuda.is_available()
+    name = (platform.processor() or platform.machine()) if on_gpu else first
+    devices = {"cpu": {"name": name, "dtypes": _dtypes("cpu")}}
+    for index in range(torch.cuda.device_count() if on_gpu else 0):
+        properties = torch.cuda.get_device_properties(index)
+        devices[f"cuda:{index}"] = {
+            "name": f"{properties.name}, compute capability {properties.major}.{properties.minor}",
+            "memory_gb": properties.total_memory / 1e9,
+            "driver": _driver(),
+            "dtypes": _dtypes(f"cuda:{index}"),
+        }
+    return devices
+
+
+def _dtypes(device: str) -> dict[str, str]:
+    """By name: "ok", "emulated" or "no", from a matrix product."""
+    answers = {}
+    for name in DTYPES:
+        try:
+            matrix = torch.ones(8, 8, dtype=getattr(torch, name), device=device)
+            answers[name] = "ok" if float((matrix @ matrix)[0, 0]) == 8 else "no"
+        except RuntimeError:
+            answers[name] = "no"
+    if device != "cpu" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        answers["bfloat16"] = "emulated"
+    return answers
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version, None where its tool is missing."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return None
+    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True).stdout.split()
+    return found[0] if found else None
+
+
+def _packages() -> dict[str, str | None]:
+    found = {}
+    for name in OPTIONAL:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+# --- the models -----------------------------------------------------------------------------------
+
+
+def _describe(model: PreTrainedModel) -> dict:
+    """Sizes, the answer of every attention path ("ok" or why not) and bytes of keys and values in all layers."""
+    answers = {path: _answer(model, path) for path in attention.PATHS}
+    try:
+        chosen = probe.resolve(model)
+    except ValueError:
+        chosen = None
+    context = attention.context_length(model)
+    position = _kv_bytes(model, chosen) if chosen else None
+    return {
+        "class": type(model).__name__,
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "context": context,
+        "vocabulary": model.config.get_text_config().vocab_size,
+        "attention": answers,
+        "path": chosen,
+        "kv_bytes_per_position": position,
+        "kv_bytes_per_row": position * context if position and context else None,
+    }
+
+
+def _answer(model: PreTrainedModel, path: str) -> str:
+    try:
+        probe.resolve(model, path)
+    except ValueError as error:
+        return _one_line(error)
+    return "ok"
+
+
+@torch.inference_mode()
+def _kv_bytes(model: PreTrainedModel, path: str) -> int:
+    """Bytes of one position's keys and values, read off the buffers of a pass over two tokens."""
+    with Runner(model, path, max_rows=1, capacity=2) as runner:
+        runner.feed_last(torch.ones(1, 2, dtype=torch.int64, device=model.device), [2], 2)
+        buffers = [buffer for layer in runner.cache.layers for buffer in layer.buffers()]
+        return sum(buffer.nbytes for buffer in buffers) // runner.cache.slots
+
+
+def _tokenizers(pair: ModelPair) -> str:
+    """What `ModelPair` has made sure of."""
+    if pair.draft_tokenizer is None:
+        return f"{len(pair.tokenizer)} tokens; there is no second tokenizer to differ"
+    ids = [set(each.get_vocab().values()) for each in (pair.tokenizer, pair.draft_tokenizer)]
+    return f"the {len(ids[0] & ids[1])} ids that target and draft share are the same tokens"
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,322 @@
+"""`compare`: many samples of every problem by three ways to decode, with the time at which each of them was done.
+
+Quality within a time budget needs three things kept apart: what was written, when it was done, and whether it is right.
+Samples hold all three, so that every budget can be scored afterwards (`Evaluation.scores`) from one run.
+
+One clock for all rows of a problem starts with the call that decodes them: tokenizing and prefill count, as in
+`generate(time_budget=...)`; loading, a run that warms up, and grading do not. A row is done after the step that emitted
+its last token; a step ends with a copy to the host, so its time is the device's too.
+
+| method | what it is |
+| --- | --- |
+| `regular` | all rows at once, draft length 0 |
+| `single` | speculative, one row after the other on the same clock |
+| `batched` | speculative, all rows at once: BASS |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from bass_core import inputs
+from bass_core.draft_length import DraftLengthPolicy
+from bass_core.environment import describe_environment, synchronize
+from bass_core.generation import generate
+from bass_core.models import ModelPair, fingerprints
+from bass_core.policies.goodput import policy_for
+from bass_lab.evaluation import sample_file, sandbox, scores
+from bass_lab.evaluation.problems import Problem
+from bass_lab.measure.timed_runs import Clock
+
+METHODS = ("regular", "single", "batched")
+CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)
+FINISHED = ("eos", "stop", "length")
+TIMED_BY = ("device", "threads", "torch", "transformers", "bass")  # of the environment: what times depend on
+
+Grader = Callable[[Sequence[tuple[Problem, str]]], Sequence[tuple[bool, str]]]  # (passed, why) of each
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """samples: one line per (problem, row) with the columns of `scores.COLUMNS` and finish_reason, graded (why it
+    passed or not) and text (the completion); NaN where these two were not stored. settings: what the samples depend on.
+    environment: where they were made.
+    """
+
+    samples: pd.DataFrame
+    settings: dict
+    environment: dict
+
+    def scores(self, budgets: Sequence[float] | None = None, *, ks: Sequence[int] = (1,)) -> pd.DataFrame:
+        """Pass@First, Pass@All and pass@k at each budget, with 95% intervals over problems (`scores.score`).
+
+        budgets: seconds; None: quartiles of the finish times. Raises ValueError for a budget beyond the one at which
+        decoding stopped: what the rows would have become is not known.
+        """
+        limit = self.settings["budget"]
+        budgets = scores.quartiles(self.samples, limit) if budgets is None else list(budgets)
+        if limit is not None and any(budget > limit for budget in budgets):
+            raise ValueError(f"rows were cut off after {limit} s, so budgets up to that can be scored, got {budgets}")
+        return scores.score(self.samples, budgets, ks=ks)
+
+
+def compare(
+    pair: ModelPair,
+    problems: Sequence[Problem],
+    *,
+    methods: Sequence[str] = METHODS,
+    n: int = 8,
+    budget: float | None = None,
+    folder: str | Path | None = None,
+    texts: bool = True,
+    max_new_tokens: int = 128,
+    temperature: float = 0.2,
+    top_p: float = 1.0,
+    seed: int = 0,
+    draft_length: int | DraftLengthPolicy | None = None,
+    verification: str = "token",
+    stop: str | Sequence[str] | None = None,
+    unsafe: bool = False,
+    grade: Grader | None = None,
+    progress: bool | None = None,
+) -> dict[str, Evaluation]:
+    """Decode n samples of every problem by every method, and grade them: one `Evaluation` per method.
+
+    The methods take turns problem by problem, so that whatever else the machine does meets all of them alike.
+
+    methods: of the table above. budget: seconds after which a problem's rows are cut off; None lets all end, and leaves
+        every budget to be scored later.
+    folder: gets METHOD.jsonl, and in it each problem's samples as soon as they are graded. A second call with the same
+        settings decodes only what is not in there; the problems may be others or more than before. texts: store the
+        completions and why they did not pass, too; scores need neither.
+    seed: a problem's rows depend on it, on their index and on the problem's task_id alone; with
+        `verification="coupled"` or temperature 0, not on the method either.
+    stop: None for HumanEval's stop strings, or none for the mini set, which the embedded pair ends with EOS.
+    unsafe: grade also where the sandbox is not complete; recorded in the settings. grade: another grader than the
+        sandbox's; it gets (problem, completion) pairs, and its name is recorded.
+    progress: a bar over the problems; None shows it in a terminal only. Other options as in `generate`.
+
+    Raises ValueError or TypeError, before anything is decoded, for options and prompts that cannot be honoured and for
+    files of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
+    """
+    methods = [inputs.one_of("method", method, METHODS) for method in dict.fromkeys(methods)]
+    if stop is None:
+        stop = () if all(problem.composition for problem in problems) else CODE_STOPS
+    options = {
+        "num_return_sequences": inputs.integer("n", n, least=1),
+        "max_new_tokens": inputs.integer("max_new_tokens", max_new_tokens, least=1),
+        "temperature": temperature,
+        "top_p": top_p,
+        "draft_length": draft_length,
+        "verification": verification,
+        "stop": stop,
+        "time_budget": None if budget is None else inputs.seconds("budget", budget),
+        "seed": inputs.integer("seed", seed, least=None),
+    }
+    _check(pair, problems, options)
+    grade, grading = _grader(grade, unsafe)
+    environment = describe_environment()
+    common = {**fingerprints(pair), "runs_on": pair.device.type, **{name: environment[name] for name in TIMED_BY}}
+    with ExitStack() as files:
+        runs = [_Run(pair, method, options, grading, common, environment, folder, files) for method in methods]
+        for run in runs:
+            run.check_unchanged(problems)
+        missing = [problem for problem in problems if any(problem.task_id not in run.lines for run in runs)]
+        for run in runs if missing else ():
+            run.decode(missing[0])  # warms up: what is compiled or probed once is in no row's time
+        hidden = None if progress is None else not progress
+        count = {"total": len(problems), "initial": len(problems) - len(missing)}
+        for problem in tqdm(missing, desc=", ".join(methods), unit="problem", disable=hidden, **count):
+            for run in runs:
+                if problem.task_id not in run.lines:
+                    run.add(problem, grade, texts)
+    return {run.method: run.result(problems) for run in runs}
+
+
+def evaluate(pair: ModelPair, problems: Sequence[Problem], *, method: str = "batched", **options) -> Evaluation:
+    """One method of `compare`, which has the options."""
+    return compare(pair, problems, methods=[method], **options)[method]
+
+
+def load(path: str | Path) -> Evaluation | dict[str, Evaluation]:
+    """What `compare` stored: of a file one `Evaluation`, of a folder one per method; also while it is still running.
+
+    Raises ValueError for files of another kind and for files without a problem's samples, FileNotFoundError.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = {method: path / f"{method}.jsonl" for method in METHODS if (path / f"{method}.jsonl").exists()}
+        if not found:
+            raise FileNotFoundError(f"{path} holds none of {', '.join(f'{method}.jsonl' for method in METHODS)}")
+        return {method: load(file) for method, file in found.items()}
+    header, lines = sample_file.read(path)
+    if not lines:
+        raise ValueError(f"{path} holds no problem's samples yet")
+    return Evaluation(_frame(lines.values()), header[sample_file.HEADER], header["environment"])
+
+
+# ------------------------------------------------------------------------------------------------------------ decoding
+
+
+class _Run:
+    """One method on its way through the problems. lines: what is done, by task_id.
+
+    common: settings that depend on models and machine alone.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        method: str,
+        options: dict,
+        grading: str,
+        common: dict,
+        environment: dict,
+        folder: str | Path | None,
+        files: ExitStack,
+    ):
+        self.pair, self.method = pair, method
+        n = options["num_return_sequences"]
+        self._options = options | {"max_batch_size": 1 if method == "single" else n}
+        if method == "regular":
+            self._options["draft_length"] = 0
+        self.environment = environment
+        self.settings = {"method": method, "n": n, "budget": options["time_budget"], "grading": grading}
+        self.settings |= _settings(pair, self._options) | common
+        self._file = None
+        if folder is not None:
+            path = Path(folder) / f"{method}.jsonl"
+            self._file = files.enter_context(sample_file.SampleFile(path, self.settings, self.environment))
+        self.lines = {} if self._file is None else dict(self._file.lines)
+
+    def check_unchanged(self, problems: Sequence[Problem]) -> None:
+        """Raises ValueError if the file holds samples of a problem that is not what it was."""
+        for problem in problems:
+            if problem.task_id in self.lines and self.lines[problem.task_id]["problem"] != _digest(problem):
+                raise ValueError(
+                    f"{self._file.path} holds samples of another problem named {problem.task_id} (its prompt or tests "
+                    "have changed); give another folder"
+                )
+
+    def decode(self, problem: Problem) -> list[dict]:
+        """The rows of one problem and when each was done, not yet graded."""
+        clock = Clock()
+        synchronize(self.pair.device)  # nothing left over from before is counted
+        started = time.perf_counter()
+        out = generate(
+            self.pair,
+            problem.prompt,
+            on_step=lambda event: clock.tick(event.rows, emitted=1),
+            trace="off",
+            **self._options | {"seed": _seed(self._options["seed"], problem)},
+        )
+        rows = []
+        for row, (sequence, text, logprobs, reason) in enumerate(
+            zip(out.sequences, out.texts, out.logprobs, out.finish_reasons, strict=True)
+        ):
+            finished = reason in FINISHED
+            rows.append(
+                {
+                    "row": row,
+                    "finish_seconds": round(clock.last[row] - started, 6) if finished else None,
+                    "finished": finished,
+                    "finish_reason": reason,
+                    "tokens": len(sequence),
+                    "logprob_sum": round(logprobs.double().sum().item(), 6),
+                    "text": text,
+                }
+            )
+        return rows
+
+    def add(self, problem: Problem, grade: Grader, texts: bool) -> None:
+        """Decode one problem, grade its rows and store them, column by column."""
+        rows = _graded(problem, self.decode(problem), grade)
+        columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name not in ("graded", "text")}
+        line = {"task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
+        if self._file is not None:
+            self._file.append(line)
+        self.lines[problem.task_id] = line
+
+    def result(self, problems: Sequence[Problem]) -> Evaluation:
+        samples = _frame([self.lines[problem.task_id] for problem in problems])
+        return Evaluation(samples, self.settings, self.environment)
+
+
+def _seed(seed: int, problem: Problem) -> int:
+    """The problem's own seed: with one for all, row i of every problem would meet the same random numbers."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {problem.task_id}".encode()).digest()[:7])
+
+
+# ------------------------------------------------------------------------------------------------------------- grading
+
+
+def _grader(grade: Grader | None, unsafe: bool) -> tuple[Grader, str]:
+    """How programs are graded, and the name of it for the record."""
+    if grade is not None:
+        if unsafe:
+            raise ValueError("unsafe=True is about the sandbox, and `grade` replaces it; leave one of them out")
+        return grade, getattr(grade, "__name__", repr(grade))
+    if not unsafe:
+        sandbox.require_sandbox()
+    return partial(sandbox.grade_all, unsafe=unsafe), "unsafe" if unsafe else "sandbox"
+
+
+def _graded(problem: Problem, rows: list[dict], grade: Grader) -> list[dict]:
+    """The rows with `passed` and `graded`; equal texts are run once, unfinished ones not at all."""
+    texts = list(dict.fromkeys(row["text"] for row in rows if row["finished"]))
+    found = dict(zip(texts, grade([(problem, text) for text in texts]), strict=True)) if texts else {}
+    graded = []
+    for row in rows:
+        passed, why = found[row["text"]] if row["finished"] else (False, "not finished")
+        graded.append({**row, "passed": bool(passed), "graded": str(why)})
+    return graded
+
+
+# ------------------------------------------------------------------------------------------------- settings and checks
+
+
+def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
+    """Raises ValueError or TypeError for what some later problem would raise for, before the first is decoded."""
+    names = [problem.task_id for problem in problems]
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"problems must be at least one, each with a task_id of its own, got {len(names)}")
+    if pair.tokenizer is None:
+        raise ValueError("problems are texts: the pair needs a tokenizer, ModelPair(..., tokenizer=...)")
+    for problem in problems:
+        ids = inputs.token_ids(pair, [problem.prompt])[0]
+        try:
+            inputs.check_context(pair, len(ids), options["max_new_tokens"])
+        except ValueError as error:
+            raise ValueError(f"problem {problem.task_id}: {error}") from None
+    generate(pair, problems[0].prompt, **options | {"max_new_tokens": 0})  # checks the options, decodes nothing
+
+
+def _settings(pair: ModelPair, options: dict) -> dict:
+    """The options that the samples depend on, as they stand in the file."""
+    stop = options["stop"]
+    return {
+        **{name: options[name] for name in ("seed", "max_new_tokens", "temperature", "top_p", "verification")},
+        "draft_length": repr(policy_for(pair, options["draft_length"])),
+        "stop": [stop] if isinstance(stop, str) else list(stop),
+    }
+
+
+def _digest(problem: Problem) -> str:
+    parts = (problem.prompt, problem.entry_point, problem.test)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def _frame(lines: Iterable[dict]) -> pd.DataFrame:
+    """One line per (problem, row), the columns in the order of `scores.COLUMNS`."""
+    parts = [pd.DataFrame(line["samples"]).assign(problem=line["task_id"]) for line in lines]
+    columns = [*scores.COLUMNS, "finish_reason", "graded", "text"]
+    return pd.concat(parts, ignore_index=True).reindex(columns=columns).astype({"finish_seconds": float})

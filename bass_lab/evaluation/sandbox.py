@@ -1,0 +1,179 @@
+"""Do programs that a model wrote pass their problems' tests? They run confined, and are graded from outside.
+
+Two processes per job. The *worker* (`_worker.py`) has only the program: with Landlock, seccomp, limits and another uid
+than root's, it answers calls. The *checker* (`_checker.py`) runs the dataset's `check(candidate)`, where the candidate
+asks the worker. Expected values never enter the worker, so what a program prints, patches or exits with cannot make it
+pass. The checker is not this process, so that a check which a strange value keeps busy can be killed.
+
+Calls are by value: a check sees results made of exact built-in types only (a Counter is an error), and no change that
+the program makes to its arguments. Programs can import a list of standard modules (`_worker.IMPORTED`); further ones if
+the interpreter's libraries can be read by every user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from queue import Empty, SimpleQueue
+from typing import NamedTuple
+
+from bass_lab.evaluation import bare, confinement
+from bass_lab.evaluation.channel import Channel, ChannelError
+from bass_lab.evaluation.problems import Problem
+
+GRACE = 0.5  # seconds after which a checker that should have answered is killed
+START_SECONDS = 30.0
+ADVICE = (
+    "A model's programs do not run here without a sandbox. Run in a Linux container or virtual machine (kernel 5.13 "
+    "or newer; Docker's defaults will do) or, where all that a program could do is harmless, pass unsafe=True."
+)
+PROBE = Problem(
+    task_id="self-test",
+    prompt='def candidate():\n    """Return which forbidden things this process can do."""\n',
+    entry_point="candidate",
+    canonical_solution="""    import os, socket
+    attempts = {
+        "read /etc/passwd": lambda: open("/etc/passwd"),
+        "write /dev/null": lambda: open("/dev/null", "w"),
+        "open a socket": lambda: socket.socket(),
+        "start a process": lambda: os.fork() or os._exit(0),
+        "signal a process": lambda: os.kill(os.getppid(), 0),
+        "be root": lambda: None if 0 in (os.getuid(), os.geteuid()) else 1 / 0,
+    }
+    possible = []
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            possible.append(name)
+        except (OSError, ZeroDivisionError):
+            pass
+    return possible
+""",
+    test="def check(candidate):\n    possible = candidate()\n    assert possible == [], possible\n",
+)
+
+
+class Grade(NamedTuple):
+    """reason: "passed", or why not: "wrong: ..." (the check's line), "error: ...", "timeout...", "died: ..."."""
+
+    passed: bool
+    reason: str
+
+
+class SandboxUnavailable(RuntimeError):
+    """This machine cannot confine a program."""
+
+
+def grade(problem: Problem, completion: str, *, seconds: float = 5.0) -> Grade:
+    """Whether prompt + completion passes the problem's tests within `seconds` of wall clock and 4 s of CPU time.
+
+    Errors as `grade_all`.
+    """
+    return grade_all([(problem, completion)], seconds=seconds, workers=1)[0]
+
+
+def grade_all(
+    jobs: Sequence[tuple[Problem, str]], *, seconds: float = 5.0, workers: int = 2, unsafe: bool = False
+) -> list[Grade]:
+    """A grade for each (problem, completion), in their order; `workers` jobs at a time, `seconds` for each.
+
+    unsafe: run also where the sandbox is not complete; whoever says so must record it with the results. Raises
+    SandboxUnavailable otherwise there, ValueError for a problem whose prompt or test cannot be executed.
+    """
+    if not seconds > 0 or workers < 1:
+        raise ValueError(f"seconds must be positive and workers at least 1, not {seconds} and {workers}")
+    if not unsafe:
+        require_sandbox()
+    return _grade_all(jobs, seconds, workers, unsafe)
+
+
+def require_sandbox() -> None:
+    """Raises SandboxUnavailable, saying what this machine lacks and what to do, unless it can confine a program."""
+    if obstacle := sandbox_obstacle():
+        raise SandboxUnavailable(obstacle)
+
+
+def sandbox_obstacle() -> str | None:
+    """Why a program cannot be confined here, and what to do; None if it can."""
+    if lacking := confinement.lacking():
+        return f"No sandbox: there is no {'; no '.join(lacking)}. {ADVICE}"
+    return _self_test()
+
+
+@functools.cache
+def _self_test() -> str | None:
+    """What goes wrong when a program tries what it must not be able to do; once per process."""
+    try:
+        (found,) = _grade_all([(PROBE, PROBE.canonical_solution)], START_SECONDS, 1, False)
+    except SandboxUnavailable as error:
+        return str(error)
+    return None if found.passed else f"The sandbox failed its self-test: {found.reason}. {ADVICE}"
+
+
+def _grade_all(jobs: Sequence[tuple[Problem, str]], seconds: float, workers: int, unsafe: bool) -> list[Grade]:
+    waiting: SimpleQueue[int] = SimpleQueue()
+    for index in range(len(jobs)):
+        waiting.put(index)
+    grades: dict[int, Grade] = {}
+
+    def work() -> None:
+        with contextlib.ExitStack() as stack, contextlib.suppress(Empty):
+            checker = None
+            while True:
+                index = waiting.get_nowait()
+                if checker is None or checker.stopped:
+                    checker = Checker()
+                    stack.callback(checker.stop)
+                grades[index] = checker.grade(*jobs[index], seconds, unsafe)
+
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for lane in [pool.submit(work) for _ in range(min(workers, len(jobs)))]:
+                lane.result()
+        except BaseException:  # an interrupt too: the lanes end after their present job
+            with contextlib.suppress(Empty):
+                while True:
+                    waiting.get_nowait()
+            raise
+    return [grades[index] for index in range(len(jobs))]
+
+
+class Checker:
+    """A process that grades one job after another. For the thread that made it: it dies with that thread."""
+
+    def __init__(self) -> None:
+        self._process, *pipes = bare.start("_checker")
+        self._channel = Channel(*pipes)
+        self.stopped = False
+        try:
+            self._channel.receive(time.monotonic() + START_SECONDS)
+        except ChannelError as error:
+            self.stop()
+            raise SandboxUnavailable(f"No Python process could be started: {error}. {ADVICE}") from None
+
+    def grade(self, problem: Problem, completion: str, seconds: float, unsafe: bool) -> Grade:
+        """Errors as `grade_all`. A check that does not end in time, or crashes, stops the checker."""
+        job = asdict(problem) | {"completion": completion, "seconds": seconds, "unsafe": unsafe}
+        deadline = time.monotonic() + seconds + GRACE
+        try:
+            self._channel.send(job, deadline)
+            reply = json.loads(self._channel.receive(deadline))
+        except ChannelError as error:
+            self.stop()
+            return Grade(False, "timeout" if str(error) == "timeout" else f"error: the check itself has {error}")
+        if "lacking" in reply:
+            raise SandboxUnavailable(f"The sandbox is not complete: {'; '.join(reply['lacking'])}. {ADVICE}")
+        if "fault" in reply:
+            raise ValueError(f"problem {problem.task_id} cannot be checked: {reply['fault']}")
+        return Grade(**reply)
+
+    def stop(self) -> None:
+        if not self.stopped:
+            self.stopped = True
+            bare.stop(self._process)
+            self._channel.close()

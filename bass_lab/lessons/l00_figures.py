@@ -1,0 +1,187 @@
+"""Live views for notebooks: a race of two decoders, and one slider. Each leaves a static picture behind.
+
+Everything shown is driven by plain data, so a test moves a slider by setting its value, without a browser.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from bass_core.generation import Generation, generate
+from bass_core.models import ModelPair
+from bass_lab.show import plots
+from bass_lab.show.live_figures import live_figure, redraw, stacked
+
+if TYPE_CHECKING:  # optional packages; imported where they are used
+    import ipywidgets
+
+
+class Race:
+    """Regular and speculative decoding of the same prompts, shown side by side with two clocks.
+
+    `regular` and `speculative` are the two `Generation`s, `seconds` the two wall times, `identical` the number of rows
+    with equal tokens. In a notebook, `_repr_html_` is the final picture.
+    """
+
+    def __init__(self, pair: ModelPair, prompts: Sequence[str], shown: int = 0, draft_length: int = 5, **options):
+        """shown: the row whose text is drawn. options: as in `generate`."""
+        self.pair, self.prompts, self.shown = pair, list(prompts), shown
+        self.options = {"trace": "tokens", **options}
+        self.draft_length = draft_length
+        self.seconds = {"regular": 0.0, "speculative": 0.0}
+        self.regular: Generation | None = None
+        self.speculative: Generation | None = None
+        self._text: dict[str, str] = {"regular": "", "speculative": ""}
+
+    def run(self) -> Race:
+        """Decode twice; in a notebook the picture follows live. Returns itself.
+
+        Both runs record every token, which costs both a little. A few tokens are decoded first, so that neither clock
+        counts what happens once (probing the models, warming up).
+        """
+        generate(self.pair, self.prompts, draft_length=self.draft_length, **self.options | {"max_new_tokens": 8})
+        view = _LiveHtml(self)
+        self.regular = self._decode("regular", 0, view)
+        self.speculative = self._decode("speculative", self.draft_length, view)
+        view.refresh(final=True)
+        return self
+
+    @property
+    def identical(self) -> int:
+        """Rows whose tokens are the same in both runs."""
+        pairs = zip(self.regular.sequences, self.speculative.sequences, strict=True)
+        return sum(a.tolist() == b.tolist() for a, b in pairs)
+
+    def _decode(self, name: str, draft_length: int, view: _LiveHtml) -> Generation:
+        shown_tokens: list[int] = []
+        drawing = 0.0  # the clock stands while the picture is drawn
+        started = time.perf_counter()
+
+        def on_step(event) -> None:
+            nonlocal drawing
+            if self.shown in event.rows:
+                shown_tokens.extend(event.new_tokens[event.rows.index(self.shown)])
+            now = time.perf_counter()
+            self.seconds[name] = now - started - drawing
+            if view.due():
+                kinds = ["regular"] * len(shown_tokens)
+                self._text[name] = plots.coloured_text(shown_tokens, kinds, self.pair.tokenizer)
+                view.refresh()
+            drawing += time.perf_counter() - now
+
+        out = generate(self.pair, self.prompts, draft_length=draft_length, on_step=on_step, **self.options)
+        tokens = out.trace.tokens.query("row == @self.shown and kind != 'rejected'").sort_values("position")
+        self._text[name] = plots.coloured_text(tokens.token.tolist(), tokens.kind.tolist(), self.pair.tokenizer)
+        return out
+
+    def _repr_html_(self) -> str:
+        regular, speculative = (self._column(name) for name in ("regular", "speculative"))
+        return f"{self._headline()}<div style='display:flex;gap:24px;flex-wrap:wrap'>{regular}{speculative}</div>" + (
+            f"<p style='font-size:90%'>{plots.legend()}</p>"
+        )
+
+    def _headline(self) -> str:
+        if self.speculative is None:
+            return "<b>Decoding …</b>"
+        ratio = self.seconds["regular"] / self.seconds["speculative"]
+        return (
+            f"<b>{self.identical} of {len(self.regular.sequences)} rows have identical tokens; "
+            f"speculative decoding was {ratio:.2f}× as fast in this run.</b>"
+        )
+
+    def _column(self, name: str) -> str:
+        detail = "one token per row and pass"
+        if name == "speculative":
+            detail = f"{self.draft_length} drafted per row and pass"
+            if self.speculative is not None:
+                detail += f", {self.speculative.trace.summary()['tokens_per_step']:.2f} tokens per step"
+        return (
+            f"<div style='flex:1;min-width:280px'><h4 style='margin:8px 0'>{name} decoding · "
+            f"{self.seconds[name]:.2f} s</h4><p style='margin:4px 0;font-size:90%'>{detail}</p>{self._text[name]}</div>"
+        )
+
+
+class _LiveHtml:
+    """An HTML output that is redrawn at most ten times a second; does nothing outside a notebook."""
+
+    def __init__(self, content: Race):
+        self._content, self._last = content, 0.0
+        self._handle = None
+        if _in_notebook():
+            from IPython.display import display
+
+            self._handle = display(content, display_id=True)
+
+    def due(self) -> bool:
+        return self._handle is not None and time.perf_counter() - self._last > 0.1
+
+    def refresh(self, final: bool = False) -> None:
+        if self._handle is not None and (final or self.due()):
+            self._handle.update(self._content)
+            self._last = time.perf_counter()
+
+
+def _in_notebook() -> bool:
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return False
+    return get_ipython() is not None and hasattr(get_ipython(), "kernel")
+
+
+def draft_length_slider(
+    pair: ModelPair, prompts: Sequence[str], value: int = 5, most: int = 10, **options
+) -> ipywidgets.VBox:
+    """A slider for the draft length above the acceptance raster of a run with it.
+
+    Its children are the slider, a sentence with the figures of the run, and the figure; setting `slider.value` decodes
+    again and redraws. Text is the same at every setting (greedy decoding), and a check says so.
+    """
+    import ipywidgets
+
+    reference = generate(pair, prompts, draft_length=0, **options).sequences
+    style = {"description_width": "initial"}
+    slider = ipywidgets.IntSlider(value, 1, max(most, value), description="draft length", style=style)
+    slider.continuous_update = False
+    sentence = ipywidgets.HTML()
+    figure = live_figure()
+
+    def decode(k: int) -> None:
+        started = time.perf_counter()
+        out = generate(pair, prompts, draft_length=k, **options)
+        seconds = time.perf_counter() - started
+        same = all(a.tolist() == b.tolist() for a, b in zip(reference, out.sequences, strict=True))
+        summary = out.trace.summary()
+        sentence.value = (
+            f"<b>k = {k}</b>: {summary['tokens_per_step']:.2f} tokens per step, α = {summary['alpha']:.2f}, "
+            f"{summary['tokens'] / seconds:,.0f} tokens/s · "
+            + ("same text as regular decoding ✓" if same else "the text differs from regular decoding ✗")
+        )
+        redraw(figure, plots.acceptance_raster(out.trace))
+
+    slider.observe(lambda change: decode(change.new), names="value")
+    decode(slider.value)
+    return stacked(slider, sentence, figure)
+
+
+def draft_length_table(pair: ModelPair, prompts: Sequence[str], lengths: Sequence[int], **options) -> pd.DataFrame:
+    """What `draft_length_slider` shows, as a table: tokens per step, alpha and tokens/s per draft length."""
+    lines = []
+    for k in lengths:
+        started = time.perf_counter()
+        out = generate(pair, prompts, draft_length=k, **options)
+        seconds = time.perf_counter() - started
+        summary = out.trace.summary()
+        lines.append(
+            {
+                "draft length": k,
+                "tokens per step": summary["tokens_per_step"],
+                "α": summary["alpha"],
+                "tokens/s": summary["tokens"] / seconds,
+            }
+        )
+    return pd.DataFrame(lines).set_index("draft length")

@@ -1,0 +1,261 @@
+"""Lesson 01: what one step of speculative decoding costs, decides and yields.
+
+Costs come from the engine's own trace (measured) or from a data sheet (modelled); decisions from the trace and from the
+same counter-based random numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bass_core import inputs, randomness, sampling
+from bass_core.draft_length import DraftLengthPolicy, RowsView
+from bass_core.engine import Session
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_core.randomness import Key, Purpose
+from bass_core.sampling import SamplingParams
+from bass_lab.checks import plain_decoding
+from bass_lab.measure import benchmark
+from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Workload
+
+# --- what a step costs ----------------------------------------------------------------------------
+
+
+class _Cycle(DraftLengthPolicy):
+    """0, 1, …, most tokens in turn: all lengths are timed side by side, on the same rows."""
+
+    def __init__(self, most: int):
+        self.lengths = itertools.cycle(range(most + 1))
+
+    def plan(self, rows: RowsView) -> int:
+        return next(self.lengths)
+
+
+def measured_costs(
+    pair: ModelPair, prompts: Sequence[str], temperature: float, most: int = 8, repeats: int = 7
+) -> pd.DataFrame:
+    """Medians over interleaved repeats of decode steps of these rows, by n = 1 … most + 1 submitted tokens per row.
+
+    Columns n, target_ms (one target pass over n tokens of every row), draft_ms (drafting n - 1 of them).
+    """
+    inputs.require_draft_model(pair)
+    limit = (repeats + 1) * (most + 1) * (most + 2) // 2  # no row ends before the last repeat
+    options = {"temperature": temperature, "draft_length": _Cycle(most), "eos_token_id": ()}
+    with Session(pair, max_batch_size=len(prompts), **options) as session, session.prepared():
+        for prompt in prompts:
+            session.submit(prompt, max_new_tokens=limit + 1)
+        session.step()  # prefill
+        for _ in range((repeats + 1) * (most + 1)):
+            session.step()
+    steps = session.trace.steps.query("kind == 'decode'").drop_duplicates("step").iloc[most + 1 :]  # one round warms up
+    found = steps.groupby("drafted")[["verify_ms", "draft_ms"]].median().reset_index()
+    draft_ms = found.draft_ms.where(found.drafted > 0, 0.0)
+    return pd.DataFrame({"n": found.drafted + 1, "target_ms": found.verify_ms, "draft_ms": draft_ms})
+
+
+def roofline_ms(work: Workload, rows: int, n: int, context: int) -> float:
+    """Milliseconds below which no bf16 pass over n new tokens of each row gets on an H100: the larger of two times.
+
+    Reading the weights once and every row's keys and values once at peak bandwidth; all products at peak rate. Launches
+    are not counted, nor (unlike in `Roofline`) the new keys and values: where memory is the limit, n costs nothing.
+    """
+    read = work.bytes(rows, 0, context)
+    return 1e3 * max(read / H100.bandwidth, work.flops(rows, n, context) / H100.flops)
+
+
+def modelled_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
+    """As `measured_costs`, for `TARGET_8B` and `DRAFT_310M` on an H100, by `roofline_ms`."""
+    n = np.arange(1, most + 2)
+    target = [roofline_ms(TARGET_8B, rows, tokens, context) for tokens in n.tolist()]
+    draft = (n - 1) * roofline_ms(DRAFT_310M, rows, 1, context)
+    return pd.DataFrame({"n": n, "target_ms": target, "draft_ms": draft})
+
+
+def predicted(curves: Mapping[str, pd.DataFrame], k: int, tokens_per_step: float) -> pd.DataFrame:
+    """Per curve: T(1), T(k + 1), k drafts in ms; a step's cost in T(1); the speed-up. ValueError for a k not timed."""
+    lines = {}
+    for name, costs in curves.items():
+        if not 0 <= k < len(costs):
+            raise ValueError(f"k must be from 0 to {len(costs) - 1}, the draft lengths that were timed; got {k}")
+        by_n = costs.set_index("n")
+        one, many, draft = by_n.target_ms[1], by_n.target_ms[k + 1], by_n.draft_ms[k + 1]
+        cost = (many + draft) / one
+        line = {"T(1), ms": one, f"T({k + 1}), ms": many, f"{k} drafts, ms": draft, "step cost": cost}
+        lines[name] = line | {"tokens per step": tokens_per_step, "speed-up": tokens_per_step / cost}
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def expected_tokens(alpha: float, k: int) -> float:
+    """Tokens per step if every draft is accepted with chance alpha, given that all before it were, slot by slot alike.
+
+    (1 - alpha^(k + 1)) / (1 - alpha): Leviathan et al. 2023, equation 1.
+    """
+    return sum(alpha**i for i in range(k + 1))
+
+
+# --- what a step decides --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Story:
+    """One sequence, draft by draft.
+
+    prompt: its ids. lines: step, slot (from 1; the prompt's own pass: 0), position, token, text, p, q, accept (the
+    smaller of 1 and p/q), u, verdict. Verdicts: accepted, rejected, unread (a draft after the rejected one); and for
+    a step's last token, the target's own, which has neither accept nor u: recovered, bonus or regular.
+    """
+
+    prompt: Tensor
+    lines: pd.DataFrame
+
+    def before(self, position: int) -> Tensor:
+        """Ids of the text that ends before this position."""
+        committed = self.lines[~self.lines.verdict.isin(["rejected", "unread"])]
+        generated = committed[committed.position < position].sort_values("position").token
+        return torch.cat([self.prompt, torch.tensor(generated.to_numpy(), dtype=torch.int64)])
+
+    @property
+    def disagreement(self) -> pd.Series:
+        """The first rejected draft; the first draft if none was rejected."""
+        drafts = self.lines.dropna(subset="u")
+        return drafts.loc[(drafts.verdict == "rejected").idxmax()]
+
+    def telling_steps(self) -> list[int]:
+        """The first step with a rejection after acceptances, the first with one at once, the first without one."""
+        steps = self.lines[self.lines["slot"] > 0].groupby("step").verdict.agg(list)
+        wanted = (
+            lambda verdicts: verdicts[0] == "accepted" and "rejected" in verdicts,
+            lambda verdicts: verdicts[0] == "rejected",
+            lambda verdicts: verdicts[-1] == "bonus",
+        )
+        return sorted(int(step) for want in wanted for step in steps.index[steps.map(want)][:1])
+
+
+def story(
+    pair: ModelPair, prompt: str, *, draft_length: int, max_new_tokens: int, temperature: float, seed: int = 0
+) -> Story:
+    """Decode one prompt by token verification and tell every decision.
+
+    u is hashed again from (seed, row, step, slot, purpose). Raises ValueError at temperature 0, which leaves nothing to
+    chance, and without a draft model.
+    """
+    inputs.require_draft_model(pair)
+    if not temperature > 0:
+        raise ValueError(f"the story needs temperature > 0 (greedy decoding draws nothing), got {temperature!r}")
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "tokens"}
+    lines = generate(pair, [prompt], draft_length=draft_length, **options).trace.tokens
+    drafted = lines.kind.isin(["accepted", "rejected"])
+    ends = drafted.groupby(lines.step).transform("all")  # on EOS among its drafts: what came after it is no story
+    lines = lines[~(ends & (lines.kind == "rejected"))].assign(own=~drafted)
+    lines = lines.sort_values(["step", "own", "position"], ignore_index=True)  # the target's token stands last
+    lines["slot"] = np.where(lines.step > 0, lines.groupby("step").cumcount() + 1, 0)
+    lines["accept"] = (lines.p / lines.q).clip(upper=1).mask(lines.own)
+    rejected = lines.kind == "rejected"
+    lines["verdict"] = lines.kind.mask(rejected & (rejected.groupby(lines.step).cumsum() > 1), "unread")
+    lines["u"] = np.where(lines.own, np.nan, _acceptance_numbers(seed, lines.step, lines["slot"]))
+    lines["text"] = [pair.tokenizer.decode([token]) for token in lines.token]
+    columns = ["step", "slot", "position", "token", "text", "p", "q", "accept", "u", "verdict"]
+    return Story(inputs.token_ids(pair, [prompt])[0], lines[columns])
+
+
+def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.ndarray:
+    """u of row 0's draft in that slot (from 1) of that step; one row's own steps are the session's."""
+    counter = torch.tensor(steps.to_numpy(), dtype=torch.int64)
+    slot = torch.tensor(slots.to_numpy() - 1, dtype=torch.int64)
+    stream = torch.full_like(counter, randomness.stream(seed, 0))
+    return randomness.uniform(Key(stream, counter, Purpose.ACCEPT, slot[:, None]))[:, 0].numpy()
+
+
+@torch.inference_mode()
+def next_logits(pair: ModelPair, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Target's and draft's logits [V] after these ids, by plain forward passes; ids that the draft lacks get -inf."""
+    inputs.require_draft_model(pair)
+    found = []
+    for model in (pair.target, pair.draft):
+        with plain_decoding.plain(model):
+            logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, -1]
+        found.append(sampling.wide(logits).cpu())
+    target, draft = found
+    missing = max(len(target) - len(draft), 0)
+    return target, torch.nn.functional.pad(draft[: len(target)], (0, missing), value=-torch.inf)
+
+
+def laws(logits: tuple[Tensor, Tensor], temperature: float) -> tuple[Tensor, Tensor]:
+    """p and q [V] at this temperature, float64. logits: as of `next_logits`."""
+    params = SamplingParams(temperature=temperature)
+    return tuple(sampling.probabilities(part.double(), params) for part in logits)
+
+
+# --- what a step yields ---------------------------------------------------------------------------
+
+
+def acceptance_runs(
+    pair: ModelPair, prompt_sets: Mapping[str, Sequence[str]], lengths: Sequence[int], **options
+) -> pd.DataFrame:
+    """How many drafts each decode step of each row accepted: columns prompts, k, row, step, accepted.
+
+    options: as in `generate`. Steps cut short by the end of their row are left out, and rows do not stop on EOS.
+    """
+    parts = []
+    for (name, prompts), k in itertools.product(prompt_sets.items(), lengths):
+        out = generate(pair, prompts, draft_length=k, eos_token_id=(), **options)
+        steps = out.trace.steps.query("kind == 'decode' and drafted == @k")
+        parts.append(steps[["row", "step", "accepted"]].assign(prompts=name, k=k))
+    return pd.concat(parts, ignore_index=True)
+
+
+def tokens_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Per prompt set and k: acceptance rate, α, tokens per step as measured with the half-width of a 95% interval.
+
+    formula: `expected_tokens` with one α per prompt set, that of all its runs together.
+    """
+    lines = {}
+    for name, part in runs.groupby("prompts", sort=False):
+        whole = _alpha(part)
+        for k, steps in part.groupby("k"):
+            mean, error = steps.accepted.mean(), 1.96 * steps.accepted.sem()
+            line = {"acceptance rate": mean / k, "α": _alpha(steps), "measured": mean + 1, "error": error}
+            lines[name, k] = line | {"formula": expected_tokens(whole, k)}
+    return pd.DataFrame.from_dict(lines, orient="index").rename_axis(["prompts", "k"])
+
+
+def _alpha(steps: pd.DataFrame) -> float:
+    """Chance that a draft is accepted, given that all before it in its step were."""
+    return float(steps.accepted.sum() / (steps.accepted.sum() + (steps.accepted < steps.k).sum()))
+
+
+def acceptance_by_slot(runs: pd.DataFrame) -> pd.DataFrame:
+    """Per prompt set and slot: reached (steps that accepted all before it, over all k), share accepted of these."""
+    lines = {}
+    for name, part in runs.groupby("prompts", sort=False):
+        for slot in range(1, int(part.k.max()) + 1):
+            reached = part[(part.k >= slot) & (part.accepted >= slot - 1)]
+            lines[name, slot] = {"reached": len(reached), "accepted": float((reached.accepted >= slot).mean())}
+    return pd.DataFrame.from_dict(lines, orient="index").rename_axis(["prompts", "slot"])
+
+
+def speed_table(
+    pair: ModelPair, prompt_sets: Mapping[str, Sequence[str]], lengths: Sequence[int], costs: pd.DataFrame, **options
+) -> pd.DataFrame:
+    """Speed over regular decoding per prompt set and k, by the clock and by tokens per step ÷ step cost.
+
+    costs: of as many rows, from `measured_costs`. options: as in `benchmark.compare`. Columns prompts, k, tokens per
+    step, step cost, expected, measured, low, high (95% interval of the median of paired ratios).
+    """
+    lines = []
+    for name, prompts in prompt_sets.items():
+        found = benchmark.compare(pair, prompts, methods=("regular",), other_lengths=lengths, **options).summary()
+        for run in found[found.method != "regular"].itertuples():
+            cost = predicted({"here": costs}, int(run.k), run.tokens_per_step).loc["here"]
+            line = {"prompts": name, "k": int(run.k), **cost[["tokens per step", "step cost"]]}
+            line |= {"expected": cost["speed-up"], "measured": run.over_regular, "low": run.low, "high": run.high}
+            lines.append(line)
+    return pd.DataFrame(lines)

@@ -1,0 +1,118 @@
+"""Exercises of lesson 02: ragged batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from bass_lab.lessons.checking import Case, Fault, check
+
+
+def check_positions(positions: Callable) -> bool:
+    """positions(lengths, drafted) -> int [B, K + 1]: the position ids of a verification pass, K = max(drafted).
+
+    lengths [B]: committed tokens per row; drafted [B]: draft tokens that each row submits. A row's pass feeds its last
+    committed token and then its drafts. Rows that submit fewer than K are padded: padding repeats the row's last valid
+    position.
+    """
+    return check(positions, _position_cases())
+
+
+def _position_cases() -> Iterator[Case]:
+    chance = random.Random(2)
+    drawn = [
+        ("one row", [5], [3]),
+        ("two rows of different lengths", [5, 9], [3, 3]),
+        ("the first row submits fewer", [5, 9], [1, 3]),
+        ("a row submits nothing", [7, 4], [0, 2]),
+        ("nobody submits anything", [7, 4], [0, 0]),
+    ]
+    for number in range(100):
+        rows = chance.randint(1, 8)
+        lengths = [chance.randint(2, 60) for _ in range(rows)]
+        drawn.append((f"random case {number}", lengths, [chance.randint(0, 6) for _ in range(rows)]))
+    for name, lengths, drafted in drawn:
+        width = max(drafted) + 1
+        wanted = [[n - 1 + min(query, k) for query in range(width)] for n, k in zip(lengths, drafted, strict=True)]
+        arguments = torch.tensor(lengths), torch.tensor(drafted)
+        yield f"{name}: lengths {lengths}, drafted {drafted}", arguments, _same_positions(wanted, drafted)
+
+
+def _same_positions(wanted: list[list[int]], drafted: list[int]) -> Fault:
+    def fault(result: object) -> str:
+        found = _as_lists(result)
+        shape = [len(wanted), len(wanted[0])]
+        if found is None or [len(row) for row in found] != [shape[1]] * shape[0]:
+            return f"expected positions of shape {shape}, got {result!r}"
+        for row, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
+            for query, (right, value) in enumerate(zip(ours, theirs, strict=True)):
+                if value != right:
+                    what = _query_name(query, drafted[row])
+                    return f"row {row}, query {query} ({what}) stands at {right}, got {value}"
+        return ""
+
+    return fault
+
+
+def _query_name(query: int, drafted: int) -> str:
+    if query == 0:
+        return "the last committed token"
+    return f"drafted token {query}" if query <= drafted else "padding, which repeats the row's last valid position"
+
+
+def check_keep(keep: Callable) -> bool:
+    """keep(accepted, k) -> bool [B, k + 1]: which of the cache entries that a verification pass wrote hold committed
+    tokens.
+
+    accepted [B]: how many of its k drafted tokens each row accepted. The pass fed the row's last committed token, then
+    the k drafted ones.
+    """
+    return check(keep, _keep_cases())
+
+
+def _keep_cases() -> Iterator[Case]:
+    chance = random.Random(2)
+    drawn = [
+        ("one row, some accepted", [2], 4),
+        ("one row, none accepted", [0], 4),
+        ("one row, all accepted", [4], 4),
+        ("two rows", [3, 1], 4),
+    ]
+    for number in range(100):
+        k = chance.randint(1, 8)
+        drawn.append((f"random case {number}", [chance.randint(0, k) for _ in range(chance.randint(1, 8))], k))
+    for name, accepted, k in drawn:
+        yield f"{name}: accepted {accepted}, k {k}", (torch.tensor(accepted), k), _same_entries(accepted, k)
+
+
+def _same_entries(accepted: list[int], k: int) -> Fault:
+    def fault(result: object) -> str:
+        found = _as_lists(result)
+        if found is None or [len(row) for row in found] != [k + 1] * len(accepted):
+            return f"expected {len(accepted)} rows of {k + 1} entries, got {result!r}"
+        for row, (count, entries) in enumerate(zip(accepted, found, strict=True)):
+            for entry, kept in enumerate(entries):
+                if bool(kept) == (entry <= count):
+                    continue
+                what = "the last committed token" if entry == 0 else f"drafted token {entry}"
+                said = "was accepted" if 0 < entry <= count else "was rejected" if entry else "is part of the text"
+                return f"row {row} accepted {count}: entry {entry} ({what}) {said}, yet it is {_kept_or_not(kept)}"
+        return ""
+
+    return fault
+
+
+def _kept_or_not(kept: object) -> str:
+    return "kept" if kept else "dropped"
+
+
+def _as_lists(result: object) -> list[list] | None:
+    """A tensor or nested sequence of two levels as lists; None for anything else."""
+    if isinstance(result, Tensor):
+        return result.tolist() if result.ndim == 2 else None
+    if isinstance(result, list | tuple) and all(isinstance(row, list | tuple) for row in result):
+        return [list(row) for row in result]
+    return None

@@ -1,0 +1,73 @@
+"""Exercise of lesson 03: the two rates of acceptance."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from bass_lab.lessons.checking import Case, Fault, check
+
+
+def check_alpha(rates: Callable) -> bool:
+    """rates(accepted, drafted) -> (alpha, acceptance_rate): lists with one entry per row and step.
+
+    Acceptance rate: accepted over drafted tokens, of all steps together. Alpha: of the drafted tokens that were judged,
+    the share that was accepted; a step's tokens are judged one by one up to the first rejection. Something is drafted
+    in at least one step.
+    """
+    return check(rates, _cases())
+
+
+def _cases() -> Iterator[Case]:
+    chance = random.Random(3)
+    drawn = [
+        ("everything accepted", [5, 5], [5, 5]),
+        ("one token per step", [1, 0, 1, 1], [1, 1, 1, 1]),
+        ("rejected at the second token", [1], [5]),
+        ("a step without drafts", [2, 0], [4, 0]),
+        ("drafts of unequal length", [0, 8], [2, 8]),
+        ("nothing accepted", [0, 0], [3, 3]),
+    ]
+    for number in range(200):
+        drafted = [chance.randint(1, 8)] + [chance.randint(0, 8) for _ in range(chance.randint(0, 9))]
+        drawn.append((f"random case {number}", [chance.randint(0, d) for d in drafted], drafted))
+    for name, accepted, drafted in drawn:
+        description = f"{name}: accepted {accepted}, drafted {drafted}"
+        yield description, (list(accepted), list(drafted)), _judge(accepted, drafted)
+
+
+def _reference(accepted: Sequence[int], drafted: Sequence[int]) -> tuple[float, float]:
+    judged = sum(min(a + 1, d) for a, d in zip(accepted, drafted, strict=True))
+    return sum(accepted) / judged, sum(accepted) / sum(drafted)
+
+
+def _judge(accepted: Sequence[int], drafted: Sequence[int]) -> Fault:
+    """Names the usual mistakes: what was computed instead."""
+    steps = [(a, d) for a, d in zip(accepted, drafted, strict=True) if d]
+    wanted = dict(zip(("alpha", "acceptance rate"), _reference(accepted, drafted), strict=True))
+    mean = sum(a / d for a, d in steps) / len(steps)
+    mistakes = {
+        "alpha": {
+            "this is the acceptance rate; drafts behind a rejection were never judged": wanted["acceptance rate"],
+            "a step that accepted everything has no rejection": sum(accepted) / (sum(accepted) + len(drafted)),
+            "this is the share of full steps": sum(a == d for a, d in steps) / len(steps),
+        },
+        "acceptance rate": {
+            "this is a mean over steps; tokens should count alike, whatever step they stand in": mean,
+            "this is alpha": wanted["alpha"],
+        },
+    }
+
+    def fault(result: object) -> str:
+        if not isinstance(result, tuple | list) or len(result) != 2:
+            return f"expected a pair (alpha, acceptance rate), got {result!r}"
+        for (name, value), found in zip(wanted.items(), result, strict=True):
+            if not isinstance(found, int | float):
+                return f"{name} should be a number, got {found!r}"
+            if not math.isclose(found, value, abs_tol=1e-9):
+                hints = [text for text, wrong in mistakes[name].items() if math.isclose(found, wrong, abs_tol=1e-9)]
+                return f"{name} should be {value:.4f}, got {found:.4f}" + (f" ({hints[0]})" if hints else "")
+        return ""
+
+    return fault

@@ -1,0 +1,111 @@
+"""Exercises of lesson 04: the paper's update rule, and the length of most expected tokens per second."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+
+from bass_lab.lessons.checking import Case, Fault, check
+
+
+def check_algorithm_1(update: Callable) -> bool:
+    """update(length, s, accepted) -> (length, s): the next draft length by the paper's Algorithm 1.
+
+    length: what this step drafted; s: 0 or 1, as the last update left it; accepted: a list with what each row accepted.
+    """
+    return check(update, _update_cases())
+
+
+def _update_cases() -> Iterator[Case]:
+    chance = random.Random(4)
+    drawn = [
+        ("one of two rows accepted all", 7, 0, [7, 0]),
+        ("all accepted, after a miss", 7, 1, [7, 7]),
+        ("the limit is 32", 31, 0, [31]),
+        ("a first miss", 7, 0, [1, 2]),
+        ("a second miss in a row", 7, 1, [1, 2]),
+        ("a miss from a long draft", 25, 0, [3, 4]),
+        ("a row that accepted almost all", 7, 1, [6, 0]),
+        ("nothing accepted at length 1", 1, 1, [0, 0, 0]),
+    ]
+    for number in range(200):
+        length = chance.randint(1, 32)
+        accepted = [chance.randint(0, length) for _ in range(chance.randint(1, 8))]
+        drawn.append((f"random case {number}", length, chance.randint(0, 1), accepted))
+    for name, length, s, accepted in drawn:
+        about = f"{name}: length {length}, s {s}, accepted {accepted}"
+        yield about, (length, s, list(accepted)), _is_next(length, s, accepted)
+
+
+def _is_next(length: int, s: int, accepted: list[int]) -> Fault:
+    wanted = _next(length, s, accepted)
+    shorter = length - math.ceil(length / 10)
+    slips = {
+        "it grows only if some row accepted the whole draft": (min(length + 2, 32), 0),
+        "s shortens it once more": (max(1, *accepted, shorter), 1),
+        "length / 10 is rounded up": (max(1, *accepted, length - length // 10 - s), 1),
+        "never below 1, nor below what a row accepted": (shorter - s, 1),
+    }
+
+    def fault(result: object) -> str:
+        if not isinstance(result, tuple) or len(result) != 2:
+            return f"a pair (length, s) is expected, got {result!r}"
+        if result == wanted:
+            return ""
+        hints = [hint for hint, slip in slips.items() if slip == result]
+        return f"expected {wanted}, got {result}" + (f" (perhaps: {', or '.join(hints)})" if hints else "")
+
+    return fault
+
+
+def _next(length: int, s: int, accepted: list[int]) -> tuple[int, int]:
+    if max(accepted) == length:
+        return min(length + 2, 32), 0
+    return max(1, *accepted, length - math.ceil(length / 10) - s), 1
+
+
+def check_best_length(best_length: Callable) -> bool:
+    """best_length(hazards, seconds) -> k: the draft length of most expected tokens per second, 0 among them.
+
+    hazards: a list; the j-th is the chance that the j-th draft of a step is accepted if all before it were. seconds: a
+    list with the time of a step that drafts 0, 1, … tokens, one entry more than hazards. Of equal ones the shortest.
+    """
+    return check(best_length, _length_cases())
+
+
+def _length_cases() -> Iterator[Case]:
+    chance = random.Random(4)
+    drawn = [
+        ("drafts are cheap and good", [0.9] * 8, [1 + 0.02 * k for k in range(9)]),
+        ("drafts are never accepted", [0.0] * 4, [1 + 0.1 * k for k in range(5)]),
+        ("drafts cost more than they bring", [0.8] * 4, [1.0 + k for k in range(5)]),
+        ("a cost that climbs in a stair", [0.8] * 8, [1, 1.3, 1.3, 1.3, 1.3, 2.2, 2.2, 2.2, 2.2]),
+        ("later drafts are easier", [0.5, 0.99, 0.99, 0.99], [1, 1.5, 1.6, 1.7, 1.8]),
+        ("two are equally good", [0.5, 0.0], [1.0, 1.5, 3.0]),
+    ]
+    for number in range(200):
+        k = chance.randint(1, 12)
+        steps = [chance.uniform(0, 0.6) * chance.random() for _ in range(k)]
+        seconds = [1 + sum(steps[:j]) for j in range(k + 1)]
+        drawn.append((f"random case {number}", [chance.random() ** 0.5 for _ in range(k)], seconds))
+    for name, hazards, seconds in drawn:
+        yield name, (list(hazards), list(seconds)), _is_best(hazards, seconds)
+
+
+def _is_best(hazards: list[float], seconds: list[float]) -> Fault:
+    tokens, survival = [1.0], 1.0
+    for hazard in hazards:
+        survival *= hazard
+        tokens.append(tokens[-1] + survival)
+    rates = [n / s for n, s in zip(tokens, seconds, strict=True)]
+    wanted = rates.index(max(rates))
+
+    def fault(result: object) -> str:
+        if result == wanted and not isinstance(result, bool):
+            return ""
+        known = isinstance(result, int) and 0 <= result < len(rates)
+        about = f", at which it would be {rates[result]:.4f}" if known else ""
+        return f"expected {wanted} ({rates[wanted]:.4f} tokens per unit of time), got {result!r}{about}"
+
+    return fault

@@ -1,0 +1,236 @@
+"""Draft-length policies against each other on made-up acceptance, live: what does each buy, and how far is it from the
+best in hindsight?
+
+`contest` is the comparison of a batch, on any trace and costs; `LengthExplorer` puts controls above it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from bass_core import inputs
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, HuggingFaceHeuristic
+from bass_core.policies.costs import SHIPPED, CostModel
+from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue
+from bass_core.policies.goodput import Goodput
+from bass_core.policies.learned import Learned
+from bass_core.policies.ragged_budget import RaggedBudget
+from bass_core.trace import Trace
+from bass_lab.show import plots, token_views
+from bass_lab.show.live_figures import live_figure, redraw, stacked
+from bass_lab.show.trace_explorer import WRAPPED
+from bass_lab.study import simulator
+from bass_lab.study.modelled_costs import modelled_h100
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+if TYPE_CHECKING:  # optional packages; imported where they are used
+    import ipywidgets
+    import plotly.graph_objects as go
+    from IPython.display import HTML
+
+KINDS = {  # what a policy looks at: colour, hatching
+    "nothing": (plots.COLOURS["regular"], "/"),
+    "what was accepted": (plots.COLOURS["recovered"], "\\"),
+    "the draft's distributions": (plots.COLOURS["rejected"], "x"),
+    "costs": (plots.COLOURS["accepted"], ""),
+}
+LOOKS_AT = {
+    "Algorithm 1": "what was accepted",
+    "transformers": "what was accepted",
+    "AdaEDL": "the draft's distributions",
+    "SVIP": "the draft's distributions",
+    "Learned": "costs",
+    "Goodput": "costs",
+    "MarginalValue": "costs",
+    "RaggedBudget": "costs",
+}
+REGULAR = "regular"
+ALIKE, DRIFTING = "all alike", "easy and hard"
+LENGTH, SEQUENCES, REPEATS = 128, 64, 8  # of what the explorer replays
+
+
+@functools.cache  # asked for at every move of a control
+def measured_cpu() -> CostModel:
+    """Costs of the embedded pair that ship with the library, measured on the CPU that `device` names."""
+    found = (CostModel.load(path) for path in sorted(SHIPPED.glob("*.json")))
+    return next(cost for cost in found if cost.measured.get("device_type") == "cpu" and cost.draft_phases is not None)
+
+
+def policies(cost: CostModel) -> dict[str, int | DraftLengthPolicy]:
+    """The policies to compare, by name."""
+    return {
+        REGULAR: 0,
+        **{f"fixed {k}": k for k in (3, 5, 8)},
+        "Algorithm 1": BassHeuristic(),
+        "transformers": HuggingFaceHeuristic(),
+        "AdaEDL": AdaEDL(),
+        "SVIP": SVIP(),
+        "Learned": Learned(cost),
+        "Goodput": Goodput(cost),
+        "MarginalValue": MarginalValue(cost),
+        "RaggedBudget": RaggedBudget(cost),
+    }
+
+
+def contest(
+    trace: AcceptanceTrace,
+    cost: CostModel,
+    batch: int,
+    *,
+    others: Mapping[str, int | DraftLengthPolicy] | None = None,
+    **options,
+) -> pd.DataFrame:
+    """`simulator.regret` of `policies` at one batch size (repeats and other options: its own), with `speed`: tokens per
+    second over those of regular decoding. others: more policies, by name."""
+    found = simulator.regret(trace, policies(cost) | dict(others or {}), cost, [batch], **options)
+    regular = found.set_index("policy").seconds_per_token[REGULAR]
+    return found.assign(speed=regular / found.seconds_per_token)
+
+
+def speed_figure(table: pd.DataFrame, title: str) -> go.Figure:
+    """Bars of `speed` per line of a `contest`, coloured by what the policy looks at, labelled with its regret."""
+    import plotly.graph_objects as go
+
+    looks = [KINDS[LOOKS_AT.get(name, "nothing")] for name in table.policy]
+    figure = plots.empty_figure(title, "times as fast as regular decoding", "", height=140 + 30 * len(table))
+    figure.add_trace(
+        go.Bar(
+            orientation="h",
+            y=table.policy,
+            x=table.speed,
+            marker={
+                "color": [colour for colour, _ in looks],
+                "pattern": {"shape": [hatching for _, hatching in looks], "fgcolor": "white", "size": 5},
+            },
+            text=[f"{line.speed:.2f}×, regret {line.regret:.0%}" for line in table.itertuples()],
+            textposition="outside",
+            cliponaxis=False,
+            customdata=table.k,
+            hovertemplate="%{y}: %{x:.2f}×, k planned on average %{customdata:.1f}<extra></extra>",
+        )
+    )
+    figure.add_vline(x=1, line={"color": "black", "width": 1})
+    figure.update_xaxes(range=[0, 1.4 * max(1.0, table.speed.max())])
+    return figure.update_yaxes(autorange="reversed").update_layout(margin={"l": 110})
+
+
+class LengthExplorer:
+    """Controls above two figures: the speed of every policy over regular decoding, and the path of Algorithm 1.
+
+    controls: "alpha" (chance that a draft is accepted), "variation" ("all alike", or "easy and hard": passages of 32
+    tokens on average, with chances `spread` above and below alpha), "spread", "batch", "costs" ("H100 (modelled)" or
+    "CPU (measured)"), "launch" (ms to launch a pass of the modelled target; a pass of the draft takes a fifth). Setting
+    a value replays and redraws. `table` is what `contest` found, `path` the trace of Algorithm 1, `sentence` says both.
+    """
+
+    def __init__(
+        self,
+        *,
+        alpha: float = 0.8,
+        variation: str = DRIFTING,
+        spread: float = 0.15,
+        batch: int = 8,
+        costs: str = "H100 (modelled)",
+        launch: float = 0.5,
+        seed: int = 0,
+        repeats: int = REPEATS,
+    ):
+        """Raises ValueError or TypeError for a setting that no control could take."""
+        from ipywidgets import HTML, Box, VBox
+
+        self.seed, self.repeats = inputs.integer("seed", seed), inputs.integer("repeats", repeats, least=2)
+        values = {"alpha": alpha, "variation": variation, "spread": spread, "batch": batch, "costs": costs}
+        self.controls = _controls(values | {"launch": launch})
+        self.sentence = HTML()
+        self.bars, self.steps = live_figure(), live_figure()
+        above = Box(list(self.controls.values()), layout=WRAPPED)
+        self.widget: VBox = stacked(above, self.sentence, self.bars, self.steps)
+        for control in self.controls.values():
+            control.observe(lambda _: self.run(), names="value")
+        self.run()
+
+    def run(self) -> None:
+        """Replay with the controls' values and redraw."""
+        now = {name: control.value for name, control in self.controls.items()}
+        drifting = now["variation"] == DRIFTING
+        self.controls["spread"].disabled = not drifting
+        self.controls["launch"].disabled = not now["costs"].startswith("H100")
+        spread = min(now["spread"], now["alpha"], 1 - now["alpha"]) if drifting else 0.0
+        trace = AcceptanceTrace.synthetic(
+            alpha=now["alpha"],
+            length=LENGTH,
+            sequences=SEQUENCES,
+            seed=self.seed,
+            regimes=(spread, 32.0) if drifting else None,
+        )
+        cost = modelled_h100(now["launch"]) if now["costs"].startswith("H100") else measured_cpu()
+        self.table = contest(trace, cost, now["batch"], repeats=self.repeats, seed=self.seed)
+        self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=now["batch"], seed=self.seed)
+        self.sentence.value = _sentence(self.table, self.path, now["alpha"], spread)
+        redraw(self.bars, speed_figure(self.table, f"Speed over regular decoding, batch {now['batch']}"))
+        redraw(self.steps, path_figure(self.path))
+
+    def static(self) -> tuple[HTML, go.Figure, go.Figure]:
+        """What is seen now without widgets: the settings and the sentence, and both figures."""
+        import plotly.graph_objects as go
+        from IPython.display import HTML
+
+        shown = ", ".join(f"{name} {control.value}" for name, control in self.controls.items() if not control.disabled)
+        return HTML(f"{shown}.<br>{self.sentence.value}"), go.Figure(self.bars), go.Figure(self.steps)
+
+    def _repr_mimebundle_(self, **options):
+        return self.widget._repr_mimebundle_(**options)
+
+
+def path_figure(trace: Trace) -> go.Figure:
+    """The draft length of each step of Algorithm 1, and what the rows accepted."""
+    figure = token_views.policy_figure({"": trace})
+    return figure.update_layout(title_text="The path of Algorithm 1: what it drafted, what was accepted")
+
+
+def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> str:
+    best = table.loc[table.speed.idxmax()]
+    chances = f"between {alpha - spread:.2f} and {alpha + spread:.2f}" if spread else f"{alpha:.2f} everywhere"
+    counts = path.summary()
+    return (
+        f"The chance of acceptance is {chances}. Fastest here: <b>{best.policy}</b>, {best.speed:.2f} times regular "
+        f"decoding. Algorithm 1, in the replay below, planned {counts['k']:.1f} tokens on average; "
+        f"{counts['acceptance_rate']:.0%} of what it drafted was accepted."
+    )
+
+
+def _controls(values: dict) -> dict[str, ipywidgets.Widget]:
+    """The controls with these values. Raises as `LengthExplorer` does: a slider would cut in silence."""
+    from ipywidgets import Dropdown, FloatSlider, IntSlider
+
+    within = {"alpha": (0.3, 0.95), "spread": (0.0, 0.3), "launch": (0.0, 10.0), "batch": (1, 128)}
+    inputs.integer("batch", values["batch"], least=1)
+    for name, (least, most) in within.items():
+        if not least <= values[name] <= most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {values[name]!r}")
+    choices = {"variation": (ALIKE, DRIFTING), "costs": ("H100 (modelled)", "CPU (measured)")}
+    for name, accepted in choices.items():
+        inputs.one_of(name, values[name], accepted)
+    common = {"style": {"description_width": "85px"}, "layout": {"width": "270px"}}
+
+    def slider(kind, name: str, description: str, step: float):
+        least, most = within[name]
+        control = kind(value=values[name], min=least, max=most, step=step, description=description, **common)
+        control.continuous_update = False
+        return control
+
+    def dropdown(name: str, description: str):
+        return Dropdown(options=choices[name], value=values[name], description=description, **common)
+
+    return {
+        "alpha": slider(FloatSlider, "alpha", "alpha", 0.05),
+        "variation": dropdown("variation", "passages"),
+        "spread": slider(FloatSlider, "spread", "spread", 0.05),
+        "batch": slider(IntSlider, "batch", "batch size", 1),
+        "costs": dropdown("costs", "costs"),
+        "launch": slider(FloatSlider, "launch", "launch, ms", 0.5),
+    }

@@ -1,0 +1,367 @@
+"""Lesson 04: how many tokens should be drafted? Tables of replays, and their figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from bass_core.draft_length import DraftLengthPolicy, FixedLength
+from bass_core.models import ModelPair
+from bass_core.policies import costs
+from bass_core.policies.costs import CostModel
+from bass_core.policies.objective import Objective, first_finished, last_finished
+from bass_lab.lessons.l04_explorer import KINDS, LOOKS_AT, REGULAR, contest, measured_cpu
+from bass_lab.show import plots
+from bass_lab.study import recorded_acceptance, simulator
+from bass_lab.study.modelled_costs import modelled_h100
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+from bass_lab.study.replay import Replay, decode, step_seconds
+from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
+
+if TYPE_CHECKING:  # plotly is optional; imported where a figure is made
+    import plotly.graph_objects as go
+
+BATCH_STYLES = (
+    (plots.COLOURS["accepted"], "solid", "circle"),
+    (plots.COLOURS["recovered"], "dash", "diamond"),
+    (plots.COLOURS["bonus"], "dot", "square"),
+    (plots.COLOURS["rejected"], "dashdot", "triangle-up"),
+)
+HINDSIGHT = "best fixed k"
+SWEPT = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+CLOSE = 1.1  # times the best fixed length's time: recovered
+WINDOW = 4  # steps of a moving mean
+
+
+# --- what is replayed -----------------------------------------------------------------------------
+
+
+def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dict[str, AcceptanceTrace]:
+    """Both prompt sets' traces, running on after EOS: the shipped ones, or (own) of 32 texts of this pair each."""
+    if not own:
+        return {name: recorded_acceptance.shipped(name).past_eos() for name in PROMPT_SETS}
+    options = {"max_new_tokens": 128, "temperature": temperature, "seed": seed}
+    return {name: recorded_acceptance.record(pair, prompt_set(name, 32), **options).past_eos() for name in PROMPT_SETS}
+
+
+def cost_models(pair: ModelPair, own: bool) -> dict[str, CostModel]:
+    """A modelled GPU's costs, and measured ones: of the embedded pair as shipped, or (own) of this pair.
+
+    Raises ValueError for a pair of which no costs are known.
+    """
+    measured = costs.costs_like(pair) if own else measured_cpu()
+    if measured is None:
+        raise ValueError("no costs are known of these models on this device; measure them with `bass calibrate`")
+    return {"H100 (modelled)": modelled_h100(), f"{measured.device} (measured)": measured}
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def predicted_lengths(
+    models: Mapping[str, CostModel], alphas: Mapping[str, float], batches: Sequence[int], kv_length: float = 256
+) -> pd.DataFrame:
+    """Speed over regular decoding by k if every draft had the same chance alpha: a line per costs, set, batch and k."""
+    lengths = np.arange(17)
+    lines = []
+    for name, cost in models.items():
+        for batch in _within(cost, batches):
+            seconds = cost.step(batch, lengths, kv_length)
+            for prompts, alpha in alphas.items():
+                speed = np.cumsum(alpha**lengths) * seconds[0] / seconds
+                part = {"costs": name, "set": prompts, "batch": batch, "k": lengths, "speed": speed}
+                lines.append(pd.DataFrame(part))
+    return pd.concat(lines, ignore_index=True)
+
+
+def replayed_lengths(
+    traces: Mapping[str, AcceptanceTrace],
+    models: Mapping[str, CostModel],
+    batches: Sequence[int],
+    *,
+    max_new_tokens: int,
+    repeats: int,
+    seed: int,
+    lengths: Sequence[int] = SWEPT,
+) -> pd.DataFrame:
+    """The same table from replays of recorded texts, until the last row is done. Lengths have 0 among them."""
+    lines = []
+    for prompts, trace in traces.items():
+        for batch in batches:
+            drawn = [Replay.draw(trace, batch, max_new_tokens, seed, repeat) for repeat in range(repeats)]
+            runs = {k: [decode(each, FixedLength(k)) for each in drawn] for k in lengths}
+            for name, cost in models.items():
+                if batch not in _within(cost, batches):
+                    continue
+                seconds = {k: sum(step_seconds(steps, cost).sum() for steps in found) for k, found in runs.items()}
+                line = {"costs": name, "set": prompts, "batch": batch}
+                lines += [line | {"k": k, "speed": seconds[0] / seconds[k]} for k in lengths]
+    return pd.DataFrame(lines)
+
+
+def best_lengths(table: pd.DataFrame) -> pd.DataFrame:
+    """The k of the greatest speed, and that speed, per costs, set and batch of one of the tables above."""
+    return table.loc[table.groupby(["costs", "set", "batch"], sort=False).speed.idxmax()].reset_index(drop=True)
+
+
+def some_row_accepts_all(alpha: float, lengths: Sequence[int], batches: Sequence[int]) -> pd.DataFrame:
+    """Chance that at least one row of a batch accepts all of k drafts, 1 - (1 - alpha^k)^b: a line per k."""
+    chances = {f"batch {batch}": [1 - (1 - alpha**k) ** batch for k in lengths] for batch in batches}
+    return pd.DataFrame(chances, index=pd.Index(lengths, name="k"))
+
+
+def contests(traces: Mapping[str, AcceptanceTrace], cost: CostModel, best: pd.DataFrame, **options) -> pd.DataFrame:
+    """`contest` for every set and batch of `best` (`best_lengths` under these costs), whose k competes as `HINDSIGHT`:
+    the fixed length that proved best on the very same replays."""
+    lines = []
+    for line in best.itertuples():
+        found = contest(traces[line.set], cost, line.batch, others={HINDSIGHT: int(line.k)}, **options)
+        lines.append(found.assign(set=line.set))
+    return pd.concat(lines, ignore_index=True)
+
+
+def paired(
+    traces: Mapping[str, AcceptanceTrace],
+    cost: CostModel,
+    policies: tuple[int | DraftLengthPolicy, int | DraftLengthPolicy],
+    batches: Sequence[int],
+    **options,
+) -> pd.DataFrame:
+    """How many times as long the first policy takes as the second, on the same replays: geometric mean over the
+    repeats with its 95% interval (normal), a line per set and batch. alone: the half width of the interval if the two
+    had been replayed with coins of their own."""
+    lines = []
+    for prompts, trace in traces.items():
+        for batch in batches:
+            first, second = (
+                np.log(simulator.simulate(trace, policy, cost, batch=batch, **options).seconds) for policy in policies
+            )
+            mean, error = (first - second).mean(), 1.96 * (first - second).sem()
+            alone = 1.96 * np.hypot(first.sem(), second.sem())
+            low, high = np.exp(mean - error), np.exp(mean + error)
+            line = {"set": prompts, "batch": batch, "times": np.exp(mean), "low": low, "high": high}
+            lines.append(line | {"half width": (high - low) / 2, "alone": np.exp(mean) * np.sinh(alone)})
+    return pd.DataFrame(lines)
+
+
+def ends(
+    trace: AcceptanceTrace, cost: CostModel, batch: int, sharpnesses: Sequence[float], lengths: Sequence[int], **options
+) -> pd.DataFrame:
+    """Weights towards the first or the last row to finish, and fixed lengths: when the first row is done (first_s, a
+    mean over repeats), tokens per second, and whether no other line is at least as good in both (`best`)."""
+    tried = [("fixed", k, k) for k in lengths]
+    for family, weights in (("first", first_finished), ("last", last_finished)):
+        tried += [(family, sharpness, Objective(cost, weights=weights(sharpness))) for sharpness in sharpnesses]
+    lines = []
+    for family, setting, policy in tried:
+        runs = simulator.simulate(trace, policy, cost, batch=batch, **options)
+        throughput = runs.tokens.sum() / runs.seconds.sum()
+        line = {"family": family, "setting": setting, "first_s": runs.first_s.mean(), "throughput": throughput}
+        lines.append(line | {"last_s": runs.last_s.mean(), "k": runs.k.mean()})
+    found = pd.DataFrame(lines)
+    return found.assign(best=not_dominated(found.first_s, -found.throughput))
+
+
+def not_dominated(*costs: Sequence[float]) -> np.ndarray:
+    """Which points no other point beats: at most as large in every coordinate, and smaller in one. bool [N]."""
+    points = np.stack([np.asarray(each, dtype=float) for each in costs], axis=1)  # [N, C]
+    at_most = (points[:, None] <= points[None]).all(-1)
+    smaller = (points[:, None] < points[None]).any(-1)
+    return ~(at_most & smaller).any(0)
+
+
+def halves(trace: AcceptanceTrace) -> tuple[AcceptanceTrace, AcceptanceTrace]:
+    """The even and the odd sequences: one half to choose with, the other to be judged on."""
+
+    def part(first: int) -> AcceptanceTrace:
+        arrays = {each.name: getattr(trace, each.name)[first::2] for each in fields(trace) if each.name != "meta"}
+        return replace(trace, **arrays)
+
+    return part(0), part(1)
+
+
+def switches(
+    policies: Mapping[str, DraftLengthPolicy],
+    stages: Sequence[tuple[str, AcceptanceTrace]],
+    cost: CostModel,
+    *,
+    batch: int,
+    seed: int = 0,
+    repeats: int = 8,
+) -> pd.DataFrame:
+    """Each policy decodes a batch of every stage in turn and keeps what it has learnt: a line per policy, stage and
+    step, as long as all rows are live in all repeats.
+
+    stages: labels and traces; a policy with a `task` other than "" is told the label. Columns: policy, stage (number),
+    set (label), step; k and ms (a row's time per token in this step): means over the repeats.
+    """
+    lines = []
+    for name, policy in policies.items():
+        for repeat in range(repeats):
+            used = deepcopy(policy, {id(cost): cost})
+            told = bool(getattr(used, "task", ""))
+            for stage, (label, trace) in enumerate(stages):
+                if told:
+                    used.task = label
+                steps = decode(Replay.draw(trace, batch, None, seed + stage, repeat), used)
+                milliseconds = 1e3 * step_seconds(steps, cost).sum(0)
+                for number, (step, time) in enumerate(zip(steps, milliseconds, strict=True), 1):
+                    if len(step.rows) == batch:
+                        line = {"policy": name, "stage": stage, "set": label, "repeat": repeat, "step": number}
+                        lines.append(line | {"k": step.planned.mean(), "time": time, "tokens": step.emitted.sum()})
+    runs = pd.DataFrame(lines)
+    by_step = runs.groupby(["policy", "stage", "set", "step"], sort=False)
+    found = by_step.agg(k=("k", "mean"), time=("time", "sum"), tokens=("tokens", "sum"), replays=("repeat", "size"))
+    found = found.assign(ms=batch * found.time / found.tokens).query("replays == @repeats")
+    return found.drop(columns=["time", "tokens", "replays"]).reset_index()
+
+
+def recovery(found: pd.DataFrame, least: Mapping[str, float]) -> pd.DataFrame:
+    """Steps until a row's time per token, as a moving mean over `WINDOW` steps, is within a tenth of `least` (ms, by
+    set): a line per policy, a column per stage; "never": not within the steps of `switches`."""
+    columns: dict[str, dict[str, int | str]] = {}
+    for (policy, stage, label), part in found.groupby(["policy", "stage", "set"], sort=False):
+        close = part.ms.rolling(WINDOW).mean() <= CLOSE * least[label]
+        columns.setdefault(f"{stage + 1}: {label}", {})[policy] = (
+            int(part.step[close].min()) if close.any() else "never"
+        )
+    return pd.DataFrame(columns)
+
+
+def _within(cost: CostModel, batches: Sequence[int]) -> list[int]:
+    """The batch sizes that the grid of these costs reaches."""
+    return [batch for batch in batches if batch <= cost.target_passes.axes["batch"][-1]]
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def lengths_figure(table: pd.DataFrame, title: str) -> go.Figure:
+    """Speed over regular decoding against k: a column per costs, a line of panels per set; the best k marked."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    names, sets = list(table.costs.unique()), list(table.set.unique())
+    titles = [f"{prompts}: {name}" for prompts in sets for name in names]
+    shared = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1, "horizontal_spacing": 0.04}
+    figure = make_subplots(len(sets), len(names), subplot_titles=titles, **shared)
+    for (prompts, name, batch), part in table.groupby(["set", "costs", "batch"], sort=False):
+        colour, dash, symbol = BATCH_STYLES[list(table.batch.unique()).index(batch) % len(BATCH_STYLES)]
+        best = part.speed.to_numpy() == part.speed.max()
+        line = go.Scatter(
+            name=f"batch {batch}",
+            legendgroup=str(batch),
+            showlegend=(prompts, name) == (sets[0], names[0]),
+            x=part.k,
+            y=part.speed,
+            mode="lines+markers",
+            line={"color": colour, "dash": dash, "width": 2},
+            marker={"symbol": symbol, "size": np.where(best, 11, 0.1)},
+            hovertemplate=f"{prompts}, batch {batch}, k = %{{x}}: %{{y:.2f}}×<extra></extra>",
+        )
+        figure.add_trace(line, row=sets.index(prompts) + 1, col=names.index(name) + 1)
+    figure.add_hline(1, line={"color": "#444444", "width": 1})
+    figure.update_layout(plots.house(title, 130 + 260 * len(sets))).update_layout(plots.LEGEND_BELOW)
+    figure.update_xaxes(title="draft length k", row=len(sets)).update_xaxes(dtick=2, zeroline=False)
+    figure.update_yaxes(title="times as fast", col=1).update_yaxes(rangemode="tozero", zeroline=False)
+    figure.update_layout(margin={"b": 100})
+    return figure.update_annotations(font_size=13)
+
+
+def regret_figure(table: pd.DataFrame, title: str) -> go.Figure:
+    """Regret of every policy with its interval, a panel per batch size; the dashed line is what foresight reached."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    batches = list(table.batch.unique())
+    titles = [f"batch {batch}" for batch in batches]
+    figure = make_subplots(1, len(batches), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    for column, batch in enumerate(batches, 1):
+        part = table[(table.batch == batch) & (table.policy != REGULAR)]
+        looks = [KINDS[LOOKS_AT.get(name, "nothing")] for name in part.policy]
+        bars = go.Bar(
+            orientation="h",
+            y=part.policy,
+            x=part.regret,
+            showlegend=False,
+            error_x={"type": "data", "symmetric": False, "array": part.high - part.regret,
+                     "arrayminus": part.regret - part.low, "thickness": 1.2, "width": 3},
+            marker={"color": [colour for colour, _ in looks],
+                    "pattern": {"shape": [hatching for _, hatching in looks], "fgcolor": "white", "size": 5}},
+            customdata=np.stack([part.speed, part.k], axis=1),
+            hovertemplate=f"batch {batch}, %{{y}}: regret %{{x:.0%}}, %{{customdata[0]:.2f}} times regular decoding, "
+            "k %{customdata[1]:.1f}<extra></extra>",
+        )  # fmt: skip
+        figure.add_trace(bars, row=1, col=column)
+        reached = float((part.schedule_s / part.bound_s).iloc[0]) - 1
+        figure.add_vline(reached, line={"color": "black", "dash": "dash", "width": 1.5}, row=1, col=column)
+    for kind, (colour, hatching) in KINDS.items():
+        marker = {"color": colour, "pattern": {"shape": hatching, "fgcolor": "white", "size": 5}}
+        figure.add_trace(go.Bar(name=f"looks at {kind}", x=[None], y=[None], marker=marker))
+    height = 190 + 26 * table.policy.nunique()
+    figure.update_layout(plots.house(title, height)).update_layout(plots.LEGEND_BELOW)
+    figure.update_layout(margin={"l": 110, "b": 90})
+    figure.update_xaxes(tickformat=".0%", rangemode="tozero", title="regret", nticks=4, tickfont={"size": 11})
+    return figure.update_yaxes(autorange="reversed").update_annotations(font_size=13)
+
+
+def ends_figure(found: pd.DataFrame, title: str) -> go.Figure:
+    """Throughput against the first row's end: points that no other beats are filled, the others hollow."""
+    import plotly.graph_objects as go
+
+    figure = plots.empty_figure(title, "the first row is done after, ms", "tokens per second", 460)
+    styles = {"fixed": ("regular", "square"), "first": ("recovered", "triangle-left"), "last": ("accepted", "circle")}
+    names = {"fixed": "fixed k", "first": "first_finished(sharpness)", "last": "last_finished(sharpness)"}
+    for family, (colour, symbol) in styles.items():
+        part = found[found.family == family]
+        figure.add_trace(
+            go.Scatter(
+                name=names[family],
+                x=1e3 * part.first_s,
+                y=part.throughput,
+                mode="lines+markers+text",
+                text=[f"{setting:g}" for setting in part.setting],
+                textposition="bottom right" if family == "fixed" else "top left",
+                textfont={"size": 11},
+                line={"color": plots.COLOURS[colour], "width": 1, "dash": "dot"},
+                marker={"symbol": [symbol if best else f"{symbol}-open" for best in part.best], "size": 10},
+                customdata=np.stack([part.k, 1e3 * part.last_s], axis=1),
+                hovertemplate=f"{names[family]}, %{{text}}: first %{{x:.0f}} ms, last %{{customdata[1]:.0f}} ms, "
+                "%{y:,.0f} tokens/s, k %{customdata[0]:.1f}<extra></extra>",
+            )
+        )
+    return figure.update_layout(plots.LEGEND_BELOW)
+
+
+def switch_figure(found: pd.DataFrame, least: Mapping[str, float], title: str) -> go.Figure:
+    """Draft length (above) and a row's time per token (below) over the steps, the stages beside each other. The grey
+    line is the best fixed length of each set: `least` in ms."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    stages = found.drop_duplicates("stage")[["stage", "set"]].to_numpy().tolist()
+    titles = [f"{stage + 1}: {label}" for stage, label in stages]
+    shared = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.06, "horizontal_spacing": 0.03}
+    figure = make_subplots(2, len(stages), subplot_titles=titles, **shared)
+    for place, (policy, runs) in enumerate(found.groupby("policy", sort=False)):
+        colour, dash, symbol = BATCH_STYLES[place]
+        for stage, part in runs.groupby("stage"):
+            for row, values in ((1, part.k), (2, part.ms.rolling(WINDOW, min_periods=1).mean())):
+                line = go.Scatter(
+                    name=policy, legendgroup=policy, showlegend=row == 1 and stage == 0, x=part.step, y=values,
+                    mode="lines+markers", line={"color": colour, "dash": dash}, marker={"symbol": symbol, "size": 5},
+                    hovertemplate=f"{policy}, step %{{x}}: %{{y:.2f}}<extra></extra>",
+                )  # fmt: skip
+                figure.add_trace(line, row=row, col=stage + 1)
+    for stage, label in stages:
+        figure.add_hline(least[label], line={"color": "#444444", "width": 1.5, "dash": "dash"}, row=2, col=stage + 1)
+    figure.update_layout(plots.house(title, 520)).update_layout(plots.LEGEND_BELOW)
+    figure.update_layout(margin={"b": 100})
+    figure.update_xaxes(title="step of the decode", row=2).update_yaxes(rangemode="tozero", zeroline=False)
+    figure.update_yaxes(title="planned k", row=1, col=1).update_yaxes(title="ms per token", row=2, col=1)
+    return figure.update_annotations(font_size=13)

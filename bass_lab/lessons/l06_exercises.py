@@ -1,0 +1,92 @@
+"""Exercises of lesson 06: kernel timelines."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from bass_lab.lessons.checking import Case, Fault, check
+
+Interval = tuple[int, int]
+Range = tuple[str, int, int]  # phase, start, end
+
+
+def check_gaps(gaps: Callable) -> bool:
+    """gaps(intervals) -> how long nothing runs between the first start and the last end.
+
+    intervals: list of (start, end) in any order; they may overlap, touch, or lie within each other. No interval: 0.
+    """
+    return check(gaps, _gap_cases())
+
+
+def _gap_cases() -> Iterator[Case]:
+    chance = random.Random(6)
+    drawn = [
+        ("nothing runs", []),
+        ("one interval", [(3, 8)]),
+        ("a gap of 2", [(0, 4), (6, 9)]),
+        ("no gap: they touch", [(0, 4), (4, 9)]),
+        ("they overlap", [(0, 5), (3, 9), (10, 11)]),
+        ("a long one contains a short one", [(0, 9), (2, 3), (10, 12)]),
+        ("not in order", [(6, 9), (0, 4)]),
+    ]
+    for number in range(200):
+        starts = [chance.randint(0, 60) for _ in range(chance.randint(1, 12))]
+        drawn.append((f"random case {number}", [(start, start + chance.randint(1, 12)) for start in starts]))
+    for name, intervals in drawn:
+        yield name, (list(intervals),), _equals(_idle(intervals))
+
+
+def _idle(intervals: list[Interval]) -> int:
+    """Moment by moment."""
+    running = {moment for start, end in intervals for moment in range(start, end)}
+    return max(running) + 1 - min(running) - len(running) if running else 0
+
+
+def _equals(wanted: object) -> Fault:
+    def fault(result: object) -> str:
+        return "" if result == wanted and result is not None else f"expected {wanted!r}, got {result!r}"
+
+    return fault
+
+
+def check_owner(owner: Callable) -> bool:
+    """owner(kernels, launches, ranges) -> list: the phase that launched each kernel, or None.
+
+    kernels: list of (correlation, start on the GPU); launches: dict from a correlation to the host's time of that
+    launch; ranges: list of (phase, start, end) of the host, in order, without overlap. A launch at a range's start is
+    within it, one at its end is not. A kernel without a recorded launch has no phase.
+    """
+    return check(owner, _owner_cases())
+
+
+def _owner_cases() -> Iterator[Case]:
+    chance = random.Random(6)
+    two = [("draft", 0, 10), ("verify", 10, 30)]
+    drawn = [
+        ("one kernel", [(7, 5)], {7: 3}, two),
+        ("it runs during the next phase", [(7, 14)], {7: 3}, two),
+        ("launched as the next phase begins", [(7, 14)], {7: 10}, two),
+        ("launched after the last phase", [(7, 40)], {7: 35}, two),
+        ("launched between two phases", [(7, 22)], {7: 12}, [("draft", 0, 10), ("verify", 20, 30)]),
+        ("its launch was not recorded", [(7, 5)], {}, two),
+        ("a CUDA graph: three kernels of one launch", [(7, 8), (7, 11), (7, 19)], {7: 4}, two),
+        ("nothing ran", [], {}, two),
+    ]
+    for number in range(200):
+        ranges, at = [], 0
+        for _ in range(chance.randint(1, 3)):
+            for phase in ("draft", "verify", "commit"):
+                at += chance.choice([0, 0, 2])
+                ranges.append((phase, at, at + chance.randint(2, 9)))
+                at = ranges[-1][2]
+        launches = {correlation: chance.randint(0, at + 3) for correlation in range(6)}
+        kernels = [(chance.choice([*launches, 9]), chance.randint(0, at + 9)) for _ in range(8)]
+        drawn.append((f"random case {number}", kernels, launches, ranges))
+    for name, kernels, launches, ranges in drawn:
+        wanted = [_phase_at(launches[number], ranges) if number in launches else None for number, _ in kernels]
+        yield name, (list(kernels), dict(launches), list(ranges)), _equals(wanted)
+
+
+def _phase_at(time: int, ranges: list[Range]) -> str | None:
+    return next((phase for phase, start, end in ranges if start <= time < end), None)

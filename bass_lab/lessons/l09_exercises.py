@@ -1,0 +1,52 @@
+"""Exercise of lesson 09: quality within a time budget."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from bass_lab.lessons.checking import Case, Fault, check
+
+
+def check_pass_at_first(pass_at_first: Callable) -> bool:
+    """pass_at_first(finish, confidence, passed, budget) -> bool: whether a problem counts as solved.
+
+    Lists with one entry per row: when it was done (seconds; NaN: never), its mean log-probability, and whether it is
+    right. Of the rows that are done within the budget, the most confident one has to be right; of equal ones the first.
+    """
+    return check(pass_at_first, _cases())
+
+
+def _cases() -> Iterator[Case]:
+    chance = random.Random(9)
+    drawn = [
+        ("one row, right and in time", [1.0], [-0.5], [True], 2.0),
+        ("done at the very end", [2.0], [-0.5], [True], 2.0),
+        ("too late", [2.5], [-0.5], [True], 2.0),
+        ("nobody is done", [math.nan, 3.0], [-0.1, -0.2], [True, True], 2.0),
+        ("the most confident row is too late", [1.0, 9.0], [-0.9, -0.1], [True, False], 2.0),
+        ("the most confident row is wrong", [1.0, 1.0], [-0.9, -0.1], [True, False], 2.0),
+        ("equally confident: the first counts", [1.5, 1.0], [-0.3, -0.3], [False, True], 2.0),
+    ]
+    for number in range(200):
+        n = chance.randint(1, 6)
+        finish = [chance.choice([math.nan, round(chance.uniform(0, 4), 1)]) for _ in range(n)]
+        confidence = [-chance.randint(1, 5) / 4 for _ in range(n)]
+        passed = [chance.random() < 0.5 for _ in range(n)]
+        drawn.append((f"random case {number}", finish, confidence, passed, 2.0))
+    for name, finish, confidence, passed, budget in drawn:
+        wanted = _reference(finish, confidence, passed, budget)
+        yield name, (list(finish), list(confidence), list(passed), budget), _equals(wanted)
+
+
+def _reference(finish: Sequence[float], confidence: Sequence[float], passed: Sequence[bool], budget: float) -> bool:
+    in_time = [row for row, seconds in enumerate(finish) if seconds <= budget]
+    return bool(in_time) and passed[max(in_time, key=lambda row: (confidence[row], -row))]
+
+
+def _equals(wanted: bool) -> Fault:
+    def fault(result: object) -> str:
+        return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}"
+
+    return fault

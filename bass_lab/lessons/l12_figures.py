@@ -1,0 +1,159 @@
+"""Lesson 12: the runs of a sweep, what they measured, and which settings come out best, for any sweep's folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from bass_core import inputs
+from bass_lab.show import plots
+from bass_lab.sweep.parameters import in_table
+from bass_lab.sweep.store import FAILED, MARK, read_sweep
+
+if TYPE_CHECKING:  # plotly is optional; imported where a figure is made
+    import plotly.graph_objects as go
+
+VALUES = (
+    "over_regular",
+    "tokens_per_second",
+    "tokens_per_step",
+    "alpha",
+    "passed",
+)  # what a sweep is about, first first
+STYLES = [(colour, dash, symbol) for colour, dash, symbol, _ in reversed(plots.METHODS.values())]
+UNITS = {
+    "over_regular": "times as fast as regular decoding",
+    "tokens_per_second": "tokens per second",
+    "tokens_per_step": "tokens per step",
+    "alpha": "α",
+    "passed": "share of samples that pass",
+}
+
+
+def runs(folder: str | Path) -> pd.DataFrame:
+    """A line per run that was asked for, by its key: what varies, status, seconds, attempts, error (if any).
+
+    status: "done", "failed", or "missing" (not tried, or interrupted). Raises ValueError for another kind of folder.
+    """
+    folder = Path(folder)
+    asked = read_sweep(folder)["runs"]
+    varied = varying(folder)
+    lines = []
+    for key, parameters in asked.items():
+        line = {"run": key, **{name: in_table(parameters.get(name)) for name in varied}}
+        mark, report = folder / key / MARK, folder / FAILED / key / "error.txt"
+        if mark.exists():
+            found = json.loads(mark.read_text(encoding="utf-8"))
+            line |= {"status": "done", "seconds": found["seconds"], "attempts": found["attempts"]}
+        elif report.exists():
+            line |= {"status": "failed", "error": report.read_text(encoding="utf-8").splitlines()[0]}
+        else:
+            line |= {"status": "missing"}
+        lines.append(line)
+    return pd.DataFrame(lines).set_index("run")
+
+
+def varying(folder: str | Path) -> list[str]:
+    """The parameters that have several values in a sweep."""
+    asked = list(read_sweep(Path(folder))["runs"].values())
+    names = dict.fromkeys(name for parameters in asked for name in parameters)
+    return [name for name in names if len({json.dumps(parameters.get(name)) for parameters in asked}) > 1]
+
+
+@dataclass(frozen=True)
+class View:
+    """What of a table is looked at. value: the column measured; across: the one along the axis; by: a line for each of
+    its combinations; only: the pandas query that chose the lines (empty: all)."""
+
+    table: pd.DataFrame
+    value: str
+    across: str
+    by: list[str]
+    only: str
+
+    @property
+    def title(self) -> str:
+        return f"{self.value} against {self.across}" + (f" ({self.only})" if self.only else "")
+
+    @property
+    def lines(self) -> pd.Series:
+        """The name of the line that each row of the table belongs to."""
+        if not self.by:
+            return pd.Series("all runs", index=self.table.index)
+        return self.table[self.by].apply(lambda row: ", ".join(f"{name} {row[name]}" for name in self.by), axis=1)
+
+
+def view(
+    table: pd.DataFrame, varied: Sequence[str], value: str = "", across: str = "", by: str = "", only: str = ""
+) -> View:
+    """The part of a sweep's records to look at; what is empty is chosen.
+
+    value: else the first of `VALUES` that was recorded, or the first number. across: else the first varied parameter.
+    by: names, separated by commas; else the other varied ones. only: a pandas query; else batched decoding where
+    several methods are compared. Raises ValueError that lists what there is.
+    """
+    if not only and "method" in table and table.method.nunique() > 1 and "batched" in set(table.method):
+        only = "method == 'batched'"
+    if only:
+        try:
+            chosen = table.query(only)
+        except Exception as error:  # pandas raises what its parser and its columns raise
+            raise ValueError(f"only={only!r} is no query of the columns {', '.join(table)}: {error}") from None
+        if chosen.empty:
+            raise ValueError(f"no record has {only}")
+        table = chosen
+    numbers = [name for name in table.select_dtypes(["number", "bool"]) if name not in varied]
+    candidates = [*(name for name in VALUES if name in numbers), *numbers]
+    value = inputs.one_of("value", value, numbers) if value else candidates[0]
+    columns = [name for name in table if name != value]
+    across = inputs.one_of("across", across, columns) if across else [*varied, "run"][0]
+    chosen = [inputs.one_of("by", name.strip(), columns) for name in by.split(",")] if by else varied
+    return View(table, value, across, [name for name in chosen if name != across], only)
+
+
+def summary(view: View) -> pd.DataFrame:
+    """Means of the value: a line for each place on the axis, a column for each line of the figure."""
+    named = view.table.assign(line=view.lines)
+    wide = named.pivot_table(view.value, view.across, "line", aggfunc="mean", sort=False)
+    return wide.reindex(index=named[view.across].unique(), columns=named.line.unique()).rename_axis(columns=None)
+
+
+def best(view: View) -> pd.DataFrame:
+    """The line with the highest value at each place on the axis, and by how much it leads the second."""
+    wide = summary(view)
+    lead = [line.nlargest(2).pipe(lambda top: top.iloc[0] / top.iloc[-1] - 1) for _, line in wide.iterrows()]
+    found = {"best": wide.idxmax(axis=1), view.value: wide.max(axis=1), "ahead of the second by": lead}
+    return pd.DataFrame(found, index=wide.index)
+
+
+def figure(view: View) -> go.Figure:
+    """The value along the axis, a line for each combination; with intervals where the records have one."""
+    import plotly.graph_objects as go
+
+    drawn = plots.empty_figure(view.title, view.across, UNITS.get(view.value, view.value), 440)
+    wide, named = summary(view), view.table.assign(line=view.lines)
+    for place, line in enumerate(wide):
+        colour, dash, symbol = STYLES[place % len(STYLES)]
+        trace = go.Scatter(
+            name=line,
+            x=wide.index.astype(str),
+            y=wide[line],
+            mode="lines+markers",
+            line={"color": colour, "dash": dash},
+            marker={"symbol": symbol, "size": 9},
+            hovertemplate=f"{view.across} %{{x}}, {line}: %{{y:.3g}}<extra></extra>",
+        )
+        part = named[named.line == line].set_index(view.across)
+        if view.value == "over_regular" and part.index.is_unique:
+            part = part.reindex(wide.index)
+            spread = {"array": part.high - part.over_regular, "arrayminus": part.over_regular - part.low}
+            trace.update(error_y={"type": "data", "symmetric": False, **spread})
+        drawn.add_trace(trace)
+    if view.value == "over_regular":
+        drawn.add_hline(1, line={"color": "#444444", "width": 1})
+    return drawn.update_layout(plots.LEGEND_BELOW).update_xaxes(type="category").update_yaxes(rangemode="tozero")

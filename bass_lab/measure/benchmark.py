@@ -1,0 +1,403 @@
+"""How fast is it here? Interleaved repeats of several ways to decode, with paired ratios and intervals.
+
+Every repeat runs all methods one after the other on the same prompts with the same limits, so that a slow moment of the
+machine slows all of them; a speed-up is the ratio within a repeat. Where few percent are asked for on a machine that is
+not quiet, this engine's methods can take turns step by step instead: a decode takes a second, and machines change their
+mind within it. The baseline is this engine with draft length 0: the same cache and the same loop without speculative
+work. `transformers.generate` is quoted beside it.
+
+| method | what it is |
+| --- | --- |
+| `transformers` | `model.generate` on the left-padded batch |
+| `assisted` | `model.generate(assistant_model=draft)` with its own defaults; takes one sequence, so rows take turns |
+| `regular` | this engine, draft length 0 |
+| `single` | this engine, one row at a time |
+| `batched` | this engine, all rows at once: BASS |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.utils import logging as transformers_logging
+
+from bass_core import inputs
+from bass_core.engine import Session, StepEvent
+from bass_core.environment import describe_environment, synchronize
+from bass_core.generation import Generation, generate
+from bass_core.models import ModelPair, in_dtype
+from bass_core.policies.costs import costs_like
+from bass_lab.checks import plain_decoding
+from bass_lab.measure import timed_runs
+from bass_lab.measure.timed_runs import LATENCIES, Clock, Way
+
+METHODS = ("transformers", "assisted", "regular", "single", "batched")
+DRAFTING = ("single", "batched")  # those with a draft length
+COSTS = ("device", "commit", "samples", "spread")  # of what was measured of the costs that the default policy goes by
+COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """runs: one line per (repeat, method): repeat, method, k, seconds, tokens, tokens_per_second, first_ms, last_ms,
+    mean_ms (latency per token), alpha, acceptance_rate, tokens_per_step (NaN where nothing was drafted)."""
+
+    runs: pd.DataFrame
+
+    def ratio(self, method: str = "batched", to: str = "regular") -> tuple[float, float, float]:
+        """Speed of one method over another: median of the paired ratios, and its 95% interval (bootstrap)."""
+        seconds = self.runs.pivot(index="repeat", columns="method", values="seconds")
+        ratios = (seconds[to] / seconds[method]).to_numpy()
+        resamples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
+        low, high = np.quantile(np.median(resamples, axis=1), [0.025, 0.975])
+        return float(np.median(ratios)), float(low), float(high)
+
+    def summary(self) -> pd.DataFrame:
+        """One line per method: medians of tokens/s, latencies and counts; speed over regular decoding, interval."""
+        lines = []
+        for method, runs in self.runs.groupby("method", sort=False):
+            middle, low, high = self.ratio(method)
+            line = {"method": method, "k": runs.k.iloc[0], "tokens_per_second": runs.tokens_per_second.median()}
+            line |= {"over_regular": middle, "low": low, "high": high}
+            lines.append(line | {name: runs[name].median() for name in (*LATENCIES, *COUNTS)})
+        return pd.DataFrame(lines)
+
+
+def compare(
+    pair: ModelPair,
+    prompts: Sequence[str],
+    *,
+    methods: Sequence[str] = ("transformers", "regular", "batched"),
+    repeats: int = 7,
+    max_new_tokens: int = 96,
+    temperature: float = 0.0,
+    draft_length: int | None = 5,
+    other_lengths: Sequence[int | None] = (),
+    verification: str = "token",
+    batch: int | None = None,
+    take_turns: bool = False,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Comparison:
+    """Time the methods on the same prompts, EOS switched off so that all emit the same number of tokens.
+
+    batch: None decodes all prompts in every repeat; a number that many, each repeat the next ones (and from the first
+    again), for comparisons that a few texts could decide.
+    repeats: interleaved, after one that warms up and is not counted. draft_length: of `single` and `batched`; None is
+    the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
+    "batched default". take_turns: the methods of a repeat decode side by side, and the next step is always taken by the
+    one that has emitted the fewest tokens; each is timed in its own steps. Raises ValueError for an unknown method, for
+    `assisted` without a draft model and for methods of transformers' that are to take turns.
+    """
+    pool, lines = inputs.token_ids(pair, prompts), []
+    for repeat in range(repeats + 1):
+        ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
+        ways = _ways(
+            pair,
+            ids,
+            methods,
+            other_lengths,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            draft_length=draft_length,
+            verification=verification,
+        )
+
+        def tell(doing: str, repeat: int = repeat) -> None:
+            progress(f"repeat {repeat} of {repeats}: {doing}")
+
+        timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
+        for method, run in timed(pair, ids, ways, seed=repeat, progress=tell):
+            line = {"repeat": repeat, "method": method, "k": ways[method].k, "seconds": run.seconds}
+            line["tokens"] = len(ids) * max_new_tokens
+            summary = {} if run.trace is None else run.trace.summary()
+            counts = {name: summary.get(name, float("nan")) for name in COUNTS}
+            lines.append(line | run.clock.latencies(max_new_tokens) | counts)
+    runs = pd.DataFrame(lines).query("repeat > 0")
+    return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
+
+
+def _ways(
+    pair: ModelPair,
+    ids: Sequence[Tensor],
+    methods: Sequence[str],
+    other_lengths: Sequence[int | None] = (),
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    draft_length: int | None,
+    verification: str = "token",
+) -> dict[str, Way]:
+    """What `compare` times, by name. Raises ValueError as it does."""
+    for method in methods:
+        inputs.one_of("methods", method, METHODS)
+    if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
+        raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+
+    def ours(k: int | None, **more: object) -> Way:
+        own = options | {"draft_length": k, "verification": verification} | more
+        return Way(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
+
+    ways = {
+        "transformers": Way(
+            None, lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock)
+        ),
+        "assisted": Way(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
+        "regular": ours(0)._replace(k=None),
+        "single": ours(draft_length, max_batch_size=1),
+        "batched": ours(draft_length),
+    }
+    others = {"batched default" if k is None else f"batched k={k}": ours(k) for k in other_lengths}
+    return {method: ways[method] for method in methods} | others
+
+
+def bench(
+    pair: ModelPair,
+    sets: dict[str, Sequence[str]],
+    *,
+    models: str,
+    batches: Sequence[int] = (1, 2, 4, 8, 16),
+    methods: Sequence[str],
+    repeats: int = 7,
+    max_new_tokens: int = 128,
+    temperature: float = 0.2,
+    draft_length: int | None = 5,
+    other_lengths: Sequence[int | None] = (),
+    vary_prompts: bool = False,
+    take_turns: bool = False,
+    progress: Callable[[str], None] = lambda message: None,
+) -> Iterator[list[dict]]:
+    """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
+
+    sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
+    set rather than its first. take_turns: as in `compare`. models: what to call the pair. One row has no `single`
+    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises
+    ValueError as `compare` does, and without the method `regular`.
+    """
+    if "regular" not in methods:
+        raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
+    exact = in_dtype(pair, torch.float32)
+    common = describe_environment() | {
+        "models": models,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "repeats": repeats,
+        "seed": 0,
+    }
+    common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": pair.synthetic}
+    common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
+    cost = costs_like(pair)
+    costs = None if cost is None else {name: cost.measured.get(name) for name in COSTS}
+    for name, prompts in sets.items():
+        alone: list[Tensor] = []
+        for batch in batches:
+            progress(f"{name}, batch {batch}")
+            taken = [method for method in methods if batch > 1 or method != "single"]
+            comparison = compare(
+                pair,
+                prompts if vary_prompts else prompts[:batch],
+                batch=batch,
+                methods=taken,
+                repeats=repeats,
+                max_new_tokens=max_new_tokens,
+                temperature=temperature,
+                draft_length=draft_length,
+                other_lengths=other_lengths,
+                take_turns=take_turns,
+                progress=progress,
+            )
+            alone = alone or greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
+            greedy = _ways(
+                exact,
+                inputs.token_ids(exact, prompts[:batch]),
+                taken,
+                other_lengths,
+                max_new_tokens=max_new_tokens,
+                temperature=0.0,
+                draft_length=draft_length,
+            )
+            identical = {method: _identical(way.decode(Clock(), 0), alone[:batch]) for method, way in greedy.items()}
+            spent = {
+                method: step_overhead(
+                    pair, prompts[:batch], max_new_tokens=max_new_tokens, temperature=temperature, draft_length=k
+                )
+                for method, k in (("regular", 0), ("batched", draft_length))
+                if method in methods
+            }
+            yield [
+                common
+                | {"prompt_set": name, "batch": batch}
+                | {"exactness": {"dtype": "float32", "rows": batch, "identical": identical[line["method"]]}}
+                | _record(line, comparison)
+                | ({"step_overhead": spent[line["method"]]} if line["method"] in spent else {})
+                | ({"costs": costs} if line["method"].split()[0] in DRAFTING and pd.isna(line["k"]) else {})
+                for line in comparison.summary().to_dict("records")
+            ]
+
+
+def _record(line: dict, comparison: Comparison) -> dict:
+    """A line of the summary in the names and types of `records`."""
+    runs = comparison.runs[comparison.runs.method == line["method"]]
+    ratio = {"median": line["over_regular"], "low": line["low"], "high": line["high"]}
+    numbers = {name: None if np.isnan(line[name]) else line[name] for name in (*LATENCIES, *COUNTS)}
+    return {
+        "method": line["method"].split()[0],
+        "k": None if pd.isna(line["k"]) else int(line["k"]),
+        "seconds": runs.seconds.tolist(),
+        "over_regular": ratio,
+        "tokens_per_second": line["tokens_per_second"],
+        **numbers,
+    }
+
+
+def table(lines: Sequence[dict]) -> str:
+    """The records of one prompt set and batch as text for people."""
+    first, shown = lines[0], []
+    for line in lines:
+        ratio = line["over_regular"]
+        shown.append(
+            {
+                "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
+                "tokens/s": f"{line['tokens_per_second']:.0f}",
+                "over regular": f"{ratio['median']:.2f}× ({ratio['low']:.2f}-{ratio['high']:.2f})",
+                **{
+                    name.replace("_ms", ", ms/token"): "" if line[name] is None else f"{line[name]:.2f}"
+                    for name in (*LATENCIES, *COUNTS)
+                },
+                "outside passes": f"{line['step_overhead']:.1%}" if "step_overhead" in line else "",
+                "exact rows": "{identical} of {rows}".format(**line["exactness"]),
+            }
+        )
+    heading = (
+        f"{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, {first['dtype']}, "
+        f"{first['repeats']} repeats"
+    )
+    exact = f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
+    return f"\n{heading}\n{exact}\n{pd.DataFrame(shown).to_string(index=False)}"
+
+
+def methods_of(pair: ModelPair) -> list[str]:
+    """The methods that this pair can be timed with: all, or without a draft model all but `assisted`."""
+    return [method for method in METHODS if method != "assisted" or isinstance(pair.draft, PreTrainedModel)]
+
+
+def greedy_alone(pair: ModelPair, prompts: Sequence[str | Tensor], *, max_new_tokens: int = 96) -> list[Tensor]:
+    """What `transformers.generate` writes greedily after each prompt alone: the reference of exactness."""
+    ids = inputs.token_ids(pair, prompts)
+    inputs.check_context(pair, max(map(len, ids)), max_new_tokens)
+    return [plain_decoding.greedy(pair.target, row, max_new_tokens)[0] for row in ids]
+
+
+def identical_rows(
+    pair: ModelPair,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 96,
+    draft_length: int | None = 5,
+    alone: Sequence[Tensor] | None = None,
+) -> int:
+    """Rows of a greedy speculative batch whose every token equals `transformers.generate`'s for the row alone.
+
+    alone: those texts if they are known already (`greedy_alone`).
+    """
+    ids = inputs.token_ids(pair, prompts)
+    alone = greedy_alone(pair, prompts, max_new_tokens=max_new_tokens) if alone is None else alone
+    return _identical(
+        generate(pair, ids, max_new_tokens=max_new_tokens, draft_length=draft_length, eos_token_id=()), alone
+    )
+
+
+def _identical(found: Generation | list[Tensor], alone: Sequence[Tensor]) -> int:
+    """Rows whose every token is that of the row alone."""
+    found = found.sequences if isinstance(found, Generation) else found
+    return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+
+
+def _ours(pair: ModelPair, ids: Sequence[Tensor], *, clock: Clock, **options) -> Generation:
+    def on_step(event: StepEvent) -> None:  # a step ends with a copy to the host: its time is the device's too
+        clock.tick(event.rows, emitted=1)  # a row's first step is its prefill
+
+    return generate(pair, ids, eos_token_id=(), on_step=on_step, **options)
+
+
+@torch.inference_mode()
+def transformers_generate(
+    pair: ModelPair,
+    ids: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    clock: Clock,
+    rows: Sequence[int] | None = None,
+    **options,
+) -> list[Tensor]:
+    """`transformers.generate` on the left-padded batch of 1-D id tensors, never stopping: the generated ids per row."""
+    width, rows = max(map(len, ids)), range(len(ids)) if rows is None else rows
+    padded = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in ids]).to(pair.device)
+    mask = torch.stack([torch.arange(width) >= width - len(row) for row in ids]).long().to(pair.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **sampling)
+    never = torch.zeros(len(ids), dtype=torch.bool, device=pair.device)
+
+    def tick(tokens: Tensor, scores: object, **kwargs) -> Tensor:
+        synchronize(pair.device)
+        clock.tick(rows, emitted=tokens.shape[1] - width)
+        return never
+
+    with ExitStack() as plain:
+        for part in (pair.target, pair.draft):
+            if isinstance(part, PreTrainedModel):
+                plain.enter_context(plain_decoding.plain(part))
+        torch.manual_seed(seed)
+        criteria = StoppingCriteriaList([tick])
+        out = pair.target.generate(
+            padded, attention_mask=mask, generation_config=config, stopping_criteria=criteria, **options
+        )
+    return list(out[:, width:].cpu())
+
+
+def _assisted(pair: ModelPair, ids: Sequence[Tensor], *, seed: int, clock: Clock, **options) -> list[Tensor]:
+    """Assisted generation refuses more than one sequence: row by row."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns of how it calls the assistant itself
+    try:
+        options |= {"seed": seed, "clock": clock, "assistant_model": pair.draft}
+        return [transformers_generate(pair, [row], rows=[i], **options)[0] for i, row in enumerate(ids)]
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float:
+    """Share of the decode steps' time that is spent outside the two models' forward passes (on a CPU: wall time).
+
+    options: as in `generate`. Prefill is left out of both.
+    """
+    started, inside, steps = [], [], []
+    models = pair.models
+    hooks = [model.register_forward_pre_hook(lambda *_: started.append(time.perf_counter())) for model in models]
+    hooks += [
+        model.register_forward_hook(lambda *_: inside.append(time.perf_counter() - started[-1]))
+        for model in pair.models
+    ]
+    try:
+        with Session(pair, max_batch_size=len(prompts), eos_token_id=(), **options) as session, session.prepared():
+            for prompt in prompts:
+                session.submit(prompt, max_new_tokens=max_new_tokens)
+            session.step()  # prefill
+            inside.clear()
+            while not session.idle:
+                before = time.perf_counter()
+                session.step()
+                steps.append(time.perf_counter() - before)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return 1 - sum(inside) / sum(steps)

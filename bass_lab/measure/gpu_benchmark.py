@@ -1,0 +1,372 @@
+"""`make bench-gpu`: how close to the hardware, and how far ahead of regular decoding? The sizes people serve, on a GPU.
+
+Models of real shapes with dummy weights decode at forced acceptance (`SyntheticAcceptance`), so nothing is downloaded
+and every α can be had; every line says `synthetic`. All else is real: passes over all weights, a ragged cache,
+verification, the loop. Speed without exactness is no result: first the embedded pair is checked (`bass verify`) with
+its passes made as those that are timed, compiled and recorded, and the verdict stands in every line.
+
+Every repeat of a way is followed by one of regular decoding in the same minute; a speed-up is the ratio of the two. The
+bounds are measured in the same run: a copy's bandwidth and a matrix product's rate. Definitions: latencies as in
+`timed_runs.Clock`, utilisation as in `cost_model.utilisation`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from bass_core.engine import Session
+from bass_core.environment import describe_environment
+from bass_core.models import ModelPair, load_pair
+from bass_core.policies.costs import CostModel
+from bass_core.trace import Trace
+from bass_lab.measure import records
+from bass_lab.measure.benchmark import transformers_generate
+from bass_lab.measure.gpu_plan import DRY, REGULAR, Group, Way, plan, policy_of
+from bass_lab.measure.gpu_records import check, table
+from bass_lab.measure.roofline import Device, Roofline, Workload, measure_device, utilisation
+from bass_lab.measure.timed_runs import Clock
+from bass_lab.study.modelled_costs import modelled_costs
+
+CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
+NEW = 128  # tokens per row
+CYCLES = 2e9  # of a GPU in a second, at most
+NO_GPU = 2  # exit code
+
+# --- one way ------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings.
+
+    Times are of decoding: from the first tokens, which the prefill gives, to the last.
+    """
+
+    def __init__(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel, new: int):
+        self.pair, self.way, self.prompts, self.new = pair, way, prompts, new
+        policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)
+        self.policy = f"k={policy}" if isinstance(policy, int) else str(way.draft)
+        self.done: list[tuple[Clock, pd.DataFrame]] = []  # of each repeat that counts, with the steps of its trace
+        self.session: Session | None = None
+        if way.method == "transformers":  # generate would make a cache each time, and record the passes over it anew
+            room = max(map(len, prompts)) + new
+            self.cache = StaticCache(config=pair.target.config, max_cache_len=room)
+        else:
+            self.session = Session(
+                pair,
+                max_batch_size=1 if way.method == "single" else len(prompts),
+                draft_length=policy,
+                attention=way.attention,
+                compile=way.compile,
+                acceptance=None if way.alpha is None else f"synthetic:{way.alpha}",
+                eos_token_id=(),
+            )
+            self.session.reserve(max(map(len, prompts)) + new)
+
+    def once(self) -> float:
+        """Decode; the seconds that it took."""
+        clock, trace = Clock(), Trace("steps")
+        if self.session is None:
+            with torch.inference_mode():
+                self.cache.reset()
+            options = {"max_new_tokens": self.new, "temperature": 0.0, "seed": 0, "clock": clock}
+            transformers_generate(self.pair, self.prompts, **options, past_key_values=self.cache)
+        else:
+            self.session.trace = trace
+            for row, prompt in enumerate(self.prompts):  # the same numbers each time: the same counts, the same shapes
+                self.session.submit(prompt, max_new_tokens=self.new, row=row)
+            with self.session.prepared():
+                while not self.session.idle:
+                    event = self.session.step()
+                    clock.tick(event.rows, emitted=1)
+        self.done.append((clock, trace.steps))
+        return decoding_seconds(clock, one_by_one=self.way.method == "single")
+
+    def host_share(self) -> float:
+        """Of the last run's decode time: the part in which the device works on no pass.
+
+        Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from one more such run,
+        in which it rests at the beginning of every step until the host has launched all of it.
+        """
+        clock, steps = self.done[-1]
+        taken = decoding_seconds(clock, one_by_one=self.way.method == "single")
+        if self.pair.device.type == "cuda":
+            cycles = int(2 * taken / steps.step.nunique() * CYCLES)
+            Session.on_phase = lambda session, number, phase: phase == "plan" and torch.cuda._sleep(cycles)
+            try:
+                self.once()
+            finally:
+                Session.on_phase = None
+            _, steps = self.done.pop()
+        decode = steps[steps.kind == "decode"].drop_duplicates("step")
+        return 1 - float(decode[["draft_ms", "verify_ms"]].to_numpy().sum()) / 1e3 / taken
+
+    @property
+    def recordings(self) -> int:
+        """How many functions were recorded so far: a repeat that made one does not count."""
+        return 0 if self.session is None else self.session.device_step.recordings
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+def decoding_seconds(clock: Clock, one_by_one: bool = False) -> float:
+    """From the first tokens to the last; of rows that take turns, the sum."""
+    if one_by_one:
+        return sum(clock.last[row] - start for row, (start, _) in clock.first.items())
+    return max(clock.last.values()) - max(start for start, _ in clock.first.values())
+
+
+def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int = SPREAD) -> list[Tensor]:
+    """Random ids, evenly spread lengths around `context`."""
+    generator = torch.Generator().manual_seed(batch)
+    lengths = np.linspace(context - spread, context + spread, batch).round() if batch > 1 else [context]
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    return [torch.randint(3, vocabulary, (int(length),), generator=generator) for length in lengths]
+
+
+# --- a group --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all groups share. exactness: the embedded pair's verdict; out_of_time: asked before each way."""
+
+    device: Device
+    exactness: dict
+    environment: dict
+    repeats: int = 3
+    context: int = CONTEXT
+    spread: int = SPREAD
+    new: int = NEW
+    out_of_time: Callable[[], bool] = lambda: False
+    failed: list[str] = field(default_factory=list)  # ways that raised
+
+    def group(self, pair: ModelPair, group: Group) -> Iterator[dict]:
+        """A record per way; each repeat of a way is followed by one of regular decoding."""
+        target = Workload.of(pair.target)
+        draft = None if pair.draft is None else Workload.of(pair.draft)
+        cost = modelled_costs(Roofline(target, self.device), draft and Roofline(draft, self.device))
+        prompts = prompts_of(pair, group.batch, self.context, self.spread)
+        regular = Runs(pair, self._here(pair, REGULAR), prompts, cost, self.new)
+        try:
+            for way in group.ways:
+                if self.out_of_time():
+                    return
+                runs = None
+                try:
+                    runs = Runs(pair, self._here(pair, way), prompts, cost, self.new)
+                    yield self._line(group, runs, *self._paired(runs, regular), (target, draft))
+                except (RuntimeError, ValueError) as error:  # out of memory, not to be compiled: the others go on
+                    self.failed.append(f"{group.shape}, batch {group.batch}, {way}: {error}")
+                    print(f"FAILED {self.failed[-1]}", flush=True)
+                finally:
+                    if runs is not None:
+                        runs.close()
+        finally:
+            regular.close()
+
+    def _here(self, pair: ModelPair, way: Way) -> Way:
+        """The way as this device can go it: a dry run on a CPU has neither kernels nor graphs."""
+        if pair.device.type == "cuda" or way.method == "transformers":
+            return way
+        attention = "pad" if way.attention == "ragged" else way.attention
+        return replace(way, attention=attention, compile="off")
+
+    def _paired(self, runs: Runs, regular: Runs) -> tuple[list[tuple[float, float]], int]:
+        """Seconds of the way and of regular decoding, repeat by repeat. Those in which something was compiled or
+        recorded are made again, but not for ever, since policies may ask for a new length at any time: also returns
+        how many such repeats were kept."""
+        pairs, again, disturbed = [], 2 * self.repeats, 0
+        for way in (runs, runs, regular, regular):  # the first compiles, the second records
+            way.once()
+        while len(pairs) < self.repeats:
+            before = runs.recordings + regular.recordings
+            pairs.append((runs.once(), regular.once()))
+            if runs.recordings + regular.recordings > before:
+                if again > 0:
+                    again -= 1
+                    pairs.pop(), runs.done.pop()
+                else:
+                    disturbed += 1
+        return pairs, disturbed
+
+    def _line(
+        self,
+        group: Group,
+        runs: Runs,
+        pairs: Sequence[tuple[float, float]],
+        disturbed: int,
+        work: tuple[Workload, Workload | None],
+    ) -> dict:
+        way, count = runs.way, len(pairs)
+        seconds, regular = np.array(pairs).T
+        ratios = regular / seconds
+        done = runs.done[-count:]
+        latencies = pd.DataFrame([clock.latencies(self.new) for clock, _ in done]).median()
+        line = {
+            "shape": group.shape,
+            "method": way.method,
+            "policy": "",
+            "alpha": way.alpha,
+            "batch": group.batch,
+            "attention": way.attention,
+            "compile": way.compile,
+            "context": self.context,
+            "max_new_tokens": self.new,
+            "repeats": count,
+            "disturbed": disturbed,
+            "seconds": seconds.tolist(),
+            **{name: float(latencies[name]) for name in ("first_ms", "mean_ms", "last_ms")},
+            "tokens_per_second": float(np.median(group.batch * (self.new - 1) / seconds)),
+            "tokens_per_step": None,
+            "k": None,
+            "over_regular": {
+                "median": float(np.median(ratios)),
+                "low": float(ratios.min()),
+                "high": float(ratios.max()),
+            },
+            "utilisation": None,
+            "host_share": None,
+            "copy_gb_per_s": self.device.bandwidth / 1e9,
+            "matrix_tflops": self.device.flops / 1e12,
+            "dtype": str(runs.pair.target.dtype).removeprefix("torch."),
+            "exactness": self.exactness,
+            "synthetic": True,  # the weights are
+            **self.environment,
+        }
+        if runs.session is None:
+            return line
+        steps = pd.concat([part.assign(step=part.step + 10**6 * n) for n, (_, part) in enumerate(done)])
+        decode = steps[steps.kind == "decode"]
+        used = asdict(utilisation(steps, work[0], None if way.draft == 0 else work[1], self.device))
+        return line | {
+            "policy": "" if way.draft == 0 else runs.policy,
+            "tokens_per_step": float((decode.accepted + 1).mean()),
+            "k": float(decode.k.mean()),
+            "utilisation": {name: used[name] for name in ("verified", "emitted", "draft", "bandwidth")},
+            "host_share": runs.host_share(),
+        }
+
+
+def exactness(device: str, compile: str, **options) -> dict:
+    """`bass verify` of the embedded pair on this device, its passes made in that way: greedy and coupled identity, and
+    the G-tests of its law. It has failed, too, where some pass was made in another way."""
+    report = exactness.verify(load_pair(device=device), compile=compile, **options)
+    runs = [run for check in report.checks for run in check.details.get("runs", ()) if run.get("attention") == "auto"]
+    return {
+        "passed": report.passed and all(run["compile"] == compile for run in runs),
+        "checks": {check.name: check.passed for check in report.checks},
+        "attention": runs[0]["path"] if runs else None,
+        "compile": compile,
+    }
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench-gpu", description="Time decoding at real sizes on a CUDA GPU.")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="the 7.8B shape alone, about three minutes")
+    size.add_argument("--dry-run", action="store_true", help="tiny models on the CPU: what would be done")
+    parser.add_argument("--seconds", type=float, help="start no way after this time (540, or 165 with --quick)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--commit", default="", help="of this tree, where it came without its repository")
+    parser.add_argument("--output", type=Path, help="JSON lines go here (notebooks/records/gpu_<device>.jsonl)")
+    return parser.parse_args(given)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write way by way, so that a run cut short keeps what it has. Returns the exit code."""
+    started, dry = time.monotonic(), options.dry_run
+    limit = options.seconds or (165 if options.quick else 540)
+    here = describe_environment()
+    environment = {name: here[name] for name in ("device", "torch", "transformers")}
+    environment["commit"] = here["commit"] or options.commit
+    name = "cpu" if dry else "cuda"
+    peaks = measure_device(name, torch.float32 if dry else torch.bfloat16)
+    print(f"{here['device']}: a copy moves {peaks.bandwidth / 1e9:.0f} GB/s, a matrix product "
+          f"{peaks.flops / 1e12:.3g} TFLOP/s", flush=True)  # fmt: skip
+    fewer = {"samples": 1000, "max_new_tokens": 8} if dry else {}
+    verdict = exactness(name, "off" if dry else REGULAR.compile, **fewer)
+    print(f"exactness of {verdict['attention']} with compile={verdict['compile']} on the embedded pair: "
+          f"{'PASS' if verdict['passed'] else 'FAIL'} {verdict['checks']}", flush=True)  # fmt: skip
+    small = {"context": 24, "spread": 6, "new": 12} if dry else {}
+    bench = Bench(
+        peaks,
+        verdict,
+        environment,
+        repeats=options.repeats,
+        out_of_time=lambda: time.monotonic() - started > limit,
+        **small,
+    )
+    output = options.output or (None if dry else records.device_file("gpu", here["device"]))
+    groups = [DRY] if dry else plan(options.quick)
+    written, pair, shape = [], None, None
+    for group in groups:
+        if bench.out_of_time():
+            break
+        if group.shape != shape:
+            pair = None
+            gc.collect()
+            pair, shape = _load(group.shape, name), group.shape
+        lines = []
+        for line in bench.group(pair, group):
+            if output is not None:
+                records.append(output, [line], check)
+            lines.append(line)
+        written += lines
+        if lines:
+            print(f"{table(lines)}{bounds(pair, group, bench)}\n", flush=True)
+    planned = sum(len(group.ways) for group in groups)
+    seconds = round(time.monotonic() - started, 1)
+    left_out = planned - len(written) - len(bench.failed)
+    print(json.dumps({"ways": len(written), "failed": len(bench.failed), "left_out": left_out,
+                      "passed": verdict["passed"], "output": None if output is None else str(output),
+                      "seconds": seconds}))  # fmt: skip
+    return 0 if verdict["passed"] and not bench.failed else 1
+
+
+def _load(shape: str, device: str) -> ModelPair:
+    if shape == DRY.shape:
+        return load_pair(weights="dummy", device=device)
+    return load_pair(shape, weights="dummy", dtype="bfloat16", device=device)
+
+
+def bounds(pair: ModelPair, group: Group, bench: Bench) -> str:
+    """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
+    from bass_lab.lessons.l08_figures import scaled_to
+
+    keys = bench.context + bench.new / 2
+    roof = 1e3 * Roofline(Workload.of(pair.target), bench.device).seconds(group.batch, 1, keys)
+    text = f"roofline of regular decoding at the measured bandwidth: {roof:.2f} ms per token"
+    if group.shape == "paper-7.8b" and group.batch == 8:
+        low, high = scaled_to(bench.device.bandwidth)
+        text += f"; the paper's 5.8 ms (A100, batch 8, batched) scaled to it: {low:.2f} to {high:.2f} ms"
+    return text
+
+
+def main(given: list[str] | None = None) -> int:
+    options = arguments(given)
+    if not options.dry_run and not torch.cuda.is_available():
+        print("bench-gpu needs a CUDA GPU, and torch sees none here; --dry-run shows what it does", file=sys.stderr)
+        return NO_GPU
+    return run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

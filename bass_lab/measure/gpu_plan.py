@@ -1,0 +1,84 @@
+"""What `make bench-gpu` measures: ways to decode, by model shape and batch size, the figures that matter most first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy
+from bass_core.policies.costs import CostModel
+from bass_core.policies.goodput import Goodput
+from bass_lab.study.modelled_costs import best_fixed_length
+
+USELESS = 0.02  # α of a draft that is next to never right
+POLICIES = {"algorithm 1": lambda cost: BassHeuristic(), "goodput": Goodput}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode. draft: 0, k, a name of `POLICIES`, or "best", the fixed length that the roofline favours."""
+
+    method: str
+    draft: int | str = 0
+    alpha: float | None = None
+    attention: str = "ragged"
+    compile: str = "compiled+graphs"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ways that are timed on one pair and batch size."""
+
+    shape: str
+    batch: int
+    ways: tuple[Way, ...]
+
+
+REGULAR = Way("regular")
+PEER = Way("transformers", attention="sdpa", compile="static cache")
+
+
+def batched(alpha: float, draft: int | str = "best", **changes) -> Way:
+    return Way("batched", draft, alpha, **changes)
+
+
+def plan(quick: bool) -> list[Group]:
+    """What is measured, the figures that matter most first: a run that is short of time leaves out the end."""
+    eight = (
+        REGULAR,
+        batched(0.8),
+        PEER,
+        batched(USELESS, "goodput"),
+        batched(0.8, "goodput"),
+        batched(0.8, attention="pad"),
+    )
+    many = (REGULAR, batched(0.8), batched(0.7), batched(USELESS, "goodput"), batched(0.8, attention="pad"))
+    few = (REGULAR, batched(0.8))
+    also = (
+        batched(0.8, attention="split", compile="off"),
+        batched(0.8, compile="off"),
+        Way("regular", compile="graphs"),
+        Way("regular", compile="compiled"),
+        Way("single", "best", 0.8),
+        batched(0.7),
+        batched(0.9),
+        batched(0.8, "algorithm 1"),
+    )
+    first = {8: eight, 32: many, 1: few}
+    groups = [Group("paper-7.8b", batch, ways) for batch, ways in first.items()] + [Group("paper-7.8b", 8, also)]
+    if quick:
+        return groups
+    middle = (REGULAR, batched(0.8), batched(0.8, "goodput"))
+    groups += [Group("paper-7.8b", batch, middle) for batch in (16, 4, 2)]
+    groups += [Group("llama-3.1-8b", batch, ways) for batch, ways in first.items()]
+    return groups
+
+
+DRY = Group("embedded", 2, (REGULAR, batched(0.8), PEER, batched(0.8, "goodput"), Way("single", "best", 0.8)))
+
+
+def policy_of(way: Way, batch: int, cost: CostModel, keys: float) -> int | DraftLengthPolicy:
+    """What a session gets as its draft length. cost: the roofline's, at the bounds measured here; keys: of a row."""
+    if way.draft == "best":
+        rows = 1 if way.method == "single" else batch
+        return best_fixed_length(cost, rows, way.alpha, keys)[0] or 1
+    return POLICIES[way.draft](cost) if way.draft in POLICIES else way.draft

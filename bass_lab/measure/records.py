@@ -1,0 +1,191 @@
+"""Measured results as JSON lines that pandas reads back, and that others can contribute.
+
+One line is one method on one prompt set at one batch size; `FIELDS` is the schema. A speed without a word on exactness
+is not a result: every line carries it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from bass_core import inputs
+from bass_lab.sweep import store
+from bass_lab.sweep.parameters import in_table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FIELDS: inputs.Kinds = {
+    "method": str,
+    "models": str,
+    "dtype": str,
+    "prompt_set": str,
+    "batch": int,
+    "k": (int, type(None)),  # null: nothing drafted, or the default policy
+    "temperature": (int, float),
+    "max_new_tokens": int,
+    "seed": int,
+    "repeats": int,
+    "seconds": list,  # one per repeat
+    "tokens_per_second": (int, float),
+    "first_ms": (int, float, type(None)),  # per token; see timed_runs.Clock.latencies. null: none came later
+    "last_ms": (int, float, type(None)),
+    "mean_ms": (int, float, type(None)),
+    "alpha": (int, float, type(None)),
+    "acceptance_rate": (int, float, type(None)),
+    "tokens_per_step": (int, float, type(None)),
+    "over_regular": dict,  # median, low, high of the paired ratios
+    "exactness": dict,  # dtype, rows, identical: how many equal transformers' greedy text of the row alone
+    "synthetic": bool,  # acceptance forced rather than earned, or dummy weights
+    "device": str,
+    "cores": int,
+    "python": str,
+    "torch": str,
+    "transformers": str,
+    "commit": str,
+}
+PEERS = ("transformers", "assisted")  # methods that are not this engine's
+POSITIVE = ("batch", "max_new_tokens", "repeats", "tokens_per_second", "first_ms", "last_ms", "mean_ms")
+
+
+def check(line: dict) -> None:
+    """Raises ValueError naming the field that is missing, of the wrong type, or contradicts another."""
+    inputs.check_fields(line, FIELDS, POSITIVE)
+    if len(line["seconds"]) != line["repeats"] or not all(_positive(s) for s in line["seconds"]):
+        raise ValueError(
+            f"seconds must be {line['repeats']} positive numbers (one per repeat), got {line['seconds']!r}"
+        )
+    if not line["first_ms"] <= line["mean_ms"] <= line["last_ms"]:
+        raise ValueError(
+            f"first_ms ≤ mean_ms ≤ last_ms does not hold: {[line[n] for n in ('first_ms', 'mean_ms', 'last_ms')]}"
+        )
+    for name in ("alpha", "acceptance_rate"):
+        if line[name] is not None and not 0 <= line[name] <= 1:
+            raise ValueError(f"{name} must be in [0, 1] or null, got {line[name]!r}")
+    _check_ratio(line["over_regular"])
+    _check_exactness(line["exactness"], ours=line["method"] not in PEERS)
+
+
+def _check_ratio(ratio: dict) -> None:
+    if not all(_positive(ratio.get(name)) for name in ("low", "median", "high")):
+        raise ValueError(f"over_regular must hold positive low, median and high, got {ratio!r}")
+    if not ratio["low"] <= ratio["median"] <= ratio["high"]:
+        raise ValueError(f"over_regular: low ≤ median ≤ high does not hold: {ratio!r}")
+
+
+def _check_exactness(exactness: dict, ours: bool) -> None:
+    rows, identical = exactness.get("rows"), exactness.get("identical")
+    if not isinstance(rows, int) or not isinstance(identical, int) or not 0 <= identical <= rows or rows < 1:
+        raise ValueError(f"exactness must hold the numbers of rows and of identical ones among them, got {exactness!r}")
+    if ours and exactness.get("dtype") == "float32" and identical != rows:
+        raise ValueError(f"in float32 every row must be identical, got {identical} of {rows}: find out why first")
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check) -> None:
+    """Add lines that pass `check` to a file of JSON lines. Raises ValueError, and writes nothing, if one is wrong."""
+    for line in lines:
+        check(line)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+
+
+def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
+    """The lines of a file, each checked. Raises ValueError naming file, line and what is wrong with it."""
+    lines = []
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            line = json.loads(text)
+            check(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        lines.append(line)
+    if not lines:
+        raise ValueError(f"{path} holds no record")
+    return lines
+
+
+def frame(lines: Sequence[dict]) -> pd.DataFrame:
+    """Lines of `FIELDS` as a table: one line each, `over_regular` as the columns over_regular (its median), low, high,
+    `exactness` as identical and rows."""
+    flat = []
+    for line in lines:
+        ratio, exactness = line["over_regular"], line["exactness"]
+        spread = {"over_regular": ratio["median"], "low": ratio["low"], "high": ratio["high"]}
+        flat.append({**line, **spread, "identical": exactness["identical"], "rows": exactness["rows"]})
+    return pd.DataFrame(flat).drop(columns=["exactness"])
+
+
+def load_records(path: str | Path) -> pd.DataFrame:
+    """What was recorded under a path, as one table: a file of JSON lines, the folder of a sweep, or a folder of these.
+
+    `source` names the file, relative to the folder. Lines of `FIELDS` are checked, and flattened as by `frame`; samples
+    of `bass eval` have a line per row, beside their settings; other lines stay as they are. Of a sweep, finished runs
+    count, `run` is their key, and their parameters are columns, None as "auto" and lists as text; a field of a record
+    that has the name of a parameter and another value becomes NAME_recorded.
+
+    Raises FileNotFoundError, and ValueError naming file and line for what is no record, or where there is none.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {path}")
+    tables = [
+        table.assign(source=file.name if file == path else str(file.relative_to(path))) for file, table in _tables(path)
+    ]
+    if not tables:
+        raise ValueError(f"{path} holds no records")
+    return pd.concat(tables, ignore_index=True)
+
+
+def _tables(path: Path) -> Iterator[tuple[Path, pd.DataFrame]]:
+    if path.is_file():
+        yield path, _table(path)
+    elif (path / store.SWEEP).exists():
+        for result in store.results(path):
+            for file in result.files:
+                yield file, _with_parameters(_table(file), result)
+    else:
+        for child in sorted(path.iterdir()):
+            if child.suffix == ".jsonl" or child.is_dir():
+                yield from _tables(child)
+
+
+def _table(path: Path) -> pd.DataFrame:
+    """The lines of one file."""
+    with path.open(encoding="utf-8") as file:
+        samples = file.readline().startswith('{"evaluation": ')
+    if samples:
+        from bass_lab import evaluation
+
+        run = evaluation.load(path)
+        fixed = {name: value for name, value in (run.environment | run.settings).items() if not isinstance(value, list)}
+        return run.samples.assign(**{name: value for name, value in fixed.items() if name not in run.samples})
+    lines = read(path, lambda line: check(line) if "prompt_set" in line else inputs.check_fields(line, {}, ()))
+    if all("prompt_set" in line for line in lines):
+        return frame(lines)
+    return pd.DataFrame(lines)
+
+
+def _with_parameters(table: pd.DataFrame, result: store.Result) -> pd.DataFrame:
+    columns = {"run": result.key}
+    for name, value in result.parameters.items():
+        columns[name] = in_table(value)
+    same = [name for name in columns if name in table and (table[name] == columns[name]).all()]
+    differ = {name: f"{name}_recorded" for name in columns if name in table and name not in same}
+    left = pd.DataFrame({name: [value] * len(table) for name, value in columns.items()})
+    return left.join(table.drop(columns=same).rename(columns=differ).reset_index(drop=True))
+
+
+def device_file(kind: str, device: str) -> Path:
+    """Where this repository keeps such records of a GPU: notebooks/records/kind_device.jsonl."""
+    slug = re.sub(r"[^a-z0-9]+", "_", device.lower().replace("nvidia", "")).strip("_")
+    return ROOT / "notebooks" / "records" / f"{kind}_{slug}.jsonl"

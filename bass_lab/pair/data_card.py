@@ -1,0 +1,167 @@
+"""What the embedded models can do, measured, and the card that travels with them: `python -m bass_lab.pair.data_card`.
+
+Takes what `training.train_pair` wrote, measures it in float32 on this machine's CPU or GPU with fixed seeds, copies the
+models that ship and writes `DATA_CARD.md` beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from bass_core.generation import Generation, generate
+from bass_core.models import ASSETS, ModelPair, load_pair
+from bass_lab.evaluation import Problem, grade_all, load_problems
+from bass_lab.pair import training
+from bass_lab.pair.windows import Windows
+from bass_lab.texts import corpus
+from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
+
+TEMPLATE = Path(__file__).parents[1] / "assets" / "data_card_template.md"
+SHIPPED = ("target", *training.DRAFTS)
+DRAFT_LENGTH, TEMPERATURE, MAX_NEW_TOKENS, BATCH = 5, 0.2, 128, 32
+
+
+def measure(folder: Path) -> dict:
+    """Figures of the trained models in `folder`: pass@1 on the mini set, acceptance of every draft on both prompt sets,
+    held-out losses in nats per token."""
+    pairs = {
+        name: load_pair(folder / "target", folder / name, dtype="float32")
+        for name in (*training.DRAFTS, *(f"unaligned_{draft}" for draft in training.DRAFTS))
+    }
+    report = {
+        name: {prompts: acceptance(pair, prompt_set(prompts)) for prompts in PROMPT_SETS}
+        for name, pair in pairs.items()
+    }
+    pair, problems = pairs["draft"], load_problems()
+    prompts = [problem.prompt for problem in problems]
+    report["pass_at_1"] = {
+        f"temperature {temperature}": share_passed(problems, _continue(pair, prompts, temperature).texts)
+        for temperature in (0.0, TEMPERATURE)
+    }
+    held_out = {
+        "generated": corpus.generated_functions(1000, seed=1, held_out=True),
+        "library": corpus.library_functions(held_out=True),
+    }
+    for kind, texts in held_out.items():
+        windows = Windows(texts, pair.tokenizer)
+        report[f"held_out_loss_{kind}"] = {
+            name: held_out_loss(pairs["draft"].target if name == "target" else pairs[name].draft, windows)
+            for name in SHIPPED
+        }
+    return report
+
+
+def share_passed(problems: Sequence[Problem], completions: Sequence[str]) -> float:
+    """Share of the problems whose completion passes: pass@1 with one sample per problem."""
+    grades = grade_all(list(zip(problems, completions, strict=True)))
+    return sum(grade.passed for grade in grades) / len(grades)
+
+
+def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
+    """α, acceptance rate and tokens per step at k 5, temperature 0.2, to the end of each text or 128 tokens."""
+    out = _continue(pair, prompts, TEMPERATURE)
+    summary = out.trace.summary()
+    ended = sum(reason == "eos" for reason in out.finish_reasons) / len(prompts)
+    tokens = sum(map(len, out.sequences)) / len(prompts)
+    names = ("alpha", "acceptance_rate", "tokens_per_step")
+    return {name: summary[name] for name in names} | {"ended": ended, "tokens": tokens}
+
+
+def _continue(pair: ModelPair, prompts: Sequence[str], temperature: float) -> Generation:
+    return generate(
+        pair,
+        prompts,
+        max_new_tokens=MAX_NEW_TOKENS,
+        temperature=temperature,
+        draft_length=DRAFT_LENGTH,
+        max_batch_size=BATCH,
+    )
+
+
+@torch.no_grad()
+def held_out_loss(model: PreTrainedModel, windows: Windows, seed: int = 1) -> float:
+    """Next-token loss in nats on 64 windows of 256 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = (windows.take(8, 256, generator).to(model.device) for _ in range(8))
+    return sum(training.next_token_loss(model, batch).item() for batch in batches) / 8
+
+
+def data_card(figures: dict, trained: dict, recipe: training.Recipe) -> str:
+    """The card's text, from what was measured (`measure`) and what training reported."""
+
+    def row(title: str, *values: object) -> str:
+        return f"| {title} | " + " | ".join(map(_written, values)) + " |"
+
+    models = [
+        row("parameters", *(trained[name]["parameters"] for name in SHIPPED)),
+        row("layers × width", *(_shape(recipe, name) for name in SHIPPED)),
+        row("weights, MB (bfloat16)", *(trained[name]["megabytes"] for name in SHIPPED)),
+        *(
+            row(f"held-out {kind} functions, nats per token", *figures[f"held_out_loss_{kind}"].values())
+            for kind in ("generated", "library")
+        ),
+    ]
+    stages = [
+        row(title, *(trained[stage][key] for key in ("tokens", "steps", "seconds", "first_loss", "last_loss")))
+        for title, stage in (("target", "target"), ("drafts, before alignment", "drafts"), ("alignment", "alignment"))
+    ]
+    names = ("alpha", "acceptance_rate", "tokens_per_step")
+    accepted = [
+        row(title, *(figures[name][prompts][key] for prompts in PROMPT_SETS for key in names))
+        for name, title in (
+            ("unaligned_draft", "draft, before alignment"),
+            ("draft", "**draft**"),
+            ("unaligned_deep_draft", "deep draft, before alignment"),
+            ("deep_draft", "deep draft"),
+        )
+    ]
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        recipe=recipe,
+        trained=trained,
+        models="\n".join(models),
+        stages="\n".join(stages),
+        accepted="\n".join(accepted),
+        passed="\n".join(row(name, f"{share:.0%}") for name, share in figures["pass_at_1"].items()),
+        ended="\n".join(
+            row(name, *(figures["draft"][name][key] for key in ("ended", "tokens"))) for name in PROMPT_SETS
+        ),
+        share=recipe.generated_share,
+        minutes=sum(trained[stage]["seconds"] for stage in ("target", "drafts", "alignment")) / 60,
+    )
+
+
+def _shape(recipe: training.Recipe, name: str) -> str:
+    sizes = getattr(recipe, name)
+    return f"{sizes['num_hidden_layers']} × {sizes['hidden_size']}"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bass_lab.pair.data_card", description=__doc__.splitlines()[0])
+    parser.add_argument("--trained", type=Path, default=training.WORK / "trained", help="what training wrote")
+    parser.add_argument("--output", type=Path, default=ASSETS, help="where models and card go")
+    options = parser.parse_args()
+    trained = json.loads((options.trained / "training.json").read_text(encoding="utf-8"))
+    figures = measure(options.trained)
+    card = data_card(figures, trained, training.Recipe(seed=trained["seed"]))
+    for name in SHIPPED:
+        shutil.rmtree(options.output / name, ignore_errors=True)
+        shutil.copytree(options.trained / name, options.output / name)
+    (options.output / "DATA_CARD.md").write_text(card, encoding="utf-8")
+    training.say(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

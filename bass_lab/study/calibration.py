@@ -1,0 +1,412 @@
+"""Measuring a `CostModel` on the machine at hand, and checking it against real decodes.
+
+Passes are the engine's own: `Runner.feed` and `feed_last` over a ragged cache that is full. What a step takes besides
+them comes from real steps, of which every pass is taken out. Where steps are replayed as CUDA graphs, passes cannot be
+told apart: real steps are timed by their phases, so that sampling and verification count with the passes they follow.
+All grid points take turns, so that a slow moment of the machine meets every one of them. What they took is estimated
+together (`mixed_model`): there is time for a few samples of each point, and machines are noisy.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from bass_core import inputs, probe
+from bass_core.draft_length import DraftLengthPolicy, RowsView
+from bass_core.engine import Session
+from bass_core.environment import describe_environment
+from bass_core.generation import generate
+from bass_core.models import ModelPair, fingerprints, name_of
+from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
+from bass_core.runner import Runner
+from bass_core.trace import Stopwatch
+from bass_lab.study import mixed_model
+from bass_lab.study.mixed_model import Sample
+from bass_lab.study.modelled_costs import best_fixed_length, predict
+from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
+
+KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
+DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
+PROMPT = 16  # tokens of the rows whose steps are timed
+REPLAYS = 3  # timed steps of each draft length, where steps are recorded
+RECORDING = 2  # steps before them: the first is launched, the second recorded
+TEXTS, TOKENS, ASKED = 8, 96, 8  # to count accepted drafts: prompts of each set, tokens of a row (what is accepted
+# changes along a text, beginnings alone would mislead), drafts of a step
+QUIET = 0.25  # spread of the samples
+OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
+SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
+
+Taken = tuple[str, tuple[int, ...], float]  # table, its point, seconds
+
+
+class Turn(NamedTuple):
+    """take: times some points. often: how many visits it gets for each one of others that take as long."""
+
+    take: Callable[[], Iterator[Taken]]
+    often: int = 1
+
+
+@torch.inference_mode()
+def calibrate(
+    pair: ModelPair,
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    query_lengths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 17),
+    kv_lengths: Sequence[int] | None = None,
+    *,
+    seconds: float = 42.0,
+    temperature: float = 0.0,
+    progress: Callable[[str], None] = lambda message: None,
+) -> CostModel:
+    """Time the passes of both models and the rest of a step on a grid.
+
+    batches, query_lengths, kv_lengths (positions cached before the pass; None: `KV_LENGTHS` within the context):
+        increasing. Memory: the caches hold max(batches) rows of max(kv_lengths) positions.
+    seconds: until no point is measured any more; each is at least once, whatever it takes.
+    temperature: of the steps that overheads come from; 0 is greedy.
+
+    `measured` of the result has the samples per point and their spread: the interquartile range by the median, of the
+    median point. Above `QUIET` the machine had other things to do.
+
+    Raises ValueError for a grid that is beyond the context or not increasing.
+    """
+    end = time.perf_counter() + seconds
+    with Session(pair, max_batch_size=1) as session:
+        recorded = session.device_step.records
+    axes = _axes(pair, batches, query_lengths, kv_lengths, recorded)
+    with ExitStack() as stack:
+        watch = stack.enter_context(_watching(pair))
+        warm, longer = _turns(pair, axes, watch, stack, temperature, recorded)
+        progress(f"timing passes and steps by {len(warm) + len(longer)} kinds of turns for {seconds:.0f} s")
+        for turn in warm:
+            list(turn.take())
+        samples = _take_turns(warm + longer, end)
+    found = mixed_model.times(samples)
+    tables = {name: Table.of(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
+    by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
+    how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": temperature}
+    how["samples"] = {"least": int(by_point.size().min()), "most": int(by_point.size().max())}
+    spreads = (by_point.quantile(0.75) - by_point.quantile(0.25)) / by_point.median()
+    how["spread"] = float(spreads.median())
+    return CostModel(
+        device=device_name(pair.device),
+        models=_described(pair),
+        accepted=accepted(pair, temperature),
+        measured=describe_environment() | how,
+        **{"draft_phases": None} | tables,
+    )
+
+
+def accepted(pair: ModelPair, temperature: float = 0.0) -> tuple[tuple[int, ...], ...] | None:
+    """How many of `ASKED` drafts are accepted: for each text, of its steps, how many had 0, 1, … `ASKED`.
+
+    Of the last prompts of both sets; None for a pair that cannot read them (no tokenizer, a short context) or that
+    writes noise (dummy weights).
+    """
+    if pair.tokenizer is None or pair.synthetic:
+        return None
+    texts = [text for name in PROMPT_SETS for text in prompt_set(name)[-TEXTS:]]
+    room = inputs.context_of(pair) - TOKENS
+    texts = [text for text in texts if len(pair.tokenizer(text)["input_ids"]) <= room]
+    if not texts:
+        return None
+    options = {"draft_length": ASKED, "max_new_tokens": TOKENS, "temperature": temperature, "eos_token_id": ()}
+    steps = generate(pair, texts, **options).trace.steps.query("kind == 'decode'")
+    written = 1 + steps.kv_length - steps.groupby("row").kv_length.transform("min")
+    whole = steps[written + ASKED < TOKENS]  # not cut at the row's end
+    return tuple(tuple(np.bincount(part.accepted, minlength=ASKED + 1).tolist()) for _, part in whole.groupby("row"))
+
+
+def _axes(
+    pair: ModelPair,
+    batches: Sequence[int],
+    query_lengths: Sequence[int],
+    kv_lengths: Sequence[int] | None,
+    recorded: bool,
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The grid of each table by its name. Raises ValueError where it is beyond the context or not increasing."""
+    batches, query_lengths = _increasing("batches", batches), _increasing("query_lengths", query_lengths)
+    most = max(query_lengths)
+    context = inputs.context_of(pair)
+    room = context - (_growth(_recorded_lengths(query_lengths)) if recorded else max(most, 2))
+    kv_lengths = _increasing("kv_lengths", kv_lengths or [n for n in KV_LENGTHS if n <= room] or [max(room // 2, 1)])
+    if max(kv_lengths) > room:
+        raise ValueError(
+            f"kv_lengths up to {max(kv_lengths)} and {most} new tokens are beyond the context of {context}"
+        )
+    axes = {"target_passes": dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))}
+    lengths = _draft_lengths(query_lengths)
+    if isinstance(pair.draft, PreTrainedModel):
+        axes["draft_phases"] = dict(zip(PHASE_AXES, (batches, lengths[1:], kv_lengths), strict=True))
+    return axes | {"overheads": dict(zip(OVERHEAD_AXES, (batches, lengths), strict=True))}
+
+
+def _draft_lengths(query_lengths: Sequence[int]) -> tuple[int, ...]:
+    """Of draft phases and overheads: those that some target pass verifies."""
+    return tuple(k for k in DRAFT_LENGTHS if k < max(*query_lengths, 2))
+
+
+def _recorded_lengths(query_lengths: Sequence[int]) -> list[int]:
+    """The draft lengths that `_recorded_steps` goes through."""
+    return sorted({n - 1 for n in query_lengths} | set(_draft_lengths(query_lengths)))
+
+
+def _increasing(name: str, points: Sequence[int]) -> tuple[int, ...]:
+    points = tuple(inputs.integer(name, point, least=1) for point in points)
+    if not points or any(b <= a for a, b in itertools.pairwise(points)):
+        raise ValueError(f"{name} must be increasing integers >= 1, got {list(points)}")
+    return points
+
+
+def _described(pair: ModelPair) -> dict[str, dict[str, str | None]]:
+    """Name, fingerprint and attention path of both models, as a `CostModel` has them."""
+    marks = fingerprints(pair)
+    return {
+        role: {
+            "name": name_of(model),
+            "fingerprint": marks[role],
+            "attention": probe.resolve(model) if isinstance(model, PreTrainedModel) else None,
+        }
+        for role, model in (("target", pair.target), ("draft", pair.draft))
+    }
+
+
+def _turns(
+    pair: ModelPair, axes: dict, watch: Stopwatch, stack: ExitStack, temperature: float, recorded: bool
+) -> tuple[list[Turn], list[Turn]]:
+    """What is timed: what warms up when it runs once, and what needs not. The caches live until `stack` closes."""
+    batches, query_lengths, kv_lengths = axes["target_passes"].values()
+    draft_lengths = axes["overheads"]["draft_length"]
+    if recorded:
+        lengths, shapes = _recorded_lengths(query_lengths), itertools.product(batches, kv_lengths)
+        return [], [Turn(partial(_recorded_steps, pair, *shape, lengths, temperature)) for shape in shapes]
+    target, draft = (_full_runner(model, stack, axes["target_passes"]) for model in (pair.target, pair.draft))
+    turns: dict[int, list[Turn]] = {kv_length: [] for kv_length in kv_lengths}
+    for kv_length, batch in itertools.product(kv_lengths, batches):
+        for query_length in query_lengths:
+            turns[kv_length].append(Turn(partial(_target_pass, watch, target, batch, query_length, kv_length)))
+        if draft is not None:
+            phase = partial(_draft_phase, watch, target, draft, batch, draft_lengths[1:], kv_length)
+            turns[kv_length].append(Turn(phase, OFTEN))
+    first, *others = turns.values()
+    steps = [Turn(partial(_steps, watch, pair, batch, draft_lengths, temperature), OFTEN) for batch in batches]
+    return steps + first, list(itertools.chain(*others))
+
+
+@contextmanager
+def _watching(pair: ModelPair) -> Iterator[Stopwatch]:
+    """A stopwatch that is marked where a forward pass of the pair's models begins and where it ends."""
+    watch = Stopwatch(pair.device)
+    with ExitStack() as hooks:
+        for model in {id(model): model for model in pair.models}.values():  # one model may be both
+            hooks.callback(model.register_forward_pre_hook(lambda *_: watch.mark()).remove)
+            hooks.callback(model.register_forward_hook(lambda *_: watch.mark()).remove)
+        yield watch
+
+
+def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
+    """A runner for these points, prepared until `stack` closes; None for what is no model.
+
+    Its cache holds numbers everywhere: memory pages that were never written are read faster.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    capacity = max(axes["kv_length"]) + max(*axes["query_length"], 2)
+    runner = stack.enter_context(Runner(model, probe.resolve(model), max(axes["batch"]), capacity))
+    stack.enter_context(runner.prepared())
+    runner.feed_last(torch.ones(1, 1, dtype=torch.int64, device=model.device), [1], 1)  # allocates
+    for layer in runner.cache.layers:
+        for buffer in layer.buffers():
+            buffer.normal_()
+    return runner
+
+
+def _target_pass(watch: Stopwatch, target: Runner, *point: int) -> Iterator[Taken]:
+    """One pass of a point of the grid."""
+    yield "target_passes", point, _feed(watch, target, *point)
+
+
+def _draft_phase(
+    watch: Stopwatch, target: Runner, draft: Runner, batch: int, draft_lengths: Sequence[int], kv_length: int
+) -> Iterator[Taken]:
+    """The longest draft phase, and the shorter ones that it begins with; after a target pass, as in a step."""
+    yield "target_passes", (batch, 1, kv_length), _feed(watch, target, batch, 1, kv_length)
+    spent = 0.0
+    for k in range(1, max(draft_lengths) + 1):
+        if k == 1:
+            spent += _feed(watch, draft, batch, 2, kv_length - 1, last_only=True)
+        else:
+            spent += _feed(watch, draft, batch, 1, kv_length + k - 1)
+        if k in draft_lengths:
+            yield "draft_phases", (batch, k, kv_length), spent
+
+
+def _feed(
+    watch: Stopwatch, runner: Runner, batch: int, query_length: int, kv_length: int, last_only: bool = False
+) -> float:
+    """Seconds of a forward pass over `query_length` tokens of rows that have `kv_length` positions cached."""
+    device, ends = runner.model.device, [kv_length + query_length] * batch
+    watch.start()
+    if last_only:
+        runner.feed_last(torch.ones(batch, max(ends), dtype=torch.int64, device=device), ends, query_length)
+    else:
+        ids = torch.ones(batch, query_length, dtype=torch.int64, device=device)
+        starts = torch.full((batch,), kv_length, device=device)
+        runner.feed(ids, starts, [kv_length] * batch, [query_length] * batch)
+    _, inside = watch.intervals()
+    return inside / 1e3
+
+
+class _InTurn(DraftLengthPolicy):
+    """Draft lengths one after the other."""
+
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = iter(lengths)
+
+    def plan(self, rows: RowsView) -> int:
+        return next(self.lengths)
+
+
+def _steps(
+    watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int], temperature: float
+) -> Iterator[Taken]:
+    """A step of each draft length over a new batch: its time less that of all passes in it."""
+    limit = 1 + sum(k + 1 for k in draft_lengths)  # no row ends before its last step
+    policy = _InTurn(draft_lengths)
+    options = {"temperature": temperature, "draft_length": policy, "eos_token_id": ()}
+    with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
+        for prompt in _prompts(batch, PROMPT):
+            session.submit(prompt, max_new_tokens=limit)
+        session.step()  # prefill
+        for k in draft_lengths:
+            watch.start()
+            session.step()
+            watch.mark()
+            yield "overheads", (batch, k), sum(watch.intervals()[::2]) / 1e3
+
+
+def _recorded_steps(
+    pair: ModelPair, batch: int, kv_length: int, lengths: Sequence[int], temperature: float
+) -> Iterator[Taken]:
+    """Steps of each draft length over rows of about `kv_length` cached positions, by their phases.
+
+    No draft is kept, so that the rows grow by one token per step, whatever was drafted.
+    """
+    each = RECORDING + REPLAYS
+    prompt = max(kv_length + 1 - len(lengths) * each // 2, 2)
+    policy = _InTurn([k for k in lengths for _ in range(each)])
+    options = {"temperature": temperature, "draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
+    walls = []
+    with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
+        for ids in _prompts(batch, prompt):
+            session.submit(ids, max_new_tokens=_growth(lengths))
+        session.step()  # prefill
+        for _ in range(len(lengths) * each):
+            started = time.perf_counter()
+            session.step()
+            walls.append(time.perf_counter() - started)
+        phases = session.trace.steps.query("kind == 'decode'").drop_duplicates("step")
+    for k, drafting, verifying, wall, turn in zip(
+        phases.k, phases.draft_ms / 1e3, phases.verify_ms / 1e3, walls, itertools.cycle(range(each)), strict=False
+    ):
+        if turn >= RECORDING:
+            yield "target_passes", (batch, k + 1, kv_length), verifying
+            if k:
+                yield "draft_phases", (batch, k, kv_length), drafting
+            yield "overheads", (batch, k), wall - drafting - verifying
+
+
+def _prompts(batch: int, length: int) -> list[torch.Tensor]:
+    """Different ids for every row, of some length."""
+    return [torch.arange(length + row % 2) % (2 + row) for row in range(batch)]
+
+
+def _growth(lengths: Sequence[int]) -> int:
+    """Tokens that rows of `_recorded_steps` may emit: the first, one per step, and room for the longest draft."""
+    return len(lengths) * (RECORDING + REPLAYS) + max(lengths) + 2
+
+
+def _take_turns(turns: Sequence[Turn], end: float) -> list[Sample]:
+    """What the turns gave, each of them at least once, more until `end` (of perf_counter).
+
+    Next comes the one with the fewest visits times the square root of its duration, divided by how often it is to come.
+    Visits in that proportion make the sum of the squared relative errors least for a given time, those of points that
+    come more often counting more, and spread each over all of it.
+    """
+    samples: list[Sample] = []
+    queue = [(0.0, index) for index in range(len(turns))]
+    while (now := time.perf_counter()) < end or queue[0][0] == 0:
+        spent, index = queue[0]
+        samples += [Sample(name, point, time.perf_counter(), taken) for name, point, taken in turns[index].take()]
+        spent += (time.perf_counter() - now) ** 0.5 / turns[index].often
+        heapq.heapreplace(queue, (spent, index))
+    return samples
+
+
+# --- what came of it ------------------------------------------------------------------------------
+
+
+def summary(cost: CostModel) -> pd.DataFrame:
+    """Per batch size, at `SHOWN_KV` cached positions: milliseconds of a target pass over one token, how much longer one
+    over six takes, a draft pass over one token and the overhead at k = 5 (ms), and for each α of `SHOWN_ALPHAS` the
+    draft length that these costs make the best."""
+    lines = []
+    for batch in cost.target_passes.axes["batch"]:
+        one, six = cost.target(batch, np.array([1, 6]), SHOWN_KV)
+        line = {"batch": batch, "T(1), ms": 1e3 * one, "T(6)/T(1)": six / one}
+        line["draft pass, ms"] = 1e3 * (cost.draft(batch, 2, SHOWN_KV) - cost.draft(batch, 1, SHOWN_KV))
+        line["overhead k=5, ms"] = 1e3 * cost.overhead(batch, 5)
+        best = {f"best k at α {alpha}": best_fixed_length(cost, batch, alpha, SHOWN_KV)[0] for alpha in SHOWN_ALPHAS}
+        lines.append(line | best)
+    return pd.DataFrame(lines)
+
+
+def check(
+    cost: CostModel,
+    pair: ModelPair,
+    *,
+    batches: Sequence[int] = (1, 4, 8),
+    draft_lengths: Sequence[int] = (0, 3, 5),
+    repeats: int = 5,
+    max_new_tokens: int = 96,
+    progress: Callable[[str], None] = lambda message: None,
+) -> pd.DataFrame:
+    """Predicted and real decode time of greedy runs on the mini prompt set (ids for a pair without a tokenizer), all
+    cases taking turns.
+
+    Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after one that warms up;
+    relative: the ratio by the median of all ratios, which a machine that is busier or idler than when it was calibrated
+    leaves alone, as it does the lengths that policies choose. Decode time: from the end of prefill to the last token;
+    rows do not stop on EOS. Raises ValueError for costs of another pair.
+    """
+    cost.check_pair(pair)
+    runs = []
+    cases = list(itertools.product(batches, draft_lengths))
+    for repeat in range(repeats + 1):
+        progress(f"check {repeat} of {repeats}")
+        for batch, k in cases:
+            ticks: list[float] = []  # a step ends with a copy to the host: its time is the device's too
+            out = generate(
+                pair,
+                prompt_set("mini", batch) if pair.tokenizer else _prompts(batch, PROMPT),
+                draft_length=k,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=(),
+                on_step=lambda event, ticks=ticks: ticks.append(time.perf_counter()),
+            )
+            real, predicted = ticks[-1] - ticks[0], predict(cost, out.trace)
+            run = {"batch": batch, "k": k, "predicted_ms": 1e3 * predicted, "real_ms": 1e3 * real}
+            runs.append(run | {"ratio": predicted / real, "repeat": repeat})
+    counted = pd.DataFrame(runs).query("repeat > 0").drop(columns="repeat")
+    found = counted.groupby(["batch", "k"], as_index=False).median()
+    return found.assign(relative=found.ratio / found.ratio.median())

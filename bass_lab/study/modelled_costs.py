@@ -1,0 +1,97 @@
+"""Costs that nobody measured, by the roofline; and what costs are for: a run's seconds, the best fixed length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from bass_core.policies.costs import PASS_AXES, PHASE_AXES, CostModel, Table
+from bass_core.trace import Trace
+from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
+
+SHARE = 0.8  # of the data sheet's bandwidth and arithmetic that a pass reaches
+OVERHEAD = 3e-4  # seconds of a step outside the passes
+
+
+def modelled_costs(
+    target: Roofline,
+    draft: Roofline | None = None,
+    *,
+    target_launch: float = 0.0,
+    draft_launch: float = 0.0,
+    overhead: float = 0.0,
+    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
+    query_lengths: Sequence[int] = range(1, 34),
+    kv_lengths: Sequence[int] = (1, 512, 1024, 2048, 4096),
+) -> CostModel:
+    """Costs that nobody measured: the roofline's bound for every pass, with seconds to launch it on top.
+
+    draft: None for drafts without a model. overhead: seconds of every step outside the passes.
+    """
+
+    lengths = range(1, max(query_lengths))  # of drafts
+
+    def phase(batch: int, k: int, kv_length: int) -> float:
+        first, later = draft.seconds(batch, 2, kv_length), draft.seconds(batch, 1, kv_length + k / 2)
+        return k * draft_launch + first + (k - 1) * later  # the cache grows under the later passes
+
+    def model(roofline: Roofline | None) -> dict[str, str | None]:
+        name = "n-gram lookup" if roofline is None else f"{roofline.work.weights / 1e9:.3g}B parameters"
+        return {
+            "name": name,
+            "fingerprint": f"synthetic {name}",
+            "attention": None if roofline is None else "ragged",
+        }
+
+    passes = dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))
+    phases = dict(zip(PHASE_AXES, (batches, lengths, kv_lengths), strict=True))
+    host = {"batch": (min(batches), max(batches)), "draft_length": (0, max(lengths))}
+    return CostModel(
+        device=target.device.name,
+        models={"target": model(target), "draft": model(draft)},
+        target_passes=Table.of(passes, lambda *shape: target_launch + target.seconds(*shape)),
+        draft_phases=None if draft is None else Table.of(phases, phase),
+        overheads=Table.of(host, lambda *_: overhead),
+        is_synthetic=True,
+    )
+
+
+def modelled_h100(launch_ms: float = 0.5) -> CostModel:
+    """Costs of the paper's 7.8B + 310M models on an H100, which nobody measured: the roofline at `SHARE` of the data
+    sheet. On top: launch_ms per pass of the target, a fifth of it per pass of the draft, `OVERHEAD` per step."""
+    device = replace(H100, bandwidth=SHARE * H100.bandwidth, flops=SHARE * H100.flops)
+    target, draft = Roofline(TARGET_8B, device), Roofline(DRAFT_310M, device)
+    launch = launch_ms / 1e3
+    return modelled_costs(target, draft, target_launch=launch, draft_launch=launch / 5, overhead=OVERHEAD)
+
+
+def predict(cost: CostModel, trace: Trace) -> float:
+    """Seconds that the decode steps of a run take on the device of these costs; prefill is left out.
+
+    Of every step count its live rows, the longest draft that a row submitted, and the rows' KV lengths. Raises
+    ValueError for a trace without steps.
+    """
+    if trace.level == "off":
+        raise ValueError("steps were not recorded: trace='off'; ask for trace='steps'")
+    decode = trace.steps[trace.steps.kind == "decode"]
+    steps = decode.groupby("step").agg(
+        batch=("row", "size"), k=("drafted", "max"), tokens=("kv_length", cost.kv_of_rows)
+    )
+    return float(np.sum(cost.step(steps.batch, steps.k, steps.tokens - 1)))  # the last token is not cached yet
+
+
+def best_fixed_length(
+    cost: CostModel, batch: int, alpha: float, kv_length: float = 256, most: int = 16
+) -> tuple[int, float]:
+    """The draft length of most expected tokens per second, and its speed over regular decoding.
+
+    alpha: chance that a draft is accepted, given that all before it were, the same for all rows and slots. The batch
+    decodes on as a whole: what is gained is tokens per step, Leviathan et al. 2023, equation 1.
+    """
+    lengths = np.arange(most + 1)
+    expected = np.cumsum(alpha**lengths)  # (1 - alpha^(k + 1)) / (1 - alpha)
+    seconds = cost.step(batch, lengths, kv_length)
+    gain = expected * seconds[0] / seconds
+    return int(gain.argmax()), float(gain.max())

@@ -1,0 +1,353 @@
+"""What a draft model would have had accepted, text position by text position: recorded once, replayed under any policy.
+
+Token verification at one position: the draft proposes x ~ q; it is kept with probability min(1, p(x)/q(x)), or else
+replaced by a draw from norm(max(0, p - q)). So the token y is emitted by acceptance with probability
+q(y) · min(1, p(y)/q(y)) = min(p(y), q(y)), and emitted at all with probability p(y). Hence, for the token that stands
+in the text,
+
+    P(accepted | y emitted) = min(p(y), q(y)) / p(y) = min(1, q(y)/p(y)),
+
+and given y nothing about acceptance depends on what follows, nor on the decisions at other positions, which have random
+numbers of their own. (Where nothing was drafted y ~ p as well: the text's law is the target's whatever was drafted.) So
+the joint law of text and accepted counts can be drawn in this order: a text from the target alone, a coin per position
+with the probability above, and then any draft lengths that depend on the past: a step that drafts k tokens from
+position t on accepts as many as there are heads in a row, at most k. One teacher-forced pass of each model over texts
+of the target's says all that is needed, before any policy is known. (The mean of the coin over y is the sum of
+min(p, q): Leviathan et al. 2023, theorem 3.5.)
+
+Temperature 0 is the special case of one-hot p and q: the coin is certain.
+
+Policies that look at the draft's distributions need one thing more. After a rejected draft the draft model goes on from
+a token that is not in the text. Given a rejection, that token has the law norm(max(0, q - p)), independent of y: one
+such token per position, and what the draft model would draft after it, are recorded as a *rollout*. Policies that
+choose among drafts by the drafted tokens' own probabilities find these beside the distributions' maxima.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bass_core import inputs, probe, randomness, sampling
+from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
+from bass_core.drafters import Context, ModelDrafter
+from bass_core.generation import generate
+from bass_core.models import ASSETS, ModelPair
+from bass_core.randomness import Key, Purpose, StepKeys
+from bass_core.runner import Runner
+from bass_core.sampling import SamplingParams
+from bass_lab.texts.prompt_sets import PROMPT_SETS
+
+SHIPPED = ASSETS / "acceptance"
+ROWS_AT_ONCE = 64  # of a recording's passes
+
+
+@dataclass(frozen=True, eq=False)
+class AcceptanceTrace:
+    """Texts of the target's, and the draft's chances at each of their tokens. N sequences of T generated tokens.
+
+    p, q: float32 [N, T], probabilities of the text's token under target and draft, after processing (temperature 0: p
+    is 1, and q is 1 where the draft would choose that token, else 0). entropy (nats), maximum: float32 [N, T], of the
+    draft's own distribution at temperature 1 for that position, as `Signals` has them. chance: float32 [N, T], the
+    text's token's probability in it, as `HiddenDraft` has it (0 for ids that only the target has: they are never
+    drafted). rejected_chance: float16 [N, T], that of a draft rejected at that position, drawn once; NaN where none can
+    be. rollout_entropy, rollout_maximum, rollout_chance: float16 [N, T, R], the same of the next R drafts after the
+    rejected one and of their tokens; NaN where none can be. prompt_lengths: int64 [N]. lengths: int64 [N], where the
+    text ends (EOS included); the tokens that the target would have gone on with are recorded too, for drafts beyond an
+    EOS are verified like others. meta: how it was recorded.
+    """
+
+    p: np.ndarray
+    q: np.ndarray
+    entropy: np.ndarray
+    maximum: np.ndarray
+    chance: np.ndarray
+    rejected_chance: np.ndarray
+    rollout_entropy: np.ndarray
+    rollout_maximum: np.ndarray
+    rollout_chance: np.ndarray
+    prompt_lengths: np.ndarray
+    lengths: np.ndarray
+    meta: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        n, t = self.p.shape
+        rollouts = (n, t, self.rollout_entropy.shape[-1])
+        wanted = dict.fromkeys(("q", "entropy", "maximum", "chance", "rejected_chance"), (n, t))
+        wanted |= dict.fromkeys(("rollout_entropy", "rollout_maximum", "rollout_chance"), rollouts)
+        wanted |= {"prompt_lengths": (n,), "lengths": (n,)}
+        for name, shape in wanted.items():
+            if getattr(self, name).shape != shape:
+                raise ValueError(f"{name} must have the shape {shape}, got {getattr(self, name).shape}")
+        if n == 0 or rollouts[-1] == 0 or ((self.lengths < 1) | (self.lengths > t)).any():
+            raise ValueError("a trace has at least one sequence and rollouts of a token or more, and 1 <= lengths <= T")
+
+    @property
+    def accept(self) -> np.ndarray:
+        """float64 [N, T]: the chance that a draft was accepted, given the token that stands there."""
+        p, q = self.p.astype(float), self.q.astype(float)
+        return np.divide(q, p, out=np.ones_like(p), where=q < p)
+
+    @property
+    def alpha(self) -> float:
+        """Mean of `accept` over the texts, first tokens left out (the prefill's)."""
+        places = np.arange(self.p.shape[1])
+        return float(self.accept[(places >= 1) & (places < self.lengths[:, None])].mean())
+
+    def past_eos(self) -> AcceptanceTrace:
+        """The same texts, going on to their last recorded token: what a benchmark decodes."""
+        return replace(self, lengths=np.full_like(self.lengths, self.p.shape[1]))
+
+    def save(self, path: str | Path) -> None:
+        """Write as a compressed .npz, whatever the name."""
+        arrays = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "meta"}
+        with Path(path).open("wb") as file:
+            np.savez_compressed(file, **arrays, meta=np.array(json.dumps(self.meta)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> AcceptanceTrace:
+        """Read what `save` wrote. Raises ValueError for a file that lacks an array, such as one of an older version."""
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        if missing := [each.name for each in fields(cls) if each.name not in arrays]:
+            raise ValueError(f"{path} holds no trace: it lacks {', '.join(missing)}; record it anew with `bass record`")
+        return cls(**arrays | {"meta": json.loads(str(arrays["meta"]))})
+
+    @classmethod
+    def synthetic(
+        cls,
+        *,
+        alpha: float,
+        length: int,
+        sequences: int,
+        seed: int = 0,
+        regimes: tuple[float, float] | None = None,
+        prompt_length: int = 128,
+        rollout: int = 8,
+    ) -> AcceptanceTrace:
+        """Made-up texts on which each draft is accepted with chance alpha.
+
+        regimes (spread, duration): the chance switches between alpha - spread and alpha + spread (both equally likely
+        at first); each spell lasts a geometric number of tokens of mean `duration`. The draft knows: its largest
+        probability m is the chance of acceptance and its entropy that of such a coin, also after a rejection. Accepted
+        drafts are its favourites, of probability m; a rejected one is some other token, of the smaller of 1 - m and m.
+        After a rejection each draft is the favourite with chance m.
+
+        Raises ValueError for chances outside [0, 1] and spells shorter than a token.
+        """
+        spread, duration = regimes or (0.0, 1.0)
+        if not (abs(spread) <= alpha <= 1 - abs(spread) and duration >= 1):
+            raise ValueError(f"chances must be in [0, 1], spells >= 1 token; got alpha={alpha}, regimes={regimes}")
+        generator = np.random.default_rng(seed)
+        shape = sequences, length + rollout
+        switches = generator.random(shape) < np.where(np.arange(shape[1]) == 0, 0.5, 1 / duration)
+        chance = alpha + spread * np.where(switches.cumsum(1) % 2, 1.0, -1.0)  # [N, T + R]
+        certain = (chance <= 0) | (chance >= 1)
+        inner = np.where(certain, 0.5, chance)
+        entropy = np.where(certain, 0.0, -inner * np.log(inner) - (1 - inner) * np.log(1 - inner))
+        after = np.arange(length)[:, None] + np.arange(1, rollout + 1)  # [T, R]
+        other = np.minimum(chance, 1 - chance)
+        favourite = generator.random((sequences, length, rollout)) < chance[:, after]
+        return cls(
+            p=np.ones((sequences, length), np.float32),
+            q=chance[:, :length].astype(np.float32),
+            entropy=entropy[:, :length].astype(np.float32),
+            maximum=chance[:, :length].astype(np.float32),
+            chance=chance[:, :length].astype(np.float32),
+            rejected_chance=other[:, :length].astype(np.float16),
+            rollout_entropy=entropy[:, after].astype(np.float16),
+            rollout_maximum=chance[:, after].astype(np.float16),
+            rollout_chance=np.where(favourite, chance[:, after], other[:, after]).astype(np.float16),
+            prompt_lengths=np.full(sequences, prompt_length),
+            lengths=np.full(sequences, length),
+            meta={"synthetic": True, "alpha": alpha, "regimes": regimes and list(regimes), "seed": seed},
+        )
+
+
+def shipped(name: str) -> AcceptanceTrace:
+    """What `bass record` recorded of the embedded pair: 96 prompts of the set "mini" or "library", after each a text of
+    128 tokens at temperature 0.2. Raises ValueError for another name."""
+    inputs.one_of("prompt_set", name, PROMPT_SETS)
+    return AcceptanceTrace.load(SHIPPED / f"{name}.npz")
+
+
+def record(
+    pair: ModelPair,
+    prompts: str | Sequence[str] | Sequence[Tensor],
+    *,
+    samples: int = 1,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int = 0,
+    rollout: int = 8,
+) -> AcceptanceTrace:
+    """The acceptance trace of `samples` texts per prompt (prompt-major), written by the target alone.
+
+    The embedded pair records 32 texts of 64 tokens in some ten seconds on a laptop's core. rollout: how many drafts
+    after a rejected one are recorded for policies that look at them. Raises ValueError for a pair whose draft is no
+    model, and as `generate` does.
+    """
+    prompts = inputs.prompt_list(prompts)
+    inputs.require_draft_model(pair)
+    texts = generate(
+        pair,
+        prompts,
+        num_return_sequences=inputs.integer("samples", samples, least=1),
+        max_new_tokens=inputs.integer("max_new_tokens", max_new_tokens, least=1),
+        temperature=temperature,
+        seed=seed,
+        draft_length=0,
+        max_batch_size=min(len(prompts) * samples, ROWS_AT_ONCE),
+        eos_token_id=(),
+        trace="off",
+    ).sequences
+    prompts = [prompt for prompt in prompts for _ in range(samples)]
+    return teacher_forced(pair, prompts, texts, temperature=temperature, seed=seed, rollout=rollout)
+
+
+@torch.inference_mode()
+def teacher_forced(
+    pair: ModelPair,
+    prompts: Sequence[str | Tensor],
+    texts: Sequence[Tensor],
+    *,
+    temperature: float,
+    seed: int = 0,
+    rollout: int = 8,
+) -> AcceptanceTrace:
+    """The acceptance trace of given texts, one per prompt, all of the same length, written at that temperature.
+
+    Texts have the target's law, and go on after EOS: of `generate(…, eos_token_id=())`, with any draft.
+    """
+    inputs.require_draft_model(pair)
+    if len({len(text) for text in texts}) != 1:
+        raise ValueError(f"texts must have one length, got {sorted({len(text) for text in texts})}")
+    params = SamplingParams(temperature)
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    ids = inputs.token_ids(pair, prompts)
+    eos = sorted(inputs.eos_ids(pair.target, None, vocabulary))
+    runner = Runner(pair.draft, probe.resolve(pair.draft, "auto"), ROWS_AT_ONCE)
+    drafter = ModelDrafter(runner, params, vocabulary, coupled=False, keep_q=False)
+    lines = []
+    with runner:
+        drafter.grow(max(map(len, ids)) + len(texts[0]))
+        for row, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
+            # The text may have used the streams of (seed, row): rollouts have others.
+            stream = randomness.stream(seed, len(texts) + row)
+            lines.append(_recorded(pair, drafter, prompt, text, stream, inputs.integer("rollout", rollout, least=1)))
+    ends = [torch.isin(text, torch.tensor(eos, dtype=torch.int64)).nonzero()[:1, 0] for text in texts]
+    meta = {"temperature": temperature, "seed": seed, "rows": len(texts), "max_new_tokens": len(texts[0])}
+    return AcceptanceTrace(
+        **{name: np.stack([line[name] for line in lines]) for name in lines[0]},
+        prompt_lengths=np.array([len(prompt) for prompt in ids]),
+        lengths=np.array([int(end[0]) + 1 if len(end) else len(texts[0]) for end in ends]),
+        meta=meta,
+    )
+
+
+def _recorded(
+    pair: ModelPair, drafter: ModelDrafter, prompt: Tensor, text: Tensor, stream: int, rollout: int
+) -> dict[str, np.ndarray]:
+    """One text's line of each array of the trace."""
+    ids = torch.cat([prompt, text]).to(pair.device)
+    written = ids[len(prompt) :, None]  # [T, 1]
+    known = ids.clamp(max=drafter.draft_vocabulary - 1)  # ids that only the target has, as ModelDrafter feeds them
+    logits = pair.draft(input_ids=known[None], use_cache=False).logits[0, len(prompt) - 1 : -1, : drafter.vocabulary]
+    q = _law(logits, drafter.params, logits.argmax(-1))
+    q = F.pad(q, (0, drafter.vocabulary - q.shape[-1]))  # [T, V]
+    entropy, own = _own_law(logits)
+    maximum, own = own.amax(-1), F.pad(own, (0, drafter.vocabulary - own.shape[-1]))  # [T], [T, V]
+    logits = pair.target(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    p = _law(logits, drafter.params, written[:, 0])
+    p_text, q_text = p.gather(-1, written)[:, 0], q.gather(-1, written)[:, 0]
+    chance, rejected_chance = own.gather(-1, written)[:, 0], np.full(len(text), np.nan, np.float16)
+    after = np.full((3, len(text), rollout), np.nan, np.float16)
+    # The first token is the prefill's; a step keeps one place for the target's token, so that no draft stands last.
+    rejected = (q_text < p_text).nonzero()[:, 0]
+    rejected = rejected[(rejected >= 1) & (rejected <= len(text) - 2)]
+    if len(rejected):
+        excess = (q[rejected] - p[rejected]).clamp(min=0)
+        excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, q[rejected])  # p = q up to rounding
+        keys = Key(torch.full_like(rejected, stream), rejected, Purpose.TARGET)
+        drawn = randomness.draw(excess, keys)[:, None]
+        rejected_chance[rejected.cpu().numpy()] = own[rejected].gather(-1, drawn)[:, 0].cpu().numpy()
+        followed = rejected <= len(text) - 3
+        rejected, drawn = rejected[followed], drawn[followed]
+    if len(rejected):
+        at = len(prompt) + rejected
+        tokens = known.repeat(len(at), 1).scatter(1, at[:, None], drawn)
+        lengths = (len(text) - 2 - rejected).clamp(max=rollout)
+        found = _rollouts(drafter, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
+        after[:, rejected.cpu().numpy(), : found.shape[-1]] = found
+    line = {"p": p_text, "q": q_text, "entropy": entropy, "maximum": maximum, "chance": chance}
+    line = {name: each.float().cpu().numpy() for name, each in line.items()} | {"rejected_chance": rejected_chance}
+    return line | dict(zip(("rollout_entropy", "rollout_maximum", "rollout_chance"), after, strict=True))
+
+
+def _law(logits: Tensor, params: SamplingParams, chosen: Tensor) -> Tensor:
+    """Processed distribution [T, V]; at temperature 0 one-hot at the chosen ids [T]."""
+    if params.greedy:
+        return F.one_hot(chosen, logits.shape[-1]).float()
+    return sampling.probabilities(logits, params)
+
+
+def _own_law(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Entropy in nats [T] and probabilities [T, V] at temperature 1 of logits [T, V]."""
+    log_probs = logits.double().log_softmax(-1)
+    probs = log_probs.exp()
+    return -(probs * log_probs).nan_to_num(0.0).sum(-1), probs
+
+
+class _Listener(DraftLengthPolicy):
+    """Notes the signals before each draft, never stops, and submits every draft to learn its probability."""
+
+    def __init__(self):
+        self.heard: list[Tensor] = []
+        self.chances: np.ndarray | None = None
+
+    def plan(self, rows: RowsView) -> int:
+        raise NotImplementedError("it listens to a drafter, not to an engine")
+
+    def keep_drafting(self, signals: Signals) -> Tensor:
+        self.heard.append(torch.stack([signals.entropy, signals.maximum]).cpu())
+        return torch.ones_like(signals.drafting)
+
+    def choose(self, hidden: HiddenDraft) -> None:
+        for row, length in enumerate(hidden.lengths):
+            for _ in range(length):
+                hidden.submit(row)
+        self.chances = hidden.chances
+
+
+def _rollouts(
+    drafter: ModelDrafter, text: Tensor, tokens: Tensor, at: np.ndarray, lengths: np.ndarray, stream: int
+) -> np.ndarray:
+    """Entropy and maximum before each of the drafts that follow token at[n] of row n, and that draft's own chance:
+    [3, n, R], NaN beyond lengths.
+
+    text: the ids [S] that all rows [n, S] begin with, up to their token `at`. The draft reads it once; rows start from
+    copies of its cache.
+    """
+    found = np.full((3, len(at), int(lengths.max())), np.nan)
+    drafter.prefill(text[None], [len(text)], range(1))
+    cached = drafter.save_row(0, len(text))
+    for first in range(0, len(at), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        ends = torch.as_tensor(at[rows] + 1, device=text.device)
+        for place, end in enumerate(at[rows].tolist()):
+            drafter.load_row(range(place, place + 1), cached, end)
+        keys = StepKeys(torch.full_like(ends, stream), ends, int(lengths[rows].max()))
+        listener = _Listener()
+        context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, seen=None)
+        drafter.draft(context, lengths[rows], listener)
+        heard = np.concatenate([torch.stack(listener.heard, -1).numpy(), listener.chances[None]])  # [3, rows, slots]
+        beyond = np.arange(heard.shape[-1]) >= lengths[rows, None]
+        found[:, rows, : heard.shape[-1]] = np.where(beyond, np.nan, heard)
+    return found

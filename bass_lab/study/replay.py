@@ -1,0 +1,196 @@
+"""One replay: a policy decodes recorded texts as the engine would, meeting the same accepted counts, without a model.
+
+`Replay` holds the rows and a coin for each of their positions; `decode` is the engine's `_decode` without its passes:
+the same policy objects, called in the same order with the same arguments; `step_seconds` is what the steps cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bass_core import inputs
+from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals, cut_lengths, planned_lengths
+from bass_core.policies.costs import Cost
+from bass_core.runner import packs
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The rows of a replay: which sequences [B], where their texts end [B], the most tokens of a row, and run [B, T]:
+    how many drafts in a row would be accepted from each position on."""
+
+    trace: AcceptanceTrace
+    sequences: np.ndarray
+    ends: np.ndarray
+    limit: int
+    run: np.ndarray
+
+    @classmethod
+    def draw(
+        cls, trace: AcceptanceTrace, batch: int | Sequence[int], limit: int | None, seed: int, repeat: int
+    ) -> Replay:
+        """The rows of one of `simulate`'s repeats (its arguments); limit: its max_new_tokens."""
+        n, t = trace.p.shape
+        limit = t if limit is None else inputs.integer("max_new_tokens", limit, least=1)
+        if limit > t:
+            raise ValueError(f"max_new_tokens={limit}, but the trace's texts have {t} tokens")
+        wanted = inputs.integer("batch", batch, least=1) if np.ndim(batch) == 0 else None
+        orders, fates = [], []
+        for copy in range(-(-(wanted or n) // n)):
+            generator = np.random.default_rng([inputs.integer("seed", seed), repeat, copy])
+            fates.append(generator.random((n, t)) < trace.accept)
+            orders.append(generator.permutation(n))
+        if wanted is None:
+            sequences, fates = np.asarray(batch, dtype=np.int64), fates[0][np.asarray(batch)]
+        else:
+            sequences = np.concatenate(orders)[:wanted]
+            fates = np.concatenate([tossed[order] for tossed, order in zip(fates, orders, strict=True)])[:wanted]
+        ends = np.minimum(trace.lengths[sequences], limit)
+        return cls(trace, sequences, ends, limit, _runs(fates))
+
+    def view(self, live: np.ndarray, at: np.ndarray, steps: int) -> RowsView:
+        """As `Rows.view`. live: row numbers; at [B]: generated tokens of every row."""
+        lengths = self.trace.prompt_lengths[self.sequences[live]] + at[live]
+        return RowsView(live.copy(), np.full(len(live), steps), lengths, at[live], self.limit - at[live])
+
+    def signals(self, live: np.ndarray, at: np.ndarray, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The draft's entropies and maxima before x_1 … x_most of each live row: [most, B] each."""
+        trace, slots = self.trace, np.arange(most)
+        recorded = (trace.entropy, trace.rollout_entropy), (trace.maximum, trace.rollout_maximum)
+        entropy, maximum = (self._along(live, at, slots, *each).T.astype(float, order="C") for each in recorded)
+        return torch.from_numpy(entropy), torch.from_numpy(maximum)
+
+    def hidden(self, live: np.ndarray, at: np.ndarray, lengths: np.ndarray) -> HiddenDraft:
+        """The drafts of a step, none of them shown. lengths [B]: how many each live row has drafted."""
+        trace, slots = self.trace, np.arange(lengths.max())
+        maxima = self._along(live, at, slots, trace.maximum, trace.rollout_maximum)
+        chances = self._along(live, at, slots, trace.chance, trace.rollout_chance)
+        run = self.run[live, at[live]][:, None]
+        rejected = np.minimum(at[live][:, None] + run, trace.p.shape[1] - 1)
+        chances = np.where(slots == run, trace.rejected_chance[self.sequences[live][:, None], rejected], chances)
+        return HiddenDraft(lengths, maxima, chances)
+
+    def _along(
+        self, live: np.ndarray, at: np.ndarray, slots: np.ndarray, on_text: np.ndarray, after: np.ndarray
+    ) -> np.ndarray:
+        """What is recorded of the drafts in `slots` [K] of the live rows: [B, K], on_text [N, T] up to the rejected
+        one, then after [N, T, R] of its rollout (whose last repeats)."""
+        sequences, starts = self.sequences[live][:, None], at[live][:, None]
+        run, last = self.run[live, at[live]][:, None], self.trace.p.shape[1] - 1
+        past = slots - run - 1  # drafts since the rejected one; negative before a rejection
+        since = np.clip(past, 0, after.shape[-1] - 1)
+        beyond = after[sequences, np.minimum(starts + run, last), since]
+        return np.where(past < 0, on_text[sequences, np.minimum(starts + slots, last)], beyond)
+
+
+class Step(NamedTuple):
+    """One step: arrays over its rows (row numbers, tokens before it, planned, drafted, accepted, emitted; drafted:
+    what was submitted); passes of the draft model."""
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    planned: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
+    emitted: np.ndarray
+    passes: int
+
+
+def _runs(fates: np.ndarray) -> np.ndarray:
+    """How many True in a row from each place on: bool [B, T] -> int64 [B, T]."""
+    places = np.arange(fates.shape[1])
+    stops = np.where(fates, fates.shape[1], places)
+    return np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1] - places
+
+
+def decode(replay: Replay, policy: DraftLengthPolicy) -> list[Step]:
+    """The decode steps of a replay: the engine's `_decode` without models. The policy changes as it learns."""
+    at = np.ones(len(replay.ends), dtype=np.int64)  # the prefill gives every row its first token
+    live = _without_ended(np.arange(len(at)), at >= replay.ends)
+    steps: list[Step] = []
+    if len(live):
+        policy.start(replay.view(live, at, 0))
+    while len(live):
+        view = replay.view(live, at, len(steps))
+        planned, drafted = planned_lengths(policy.plan(view), view)
+        passes = int(drafted.max())
+        if passes and policy.keep_drafting is not None:
+            drafted, passes = _ask(policy, replay, live, at, drafted)
+        if drafted.any() and policy.choose is not None:
+            hidden = replay.hidden(live, at, drafted)
+            policy.choose(hidden)
+            drafted = hidden.submitted
+        accepted = np.minimum(drafted, replay.run[live, at[live]])
+        policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
+        emitted = np.minimum(accepted + 1, replay.ends[live] - at[live])
+        steps.append(Step(live, view.lengths, planned, drafted, accepted, emitted, passes))
+        at[live] += emitted
+        live = _without_ended(live, at[live] >= replay.ends[live])
+    return steps
+
+
+def _ask(
+    policy: DraftLengthPolicy, replay: Replay, live: np.ndarray, at: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """Drafted lengths [B] after the policy's answers within the step, and how many passes of the draft it took."""
+    drafted, passes = lengths.copy(), 1
+    entropy, maximum = replay.signals(live, at, int(lengths.max()))
+    for slot in range(len(entropy)):
+        drafting = torch.from_numpy(drafted > slot)
+        answer = policy.keep_drafting(Signals(slot, entropy[slot], maximum[slot], drafting))
+        drafted = cut_lengths(drafted, answer, slot)
+        if drafted.max() <= slot:
+            break
+        passes += slot + 1 < drafted.max()
+    return drafted, int(passes)
+
+
+def _without_ended(live: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Live rows in the engine's order: the last one takes the place of a row that ended (`Rows.compact`)."""
+    if not ended.any():
+        return live
+    places = live.tolist()
+    for place in np.flatnonzero(ended)[::-1]:
+        places[place] = places[-1]
+        places.pop()
+    return np.array(places, dtype=np.int64)
+
+
+def step_seconds(steps: Sequence[Step], cost: Cost) -> np.ndarray:
+    """Draft, target and other seconds of each step: [3, steps].
+
+    Where rows differ in length, the longest counts if the cost model says so (`kv_of_rows` "max"), else the mean. A
+    step that a policy stopped pays for the pass after which it stopped, and one whose drafts a policy chose among for
+    all that were drafted.
+
+    Rows submit a token more than their drafts. Where they submit different numbers and the engine packs the target's
+    pass (`runner.packs`, not on the path "eager"), it costs what a rectangular pass over as many tokens does: query
+    length tokens / rows. That is the ideal of packing, which leaves out what packing itself costs: on two CPU cores a
+    packed pass over half of the tokens took 0.8-0.9 of the rectangular one's time. Elsewhere the longest row counts.
+    """
+    over_rows = np.max if getattr(cost, "kv_of_rows", "mean") == "max" else np.mean
+    batch = np.array([len(step.rows) for step in steps])
+    passes = np.array([step.passes for step in steps])
+    query_length = np.array([_query_length(step.drafted + 1, _may_pack(cost)) for step in steps])
+    kv_length = np.array([over_rows(step.lengths) - 1 for step in steps])  # the last token enters in this pass
+    verifying = cost.target(batch, query_length, kv_length)
+    parts = cost.draft(batch, passes, kv_length), verifying, cost.overhead(batch, passes)
+    return np.stack([np.broadcast_to(part, batch.shape) for part in parts])
+
+
+def _may_pack(cost: Cost) -> bool:
+    """Whether the engine packs the target's passes on the attention path that these are the costs of, if known."""
+    models = getattr(cost, "models", None)
+    return models is None or models["target"]["attention"] != "eager"
+
+
+def _query_length(submitted: np.ndarray, may_pack: bool) -> float:
+    """Tokens per row of the rectangular pass that costs as much as one over rows that submit so many tokens [B]."""
+    longest = submitted.max()
+    return submitted.mean() if may_pack and packs(submitted, longest) else longest

@@ -1,0 +1,277 @@
+"""Many runs of one notebook: which they are, what they are called, and the loop that has them all done once.
+
+A run is known by a hash of what its result depends on (parameters, the notebook's cells, the code, the models), so a
+second start of the same sweep runs what is missing and nothing else, and a change of any of these runs it anew.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bass_core.models import ASSETS
+from bass_lab.sweep import one_run, parameters
+from bass_lab.sweep.executors import LocalExecutor, RayExecutor
+from bass_lab.sweep.parameters import AUTO
+from bass_lab.sweep.store import Store
+
+OUTPUT = "output"  # the parameter by which a notebook is told where to write what it measured
+STOPPING = {  # outcomes that every other run would meet, too; what to do
+    one_run.FULL: "free some space",
+    one_run.CHANGED: "do not change the code while a sweep runs",
+}
+FINISHED = (one_run.DONE, "was done")  # statuses of runs that have a result
+AGAIN = "the same command goes on with what is missing"
+
+
+class SweepStopped(Exception):
+    """The sweep ended before all runs were tried; the message says why, and how to go on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sweep before it starts. runs: parameters by key, defaults filled in. varied: names with several values.
+
+    notebook: its JSON; path: where it lies, and runs work. code: the version that the keys stand for.
+    """
+
+    path: Path
+    notebook: dict
+    runs: dict[str, dict[str, Any]]
+    varied: list[str]
+    code: str
+    records: bool  # whether it takes `output`
+
+    def job(self, key: str, timeout: float | None) -> dict:
+        """What `one_run.Run` needs to know."""
+        return {
+            "notebook": self.notebook,
+            "parameters": self.runs[key],
+            "cwd": str(self.path.parent.resolve()),
+            "code": self.code,
+            "output": self.records,
+            "environment": {},
+            "timeout": timeout,
+        }
+
+    def table(self, done: Callable[[str], bool]) -> pd.DataFrame:
+        """A line per run: its key, what varies, and whether it is done."""
+        lines = [
+            {"run": key, **shown(self.runs[key], self.varied), "status": "done" if done(key) else "to run"}
+            for key in self.runs
+        ]
+        return pd.DataFrame(lines)
+
+
+def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None = None) -> Plan:
+    """The runs of a notebook: every combination of the values, for each row if there are any.
+
+    values: texts NAME=VALUE,VALUE,…. rows: a CSV or YAML file with a run's parameters in each row. Raises ValueError
+    that lists the valid ones for a wrong name or value, and for a model that cannot be found; nothing has run by then.
+    """
+    path = Path(path)
+    try:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        known = parameters.of_notebook(notebook, path.name)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is no notebook: {type(error).__name__}: {error}") from None
+    grid = _grid(path.name, values, known)
+    listed = _rows(path.name, Path(rows), known) if rows else [{}]
+    if twice := [name for name in grid if any(name in row for row in listed)]:
+        raise ValueError(f"{', '.join(twice)} stands both in {rows} and after -p; leave one out")
+    defaults = {name: parameter.default for name, parameter in known.items() if name != OUTPUT}
+    product = [dict(zip(grid, combination, strict=True)) for combination in itertools.product(*grid.values())]
+    wanted = [defaults | row | chosen for row in listed for chosen in product]
+    code, cells = one_run.code_version(), [["".join(c["source"]), c["cell_type"]] for c in notebook["cells"]]
+    runs, models = {}, {}
+    for run in wanted:
+        names = run.get("target", ""), run.get("draft", "")
+        if names not in models:
+            models[names] = _models(*names, path.parent) if {"target", "draft"} & set(run) else []
+        runs[_hash([run, cells, code, models[names]])] = run
+    varied = [name for name in defaults if len({json.dumps(run[name]) for run in wanted}) > 1]
+    return Plan(path, notebook, runs, varied or [*grid], code, OUTPUT in known)
+
+
+def _grid(title: str, values: Sequence[str], known: parameters.Parameters) -> dict[str, list]:
+    grid = {}
+    for text in values:
+        name, equals, listed = text.partition("=")
+        if not equals:
+            raise ValueError(f"-p takes NAME=VALUE,VALUE,…; got {text!r}")
+        if name in grid:
+            raise ValueError(f"-p {name}=… was given twice; list its values after one, separated by commas")
+        parameter = _own(title, name, known)
+        grid[name] = [parameter.parse(value) for value in parameters.split(listed)]
+    return grid
+
+
+def _rows(title: str, file: Path, known: parameters.Parameters) -> list[dict]:
+    """The parameters in each row of a file; texts stand for values as they do after -p."""
+    if file.suffix == ".csv":
+        with file.open(newline="", encoding="utf-8") as lines:
+            rows = list(csv.DictReader(lines))
+    elif file.suffix in (".yaml", ".yml"):
+        import yaml
+
+        try:
+            rows = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is no YAML: {error}") from None
+    else:
+        raise ValueError(f"rows stand in a file that ends with .csv, .yaml or .yml; got {file}")
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{file} must hold at least one row, each a mapping from names to values")
+    found = []
+    for number, row in enumerate(rows, 1):
+        try:
+            if None in row or (None in row.values() and file.suffix == ".csv"):
+                raise ValueError("it has not as many fields as the first line")
+            own = {str(name): (_own(title, str(name), known), value) for name, value in row.items()}
+            found.append({name: p.parse(v) if isinstance(v, str) else p.check(v) for name, (p, v) in own.items()})
+        except ValueError as error:
+            raise ValueError(f"{file}, row {number}: {error}") from None
+    return found
+
+
+def _own(title: str, name: str, known: parameters.Parameters) -> parameters.Parameter:
+    """The parameter of that name; `output` is the sweep's."""
+    if name == OUTPUT:
+        raise ValueError(f"{OUTPUT} is set by the sweep, which collects what each run writes; say --out FOLDER")
+    return parameters.known(title, name, {other: parameter for other, parameter in known.items() if other != OUTPUT})
+
+
+def _models(target: str, draft: str, folder: Path) -> list[str]:
+    """What tells the models of a run apart, by what is in their files. Raises ValueError for one that is nowhere."""
+    if not target:
+        return [_folder_hash(ASSETS / "target"), _folder_hash(ASSETS / "draft")]
+    found = []
+    for name in filter(None, (target, draft)):
+        local = folder / name
+        found.append(_folder_hash(local) if local.is_dir() else f"{name}@{_revision(name)}")
+    return found
+
+
+def _folder_hash(folder: Path) -> str:
+    """Of the names, sizes, first and last megabyte of a checkpoint's files: weights may be too large to read."""
+    digest, ends = hashlib.sha256(), 2**20
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(ends))
+            file.seek(max(path.stat().st_size - ends, 0))
+            digest.update(file.read(ends))
+    return digest.hexdigest()[:16]
+
+
+def _revision(name: str) -> str:
+    """The commit of a hub model: the one in the cache, or the newest where it would be downloaded."""
+    from huggingface_hub import model_info, try_to_load_from_cache
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+        return Path(cached).parent.name if isinstance(cached, str) else model_info(name, timeout=10).sha
+    except Exception as error:  # whatever the hub or the network says
+        raise ValueError(
+            f"the model {name!r} is no folder beside the notebook, not in the cache, and not found on the hub: {error}"
+        ) from None
+
+
+def _hash(document: object) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def shown(run: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Some of a run's parameters as people write them: None is `auto`."""
+    return {name: AUTO if run[name] is None else run[name] for name in names}
+
+
+# ------------------------------------------------------------------------------------------------------------- the loop
+
+
+def run(
+    plan: Plan,
+    folder: str | Path,
+    executor: LocalExecutor | RayExecutor,
+    *,
+    timeout: float | None = None,
+    retries: int = 2,
+    progress: Callable[[str, dict], None] = lambda key, line: None,
+) -> pd.DataFrame:
+    """Do the runs of a plan that `folder` lacks: a line per run with what varies, status, seconds, attempts and error.
+
+    status: "done" (here), "was done", or why there is no result; `details` says more (the failing cell). retries: how
+    often a run is started again whose process died or could not start; a failing cell and a run that took longer than
+    `timeout` seconds are not tried again. progress: called with key and line whenever a run has ended for good.
+
+    Raises ValueError if the folder cannot be had; SweepStopped where no other run could succeed (the disk is full, the
+    code was changed). Whatever ends it, finished runs stay.
+    """
+    try:
+        lines = _lines(plan, Path(folder), executor, timeout, retries, progress)
+    except OSError as error:
+        if not one_run.is_full(error):
+            raise
+        raise _stopped(one_run.FULL, str(error)) from error
+    return pd.DataFrame([{"run": key, **shown(plan.runs[key], plan.varied), **lines[key]} for key in plan.runs])
+
+
+def _lines(
+    plan: Plan,
+    folder: Path,
+    executor: LocalExecutor | RayExecutor,
+    timeout: float | None,
+    retries: int,
+    progress: Callable[[str, dict], None],
+) -> dict[str, dict]:
+    lines: dict[str, dict] = {}
+    with Store(folder, plan.path.name, plan.runs) as store:
+        waiting, attempts = [], dict.fromkeys(plan.runs, 0)
+        for key in plan.runs:
+            if store.done(key):
+                lines[key] = {"status": FINISHED[1]}
+                progress(key, lines[key])
+            else:
+                waiting.append(key)
+        with executor:
+            while waiting or executor.running:
+                while waiting and executor.free:
+                    key = waiting.pop(0)
+                    attempts[key] += 1
+                    executor.start(key, plan.job(key, timeout), store.scratch(key, attempts[key]))
+                for key, scratch, outcome in executor.ended():
+                    if outcome["status"] == one_run.DIED and attempts[key] <= retries:
+                        store.discard(scratch)
+                        waiting.insert(0, key)
+                        continue
+                    lines[key] = outcome | {"attempts": attempts[key]}
+                    _settle(plan, store, key, scratch, lines[key])
+                    progress(key, lines[key])
+                    if lines[key]["status"] in STOPPING:
+                        raise _stopped(lines[key]["status"], lines[key]["error"])
+    return lines
+
+
+def _stopped(status: str, error: str) -> SweepStopped:
+    return SweepStopped(f"{status}: {error}; {STOPPING[status]}, and {AGAIN}")
+
+
+def _settle(plan: Plan, store: Store, key: str, scratch: Path, line: dict) -> None:
+    """Keep what an attempt left; if that fails, `line` becomes a failure."""
+    try:
+        if line["status"] == one_run.DONE:
+            mark = {"notebook": plan.path.name, "parameters": plan.runs[key], "code": plan.code}
+            store.keep(key, scratch, mark | {name: line[name] for name in ("seconds", "attempts")})
+            return
+    except ValueError as error:
+        line |= {"status": one_run.FAILED, "error": str(error), "details": ""}
+    report = f"{line['status']}: {line['error']}\n\n{line['details']}\n"
+    line["kept"] = str(store.keep_failed(key, scratch, report))

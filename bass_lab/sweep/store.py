@@ -1,0 +1,190 @@
+"""The folder of a sweep: results that a kill or a full disk cannot spoil.
+
+    sweep.json                   what was asked for: the notebook, and every run's key and parameters
+    KEY/notebook.ipynb           the executed notebook
+    KEY/records.jsonl            what it wrote to `output` (a folder `records` where it writes one)
+    KEY/done.json                the mark, written last: parameters, seconds, hashes of the records
+    failed/KEY/                  the same of a run that failed, with error.txt and no mark
+
+A run works in a folder of its own under `.scratch`; when it has succeeded, its files are synced, the folder is renamed
+to its key, and the mark follows. Without a mark there is no result, and the next start clears it away and runs again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bass_lab.sweep.one_run import RECORDS
+
+SWEEP, MARK, SCRATCH, FAILED = "sweep.json", "done.json", ".scratch", "failed"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. files: what it recorded, as paths. mark: what `done.json` says."""
+
+    key: str
+    parameters: dict[str, Any]
+    files: list[Path]
+    mark: dict[str, Any]
+
+
+class Store:
+    """The folder of a sweep, held by this process alone until it is closed; made if there is none.
+
+    notebook: the name of the notebook that is swept. runs: parameters by key, added to those asked for before; a run
+    with the same parameters under another key is replaced (the notebook, the code or a model has changed). Raises
+    ValueError, and changes nothing, if another process holds the folder or it is of another notebook.
+    """
+
+    def __init__(self, folder: Path, notebook: str, runs: Mapping[str, dict]):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ValueError(f"another sweep is writing {folder}; wait for it, or give another folder") from None
+            self._begin(notebook, runs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, notebook: str, runs: Mapping[str, dict]) -> None:
+        asked = read_sweep(self.folder) if (self.folder / SWEEP).exists() else {"notebook": notebook, "runs": {}}
+        if not (self.folder / SWEEP).exists() and any(self.folder.glob("[!.]*")):
+            raise ValueError(f"{self.folder} holds other files and no sweep; give an empty or a new folder")
+        if asked["notebook"] != notebook:
+            raise ValueError(f"{self.folder} is a sweep of {asked['notebook']}, not of {notebook}; give another folder")
+        kept = {key: parameters for key, parameters in asked["runs"].items() if parameters not in runs.values()}
+        asked["runs"] = kept | dict(runs)
+        write(self.folder / SWEEP, asked)
+        shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
+        for key in runs:
+            if not (self.folder / key / MARK).exists():
+                shutil.rmtree(self.folder / key, ignore_errors=True)
+
+    def done(self, key: str) -> bool:
+        return (self.folder / key / MARK).exists()
+
+    def scratch(self, key: str, attempt: int) -> Path:
+        """An empty folder for an attempt at a run."""
+        path = self.folder / SCRATCH / f"{key}-{attempt}-{os.getpid()}"
+        path.mkdir(parents=True)
+        return path
+
+    def keep(self, key: str, scratch: Path, mark: Mapping[str, Any]) -> None:
+        """Make the files of a successful attempt the run's result. Raises ValueError where a record is no JSON line."""
+        records = scratch / RECORDS
+        if records.is_file():
+            records = records.rename(records.with_suffix(".jsonl"))
+        hashes = {str(path.relative_to(scratch)): _checked_hash(path) for path in _recorded(scratch)}
+        self._move(scratch, self.folder / key)
+        write(self.folder / key / MARK, {"key": key, **mark, "records": hashes})
+        shutil.rmtree(self.folder / FAILED / key, ignore_errors=True)
+
+    def keep_failed(self, key: str, scratch: Path, error: str) -> Path:
+        """Put the files of a failed attempt aside, with what went wrong; where they lie."""
+        (scratch / "error.txt").write_text(error, encoding="utf-8")
+        place = self.folder / FAILED / key
+        place.parent.mkdir(exist_ok=True)
+        self._move(scratch, place)
+        return place
+
+    def discard(self, scratch: Path) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+    def _move(self, scratch: Path, place: Path) -> None:
+        for path in [*scratch.rglob("*"), scratch]:
+            sync(path)
+        shutil.rmtree(place, ignore_errors=True)
+        scratch.rename(place)
+        sync(place.parent)
+
+    def close(self) -> None:
+        """Let go of the folder, and clear away what unfinished runs left."""
+        shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
+        os.close(self._lock)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+def read_sweep(folder: Path) -> dict:
+    """What a sweep's folder was asked for: `notebook` (its name) and `runs` (parameters by key). Raises ValueError."""
+    path = folder / SWEEP
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"notebook": str(found["notebook"]), "runs": dict(found["runs"])}
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is no sweep: there is no {SWEEP}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not of `bass sweep`: {type(error).__name__}: {error}") from None
+
+
+def results(folder: Path) -> Iterator[Result]:
+    """The finished runs of a sweep that were asked for, in that order, also while it is running.
+
+    Raises ValueError for a folder of another kind, and where a record is not the one that the mark was made for.
+    """
+    for key, parameters in read_sweep(folder)["runs"].items():
+        place = folder / key
+        if not (place / MARK).exists():
+            continue
+        mark = json.loads((place / MARK).read_text(encoding="utf-8"))
+        for name, digest in mark["records"].items():
+            if not (place / name).exists() or _hash(place / name) != digest:
+                raise ValueError(f"{place / name} is not what the run wrote: it was changed or lost afterwards")
+        yield Result(key, parameters, [place / name for name in mark["records"]], mark)
+
+
+def write(path: Path, document: object) -> None:
+    """Replace a JSON file: after a kill at any moment it is the old one or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.part")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _recorded(place: Path) -> list[Path]:
+    """The JSON lines that a run left."""
+    return sorted([*place.glob(f"{RECORDS}.jsonl"), *(place / RECORDS).rglob("*.jsonl")])
+
+
+def _checked_hash(path: Path) -> str:
+    """Of a file of JSON lines; ValueError naming the line that is none."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path.name}, line {number} is not JSON: {error}") from None
+    return _hash(path)
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,141 @@
+"""Attention over the ragged cache against a plain reference, and the probe that decides which path a model gets."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from tiny import tiny_model
+
+import bass_core as bass
+from bass_core import attention, probe
+from bass_core.cache import Pass
+
+B, HEADS, KV_HEADS, Q, S, D = 3, 4, 2, 3, 12, 8
+ENDS = [4, 12, 7]  # keys of each row once the pass has written
+
+
+def reference(query, key, value, visible, softcap=None, sinks=None):
+    """Plain attention in float64, one row and head at a time, over the visible keys alone: [B, Q, H, D]."""
+    out = torch.zeros(B, Q, HEADS, D, dtype=torch.float64)
+    for b in range(B):
+        for h in range(HEADS):
+            k, v = key[b, h // (HEADS // KV_HEADS)], value[b, h // (HEADS // KV_HEADS)]
+            for q in range(Q):
+                seen = visible[b, q]
+                scores = k[seen] @ query[b, h, q] * D**-0.5
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[h : h + 1]])
+                weights = scores.softmax(0)[: int(seen.sum())]
+                out[b, q, h] = weights @ v[seen]
+    return out
+
+
+@pytest.mark.parametrize("path", [attention.pad_attention, attention.split_attention])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 3}, {"softcap": 2.0}, {"s_aux": torch.linspace(-1, 1, HEADS).double()},
+     {"sliding_window": 5, "softcap": 1.0, "s_aux": torch.zeros(HEADS).double()}],
+    ids=str,
+)  # fmt: skip
+def test_attention_equals_the_reference(monkeypatch, path, options):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(B, heads, length, D, generator=generator, dtype=torch.float64)
+        for heads, length in ((HEADS, Q), (KV_HEADS, S), (KV_HEADS, S))
+    )
+    positions = torch.tensor(ENDS)[:, None] - Q + torch.arange(Q)
+    ends = torch.tensor(ENDS)
+    current = Pass(positions, positions, ends - Q, ends, range(B), max(ENDS), ENDS)
+    monkeypatch.setattr(attention, "_current", current)
+    found, _ = path(None, query, key, value, None, scaling=D**-0.5, **options)
+    visible = current.visible(options.get("sliding_window"))
+    expected = reference(query, key, value, visible, options.get("softcap"), options.get("s_aux"))
+    torch.testing.assert_close(found, expected)
+    assert found.is_contiguous()
+
+
+def test_window_and_chunk_are_what_the_names_say():
+    positions, ends = torch.tensor([[6]]), torch.tensor([7])
+    current = Pass(positions, positions, ends - 1, ends, range(1), 10, [7])
+    seen = lambda **options: current.visible(**options)[0, 0].nonzero().flatten().tolist()  # noqa: E731
+    assert seen() == [0, 1, 2, 3, 4, 5, 6]
+    assert seen(window=3) == [4, 5, 6]
+    assert seen(chunk=4) == [4, 5, 6]
+
+
+def test_models_that_bypass_the_interface_fall_back_to_eager():
+    assert probe.resolve(tiny_model("llama")) == "pad"
+    for architecture in ("codegen", "gptj", "falcon"):
+        assert probe.resolve(tiny_model(architecture)) == "eager"
+
+
+def test_models_that_ignore_everything_are_refused():
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot be decoded over a ragged cache"):
+        probe.resolve(tiny_model("bloom"))
+    with pytest.raises(ValueError, match="BambaForCausalLM keeps a recurrent state"):
+        probe.resolve(tiny_model("bamba"))
+
+
+def test_llama_4_is_refused():
+    """Its chunked layers call the interface (counting calls would pass them) and are wrong; its own code scales queries
+    by a position that it counts itself."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, attention_chunk_size=8, num_local_experts=2,
+        num_experts_per_tok=1, max_position_embeddings=96, pad_token_id=0, initializer_range=0.3,
+        layer_types=["chunked_attention", "full_attention"],
+    )  # fmt: skip
+    model = Llama4ForCausalLM(config).eval()
+    assert probe.probe(model, "pad") is not None
+    with pytest.raises(ValueError, match=r"pad: its logits are off .* eager: its logits are off"):
+        probe.resolve(model)
+
+
+def test_probe_catches_a_window_that_is_ignored(monkeypatch):
+    model = tiny_model("mistral", seed=5)
+    assert probe.probe(model, "pad") is None
+    probe._probed.pop(model)
+    original = attention.Pass.visible
+    monkeypatch.setattr(attention.Pass, "visible", lambda self, window=None, chunk=None: original(self))
+    assert "logits are off" in probe.probe(model, "pad")
+    probe._probed.pop(model)
+
+
+def test_probe_catches_stale_slots_that_are_seen(monkeypatch):
+    model = tiny_model("llama", seed=6)
+    original = attention.Pass.visible
+    monkeypatch.setattr(attention.Pass, "visible", lambda self, *args: torch.ones_like(original(self, *args)))
+    assert "logits are off" in probe.probe(model, "pad")
+
+
+def test_probe_leaves_the_model_as_it_was():
+    model = tiny_model("llama", seed=7).train()
+    before = model.config.to_dict(), model.config._attn_implementation
+    probe.resolve(model)
+    assert model.training and all(module.training for module in model.modules())
+    assert (model.config.to_dict(), model.config._attn_implementation) == before
+    model.eval()
+
+
+def test_probe_forgets_models_that_are_gone():
+    model = tiny_model.__wrapped__("llama", seed=8)
+    probe.resolve(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+def test_named_paths_are_taken_or_refused():
+    with pytest.raises(ValueError, match="attention must be one of"):
+        probe.resolve(tiny_model(), "flash")
+    with pytest.raises(
+        ValueError, match=r"needs the Triton kernels, and they need a CUDA GPU, and the model is on cpu"
+    ):
+        bass.generate(bass.ModelPair(tiny_model()), torch.tensor([3, 4]), max_new_tokens=4, attention="ragged")

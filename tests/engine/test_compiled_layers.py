@@ -1,0 +1,140 @@
+"""Layers through torch.compile: the same tokens, one compilation per shape, and a model that is left as it was."""
+
+import pytest
+import torch
+from recording import assert_same, pair, use_on_cpu
+from tiny import ragged_prompts, tiny_model
+from torch._dynamo.utils import counters
+
+import bass_core as bass
+from bass_core import compiled_layers, eager_step
+from bass_core.graphs import NothingReadByHost, NotRecordable
+
+PROMPTS = ragged_prompts(5, 11)
+
+
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Layers are traced and guarded as ever, and run as they were traced: no C++ is written."""
+    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
+    monkeypatch.setattr(compiled_layers, "_compiled", {})
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def decode(models, compile, new=12, **options):
+    options = {"draft_length": 2, "eos_token_id": ()} | options
+    return bass.generate(models, PROMPTS, max_new_tokens=new, compile=compile, **options)
+
+
+def assert_equals_eager(models, **options):
+    expected, found = (decode(models, way, **options) for way in ("off", "compiled"))
+    assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert found.trace.meta["compile"] == "compiled"
+
+
+def test_compiled_equals_eager():
+    """By inductor, to machine code, seconds per shape: drafting one token makes all passes two tokens long."""
+    counters.clear()
+    found = {}
+    for way in ("off", "compiled"):
+        options = {"draft_length": 1, "temperature": 0.8, "eos_token_id": ()}
+        with bass.Session(pair(), compile=way, **options) as session:
+            handle = session.submit(PROMPTS[0], max_new_tokens=24)
+            while not session.idle:
+                session.step()
+            found[way] = session.result(handle)
+    assert torch.equal(found["compiled"].sequence, found["off"].sequence)
+    torch.testing.assert_close(found["compiled"].logprobs, found["off"].logprobs, rtol=0, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 and counters["inductor"]["extern_calls"] > 0
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma2", "phi3", "gpt2", "opt", "codegen"])
+@pytest.mark.usefixtures("traced_only")
+def test_layers_of_every_family_are_traced_whole(architecture):
+    assert_equals_eager(pair(architecture))
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_nothing_is_compiled_anew_over_fifty_steps():
+    """One graph for each number of tokens, whatever the depth; and then none, while rows grow step by step (but for
+    each 128 keys, on the padded path of a CPU)."""
+    room = {"max_position_embeddings": 512}
+    models = bass.ModelPair(tiny_model(num_hidden_layers=7, **room), tiny_model(noise=0.1, **room))
+    options = {"draft_length": 2, "acceptance": "synthetic:0.3", "eos_token_id": ()}
+    with bass.Session(models, compile="compiled", **options) as session:
+        for prompt in ragged_prompts(130, 134):
+            session.submit(prompt, max_new_tokens=90)
+        for _ in range(3):
+            session.step()
+        known = dict(counters["stats"])
+        assert known["unique_graphs"] == 3  # the draft's two tokens and its one, the target's three
+        while len(session.rows.live) == 2:  # to the end of a row, where drafts are cut
+            session.step()
+        assert counters["stats"] == known
+        steps = session.trace.steps.query("kind == 'decode'")
+        assert steps.step.nunique() > 52 and (steps.drafted < steps.k).any()
+        assert counters["graph_break"] == {}
+
+
+def watched(function):
+    """Records nothing, but looks for what a CUDA graph could not hold."""
+    with NothingReadByHost():
+        function()
+    return function
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_what_the_host_reads_outside_the_compiled_layers_is_noticed(monkeypatch):
+    monkeypatch.setattr(eager_step, "launched_each_time", watched)
+    target = tiny_model.__wrapped__()
+    models = bass.ModelPair(target, tiny_model(noise=0.1))
+    decode(models, "compiled")
+    target.lm_head.register_forward_pre_hook(lambda module, args: (args[0] * float(args[0].sum() > 0),))
+    with pytest.raises(NotRecordable, match="compile='off'"):
+        decode(models, "compiled")
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_layers_are_the_models_own_again_afterwards():
+    models = pair()
+    decode(models, "compiled")
+    assert all("forward" not in vars(layer) for layer in compiled_layers.layers_of(models.target))
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_layers_in_somebody_elses_hands_are_not_touched():
+    """accelerate, for one, hangs its hooks on a layer's forward."""
+    models = bass.ModelPair(tiny_model.__wrapped__(), tiny_model())
+    layer = compiled_layers.layers_of(models.target)[1]
+    hooked = layer.forward = layer.forward
+    with pytest.raises(ValueError, match=r"layer by layer.*compile='off'"):
+        decode(models, "compiled")
+    assert layer.forward is hooked
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_a_model_that_cannot_be_traced_is_refused_by_name():
+    """Mixtral's plain loop over experts depends on which of them have tokens."""
+    models = pair("mixtral")
+    with pytest.raises(ValueError, match=r"MixtralForCausalLM's layers cannot be compiled.*compile='off'"):
+        decode(models, "compiled")
+    assert all("forward" not in vars(layer) for layer in compiled_layers.layers_of(models.target))
+
+
+def test_sessions_of_the_same_shape_share_what_was_compiled(traced_only):
+    models = pair()
+    decode(models, "compiled")
+    known = dict(counters["stats"])
+    decode(models, "compiled")
+    assert counters["stats"] == known
+
+
+def test_recorded_and_compiled_steps_have_the_same_columns(monkeypatch):
+    use_on_cpu(monkeypatch)
+    recorded, _ = assert_same(pair(), PROMPTS, new=6, draft_length=2)
+    assert recorded.trace.summary()["compile"] == "graphs"

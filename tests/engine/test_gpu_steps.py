@@ -1,0 +1,150 @@
+"""Recorded steps on a CUDA device: the same text, one wait per step, memory given back. `pytest -m gpu`."""
+
+import warnings
+
+import pytest
+import torch
+from tiny import greedy_alone, ragged_prompts, tiny_model
+
+import bass_core as bass
+import bass_lab as lab
+from bass_core.shapes import SHAPES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
+WAYS = ("graphs", "compiled", "compiled+graphs")
+
+
+def pair_on_gpu(architecture="llama", dtype="float64", **changes):
+    models = (tiny_model.__wrapped__(architecture, dtype=dtype, noise=noise, **changes).cuda() for noise in (0.0, 0.1))
+    return bass.ModelPair(*models)
+
+
+def decode(pair, compile, **options):
+    options = {"max_new_tokens": 32, "draft_length": 3, "eos_token_id": ()} | options
+    return bass.generate(pair, PROMPTS, compile=compile, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2", "opt", "codegen"])
+def test_greedy_text_is_transformers(architecture, way):
+    pair = pair_on_gpu(architecture)
+    out = decode(pair, way)
+    assert out.trace.meta["compile"] == way
+    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
+        assert sequence.tolist() == greedy_alone(pair.target, prompt.cuda(), 32).tolist()
+
+
+SAMPLING = {
+    "token": {"temperature": 0.9},
+    "block": {"temperature": 0.9, "verification": "block"},
+    "coupled": {"temperature": 0.9, "verification": "coupled"},
+    "processed": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
+    "synthetic": {"acceptance": "synthetic:0.7"},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), bass.AdaEDL(limit=4, threshold=0.65)], ids=str)
+def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
+    pair = pair_on_gpu()
+    expected, found = (decode(pair, way, draft_length=policy, **SAMPLING[sampling]) for way in ("off", "graphs"))
+    assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
+
+
+def test_coupled_text_is_that_of_regular_decoding():
+    pair, options = pair_on_gpu(), {"temperature": 0.9, "verification": "coupled"}
+    regular, drafted = (decode(pair, "graphs", draft_length=k, max_batch_size=3, **options) for k in (0, 4))
+    assert [s.tolist() for s in drafted.sequences] == [s.tolist() for s in regular.sequences]
+
+
+def test_auto_records_where_it_can():
+    assert decode(pair_on_gpu(), "auto").trace.meta["compile"] == "graphs"
+    assert decode(pair_on_gpu("mixtral"), "auto").trace.meta["compile"] == "off"
+
+
+@pytest.mark.parametrize("way", ["graphs", "compiled+graphs"])
+def test_the_host_waits_once_per_step(way):
+    with bass.Session(pair_on_gpu(), compile=way, draft_length=3, eos_token_id=()) as session, session.prepared():
+        for prompt in PROMPTS[:4]:
+            session.submit(prompt, max_new_tokens=70)
+        for _ in range(6):  # the prefill, and steps that record
+            session.step()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    session.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(session.rows.live) == 4
+        assert len([wait for wait in waits if "synchroniz" in str(wait.message)]) == 5
+
+
+def test_a_session_gives_its_memory_back():
+    pair = pair_on_gpu()
+    decode(pair, "graphs")  # what libraries keep
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        decode(pair, "graphs")
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_recordings_survive_rows_that_come_and_go():
+    with bass.Session(pair_on_gpu(), compile="graphs", draft_length=3, eos_token_id=(), max_batch_size=4) as session:
+        session.reserve(80)
+        handles = []
+        for turn in range(4):
+            handles += [session.submit(prompt, max_new_tokens=20 + turn) for prompt in PROMPTS]
+            while not session.idle:
+                session.step()
+        made = session.device_step.recordings
+        handles += [session.submit(prompt, max_new_tokens=21) for prompt in PROMPTS]
+        while not session.idle:
+            session.step()
+        assert session.device_step.recordings == made
+        for handle, prompt in zip(handles, PROMPTS * 5, strict=True):
+            tokens = session.result(handle).sequence.tolist()
+            assert tokens == greedy_alone(session.pair.target, prompt.cuda(), len(tokens)).tolist()
+
+
+@pytest.mark.parametrize("way", ["graphs", "compiled+graphs"])
+def test_the_embedded_pair_is_exact_on_the_recorded_path(way):
+    report = lab.verify(bass.load_pair(), compile=way)
+    assert report.passed, report.table()
+
+
+def test_recordings_are_made_anew_when_memory_has_moved():
+    """The last of the old ones takes the memory pool along."""
+    pair = pair_on_gpu()
+    for policy, new in ((3, 60), (bass.BassHeuristic(initial=6, increment=5), 60)):
+        found = {}
+        for way in ("off", "graphs"):
+            with bass.Session(pair, compile=way, draft_length=policy, eos_token_id=()) as session:
+                handles = [session.submit(PROMPTS[0], max_new_tokens=20)]
+                for _ in range(5):
+                    session.step()
+                handles.append(session.submit(PROMPTS[3], max_new_tokens=new))
+                while not session.idle:
+                    session.step()
+                found[way] = [session.result(handle).sequence.tolist() for handle in handles]
+                assert session.trace.meta["compile"] == way
+        assert found["graphs"] == found["off"]
+
+
+def test_dummy_weights_are_made_on_the_gpu_and_once(monkeypatch):
+    shape = SHAPES["paper-7.8b"]
+    monkeypatch.setitem(SHAPES, "paper-7.8b", type(shape)(shape.draft, shape.draft))  # small enough for any GPU
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    pair = bass.load_pair("paper-7.8b", weights="dummy")
+    size = sum(p.numel() * p.element_size() for model in pair.models for p in model.parameters())
+    table = pair.draft.lm_head.weight.nbytes  # exists twice until it is tied
+    assert torch.cuda.max_memory_allocated() - before < 1.05 * size + table

@@ -1,0 +1,109 @@
+"""What a user installs is what was tested, and importing it disturbs nothing."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+
+
+def direct_dependencies() -> list[Requirement]:
+    """The base dependencies and those of every extra, without the extras that name this project again."""
+    extras = PROJECT["optional-dependencies"].values()
+    found = [Requirement(line) for lines in (PROJECT["dependencies"], *extras) for line in lines]
+    return [requirement for requirement in found if requirement.name != PROJECT["name"]]
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    names_and_versions = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, version in names_and_versions}
+
+
+def run_in_repository(code: str, *more_paths: Path) -> str:
+    """What `python -c code` prints when started in the repository's root, which then comes first on sys.path."""
+    paths = os.pathsep.join(map(str, more_paths))
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONSAFEPATH": ""}  # empty stands for unset
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("requirement", direct_dependencies(), ids=lambda requirement: requirement.name)
+def test_direct_dependency_is_pinned_within_its_range_and_installed_so(requirement):
+    name = canonicalize_name(requirement.name)
+    assert name in pins(), f"{name} stands in pyproject.toml but not in constraints.txt"
+    assert pins()[name] in requirement.specifier
+    try:
+        installed = Version(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{name} is not installed")
+    # torch's version carries its build (+cpu, +cu130): any build of the pinned version will do
+    assert Version(installed.public) == pins()[name], "not the tested versions: install with `-c constraints.txt`"
+
+
+def test_conda_environment_has_a_python_that_the_project_accepts():
+    (python,) = [entry for entry in ENVIRONMENT if isinstance(entry, str) and entry.startswith("python=")]
+    assert SpecifierSet(PROJECT["requires-python"]).contains(python.removeprefix("python="))
+
+
+def test_conda_environment_installs_what_make_test_installs():
+    (pip_lines,) = [entry["pip"] for entry in ENVIRONMENT if isinstance(entry, dict)]
+    assert "pip" in ENVIRONMENT
+    assert pip_lines == ["-c constraints.txt", "-e .[notebooks,test]"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert "-c constraints.txt" in makefile and "-e '.[notebooks,test]'" in makefile
+
+
+def test_importing_the_library_imports_nothing_of_the_extras():
+    code = "import sys, bass_core; print({'plotly', 'ipywidgets', 'papermill', 'ray'} & set(sys.modules))"
+    assert run_in_repository(code) == "set()"
+
+
+def test_folder_kernels_does_not_hide_the_published_package(tmp_path):
+    stand_in = tmp_path / "kernels" / "__init__.py"
+    stand_in.parent.mkdir()
+    stand_in.touch()
+    assert (ROOT / "kernels").is_dir()
+    assert run_in_repository("import kernels; print(kernels.__file__)", tmp_path) == str(stand_in)
+
+
+def test_folder_kernels_is_not_taken_for_the_published_package():
+    code = "from transformers.utils import is_kernels_available; print(is_kernels_available())"
+    try:
+        metadata.version("kernels")
+    except metadata.PackageNotFoundError:
+        assert run_in_repository(code) == "False"
+    else:
+        pytest.skip("the published package is installed")
+
+
+def test_licence_is_apache_2():
+    text = (ROOT / "LICENSE").read_text()
+    assert text.split()[:5] == ["Apache", "License", "Version", "2.0,", "January"]
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+def test_citation_names_this_repository_and_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["title"].startswith("BASS, hands on")
+    assert str(citation["version"]) == PROJECT["version"]
+    assert citation["license"] == PROJECT["license"]
+    (paper,) = citation["references"]
+    assert paper["title"] == "BASS: Batched Attention-optimized Speculative Sampling"
+    assert [identifier["value"] for identifier in paper["identifiers"]] == ["arXiv:2404.15778"]
+    authors = ["Qian", "Gonugondla", "Ha", "Shang", "Gouda", "Nallapati", "Sengupta", "Ma", "Deoras"]
+    assert [author["family-names"] for author in paper["authors"]] == authors

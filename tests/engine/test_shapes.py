@@ -1,0 +1,350 @@
+"""Named pairs: the published architectures, with dummy weights or with those of checkpoints laid out as on the hub."""
+
+import copy
+import dataclasses
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import BYTES, SUPPORTED, byte_tokenizer, ragged_prompts, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import bass_core as bass
+from bass_core import shapes
+from bass_core.models import in_dtype, name_of
+from bass_core.shapes import SHAPES, Shape
+from bass_lab.measure.roofline import Workload
+
+PUBLISHED = [name for name, shape in SHAPES.items() if shape.ids]
+ROLES = ("target", "draft")
+CONTEXT = 64
+SMALL = {  # what is changed of a shipped config to make it tiny
+    "llama": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": CONTEXT,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "opt": {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": CONTEXT,
+    },
+    "codegen": {
+        "vocab_size": 97,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "rotary_dim": 4,
+        "n_positions": CONTEXT,
+        "eos_token_id": 2,
+    },
+}
+SMALL["qwen2"] = SMALL["llama"]
+
+
+def small(config: dict) -> dict:
+    return config | SMALL[config["model_type"]]
+
+
+@pytest.fixture
+def small_shapes(monkeypatch) -> None:
+    """All named pairs, tiny; a draft's vocabulary is a little smaller than its target's."""
+    for name, shape in SHAPES.items():
+        tiny = dataclasses.replace(shape, target=small(shape.target), draft=small(shape.draft) | {"vocab_size": 93})
+        monkeypatch.setitem(SHAPES, name, tiny)
+
+
+def logits(model, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+# --- what ships -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "parameters", "layers", "heads", "kv_heads", "head_dim", "context"),
+    [
+        ("opt-13b", "target", 12_853_473_280, 40, 40, 40, 128, 2048),
+        ("opt-13b", "draft", 125_239_296, 12, 12, 12, 64, 2048),
+        ("codegen-16b", "target", 16_032_155_648, 34, 24, 24, 256, 2048),
+        ("codegen-16b", "draft", 356_712_448, 20, 16, 16, 64, 2048),
+        ("llama-3.1-8b", "target", 8_030_261_248, 32, 32, 8, 128, 131072),
+        ("llama-3.1-8b", "draft", 1_235_814_400, 16, 32, 8, 64, 131072),
+        ("qwen2.5-coder-7b", "target", 7_615_616_512, 28, 28, 4, 128, 32768),
+        ("qwen2.5-coder-7b", "draft", 494_032_768, 24, 14, 2, 64, 32768),
+        ("paper-7.8b", "target", 7_801_671_680, 32, 32, 32, 128, 4096),
+        ("paper-7.8b", "draft", 310_396_928, 4, 16, 16, 128, 4096),
+    ],
+)
+def test_sizes_are_the_published_ones(name, role, parameters, layers, heads, kv_heads, head_dim, context):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes.named_config(getattr(SHAPES[name], role), name))
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    work = Workload.of(model)
+    assert (work.layers, work.heads, work.kv_heads, work.head_dim) == (layers, heads, kv_heads, head_dim)
+    assert model.config.max_position_embeddings == context and work.element == 2
+
+
+def test_every_named_pair_is_counted_above():
+    counted = test_sizes_are_the_published_ones.pytestmark[0].args[1]
+    assert {(name, role) for name, role, *_ in counted} == {(name, role) for name in SHAPES for role in ROLES}
+
+
+# --- dummy weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_pair_with_dummy_weights_decodes_as_its_target_alone(small_shapes, name):
+    pair = bass.load_pair(name, weights="dummy", device="cpu")
+    assert pair.tokenizer is None and pair.draft.config.vocab_size == 93
+    prompts = ragged_prompts(5, 9)
+    drafted, regular = (
+        bass.generate(pair, prompts, max_new_tokens=12, draft_length=k, eos_token_id=()) for k in (3, 0)
+    )
+    assert [row.tolist() for row in drafted.sequences] == [row.tolist() for row in regular.sequences]
+    assert drafted.trace.summary()["attention"] == ("eager" if name == "codegen-16b" else "pad")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_dummy_model_computes_what_the_same_weights_compute_after_they_were_saved(small_shapes, tmp_path, name, dtype):
+    pair = bass.load_pair(name, weights="dummy", dtype=dtype, device="cpu")
+    ids = torch.arange(3, 51).view(2, 24)
+    for role, model in zip(ROLES, pair.models, strict=True):
+        model.save_pretrained(tmp_path / role)
+        stored = AutoModelForCausalLM.from_pretrained(tmp_path / role, dtype=dtype)
+        found = logits(model, ids)
+        assert torch.equal(found, logits(stored, ids))
+        assert found.isfinite().all() and found.dtype == getattr(torch, dtype)
+        assert found.float().std() > 0.05  # ids can be told apart
+        assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_whatever_a_dummy_model_computes_with_is_initialised(architecture, tmp_path):
+    tiny_model(architecture).config.save_pretrained(tmp_path)
+    dummy = bass.load_pair(tmp_path, weights="dummy", device="cpu").target
+    made_in_full = copy.deepcopy(tiny_model(architecture))
+    made_in_full.load_state_dict(dummy.state_dict())
+    ids = torch.arange(3, 51).view(2, 24)
+    assert logits(dummy, ids).isfinite().all()
+    torch.testing.assert_close(logits(dummy, ids), logits(made_in_full, ids))
+
+
+def test_activations_stay_finite_through_forty_layers_in_half_precision(small_shapes, monkeypatch):
+    for name, dtype in (("paper-7.8b", "bfloat16"), ("opt-13b", "float16")):
+        deep = SHAPES[name].target | {"num_hidden_layers": 40}
+        monkeypatch.setitem(SHAPES, name, Shape(target=deep, draft=SHAPES[name].draft))
+        pair = bass.load_pair(name, weights="dummy", dtype=dtype, device="cpu")
+        assert logits(pair.target, torch.arange(3, 51).view(2, 24)).isfinite().all()
+
+
+def test_dtype_is_the_one_asked_for_or_the_configs_own_or_float32_on_a_cpu(small_shapes):
+    def dtypes(**options):
+        pair = bass.load_pair("opt-13b", weights="dummy", device="cpu", **options)
+        return {parameter.dtype for model in pair.models for parameter in model.parameters()}
+
+    assert dtypes() == {torch.float32}
+    assert dtypes(dtype=torch.bfloat16) == dtypes(dtype="bfloat16") == {torch.bfloat16}
+    assert dtypes(dtype="auto") == {torch.float16}
+
+
+class Made(TorchDispatchMode):
+    """Notes dtype and device of every matrix that is computed or allocated meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.kinds = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.ndim >= 2 and out.is_floating_point() and not out.is_meta:
+            self.kinds.add((out.dtype, out.device.type))
+        return out
+
+
+def test_weights_are_made_in_their_dtype_and_on_their_device_only(small_shapes):
+    with Made() as made:
+        bass.load_pair("llama-3.1-8b", weights="dummy", dtype="bfloat16", device="cpu")
+    assert made.kinds == {(torch.bfloat16, "cpu")}
+
+
+def test_dummy_weights_are_the_same_each_time_and_leave_the_random_state_alone(small_shapes):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = bass.load_pair("paper-7.8b", weights="dummy", device="cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    again = bass.load_pair("paper-7.8b", weights="dummy", device="cpu")
+    for one, other in zip(first.models, again.models, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_two_dummy_models_of_one_shape_are_not_one_model():
+    target, draft = (bass.models.ASSETS / "draft",) * 2
+    pair = bass.load_pair(target, draft=draft, weights="dummy", device="cpu")
+    assert not torch.equal(pair.target.lm_head.weight, pair.draft.lm_head.weight)
+
+
+def test_folder_with_a_config_is_built_without_its_weights(tmp_path):
+    tiny_model("opt").config.save_pretrained(tmp_path)
+    pair = bass.load_pair(tmp_path, weights="dummy", device="cpu")
+    assert type(pair.target) is type(tiny_model("opt")) and pair.draft is None and pair.synthetic
+
+
+def test_draft_of_the_callers_replaces_the_named_one(small_shapes, tmp_path):
+    drafter = bass.NgramDrafter()
+    assert bass.load_pair("opt-13b", drafter, weights="dummy", device="cpu").draft is drafter
+    tiny_model("gpt2").config.save_pretrained(tmp_path)
+    pair = bass.load_pair("opt-13b", tmp_path, weights="dummy", device="cpu")
+    assert type(pair.draft) is type(tiny_model("gpt2"))
+
+
+# --- nobody takes them for real -------------------------------------------------------------------
+
+
+def test_pair_says_that_it_is_synthetic_and_its_models_say_why(small_shapes):
+    pair = bass.load_pair("paper-7.8b", weights="dummy", device="cpu")
+    assert pair.synthetic and in_dtype(pair, torch.bfloat16).synthetic
+    assert bass.ModelPair(pair.target).synthetic and bass.ModelPair(tiny_model(), pair.draft).synthetic
+    assert name_of(pair.target) == "LlamaForCausalLM paper-7.8b (dummy weights)"
+    assert name_of(pair.draft) == "LlamaForCausalLM paper-7.8b draft (dummy weights)"
+
+
+def test_dummy_weights_do_not_become_real_by_being_saved(small_shapes, tmp_path):
+    bass.load_pair("opt-13b", weights="dummy", device="cpu").target.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    pair = bass.load_pair(tmp_path / "model")
+    assert pair.synthetic and name_of(pair.target) == "OPTForCausalLM model (dummy weights)"
+
+
+def test_real_weights_are_not_synthetic():
+    assert not bass.load_pair().synthetic
+    assert not bass.ModelPair(tiny_model()).synthetic
+
+
+# --- weights of checkpoints -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A folder in which ids on the hub are folders, with tiny models of the named pairs' architectures."""
+    folder = tmp_path_factory.mktemp("hub")
+    for name in PUBLISHED:
+        for role, identifier in zip(ROLES, SHAPES[name].ids, strict=True):
+            stand_in(name, role).save_pretrained(folder / identifier)
+            byte_tokenizer().save_pretrained(folder / identifier)
+            as_on_the_hub(folder / identifier / "model.safetensors", SHAPES[name].target["model_type"])
+    return folder
+
+
+@pytest.fixture
+def hub(checkpoints, tmp_path, monkeypatch) -> Path:
+    """The working directory is a copy of `checkpoints`, so that ids name its folders."""
+    shutil.copytree(checkpoints, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def stand_in(name: str, role: str) -> PreTrainedModel:
+    """A tiny model of the named pair's architecture; target and draft differ."""
+    shape = getattr(SHAPES[name], role)
+    changes = {"vocab_size": BYTES, "tie_word_embeddings": shape["tie_word_embeddings"]}
+    return tiny_model(shape["model_type"], seed=ROLES.index(role), **changes)
+
+
+def as_on_the_hub(file: Path, architecture: str) -> None:
+    """Change a checkpoint of today's transformers to what was saved when these models came out."""
+    tensors = load_file(file)
+    if architecture == "opt":  # the model without its head
+        tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    if architecture == "codegen":  # a mask in every layer
+        mask = torch.ones(1, 1, CONTEXT, CONTEXT, dtype=torch.uint8).tril()
+        tensors |= {f"transformer.h.{layer}.attn.causal_mask": mask.clone() for layer in range(2)}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_named_pair_is_loaded_from_its_ids_with_its_own_draft(hub, name):
+    pair = bass.load_pair(name, dtype="float64", device="cpu")
+    for role, model in zip(ROLES, pair.models, strict=True):
+        saved = stand_in(name, role).parameters()
+        assert all(torch.equal(a, b.double()) for a, b in zip(model.parameters(), saved, strict=True))
+    assert not pair.synthetic
+    out = bass.generate(pair, "what is new?", max_new_tokens=8, eos_token_id=())
+    assert len(out.sequences[0]) == 8 and out.texts[0] is not None
+
+
+def test_draft_overrides_that_of_a_named_pair_with_real_weights(hub):
+    drafter = bass.NgramDrafter()
+    assert bass.load_pair("llama-3.1-8b", drafter, device="cpu").draft is drafter
+    pair = bass.load_pair("llama-3.1-8b", "meta-llama/Llama-3.1-8B", device="cpu")
+    assert torch.equal(pair.draft.lm_head.weight, pair.target.lm_head.weight)
+
+
+def test_name_goes_before_a_folder_that_is_called_the_same(hub):
+    tiny_model("gpt2", vocab_size=BYTES).save_pretrained("opt-13b")
+    byte_tokenizer().save_pretrained("opt-13b")
+    assert bass.load_pair("opt-13b", device="cpu").target.config.model_type == "opt"
+    for folder in ("./opt-13b", Path("opt-13b")):
+        assert bass.load_pair(folder, device="cpu").target.config.model_type == "gpt2"
+
+
+def test_only_masks_of_codegen_are_passed_over(hub):
+    file = hub / "Salesforce/codegen-16B-mono/model.safetensors"
+    save_file(load_file(file) | {"transformer.h.7.attn.bias": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected tensors: transformer\.h\.7\.attn\.bias$"):
+        bass.load_pair("codegen-16b", device="cpu")
+    file = hub / "meta-llama/Llama-3.1-8B/model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.attn.causal_mask": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected tensors: model\.layers\.0\.attn\.causal_mask$"):
+        bass.load_pair("llama-3.1-8b", device="cpu")
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_the_papers_models_have_no_weights_to_load():
+    with pytest.raises(ValueError, match=r"never published; weights='dummy'.*opt-13b"):
+        bass.load_pair("paper-7.8b")
+
+
+@pytest.mark.parametrize("weights", ["random", "Dummy", None, True])
+def test_other_kinds_of_weights_are_refused(weights):
+    with pytest.raises(ValueError, match=r"weights must be one of hub, dummy; got "):
+        bass.load_pair("opt-13b", weights=weights)
+
+
+@pytest.mark.parametrize("name", ["opt-12b", "facebook/opt-13b", "empty"])
+def test_dummy_weights_without_a_config_are_refused_with_the_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    names = r"paper-7\.8b, opt-13b, codegen-16b, llama-3\.1-8b, qwen2\.5-coder-7b"
+    for pair in ((name,), ("opt-13b", name)):
+        with pytest.raises(ValueError, match=rf"'{name}' is no folder with a config\.json; .*{names}"):
+            bass.load_pair(*pair, weights="dummy")
+
+
+def test_damaged_config_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=f"cannot read the config of '{tmp_path}'"):
+        bass.load_pair(tmp_path, weights="dummy")
+
+
+@pytest.mark.parametrize("dtype", ["float12", "nn"])
+def test_dtype_that_torch_has_not_is_refused(small_shapes, dtype):
+    with pytest.raises(ValueError, match=f"such as 'bfloat16'; got '{dtype}'"):
+        bass.load_pair("opt-13b", weights="dummy", dtype=dtype)

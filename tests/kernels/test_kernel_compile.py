@@ -1,0 +1,100 @@
+"""Kernels compiled for GPUs that are not here: what each tile costs, and that the right instructions come out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+ARCHITECTURES = {"sm_80": 80, "sm_90": 90}
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # of a multiprocessor, what its programs can share
+REGISTERS = 65536
+ATTENTION = ("_attend_pieces", "_attend_rows")
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict]]:
+    """What kernel_compiler.py prints, by architecture; in processes of their own, side by side."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, SUPPORT / "kernel_compiler.py", str(capability)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for name, capability in ARCHITECTURES.items()
+    }
+    found = {}
+    for name, process in running.items():
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        found[name] = [json.loads(line) for line in output.splitlines()]
+    return found
+
+
+def faulty(kernels: list[dict], right) -> list[dict]:
+    return [kernel for kernel in kernels if not right(kernel)]
+
+
+def half_precision(kernel: dict) -> bool:
+    return kernel["kernel"] in ATTENTION and kernel.get("dtype", "bfloat16") in ("bfloat16", "float16")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_nothing_spills(compiled, architecture):
+    kernels = compiled[architecture]
+    assert {kernel["kernel"] for kernel in kernels} >= {*ATTENTION, "_plan", "_reduce", "_write_token", "_finish"}
+    assert faulty(kernels, lambda kernel: kernel["stack"] == kernel["local"] == 0) == []
+
+
+def test_the_plan_counts_on_no_more_programs_than_fit(compiled):
+    """On sm_90, which the counts in tiles.py are for; they are register caps too."""
+    kernels = [kernel for kernel in compiled["sm_90"] if kernel["kernel"] == "_attend_pieces"]
+
+    def fit(kernel: dict) -> bool:
+        registers = -(-kernel["registers"] // 8) * 8 * kernel["warps"] * 32  # given out in eights
+        return kernel["programs"] <= min(REGISTERS // registers, SHARED["sm_90"] // (kernel["shared"] + 1024))
+
+    assert faulty(kernels, fit) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompts_of_any_length_share_what_was_compiled(compiled, architecture):
+    prompts = [kernel for kernel in compiled[architecture] if kernel.get("prompt")]
+    assert len({kernel["query_length"] for kernel in prompts}) <= 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_program_fits_its_multiprocessor(compiled, architecture):
+    assert faulty(compiled[architecture], lambda kernel: kernel["shared"] <= SHARED[architecture]) == []
+    assert faulty(compiled[architecture], lambda kernel: kernel["registers"] <= 255) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_keys_and_values_come_in_loads_of_128_bits(compiled, architecture):
+    kernels = [kernel for kernel in compiled[architecture] if kernel["kernel"] in ATTENTION]
+    assert faulty(kernels, lambda kernel: kernel["wide_loads"] > 0 and kernel["narrow_copies"] == 0) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_products_are_matrix_instructions(compiled, architecture):
+    kernels = list(filter(half_precision, compiled[architecture]))
+    assert len(kernels) > 20
+    assert faulty(kernels, lambda kernel: kernel["matrix"] > 0) == []
+
+
+def test_blocks_of_64_rows_use_warpgroup_instructions(compiled):
+    wide = [kernel for kernel in filter(half_precision, compiled["sm_90"]) if kernel.get("block_m") == 64]
+    assert len(wide) >= 4
+    assert faulty(wide, lambda kernel: kernel["warpgroup"] == kernel["matrix"] > 0) == []
+
+
+def test_full_precision_is_not_rounded(compiled):
+    """Matrix units would round float32 to tf32."""
+    kernels = [kernel for kernel in compiled["sm_90"] if kernel.get("dtype") == "float32"]
+    assert faulty(kernels, lambda kernel: kernel["matrix"] == 0) == []

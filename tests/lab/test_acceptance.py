@@ -1,0 +1,374 @@
+"""Recorded acceptance: the chance of a draft given the text, against the engine's own law and its own passes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from oracle import Oracle
+from tabular import next_token_law, tabular, total_variation
+from tiny import ragged_prompts, tiny_model
+from trial_policies import Alternating, Line, PerRow, StopWhenUnsure
+from typer.testing import CliRunner
+
+import bass_core as bass
+from bass_lab.checks.goodness_of_fit import g_test
+from bass_lab.cli import main
+from bass_lab.study import recorded_acceptance
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+from bass_lab.study.replay import Replay, _runs, decode
+from bass_lab.texts.prompt_sets import prompt_set
+
+PROMPT = [0, 1]
+NEW = 4
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_pair):
+    return recorded_acceptance.record(
+        tiny_pair, ragged_prompts(4, 9, 6), samples=2, max_new_tokens=16, temperature=0.8, seed=3, rollout=5
+    )
+
+
+def engines_law(pair, policy):
+    """{(text, (drafted, accepted) per step): probability} of the real engine, by enumeration of its decisions."""
+
+    def run():
+        out = bass.generate(
+            pair,
+            [torch.tensor(PROMPT)],
+            max_new_tokens=NEW,
+            temperature=1.0,
+            draft_length=policy(),
+            eos_token_id=(),
+            attention="pad",
+        )
+        decode_steps = out.trace.steps.query("kind == 'decode'")
+        return tuple(out.sequences[0].tolist()), tuple(zip(decode_steps.drafted, decode_steps.accepted, strict=True))
+
+    return Oracle().laws(run)
+
+
+def simulated_law(pair, policy, texts):
+    """The same from the texts' law under the target, recorded chances and every pattern of coins."""
+    law = {}
+    for text in texts:
+        trace = recorded_acceptance.teacher_forced(
+            pair, [torch.tensor(PROMPT)], [torch.tensor(text)], temperature=1.0, rollout=1
+        )
+        prefixes = [PROMPT + list(text[:t]) for t in range(NEW)]
+        of_text = np.prod(
+            [next_token_law(pair.target, prefix)[token] for prefix, token in zip(prefixes, text, strict=True)]
+        )
+        for coins in np.ndindex(*(2,) * NEW):
+            heads = np.array(coins, dtype=bool)
+            chance = np.where(heads, trace.accept[0], 1 - trace.accept[0]).prod()
+            steps = decode(replay_of(trace, heads[None]), policy())
+            key = text, tuple((int(step.drafted[0]), int(step.accepted[0])) for step in steps)
+            law[key] = law.get(key, 0.0) + of_text * chance
+    return law
+
+
+def replay_of(trace, fates):
+    return Replay(trace, np.arange(len(fates)), trace.lengths, trace.p.shape[1], _runs(fates))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda: bass.FixedLength(2),
+        lambda: bass.BassHeuristic(initial=2),
+        lambda: bass.HuggingFaceHeuristic(initial=1),
+        lambda: Alternating(k=2),
+        PerRow,
+        # With two ids, the rejected one is known, and so is what the draft would think after it.
+        lambda: StopWhenUnsure(most=2, at_least=0.7),
+        lambda: bass.RaggedBudget(Line(0.02, 0.4), limit=2),
+    ],
+    ids=["fixed", "algorithm 1", "hugging face", "alternating", "per row", "stop when unsure", "ragged budget"],
+)
+def test_joint_law_of_text_and_steps_is_the_engines(policy):
+    pair = bass.ModelPair(tabular(2, seed=5), tabular(2, seed=6))
+    wanted = engines_law(pair, policy)
+    found = simulated_law(pair, policy, {text for text, _ in wanted})
+    assert len({steps for _, steps in wanted}) >= 2
+    assert total_variation(found, wanted) < 1e-6  # chances are stored in float32
+
+
+def test_chances_are_the_smaller_of_one_and_q_over_p(tiny_pair):
+    out = bass.generate(
+        tiny_pair,
+        ragged_prompts(4, 9),
+        max_new_tokens=16,
+        temperature=0.8,
+        draft_length=3,
+        eos_token_id=(),
+        trace="tokens",
+    )
+    trace = recorded_acceptance.teacher_forced(tiny_pair, ragged_prompts(4, 9), out.sequences, temperature=0.8)
+    tokens = out.trace.tokens.query("kind in ('accepted', 'recovered')")  # where the engine drafted, on the text
+    at = tokens.row, tokens.position - trace.prompt_lengths[tokens.row]
+    np.testing.assert_allclose(trace.p[at], tokens.p, atol=1e-5)
+    np.testing.assert_allclose(trace.q[at], tokens.q, atol=1e-5)
+    np.testing.assert_allclose(trace.accept[at], np.minimum(1, tokens.q / tokens.p), atol=1e-3)
+    assert 0.1 < trace.accept[at].mean() < 0.95
+
+
+def test_signals_are_those_that_the_engine_shows(tiny_pair):
+    """Along the text and after a rejection, greedy: there the rollout is the only one there is."""
+    prompt, heard = ragged_prompts(5), []
+
+    class Listener(bass.DraftLengthPolicy):
+        def plan(self, rows):
+            self.at = int(rows.generated[0])
+            return 4
+
+        def keep_drafting(self, signals):
+            heard.append((self.at, signals.slot, float(signals.entropy[0]), float(signals.maximum[0])))
+            return torch.ones_like(signals.drafting)
+
+    out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=Listener(), eos_token_id=())
+    trace = recorded_acceptance.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
+    accepted = {at: n for at, n in zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True)}
+    off_text = 0
+    for at, slot, entropy, maximum in heard:
+        past = slot - accepted[at] - 1
+        off_text += past >= 0
+        if past < 0:
+            assert trace.entropy[0, at + slot] == pytest.approx(entropy, abs=1e-4)
+            assert trace.maximum[0, at + slot] == pytest.approx(maximum, abs=1e-5)
+        else:
+            assert trace.rollout_entropy[0, at + accepted[at], past] == pytest.approx(entropy, abs=3e-3)  # float16
+            assert trace.rollout_maximum[0, at + accepted[at], past] == pytest.approx(maximum, abs=1e-3)
+    assert 10 < off_text < len(heard) - 10
+
+
+def test_drafts_chances_are_those_that_the_engine_shows(tiny_pair):
+    """Accepted ones, rejected ones and those after them, greedy: there the rollout is the only one there is."""
+    prompt, shown = ragged_prompts(5), []
+
+    class SubmitAll(bass.DraftLengthPolicy):
+        def plan(self, rows):
+            self.at = int(rows.generated[0])
+            return 4
+
+        def choose(self, hidden):
+            for slot in range(hidden.lengths[0]):
+                shown.append((self.at, slot, hidden.maximum(0), hidden.submit(0)))
+
+    out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=SubmitAll(), eos_token_id=())
+    trace = recorded_acceptance.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
+    accepted = {at: n for at, n in zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True)}
+    kinds = set()
+    for at, slot, maximum, chance in shown:
+        past = slot - accepted[at] - 1
+        kinds.add(np.sign(past + 1))
+        if past < 0:
+            recorded = trace.chance if past < -1 else trace.rejected_chance
+            assert recorded[0, at + slot] == pytest.approx(chance, rel=2e-3)
+            assert trace.maximum[0, at + slot] == pytest.approx(maximum, rel=1e-4)
+        else:
+            assert trace.rollout_chance[0, at + accepted[at], past] == pytest.approx(chance, rel=2e-3)  # float16
+    assert kinds == {-1, 0, 1}
+
+
+def test_greedy_chances_are_certain_and_those_of_the_engine(tiny_pair):
+    prompts = ragged_prompts(4, 9)
+    out = bass.generate(tiny_pair, prompts, max_new_tokens=24, draft_length=1, eos_token_id=())
+    trace = recorded_acceptance.record(tiny_pair, prompts, max_new_tokens=24, temperature=0.0)
+    steps = out.trace.steps.query("kind == 'decode' and drafted == 1")
+    chances = trace.accept[steps.row, steps.kv_length - trace.prompt_lengths[steps.row]]
+    assert chances.tolist() == steps.accepted.tolist()
+    assert 0 < chances.mean() < 1
+    assert set(np.unique(trace.accept)) == {0.0, 1.0}
+
+
+def test_rollouts_exist_where_a_rejection_can_be_followed_by_a_draft(sampled):
+    t = sampled.p.shape[1]
+    places = np.arange(t)
+    follows = np.minimum(t - 2 - places, sampled.rollout_entropy.shape[-1]).clip(min=0)  # drafts that may come after
+    follows = np.where((sampled.accept < 1) & (places >= 1), follows, 0)
+    recorded = np.isfinite(sampled.rollout_entropy)
+    assert (recorded.sum(-1) == follows).all()
+    for each in (sampled.rollout_maximum, sampled.rollout_chance):
+        assert (recorded == np.isfinite(each)).all()
+    assert recorded.any() and not recorded.all()
+
+
+def test_a_rejected_tokens_chance_is_known_where_a_draft_can_be_rejected(sampled):
+    places = np.arange(sampled.p.shape[1])
+    can = (sampled.accept < 1) & (places >= 1) & (places <= places[-1] - 1)  # the last token is the target's own
+    assert (np.isfinite(sampled.rejected_chance) == can).all() and can.any()
+
+
+def test_no_draft_is_likelier_than_the_likeliest(sampled):
+    made = AcceptanceTrace.synthetic(alpha=0.5, length=40, sequences=4, regimes=(0.4, 3))
+    for trace in (sampled, made):
+        assert (trace.chance <= trace.maximum).all()
+        for own, most in ((trace.rejected_chance, trace.maximum), (trace.rollout_chance, trace.rollout_maximum)):
+            known = np.isfinite(own)
+            assert (own[known] <= most[known] * (1 + 1e-3)).all()  # float16
+
+
+def test_a_rejected_token_has_the_residual_law():
+    """The draft's maximum after it tells which token it was."""
+    pair = bass.ModelPair(tabular(4, seed=3), tabular(4, seed=4))
+    text = torch.tensor([1, 2, 0, 1])
+    p, q = (next_token_law(model, [*PROMPT, 1]) for model in (pair.target, pair.draft))
+    assert q[2] < p[2]  # the second token may have been a rejected draft's replacement
+    residual = np.maximum(q - p, 0) / np.maximum(q - p, 0).sum()
+    maxima = {token: next_token_law(pair.draft, [*PROMPT, 1, token]).max() for token in np.flatnonzero(residual)}
+    copies = 300
+    trace = recorded_acceptance.teacher_forced(pair, [torch.tensor(PROMPT)] * copies, [text] * copies, temperature=1.0)
+    found = [min(maxima, key=lambda token: abs(maxima[token] - seen)) for seen in trace.rollout_maximum[:, 1, 0]]
+    assert len(maxima) > 1
+    law = {(int(token),): residual[token] for token in maxima}
+    assert g_test([(int(token),) for token in found], law)["p_value"] > 1e-4
+
+
+def test_texts_end_at_eos_and_are_recorded_beyond():
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    prompts = ragged_prompts(4, 9, 6, 5)
+    options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
+    ended = bass.generate(pair, prompts, num_return_sequences=4, draft_length=0, **options)
+    trace = recorded_acceptance.record(pair, prompts, samples=4, **options)
+    assert trace.lengths.tolist() == [len(sequence) for sequence in ended.sequences]
+    assert trace.lengths.min() < 40 and np.isfinite(trace.p).all()
+
+
+def test_samples_are_prompt_major_and_differ(sampled):
+    assert sampled.prompt_lengths.tolist() == [4, 4, 9, 9, 6, 6]
+    assert not np.array_equal(sampled.p[0], sampled.p[1])
+
+
+def test_a_draft_equal_to_its_target_is_always_accepted():
+    pair = bass.ModelPair(tiny_model(), tiny_model())
+    trace = recorded_acceptance.record(pair, ragged_prompts(4), max_new_tokens=8, temperature=0.8)
+    assert (trace.accept > 0.9999).all()
+
+
+def test_a_draft_with_fewer_ids_is_recorded():
+    pair = bass.ModelPair(tiny_model(), tiny_model(vocab_size=50))
+    trace = recorded_acceptance.record(pair, ragged_prompts(4, 7), max_new_tokens=12, temperature=1.0)
+    texts = bass.generate(
+        pair, ragged_prompts(4, 7), max_new_tokens=12, temperature=1.0, draft_length=0, eos_token_id=()
+    ).sequences
+    unknown = torch.stack(texts).numpy() >= 50
+    assert unknown.any()
+    for of_draft in (trace.q, trace.chance):
+        assert (of_draft[unknown] == 0).all() and (of_draft[~unknown] > 0).all()
+
+
+def test_what_is_saved_is_loaded(sampled, tmp_path):
+    path = tmp_path / "eight rows.npz"
+    sampled.save(path)
+    loaded = AcceptanceTrace.load(path)
+    for name in vars(sampled).keys() - {"meta"}:
+        before, after = getattr(sampled, name), getattr(loaded, name)
+        assert before.dtype == after.dtype
+        np.testing.assert_array_equal(before, after)
+    assert loaded.meta == sampled.meta
+
+
+def test_a_file_that_lacks_an_array_is_refused(sampled, tmp_path):
+    np.savez(tmp_path / "old.npz", p=sampled.p, q=sampled.q, meta=np.array("{}"))
+    with pytest.raises(ValueError, match="holds no trace: it lacks entropy, maximum, chance"):
+        AcceptanceTrace.load(tmp_path / "old.npz")
+
+
+def test_a_file_of_eight_rows_is_small(tmp_path):
+    trace = AcceptanceTrace.synthetic(alpha=0.5, length=128, sequences=8, regimes=(0.3, 2))
+    trace.save(tmp_path / "trace.npz")
+    assert (tmp_path / "trace.npz").stat().st_size < 100_000
+
+
+def test_synthetic_chances_have_the_mean_that_was_asked_for():
+    flat = AcceptanceTrace.synthetic(alpha=0.8, length=64, sequences=4)
+    assert flat.accept == pytest.approx(np.full((4, 64), 0.8))
+    assert flat.alpha == pytest.approx(0.8)
+    switching = AcceptanceTrace.synthetic(alpha=0.8, length=1000, sequences=100, regimes=(0.15, 20))
+    assert np.unique(switching.accept.round(4)).tolist() == [0.65, 0.95]
+    # 100,000 tokens in spells of 20 on average: about 2,500 independent pairs of spells; five standard errors
+    assert switching.alpha == pytest.approx(0.8, abs=5 * 0.15 / np.sqrt(2500))
+    spells = 1 + (np.diff(switching.accept, axis=1) != 0).sum(1)
+    assert 1000 / spells.mean() == pytest.approx(20, rel=0.1)
+
+
+def test_synthetic_signals_go_on_after_a_rejection():
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=30, sequences=3, regimes=(0.1, 4), rollout=3)
+    favourite = trace.rollout_chance == trace.rollout_maximum
+    assert trace.rollout_maximum.mean() == pytest.approx(favourite.mean(), abs=4 * 0.5 / np.sqrt(favourite.size))
+    assert np.isclose(trace.rollout_chance[~favourite], 1 - trace.rollout_maximum[~favourite], atol=1e-3).all()
+    np.testing.assert_allclose(trace.rollout_maximum[:, :-3, 2], trace.maximum[:, 3:], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha": 1.2}, "alpha=1.2"),
+        ({"regimes": (0.3, 5)}, "0.3"),
+        ({"regimes": (0.1, 0.5)}, "0.5"),
+    ],
+)
+def test_impossible_chances_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        AcceptanceTrace.synthetic(**{"alpha": 0.8, "length": 8, "sequences": 2} | changes)
+
+
+def test_what_cannot_be_recorded_is_refused(tiny_pair):
+    with pytest.raises(ValueError, match="needs a draft model"):
+        recorded_acceptance.record(bass.ModelPair(tiny_model()), ragged_prompts(4), max_new_tokens=4, temperature=0.0)
+    with pytest.raises(ValueError, match="one length"):
+        texts = [torch.tensor([3, 4]), torch.tensor([3])]
+        recorded_acceptance.teacher_forced(tiny_pair, ragged_prompts(4, 5), texts, temperature=0.0)
+    with pytest.raises(ValueError, match="rollout"):
+        recorded_acceptance.record(tiny_pair, ragged_prompts(4), max_new_tokens=4, temperature=0.0, rollout=0)
+
+
+def test_arrays_that_do_not_fit_are_refused(sampled):
+    arrays = vars(sampled)
+    for name in ("entropy", "chance", "rejected_chance", "rollout_chance"):
+        with pytest.raises(ValueError, match=f"^{name} must have the shape"):
+            AcceptanceTrace(**arrays | {name: arrays[name][:, 1:]})
+    with pytest.raises(ValueError, match="lengths"):
+        AcceptanceTrace(**arrays | {"lengths": sampled.lengths + 100})
+
+
+# --- what ships, and the command that records it ---
+
+
+@pytest.mark.parametrize("name", ["mini", "library"])
+def test_recorded_traces_of_the_embedded_pair_ship(name):
+    trace = recorded_acceptance.shipped(name)
+    assert trace.p.shape == (96, 128) and trace.meta["prompt_set"] == name
+    assert {"mini": 0.85, "library": 0.6}[name] < trace.alpha < {"mini": 0.95, "library": 0.7}[name]
+    assert (recorded_acceptance.SHIPPED / f"{name}.npz").stat().st_size < 1_000_000
+    whole = trace.past_eos()
+    assert (trace.lengths < 128).any() and (whole.lengths == 128).all() and whole.p is trace.p
+
+
+def test_an_unknown_recording_is_refused():
+    with pytest.raises(ValueError, match="prompt_set must be one of mini, library; got 'other'"):
+        recorded_acceptance.shipped("other")
+
+
+def test_the_command_records_what_the_function_does(tmp_path):
+    path = tmp_path / "trace.npz"
+    result = CliRunner().invoke(main.app, ["record", str(path), "--count", "2", "--max-new-tokens", "6", "--seed", "3"])
+    assert result.exit_code == 0, result.output
+    found, pair = AcceptanceTrace.load(path), bass.load_pair()
+    texts = prompt_set("mini", 2)
+    expected = recorded_acceptance.record(pair, texts, max_new_tokens=6, temperature=0.2, seed=3, rollout=12)
+    assert np.array_equal(found.p, expected.p) and np.array_equal(found.q, expected.q)
+    assert json.loads(result.stdout.splitlines()[-1]) == {"saved": str(path), "texts": 2, "alpha": found.alpha}
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    result = CliRunner().invoke(main.app, ["record", str(tmp_path / "x.npz"), "--prompts", "other"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: prompt_set must be one of mini, library; got 'other'\n"

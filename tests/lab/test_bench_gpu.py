@@ -1,0 +1,220 @@
+"""`make bench-gpu` up to the GPU: its plan, its arithmetic, and a dry run of all of it on the CPU."""
+
+import json
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import greedy_alone, ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core.draft_length import BassHeuristic
+from bass_core.engine import Session
+from bass_core.policies.goodput import Goodput
+from bass_core.shapes import SHAPES, named_config
+from bass_lab.checks import exactness
+from bass_lab.measure import gpu_benchmark, records
+from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
+from bass_lab.measure.roofline import H100, Roofline, Workload
+from bass_lab.measure.timed_runs import Clock
+from bass_lab.study.modelled_costs import modelled_costs
+
+METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory):
+    """Exit code, printed text, records; the pair's check, which has tests of its own, is taken for granted."""
+    output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        passed = [exactness.Check("greedy identity", True, "", 0.0, {})]
+        patch.setattr(exactness, "verify", lambda pair, **options: exactness.Report("embedded", passed))
+        code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
+    return code, records.read(output, gpu_benchmark.check)
+
+
+def test_a_dry_run_writes_a_record_per_way(dry_run):
+    code, lines = dry_run
+    assert code == 0
+    assert [line["method"] for line in lines] == METHODS
+    for line in lines:
+        assert line["synthetic"] and line["exactness"]["passed"] and line["shape"] == "embedded"
+        assert line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
+        assert len(line["seconds"]) == line["repeats"] == 2
+        assert line["over_regular"]["low"] <= line["over_regular"]["median"] <= line["over_regular"]["high"]
+        if line["method"] != "transformers":
+            assert 0 < line["utilisation"]["emitted"] <= line["utilisation"]["verified"] < 1
+            assert 0 < line["host_share"] < 1
+
+
+def test_accepted_counts_are_forced_where_something_is_drafted(dry_run):
+    _, (regular, fixed, *_) = dry_run
+    assert (regular["policy"], regular["alpha"], regular["tokens_per_step"]) == ("", None, 1.0)
+    assert fixed["policy"].startswith("k=") and fixed["alpha"] == 0.8 and fixed["tokens_per_step"] > 1
+
+
+def test_the_table_says_that_it_is_synthetic(dry_run):
+    text = gpu_benchmark.table(dry_run[1])
+    assert "synthetic: dummy weights" in text.splitlines()[0]
+    assert [line.split()[0] for line in text.splitlines()[2:]] == METHODS
+
+
+def test_records_are_read_with_the_others(dry_run, tmp_path):
+    records.append(tmp_path / "gpu.jsonl", dry_run[1], gpu_benchmark.check)
+    assert len(records.load_records(tmp_path)) == len(dry_run[1])
+
+
+@pytest.mark.parametrize("change", [{"mean_ms": "fast"}, {"synthetic": None}, {"batch": 0}])
+def test_a_wrong_record_is_refused(dry_run, change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        gpu_benchmark.check(dry_run[1][0] | change)
+
+
+def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu_benchmark.main([]) == gpu_benchmark.NO_GPU
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_a_run_that_is_out_of_time_says_what_it_left_out(capsys, monkeypatch):
+    passed = exactness.Report("embedded", [])
+    monkeypatch.setattr(exactness, "verify", lambda pair, **options: passed)
+    gpu_benchmark.main(["--dry-run", "--seconds", "0.001"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == len(METHODS)
+
+
+def test_a_failed_check_is_an_exit_code(monkeypatch):
+    failed = exactness.Report("embedded", [exactness.Check("greedy identity", False, "", 0.0, {})])
+    monkeypatch.setattr(exactness, "verify", lambda pair, **options: failed)
+    assert gpu_benchmark.main(["--dry-run", "--seconds", "0.001"]) == 1
+
+
+# --- the plan --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_plan_has_all_that_the_records_are_for(quick):
+    groups = defaultdict(tuple)
+    for group in plan(quick):
+        groups[group.shape, group.batch] += group.ways
+    eight, many = groups["paper-7.8b", 8], groups["paper-7.8b", 32]
+    assert {way.attention for way in eight if way.method == "batched"} == {"ragged", "pad", "split"}
+    assert {way.compile for way in eight if way.method == "regular"} == {"compiled+graphs", "compiled", "graphs"}
+    assert {way.method for way in eight} == {"regular", "single", "batched", "transformers"}
+    assert {way.alpha for way in eight} >= {0.7, 0.8, 0.9}
+    assert {way.draft for way in eight} >= {"best", "goodput", "algorithm 1"}
+    assert {0.7, 0.8, USELESS} <= {way.alpha for way in many}
+    batches = {batch for shape, batch in groups if shape == "paper-7.8b"}
+    assert batches == ({1, 8, 32} if quick else {1, 2, 4, 8, 16, 32})
+    assert ("llama-3.1-8b", 8) in groups or quick
+    assert all(ways[0] == REGULAR for ways in groups.values())
+
+
+def roofline_costs():
+    work = [Workload.of(named_config(shape, "")) for shape in (SHAPES["paper-7.8b"].target, SHAPES["paper-7.8b"].draft)]
+    return modelled_costs(*(Roofline(each, H100) for each in work))
+
+
+def test_what_a_session_drafts_with():
+    cost = roofline_costs()
+    assert policy_of(REGULAR, 8, cost, 576) == 0
+    assert policy_of(Way("batched", 3, 0.8), 8, cost, 576) == 3
+    assert isinstance(policy_of(batched(0.8, "goodput"), 8, cost, 576), Goodput)
+    assert isinstance(policy_of(batched(0.8, "algorithm 1"), 8, cost, 576), BassHeuristic)
+    best = [policy_of(batched(alpha), 8, cost, 576) for alpha in (0.7, 0.8, 0.9)]
+    assert best == sorted(best) and len(set(best)) == 3
+    assert policy_of(Way("single", "best", 0.8), 32, cost, 576) == policy_of(batched(0.8), 1, cost, 576)
+
+
+def clock(first, last):
+    return Clock(first={row: (time, 1) for row, time in enumerate(first)}, last=dict(enumerate(last)))
+
+
+def peer():
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    return gpu_benchmark.Runs(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
+
+
+def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
+    """A cache per call would be recorded anew in each."""
+    written = []
+    generate = gpu_benchmark.transformers_generate
+    monkeypatch.setattr(
+        gpu_benchmark, "transformers_generate", lambda *given, **options: written.append(generate(*given, **options))
+    )
+    runs = peer()
+    runs.once()
+    first = runs.cache.layers[0].keys.data_ptr()
+    runs.once()
+    assert runs.cache.layers[0].keys.data_ptr() == first
+    for texts in written:
+        for prompt, text in zip(runs.prompts, texts, strict=True):
+            assert text.tolist() == greedy_alone(runs.pair.target, prompt, 8).tolist()
+
+
+def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    runs = gpu_benchmark.Runs(pair, replace(batched(0.8, 3), attention="pad", compile="off"), ragged_prompts(9, 5),
+                              roofline_costs(), new=8)  # fmt: skip
+    seconds = runs.once()
+    announced = []
+    monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
+    monkeypatch.setattr(type(pair), "device", torch.device("cuda"))
+    try:
+        runs.host_share()
+    finally:
+        runs.close()
+    steps = runs.done[0][1]
+    assert len(announced) == steps[steps.kind == "decode"].step.nunique() and len(runs.done) == 1
+    assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * gpu_benchmark.CYCLES, rel=0.01)
+    assert Session.on_phase is None
+
+
+def test_time_counts_from_the_last_rows_prefill():
+    assert gpu_benchmark.decoding_seconds(clock([1.0, 1.5], [3.0, 4.0])) == 2.5
+    assert gpu_benchmark.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0
+
+
+def test_repeats_in_which_something_was_recorded_are_made_again():
+    class Recording:
+        def __init__(self, recordings):
+            self.counts, self.recordings, self.done = iter(recordings), 0, []
+
+        def once(self):
+            self.recordings = next(self.counts, self.recordings)
+            self.done.append(self.recordings)
+            return float(len(self.done))
+
+    bench = gpu_benchmark.Bench(H100, {}, {}, repeats=2)
+    way = Recording([1, 2, 2, 3, 3])
+    assert bench._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
+    restless = Recording(range(1, 50))
+    pairs, disturbed = bench._paired(restless, Recording([1]))
+    assert (len(pairs), disturbed) == (2, 2)
+
+
+def test_a_way_that_cannot_be_gone_leaves_the_others(capsys, monkeypatch):
+    monkeypatch.setattr(exactness, "verify", lambda pair, **options: exactness.Report("embedded", []))
+    once = gpu_benchmark.Runs.once
+
+    def failing(self):
+        if self.way.draft == "goodput":
+            raise torch.OutOfMemoryError("no room")
+        return once(self)
+
+    monkeypatch.setattr(gpu_benchmark.Runs, "once", failing)
+    assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED embedded, batch 2" in out and "no room" in out
+    summary = json.loads(out.splitlines()[-1])
+    assert (summary["ways"], summary["failed"], summary["left_out"]) == (len(METHODS) - 1, 1, 0)
+
+
+def test_a_pair_that_was_checked_in_another_way_has_not_passed(monkeypatch):
+    """The record's word on exactness is of the passes that it times."""
+    run = {"attention": "auto", "path": "ragged", "compile": "off"}
+    passed = exactness.Report("embedded", [exactness.Check("greedy identity", True, "", 0.0, {"runs": [run]})])
+    monkeypatch.setattr(exactness, "verify", lambda pair, **options: passed)
+    assert gpu_benchmark.exactness("cpu", "off")["passed"]
+    assert not gpu_benchmark.exactness("cpu", "compiled+graphs")["passed"]

@@ -1,0 +1,296 @@
+"""Timings are paired, latencies are of rows, and a record that contradicts itself is refused."""
+
+import itertools
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tiny import byte_tokenizer, tiny_model
+from typer.testing import CliRunner
+
+from bass_core import ModelPair, inputs, load_pair
+from bass_core.drafters import NgramDrafter
+from bass_core.models import in_dtype
+from bass_core.policies.costs import costs_like
+from bass_lab.cli import main
+from bass_lab.measure import benchmark, records, timed_runs
+from bass_lab.texts.prompt_sets import prompt_set
+
+PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
+
+
+@pytest.fixture(scope="module")
+def pair() -> ModelPair:
+    target = tiny_model(vocab_size=259)
+    return ModelPair(target=target, draft=tiny_model(vocab_size=259, noise=0.3), tokenizer=byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def lines(pair) -> list[dict]:
+    """One record per method, of three rows."""
+    (found,) = benchmark.bench(
+        pair,
+        {"three": PROMPTS},
+        models="tiny",
+        batches=[3],
+        methods=benchmark.METHODS,
+        repeats=2,
+        max_new_tokens=24,
+        draft_length=3,
+        other_lengths=[1, None],
+    )
+    return found
+
+
+def test_every_method_is_measured(lines):
+    named = [(line["method"], line["k"]) for line in lines]
+    assert named == [
+        ("transformers", None),
+        ("assisted", None),
+        ("regular", None),
+        ("single", 3),
+        ("batched", 3),
+        ("batched", 1),
+        ("batched", None),  # the default policy
+    ]
+
+
+def test_records_are_as_the_schema_says(lines):
+    for line in lines:
+        records.check(json.loads(json.dumps(line, allow_nan=False)))
+
+
+def test_only_drafting_methods_have_an_acceptance(lines):
+    for line in lines:
+        assert (line["alpha"] is None) == (line["method"] in ("transformers", "assisted", "regular"))
+        assert ("step_overhead" in line) == (
+            line["method"] == "regular" or (line["method"], line["k"]) == ("batched", 3)
+        )
+
+
+def test_lines_of_the_default_policy_say_which_costs_it_goes_by(pair, lines):
+    assert [line["k"] for line in lines if "costs" in line] == [None]
+    assert lines[-1]["costs"] is None  # nobody has measured this pair: a fixed length
+    embedded = load_pair(dtype="float32")
+    options = {"models": "embedded", "methods": ["regular", "batched"], "repeats": 1, "max_new_tokens": 4}
+    (found,) = benchmark.bench(embedded, {"mini": prompt_set("mini", 1)}, batches=[1], draft_length=None, **options)
+    measured = costs_like(embedded).measured
+    assert found[1]["costs"] == {name: measured[name] for name in ("device", "commit", "samples", "spread")}
+    assert "costs" not in found[0] and measured["samples"]["least"] >= 1
+
+
+def test_rows_are_compared_with_transformers(lines):
+    assert all(line["exactness"] == {"dtype": "float32", "rows": 3, "identical": 3} for line in lines)
+
+
+def test_a_method_that_writes_another_text_is_not_called_exact(pair, monkeypatch):
+    theirs = benchmark.transformers_generate
+
+    def wrong(*args, **options):
+        first, *others = theirs(*args, **options)
+        return [first + 1, *others]
+
+    monkeypatch.setattr(benchmark, "transformers_generate", wrong)
+    options = {"models": "tiny", "methods": ["transformers", "regular", "batched"], "repeats": 1, "max_new_tokens": 4}
+    (found,) = benchmark.bench(pair, {"three": PROMPTS}, batches=[3], other_lengths=[1, None], **options)
+    assert [line["exactness"]["identical"] for line in found] == [2, 3, 3, 3, 3]
+    for line in found:  # a peer's line is a result all the same
+        records.check(json.loads(json.dumps(line, allow_nan=False)))
+
+
+def test_prompts_may_vary_from_repeat_to_repeat(pair, monkeypatch):
+    met, theirs = [], benchmark._ours
+
+    def listening(pair, ids, **options):
+        met.append([row.tolist() for row in ids])
+        return theirs(pair, ids, **options)
+
+    monkeypatch.setattr(benchmark, "_ours", listening)
+    options = {"methods": ("regular", "batched"), "repeats": 2, "max_new_tokens": 4}
+    benchmark.compare(pair, PROMPTS, batch=2, **options)
+    first, second, third = (ids.tolist() for ids in inputs.token_ids(pair, PROMPTS))
+    batches = [[first, second], [third, first], [second, third]]  # the first repeat warms up
+    assert met == [batch for batch in batches for _ in range(2)]
+
+
+def test_one_row_has_no_single_beside_batched(pair):
+    (found,) = benchmark.bench(
+        pair,
+        {"one": PROMPTS},
+        models="tiny",
+        batches=[1],
+        methods=["regular", "single", "batched"],
+        repeats=1,
+        max_new_tokens=10,
+    )
+    assert [line["method"] for line in found] == ["regular", "batched"]
+
+
+def test_latency_is_from_the_rows_first_tokens_to_its_end():
+    clock = benchmark.Clock(first={0: (1.0, 1), 1: (2.0, 3)}, last={0: 3.0, 1: 8.0})
+    assert clock.latencies(new=5) == {"first_ms": 500.0, "last_ms": 3000.0, "mean_ms": 1750.0}
+    # what came at once has no latency per token: row 1 has none of its own, and then no row has
+    assert clock.latencies(new=3) == {"first_ms": 1000.0, "last_ms": 1000.0, "mean_ms": 1000.0}
+    assert all(np.isnan(value) for value in clock.latencies(new=1).values())
+
+
+def test_latencies_of_a_run_are_within_its_time(lines):
+    for line in lines:
+        assert 0 < line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
+        assert line["first_ms"] * 23 / 1e3 < max(line["seconds"])
+
+
+def test_ratio_is_the_median_of_paired_ratios(pair):
+    comparison = benchmark.compare(pair, PROMPTS, repeats=3, max_new_tokens=8)
+    seconds = comparison.runs.pivot(index="repeat", columns="method", values="seconds")
+    middle, low, high = comparison.ratio("batched")
+    assert middle == pytest.approx((seconds.regular / seconds.batched).median())
+    assert low <= middle <= high
+
+
+OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 12}
+
+
+@pytest.fixture
+def counted_time(monkeypatch) -> None:
+    """Time goes on by a second whenever it is asked for: at the two ends of a turn, and when its tokens are there."""
+    monkeypatch.setattr(timed_runs, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+
+
+def test_a_turn_is_a_step_of_whoever_has_the_fewest_tokens(pair, monkeypatch):
+    running, theirs = [], timed_runs._Decode.step
+
+    def watched(decode):
+        running.append(decode)
+        going = [other for other in set(running) if not other.session.idle]
+        assert decode.emitted == min(other.emitted for other in going)
+        theirs(decode)
+
+    monkeypatch.setattr(timed_runs._Decode, "step", watched)
+    benchmark.compare(pair, PROMPTS, repeats=2, take_turns=True, **OURS)
+    assert len(set(running)) == 3 * 4  # repeats, methods
+    assert any(a is not b for a, b in itertools.pairwise(running[3:10]))
+
+
+def test_methods_that_take_turns_do_what_they_do_alone(pair):
+    implementation, options = pair.target.config._attn_implementation, {"repeats": 2, **OURS}
+    turns, alone = (benchmark.compare(pair, PROMPTS, take_turns=way, **options).runs for way in (True, False))
+    same = ["repeat", "method", "k", "tokens", *benchmark.COUNTS]
+    assert turns[same].equals(alone[same])
+    assert pair.target.config._attn_implementation == implementation
+
+
+def test_a_method_is_timed_in_its_own_turns(pair, counted_time):
+    runs = benchmark.compare(pair, PROMPTS, repeats=1, take_turns=True, **OURS).runs.set_index("method")
+    assert runs.seconds["regular"] == 1 + 2 * 12  # making the session, then two for each step
+    assert (runs.last_ms["regular"], runs.first_ms["regular"]) == (2000, 2000)  # of the prefill's token to the last
+
+
+def test_peers_do_not_take_turns(pair):
+    with pytest.raises(ValueError, match=r"only this engine's methods .* can take turns, not \['transformers'\]"):
+        benchmark.compare(pair, PROMPTS, methods=["transformers", "regular"], take_turns=True)
+
+
+def test_identical_rows_notices_a_changed_token(pair):
+    alone = benchmark.greedy_alone(pair, PROMPTS, max_new_tokens=8)
+    assert benchmark.identical_rows(pair, PROMPTS, max_new_tokens=8, alone=alone) == 3
+    alone[1] = alone[1].flip(0)
+    assert benchmark.identical_rows(pair, PROMPTS, max_new_tokens=8, alone=alone) == 2
+
+
+def test_peers_ignore_the_models_own_end_tokens(pair):
+    for text in benchmark.greedy_alone(pair, PROMPTS, max_new_tokens=40):
+        assert len(text) == 40
+    assert pair.target.generation_config.eos_token_id == 2
+
+
+def test_assisted_needs_a_draft_model(pair):
+    drafted = ModelPair(target=pair.target, draft=NgramDrafter(), tokenizer=pair.tokenizer)
+    assert "assisted" not in benchmark.methods_of(drafted)
+    with pytest.raises(ValueError, match="assisted"):
+        benchmark.compare(drafted, PROMPTS, methods=["assisted"])
+    with pytest.raises(ValueError, match="one of"):
+        benchmark.compare(pair, PROMPTS, methods=["fast"])
+
+
+def test_a_pair_in_bfloat16_is_checked_in_float32(pair):
+    low = ModelPair(
+        target=tiny_model(vocab_size=259, dtype="bfloat16"),
+        draft=tiny_model(vocab_size=259, dtype="bfloat16", noise=0.3),
+    )
+    exact = in_dtype(low, torch.float32)
+    assert exact.target.dtype == exact.draft.dtype == torch.float32 and low.target.dtype == torch.bfloat16
+    assert in_dtype(pair, torch.float32) is pair
+
+
+def test_overhead_is_a_share_of_the_steps_and_knows_ngrams(pair):
+    for draft in (pair.draft, NgramDrafter()):
+        some = ModelPair(target=pair.target, draft=draft, tokenizer=pair.tokenizer)
+        assert 0 < benchmark.step_overhead(some, PROMPTS, max_new_tokens=8, draft_length=2) < 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": None}, "method must be str"),
+        ({"batch": 0}, "batch must be positive"),
+        ({"batch": True}, "batch must be int"),
+        ({"repeats": 3}, "seconds must be 3"),
+        ({"seconds": [1.0, -1.0]}, "seconds must be 2"),
+        ({"alpha": 1.5}, "alpha must be in"),
+        ({"tokens_per_second": float("inf")}, "finite"),
+        ({"first_ms": 1e9}, "first_ms ≤ mean_ms ≤ last_ms"),
+        ({"over_regular": {"median": 2.0}}, "over_regular must hold"),
+        ({"over_regular": {"median": 2.0, "low": 2.5, "high": 3.0}}, "low ≤ median ≤ high"),
+        ({"exactness": {}}, "exactness must hold"),
+        ({"exactness": {"dtype": "float32", "rows": 3, "identical": 2}}, "every row must be identical"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused(lines, change, message):
+    with pytest.raises(ValueError, match=message):
+        records.check(lines[-2] | change)
+
+
+@pytest.mark.parametrize("field", records.FIELDS)
+def test_a_record_without_a_field_is_refused(lines, field):
+    with pytest.raises(ValueError, match=f"'{field}' is missing"):
+        records.check({name: value for name, value in lines[-2].items() if name != field})
+
+
+def test_records_come_back_and_a_wrong_line_is_named(lines, tmp_path):
+    path = tmp_path / "some" / "records.jsonl"
+    records.append(path, lines)
+    assert records.read(path) == json.loads(json.dumps(lines))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="batch"):
+        records.append(path, [lines[0], lines[1] | {"batch": -1}])
+    assert path.read_bytes() == before
+    path.write_bytes(before + b'{"method": "x"}\n')
+    with pytest.raises(ValueError, match=f"line {len(lines) + 1}: the field"):
+        records.read(path)
+
+
+def test_committed_records_are_valid(lines):
+    from pathlib import Path
+
+    found = list((Path(__file__).parents[2] / "notebooks" / "records").glob("*.jsonl"))
+    assert found
+    for path in found:
+        records.read(path)
+
+
+def test_bench_command_writes_a_table_a_record_and_one_document(tmp_path, lines):
+    path = tmp_path / "r.jsonl"
+    options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "6", "--methods", "batched"]
+    done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path)])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["results"] == records.read(path)
+    assert "over regular" in done.stdout and "2 of 2" in done.stdout
+    checked = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
+    assert checked.exit_code == 0 and "2 lines" in checked.stderr
+    path.write_text(path.read_text().replace('"batch": 2', '"batch": "two"'))
+    refused = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
+    assert refused.exit_code == 2 and "batch must be int" in refused.stderr.replace("\n", " ")

@@ -1,0 +1,209 @@
+"""Measuring a pair's costs: every point of the grid, on a clock that is moved by hand, and the command."""
+
+import json
+from collections import Counter
+from functools import partial
+
+import numpy as np
+import pytest
+from recording import use_on_cpu
+from tiny import tiny_model
+from typer.testing import CliRunner
+
+import bass_core as bass
+from bass_core.policies.costs import costs_for
+from bass_lab.cli import main
+from bass_lab.study import calibration
+from bass_lab.study.calibration import Turn
+from bass_lab.texts.prompt_sets import prompt_set
+
+SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "seconds": 0.0}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+
+
+def test_calibration_measures_every_point(pair):
+    measured = calibration.calibrate(pair, **SMALL)
+    axes = {"batch": SMALL["batches"], "query_length": SMALL["query_lengths"], "kv_length": SMALL["kv_lengths"]}
+    assert measured.target_passes.axes == axes
+    phases = {"batch": (1, 2), "draft_length": (1, 2, 4), "kv_length": SMALL["kv_lengths"]}
+    assert measured.draft_phases.axes == phases
+    assert measured.overheads.axes == {"batch": (1, 2), "draft_length": (0, 1, 2, 4)}
+    for found in (measured.target_passes, measured.draft_phases, measured.overheads):
+        assert (found.seconds > 0).all()
+    measured.check_pair(pair)
+    assert not measured.is_synthetic and measured.kv_of_rows == "max"
+    assert measured.models["target"]["attention"] == "pad" and measured.measured["samples"]["least"] >= 1
+
+
+def test_where_steps_are_recorded_their_phases_are_timed(pair, monkeypatch):
+    """Passes inside a recording show no beginning: a table of passes would be empty, and overheads all of a step."""
+    use_on_cpu(monkeypatch)
+    shape = {"batches": (1, 2), "query_lengths": (1, 2, 3), "kv_lengths": (24, 48)}
+    found = calibration.calibrate(pair, **shape, seconds=0)
+    assert found.measured["compile"] == "graphs"
+    assert found.target_passes.axes == {"batch": (1, 2), "query_length": (1, 2, 3), "kv_length": (24, 48)}
+    assert found.draft_phases.axes == {"batch": (1, 2), "draft_length": (1, 2), "kv_length": (24, 48)}
+    for table in (found.target_passes, found.draft_phases, found.overheads):
+        assert (table.seconds > 0).all()
+    assert found.measured["samples"]["least"] >= calibration.REPLAYS
+
+
+def test_recorded_rows_stand_about_where_the_table_says(pair, monkeypatch):
+    use_on_cpu(monkeypatch)
+    seen, original = [], bass.Session._record
+
+    def note(self, kind, planned, context, *rest):
+        seen.append((planned.tolist(), context.lengths_host.tolist()))
+        return original(self, kind, planned, context, *rest)
+
+    monkeypatch.setattr(bass.Session, "_record", note)
+    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3], 0.0))
+    decoded = seen[1:]
+    assert [planned for planned, _ in decoded] == [[k, k] for k in (0, 1, 3) for _ in range(5)]
+    assert [rows[0] - 1 for _, rows in decoded] == list(range(34, 49))  # cached positions, 40 in the middle
+
+
+def test_calibration_times_the_passes_and_the_rest_of_a_step(pair, monkeypatch):
+    """A clock that every forward pass moves by its tokens, and reading it by a little."""
+    now = 0.0
+
+    def read() -> float:
+        nonlocal now
+        now += 1e-6
+        return now
+
+    def move(tokens: int) -> None:
+        nonlocal now
+        now += tokens
+
+    for model, each in ((pair.target, 1.0), (pair.draft, 0.01)):
+        original = model.forward
+
+        def forward(*args, original=original, each=each, **kwargs):
+            move(each * kwargs["input_ids"].numel())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr("time.perf_counter", read)
+    cost = calibration.calibrate(pair, **SMALL)
+    assert cost.target(2, 6, 32) == pytest.approx(12, abs=1e-4)
+    assert cost.draft(2, 3, 8) == pytest.approx(0.08, abs=1e-4)  # (2 + 1 + 1) tokens of two rows
+    assert cost.overhead(2, 4) < 1e-3
+
+
+def test_calibration_leaves_the_models_as_they_were(pair):
+    before = pair.target.config._attn_implementation, len(pair.target._forward_hooks)
+    calibration.calibrate(pair, **SMALL)
+    assert (pair.target.config._attn_implementation, len(pair.target._forward_hooks)) == before
+
+
+def test_calibration_without_a_draft_model():
+    cost = calibration.calibrate(bass.ModelPair(tiny_model()), **SMALL)
+    assert cost.draft_phases is None and cost.models["draft"]["attention"] is None
+    assert (cost.step(2, np.arange(4), 20) > 0).all()
+
+
+def test_one_model_may_be_both():
+    model = tiny_model()
+    cost = calibration.calibrate(bass.ModelPair(model, model), **SMALL)
+    assert (cost.draft_phases.seconds > 0).all() and (cost.overheads.seconds > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_lengths": (8, 91)}, "beyond the context of 96"),
+        ({"batches": (2, 2)}, "batches must be increasing"),
+        ({"query_lengths": ()}, "query_lengths must be increasing"),
+        ({"batches": (0, 1)}, "batches must be >= 1"),
+    ],
+)
+def test_calibration_refuses_a_grid_that_does_not_fit(pair, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        calibration.calibrate(pair, **SMALL | options)
+
+
+def test_lengths_that_fit_the_context_are_the_default(pair):
+    options = SMALL | {"kv_lengths": None, "batches": (1,), "query_lengths": (1,)}
+    assert calibration.calibrate(pair, **options).target_passes.axes["kv_length"] == (64,)
+
+
+def test_short_turns_come_more_often_than_long_ones_and_rare_points_more_often_than_others(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    def turn(name, seconds):
+        nonlocal now
+        now += seconds
+        yield name, (seconds,), seconds
+
+    def visits(end):
+        turns = [("short", 1.0, 1), ("long", 16.0, 1), ("rare", 16.0, 2)]
+        samples = calibration._take_turns([Turn(partial(turn, name, each), often) for name, each, often in turns], end)
+        assert [sample.table for sample in samples[:3]] == ["short", "long", "rare"]
+        assert all(sample.when > 0 and sample.point == (sample.seconds,) for sample in samples)
+        return Counter(sample.table for sample in samples)
+
+    found = visits(end=800.0)
+    assert found["short"] == pytest.approx(4 * found["long"], abs=4)
+    assert found["rare"] == pytest.approx(2 * found["long"], abs=2)
+    assert visits(end=0.0) == {"short": 1, "long": 1, "rare": 1}
+
+
+def test_accepted_drafts_are_counted_where_nothing_cuts_them(monkeypatch):
+    monkeypatch.setattr(calibration, "TEXTS", 2)
+    embedded = bass.load_pair(dtype="float32")
+    found = calibration.accepted(embedded)
+    texts = [text for name in ("mini", "library") for text in prompt_set(name)[-2:]]
+    steps = bass.generate(embedded, texts, draft_length=8, max_new_tokens=96, eos_token_id=()).trace.steps
+    whole = steps.query("kind == 'decode' and drafted == 8")
+    assert found == tuple(tuple(np.bincount(part.accepted, minlength=9)) for _, part in whole.groupby("row"))
+    assert len(found) == 4 and sum(map(sum, found)) > 20
+    assert calibration.accepted(bass.ModelPair(tiny_model(), tiny_model(noise=0.1))) is None
+
+
+# --- the command ---
+
+
+def test_the_command_measures_saves_and_checks(caches, monkeypatch):
+    small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
+    monkeypatch.setattr(calibration, "check", small)
+    monkeypatch.setattr(calibration, "QUIET", -1.0)
+    result = CliRunner().invoke(main.app, ["calibrate", "--rows", "2", "--seconds", "0", "--check"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    cost = costs_for(bass.load_pair())
+    assert document["saved"] == str(caches / cost.file_name)
+    assert document["models"] == cost.models and document["device"] == cost.device
+    assert [line["batch"] for line in document["batches"]] == [2]
+    assert {"T(1), ms", "T(6)/T(1)", "best k at α 0.8"} < document["batches"][0].keys()
+    assert [(line["batch"], line["k"]) for line in document["check"]] == [(2, 0), (2, 2)]
+    assert np.median([line["relative"] for line in document["check"]]) == pytest.approx(1)
+    for line in document["check"]:
+        assert line["ratio"] == pytest.approx(line["predicted_ms"] / line["real_ms"])
+    assert "T(6)/T(1)" in result.stdout and "measure again when the machine is idle" in result.stderr
+
+
+def test_the_command_measures_pairs_with_dummy_weights(caches, monkeypatch):
+    """They have no tokenizer: prompts are ids."""
+    grid = {"query_lengths": (1, 3), "kv_lengths": (8,)}
+    monkeypatch.setattr(calibration, "calibrate", partial(calibration.calibrate, **grid))
+    small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
+    monkeypatch.setattr(calibration, "check", small)
+    result = CliRunner().invoke(
+        main.app, ["calibrate", "--weights", "dummy", "--rows", "2", "--seconds", "0", "--check"]
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert len(document["check"]) == 2
+    assert all(model["name"].endswith("(dummy weights)") for model in document["models"].values())
+
+
+def test_the_command_refuses_in_one_line(tmp_path):
+    result = CliRunner().invoke(main.app, ["calibrate", str(tmp_path / "nothing")])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: cannot load") and result.stderr.count("\n") == 1

@@ -1,0 +1,213 @@
+"""`bass doctor` and `bass generate`: plain output, one-line errors, exit codes."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import BYTES, byte_tokenizer, tiny_model
+from typer.testing import CliRunner
+
+import bass_core as bass
+from bass_lab.checks import doctor
+from bass_lab.cli import main
+from bass_lab.show import terminal
+
+PROMPT = "def add(a, b):\n"
+NEW = 24
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(main.app, [str(argument) for argument in arguments], **options)
+
+
+def save(folder: Path, tokenizer=None, **model) -> Path:
+    tiny_model(vocab_size=BYTES, **model).save_pretrained(folder)
+    (tokenizer or byte_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory) -> Path:
+    return save(tmp_path_factory.mktemp("draft"), noise=0.1, max_position_embeddings=64)
+
+
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+def test_doctor_without_a_target_describes_the_embedded_pair():
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    for expected in (
+        torch.__version__,
+        version("transformers"),
+        "optional packages",
+        "auto takes",
+        "same tokens",
+        "Goodput(",
+    ):
+        assert expected in result.stdout
+    assert "{" not in result.stdout and result.stderr == ""
+
+
+def test_doctor_prints_its_findings_as_json_in_the_last_line(target, draft):
+    result = run("doctor", target, "--draft", draft, "--json")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["problem"] is None and document["torch"] == torch.__version__
+    assert document["devices"]["cpu"]["dtypes"]["float32"] == "ok"
+    for role, context in (("target", 96), ("draft", 64)):
+        model = document[role]
+        assert model["context"] == context and model["vocabulary"] == BYTES
+        assert model["attention"].keys() == {"ragged", "pad", "split", "eager"}
+        assert model["attention"][model["path"]] == "ok"
+        assert (
+            model["kv_bytes_per_position"] == 2 * 2 * 2 * 8 * 4
+        )  # keys, values; layers, KV heads, dimensions; float32
+        assert model["kv_bytes_per_row"] == context * 256
+    assert str(BYTES) in document["tokenizers"]
+    assert document["draft_length"] == "FixedLength(k=5)" and "not known on this device" in result.stdout
+
+
+def test_doctor_says_why_an_attention_path_is_not_for_a_model(tmp_path):
+    result = run("doctor", save(tmp_path, architecture="codegen"), "--json")  # bypasses the attention interface
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == 0 and document["draft"] is None
+    assert document["target"]["path"] == "eager"
+    assert "cannot be decoded over a ragged cache" in document["target"]["attention"]["pad"]
+    assert "n-gram lookup" in result.stdout
+
+
+@pytest.mark.parametrize("architecture", ["bamba", "bloom"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_doctor_gives_the_reason_why_a_model_cannot_be_used(target, tmp_path, architecture, role):
+    refused = save(tmp_path, architecture=architecture)
+    result = run("doctor", refused) if role == "target" else run("doctor", target, "--draft", refused)
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert architecture in result.stderr.lower()
+    assert "no path works" in result.stdout
+
+
+def test_doctor_refuses_what_does_not_load_or_fit(target, tmp_path):
+    other = save(tmp_path, byte_tokenizer(swap=(40, 50)))
+    cases = {("doctor", tmp_path / "nothing"): "cannot load", ("doctor", "--draft", target): "without a target"}
+    cases[("doctor", target, "--draft", other)] = "tokenizers differ"
+    for arguments, reason in cases.items():
+        result = run(*arguments, "--json")
+        assert result.exit_code == 1
+        assert reason in result.stderr and result.stderr.count("\n") == 1
+        assert reason in json.loads(result.stdout.splitlines()[-1])["problem"]
+
+
+def test_doctor_says_what_a_missing_package_is_for(monkeypatch):
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "wings", "numpy": "arrays"})
+    text = doctor.report(doctor.diagnose("/nowhere"))
+    assert "not installed; without it no wings" in text and version("numpy") in text
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_one_row_streams_and_its_figures_go_to_standard_error():
+    result = run("generate", PROMPT, "--max-new-tokens", NEW)
+    expected = bass.generate(bass.load_pair(), PROMPT, max_new_tokens=NEW)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
+    summary = expected.trace.summary()
+    assert f"{summary['tokens']} tokens for 1 rows in {summary['steps']} steps" in result.stderr
+    assert "α = " in result.stderr and "tokens/s" in result.stderr
+
+
+def test_options_reach_the_engine_and_bytes_that_are_no_text_stream(target, draft):
+    options = {"max_new_tokens": 40, "temperature": 1.3, "top_k": 60, "top_p": 0.95, "seed": 7, "draft_length": 2}
+    options |= {"verification": "block", "attention": "split"}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    result = run("generate", PROMPT, "--target", target, "--draft", draft, *flags)
+    expected = bass.generate(bass.load_pair(target, draft), PROMPT, **options)
+    assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
+
+
+def test_several_rows_stand_under_headings():
+    result = run("generate", "ab", "cd", "--num-return-sequences=2", "--temperature=1", "--max-new-tokens=5")
+    out = bass.generate(bass.load_pair(), ["ab", "cd"], num_return_sequences=2, temperature=1.0, max_new_tokens=5)
+    expected = ""
+    for row, (prompt, sample) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        heading = f"row {row}: prompt {prompt}, sample {sample} ({out.finish_reasons[row]})"
+        expected += f"{heading}\n{['ab', 'cd'][prompt]}{out.texts[row]}\n\n"
+    assert result.stdout == expected
+    assert " tokens for 4 rows" in result.stderr
+
+
+def test_prompt_may_come_from_standard_input():
+    piped = run("generate", "--max-new-tokens=8", "--draft-length=0", input=PROMPT)
+    assert piped.exit_code == 0 and piped.stdout == run("generate", PROMPT, "--max-new-tokens=8").stdout
+    assert "α" not in piped.stderr  # nothing was drafted
+    assert "utf-8" in run("generate", input=b"\xff").stderr
+
+
+def test_no_prompt_at_a_terminal_is_a_usage_error(monkeypatch):
+    monkeypatch.setattr(main, "_is_terminal", lambda stream: True)
+    result = run("generate")
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr and "give a prompt" in result.stderr
+
+
+def test_stop_string_is_never_shown():
+    arguments = ("generate", PROMPT, "--max-new-tokens", NEW)
+    text = run(*arguments).stdout.removeprefix(PROMPT)
+    stop = text[6:10]
+    assert run(*arguments, "--stop", stop).stdout == f"{PROMPT}{text[: text.index(stop)]}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--temperature=-1"], "temperature must be"),
+        (["--top-p=0"], "top_p must be"),
+        (["--max-new-tokens=-1"], "max_new_tokens must be >= 0"),
+        (["--max-new-tokens=5000"], "context of"),
+        (["--num-return-sequences=0"], "num_return_sequences must be >= 1"),
+        (["--draft-length=-1"], "draft"),
+        (["--verification=blok"], "verification must be one of"),
+        (["--attention=flash"], "attention must be one of"),
+        (["--stop="], "empty string"),
+        (["--target=/nowhere"], "cannot load"),
+        (["--draft=/nowhere"], "without a target"),
+        ([""], "a prompt is empty"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_error_is_one_line_with_exit_code_2(arguments, reason):
+    result = run("generate", *([PROMPT] if arguments != [""] else []), *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert reason in result.stderr
+
+
+def test_show_accepted_colours_tokens_in_a_terminal_only(monkeypatch, target, draft):
+    arguments = ("generate", PROMPT, "--target", target, "--draft", draft, "--max-new-tokens=40", "--show-accepted")
+    plain = run(*arguments, color=True)
+    assert "\x1b" not in plain.stdout
+    monkeypatch.setattr(main, "_is_terminal", lambda stream: True)
+    shown = run(*arguments, color=True)
+    assert shown.exit_code == 0, shown.output
+    assert all(f"\x1b[{code}m" in shown.stdout for code in (31, 32, 36))  # recovered, accepted, bonus
+    assert "accepted" in shown.stderr and "recovered" in shown.stderr
+    assert plain.stdout.strip() in run(*arguments).stdout  # the same text under the colours
+
+
+def test_growing_text_shows_only_what_stays():
+    tokenizer, text = byte_tokenizer(), "naïve → 🙂 and\nthe end"
+    tokens = tokenizer(text)["input_ids"]
+    growing = terminal._GrowingText(tokenizer)
+    pieces = [growing.add([token]) for token in tokens]
+    assert "".join(pieces) == growing.shown == text and "" in pieces
+    stopping = terminal._GrowingText(tokenizer, ["\nthe"])
+    assert "".join(stopping.add([token]) for token in tokens) == text[: text.index("\nthe")]

@@ -1,0 +1,105 @@
+"""The corpus is deterministic and valid, and what is held out is held out."""
+
+import ast
+import re
+from random import Random
+
+import pytest
+
+from bass_lab.evaluation import load_problems
+from bass_lab.pair import training
+from bass_lab.texts import corpus, grammar
+from bass_lab.texts.prompt_sets import prompt_set
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return corpus.generated_functions(1500, seed=3)
+
+
+def test_same_seed_gives_the_same_functions(texts):
+    assert corpus.generated_functions(1500, seed=3) == texts
+    assert corpus.generated_functions(1500, seed=4) != texts
+
+
+def test_generated_functions_are_valid_python(texts):
+    for text in texts:
+        (function,) = ast.parse(text).body
+        assert ast.get_docstring(function) and len(function.body) > 1
+
+
+def test_generated_functions_do_what_they_say():
+    tests = {
+        "even": lambda x: x % 2 == 0,
+        "odd": lambda x: x % 2,
+        "positive": lambda x: x > 0,
+        "negative": lambda x: x < 0,
+    }
+    sums = re.compile(
+        r'"""[A-Z][a-z ]+ (?:sum of|total of|up) the (even|odd|positive|negative) \w+( in (the list )?\w+)?\.'
+    )
+    numbers = [1, 2, 3, 4, -6, -7, 0]
+    found = 0
+    for text in corpus.generated_functions(20_000, seed=1):
+        if said := sums.search(text):
+            scope: dict = {}
+            exec(text, scope)
+            assert scope[ast.parse(text).body[0].name](numbers) == sum(filter(tests[said[1]], numbers)), text
+            found += 1
+    assert found > 5
+
+
+def test_the_same_thing_is_written_in_several_ways():
+    rng = Random(0)
+    ways = [len({plan.body(rng) for _ in range(30)}) for plan in (grammar.pipeline(rng) for _ in range(200))]
+    assert sum(ways) / len(ways) > 3
+
+
+@pytest.fixture(scope="module")
+def training_functions() -> list[grammar.Function]:
+    """All the generated functions that the embedded pair was trained on."""
+    recipe = training.Recipe()
+    return grammar.functions(recipe.generated, recipe.seed, held_out=False)
+
+
+def test_training_contains_no_composition_of_the_mini_set(training_functions):
+    compositions = {problem.composition for problem in load_problems()}
+    assert len(compositions) == 164
+    assert not compositions & {function.key for function in training_functions}
+
+
+def test_training_contains_no_prompt_of_the_mini_set(training_functions):
+    assert not {problem.prompt for problem in load_problems()} & {function.prompt for function in training_functions}
+
+
+def test_every_part_of_the_mini_set_was_met_in_training(training_functions):
+    def parts(key: str) -> set[str]:
+        return set(key.split("/"))
+
+    met = set().union(*(parts(function.key) for function in training_functions if "{}" in function.key))
+    assert set().union(*(parts(problem.composition) for problem in load_problems())) <= met
+
+
+def test_held_out_functions_are_of_other_compositions(training_functions):
+    held_out = grammar.functions(500, seed=1, held_out=True)
+    assert not {function.key for function in held_out} & {function.key for function in training_functions}
+
+
+def test_library_prompts_are_of_modules_that_training_leaves_out():
+    held_out, trained = corpus.library_functions(held_out=True), corpus.library_functions()
+    prompts = prompt_set("library")
+    assert len(set(prompts)) == 96
+    assert not any(function.startswith(prompt) for prompt in prompts for function in trained)
+    assert sum(any(function.startswith(prompt) for function in held_out) for prompt in prompts) > 80  # other Pythons
+    found = corpus.held_out_prompts()
+    assert {module for module, _ in found} <= set(corpus.HELD_OUT_MODULES)
+    assert all(prompt.startswith("def ") and len(prompt) <= 400 for _, prompt in found)
+
+
+def test_prompt_sets_refuse_what_they_have_not():
+    assert prompt_set("mini", 3) == [problem.prompt for problem in load_problems()[:3]]
+    for name, count in (("mini", 165), ("library", 97), ("mini", 0)):
+        with pytest.raises(ValueError, match=f"'{name}' has"):
+            prompt_set(name, count)
+    with pytest.raises(ValueError, match="mini, library"):
+        prompt_set("functions")

@@ -1,0 +1,54 @@
+"""The G-test, its power and Holm's correction against scipy."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from bass_lab.checks import goodness_of_fit as fit
+
+LEVEL = 5e-5
+
+
+def skewed_law(cells=200, seed=0):
+    p = np.random.default_rng(seed).dirichlet(np.full(cells, 0.5))
+    return {(index,): float(value) for index, value in enumerate(p)}
+
+
+def p_value(law, p, samples, rng):
+    counts = rng.multinomial(samples, p)
+    return fit.g_test([cell for cell, count in zip(law, counts, strict=True) for _ in range(count)], law)["p_value"]
+
+
+def test_chi_square_tail_is_scipys():
+    for statistic, freedom in ((0.0, 3), (3.2, 1), (80.0, 60), (300.0, 120)):
+        assert fit.chi_square_tail(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
+
+
+def test_p_values_are_uniform_where_the_law_holds():
+    law, rng = skewed_law(), np.random.default_rng(1)
+    found = [p_value(law, list(law.values()), 2000, rng) for _ in range(500)]
+    assert stats.kstest(found, "uniform").pvalue > 1e-3
+
+
+def test_the_detectable_total_variation_is_detected():
+    law, samples, rng = skewed_law(cells=60), 4000, np.random.default_rng(2)
+    distance = fit.detectable(law, samples, LEVEL)
+    freedom = len(fit._cells(law, samples)[0]) - 1
+    critical = stats.chi2.isf(LEVEL, freedom)
+    assert stats.ncx2.sf(critical, freedom, samples * (2 * distance) ** 2) == pytest.approx(fit.POWER, abs=0.02)
+    p = np.array(list(law.values()))
+    order = p.argsort()[::-1]
+    shifted = p.copy()
+    shifted[order[::2]] *= 1 - distance / p[order[::2]].sum()
+    shifted[order[1::2]] *= 1 + distance / p[order[1::2]].sum()
+    assert np.mean([p_value(law, shifted, samples, rng) < LEVEL for _ in range(40)]) > 0.7
+
+
+def test_an_outcome_that_the_law_does_not_have_is_impossible():
+    assert fit.g_test([(0,), (9,)], {(0,): 0.5, (1,): 0.5})["p_value"] == 0
+
+
+def test_holm_stops_at_the_first_that_stands():
+    assert fit.holm({"a": 0.04, "b": 0.02, "c": 0.9}, 0.05) == []
+    assert fit.holm({"a": 0.026, "b": 0.01, "c": 0.9}, 0.05) == ["b"]
+    assert fit.holm({"a": 0.024, "b": 0.01, "c": 0.9}, 0.05) == ["b", "a"]

@@ -1,0 +1,121 @@
+"""The best schedule in hindsight against every possible one, and regret."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from replays import Linear, Stairs, trace_of
+from trial_policies import PerRow
+
+import bass_core as bass
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+from bass_lab.study.replay import Replay
+from bass_lab.study.simulator import hindsight_bound, hindsight_schedule, regret, simulate
+
+
+def brute_force(replay, cost):
+    """Least seconds over all sequences of shared draft lengths, walked one by one."""
+
+    def least(at):
+        live = [row for row in range(len(at)) if at[row] < replay.ends[row]]
+        if not live:
+            return 0.0
+        tokens = np.array([replay.trace.prompt_lengths[replay.sequences[row]] + at[row] for row in live])
+        best = np.inf
+        for k in range(max(replay.limit - at[row] - 1 for row in live) + 1):
+            reached = list(at)
+            for row in live:
+                drafted = min(k, replay.limit - at[row] - 1)
+                reached[row] = at[row] + min(drafted, replay.run[row, at[row]]) + 1
+            best = min(best, float(cost.step(len(live), k, tokens.mean() - 1)) + least(tuple(reached)))
+        return best
+
+    return least((1,) * len(replay.ends))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cost", [Linear(), Linear(per_token=0.05, per_key=0.02), Stairs(0)])
+def test_the_optimum_of_a_row_is_that_of_all_schedules(cost, seed):
+    trace = AcceptanceTrace.synthetic(alpha=0.6, length=9, sequences=3)
+    trace = replace(trace, lengths=np.array([9, 7, 8]))
+    found = hindsight_bound(trace, cost, batch=1, seed=seed, repeats=1).item()
+    assert found == pytest.approx(brute_force(Replay.draw(trace, 1, None, seed, 0), cost), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cost", [Linear(), Linear(per_token=0.2, per_key=0.001), Stairs(1)])
+def test_the_bound_of_a_batch_is_below_all_schedules(cost, seed):
+    trace = AcceptanceTrace.synthetic(alpha=0.6, length=7, sequences=3)
+    trace = replace(trace, lengths=np.array([7, 5, 6]), prompt_lengths=np.array([9, 30, 12]))
+    bound = hindsight_bound(trace, cost, batch=3, seed=seed, repeats=1).item()
+    best = brute_force(Replay.draw(trace, 3, None, seed, 0), cost)
+    schedule = hindsight_schedule(trace, cost, batch=3, seed=seed, repeats=1).item()
+    assert 0.5 * best < bound <= best * (1 + 1e-12) <= schedule * (1 + 2e-12)
+
+
+def test_the_bound_of_equal_rows_is_reached():
+    # the rows' coins fall alike, so that one sequence of lengths is best for all of them
+    trace, cost = trace_of("110111011"), Linear(per_token=0.05)
+    bound = hindsight_bound(trace, cost, batch=[0, 0, 0], repeats=1).item()
+    assert bound == pytest.approx(brute_force(Replay.draw(trace, [0, 0, 0], None, 0, 0), cost))
+
+
+class Whim(bass.DraftLengthPolicy):
+    """Any length for any row, and any stop."""
+
+    def __init__(self, seed):
+        self.seed = seed
+
+    def start(self, rows):
+        self.random = np.random.default_rng(self.seed)
+
+    def plan(self, rows):
+        return torch.from_numpy(self.random.integers(0, 9, len(rows.ids)))
+
+    def keep_drafting(self, signals):
+        return torch.from_numpy(self.random.random(len(signals.drafting)) < 0.9)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_policy_is_faster_than_the_bound(seed):
+    random = np.random.default_rng(seed)
+    trace = AcceptanceTrace.synthetic(
+        alpha=random.uniform(0.3, 0.9), length=40, sequences=7, seed=seed, regimes=(0.1, 6), prompt_length=20
+    )
+    trace = replace(trace, lengths=random.integers(1, 41, 7), prompt_lengths=random.integers(5, 60, 7))
+    policies = [0, 3, 8, bass.BassHeuristic(), bass.HuggingFaceHeuristic(), PerRow(most=6), Whim(seed)]
+    costs = [Linear(per_token=random.uniform(0, 0.3), per_key=random.uniform(0, 0.01)), Stairs(seed)]
+    for cost, batch in itertools.product(costs, (1, 2, 7, 12)):
+        options = {"batch": batch, "seed": seed, "repeats": 4}
+        bound = hindsight_bound(trace, cost, **options)
+        for policy in policies:
+            assert (simulate(trace, policy, cost, **options).seconds >= bound * (1 - 1e-12)).all()
+        assert (hindsight_schedule(trace, cost, **options) >= bound * (1 - 1e-12)).all()
+
+
+def test_regret_compares_with_the_bound_on_the_same_replays():
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=60, sequences=16)
+    policies = {"two": 2, "paper": bass.BassHeuristic()}
+    table = regret(trace, policies, Linear(), batches=[1, 8], repeats=6, seed=4)
+    assert table[["batch", "policy"]].values.tolist() == [[1, "two"], [1, "paper"], [8, "two"], [8, "paper"]]
+    runs = simulate(trace, 2, Linear(), batch=8, repeats=6, seed=4)
+    bound = hindsight_bound(trace, Linear(), batch=8, repeats=6, seed=4)
+    line = table.iloc[2]
+    assert line.regret == pytest.approx((runs.seconds / bound - 1).mean())
+    assert line.low < line.regret < line.high
+    assert line.seconds == pytest.approx(runs.seconds.mean()) and line.bound_s == pytest.approx(bound.mean())
+    assert (table.schedule_s >= table.bound_s * (1 - 1e-12)).all()
+
+
+def test_hindsight_alone_beats_fixed_lengths_when_rows_are_few():
+    """The known limits: far ahead of the best fixed length at batch 1, hardly at batch 32."""
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=128, sequences=64)
+    gain = {}
+    for batch in (1, 32):
+        options = {"batch": batch, "repeats": 12}
+        best = min(simulate(trace, k, Linear(per_draft=0.05), **options).seconds.mean() for k in range(3, 12))
+        gain[batch] = best / hindsight_schedule(trace, Linear(per_draft=0.05), **options).mean() - 1
+    assert 0.2 < gain[1] < 0.45
+    assert 0 < gain[32] < 0.08

@@ -1,0 +1,219 @@
+"""pass@k, Pass@First and Pass@All: against enumeration and against definitions written out as loops."""
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from bass_lab.evaluation.scores import difference, pass_at_k, quartiles, score, table
+
+INF = float("inf")
+
+
+def sample(problem, row, finish, logprob, passed, tokens=10):
+    finished = np.isfinite(finish)
+    return {
+        "problem": problem,
+        "row": row,
+        "finish_seconds": finish if finished else float("nan"),
+        "finished": finished,
+        "tokens": tokens,
+        "logprob_sum": logprob * tokens,
+        "passed": passed,
+    }
+
+
+def random_samples(seed: int, problems: int = 12) -> pd.DataFrame:
+    """Problems of 1 to 6 rows; some unfinished, many ties in time and in log-probability, lines in any order."""
+    rng = np.random.default_rng(seed)
+    lines = [
+        sample(
+            f"p{problem}",
+            row,
+            rng.choice([0.5, 1.0, 1.5, 2.0, INF]),
+            -float(rng.integers(1, 4)),
+            bool(rng.random() < 0.4),
+            int(rng.integers(1, 20)),
+        )
+        for problem in range(problems)
+        for row in range(rng.integers(1, 7))
+    ]
+    return pd.DataFrame(lines).sample(frac=1, random_state=seed)
+
+
+def values(scores: pd.DataFrame, metric: str) -> np.ndarray:
+    return scores[scores.metric == metric].sort_values("budget").value.to_numpy()
+
+
+def by_definition(samples: pd.DataFrame, budget: float) -> tuple[float, float]:
+    firsts, alls = [], []
+    for _, rows in samples.groupby("problem"):
+        done = [r for r in rows.sort_values("row").itertuples() if r.finished and r.finish_seconds <= budget]
+        best = max(done, key=lambda r: r.logprob_sum / r.tokens, default=None)  # the first of equal ones
+        firsts.append(best is not None and best.passed)
+        alls.append(any(r.passed for r in done))
+    return float(np.mean(firsts)), float(np.mean(alls))
+
+
+# --- pass@k ---------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_equals_enumeration():
+    for n in range(1, 9):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                draws = list(combinations(range(n), k))
+                share = sum(min(draw) < c for draw in draws) / len(draws)
+                assert abs(pass_at_k(n, c, k) - share) < 1e-12
+
+
+def test_pass_at_k_of_many_samples_is_exact():
+    from fractions import Fraction
+    from math import comb
+
+    for n, c, k in ((200, 3, 100), (1000, 1, 1), (1000, 5, 700), (164, 80, 10)):
+        assert abs(pass_at_k(n, c, k) - float(1 - Fraction(comb(n - c, k), comb(n, k)))) < 1e-12
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)])
+def test_pass_at_k_refuses_what_has_no_meaning(n, c, k):
+    with pytest.raises(ValueError, match=r"pass@k needs"):
+        pass_at_k(n, c, k)
+
+
+def test_k_is_dropped_where_a_problem_has_fewer_rows():
+    samples = pd.DataFrame([sample("a", row, 1, -1, True) for row in range(3)] + [sample("b", 0, 1, -1, False)])
+    assert set(score(samples, [2], ks=(1, 2, 3)).metric) == {"Pass@First", "Pass@All", "pass@1"}
+
+
+# --- Pass@First and Pass@All ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_scores_equal_their_definition_and_keep_their_order(seed):
+    samples = random_samples(seed)
+    budgets = [0.0, 0.5, 0.75, 1.0, 1.5, 2.0, INF]
+    scores = score(samples, budgets, resamples=50)
+    first, every = values(scores, "Pass@First"), values(scores, "Pass@All")
+    assert np.allclose([by_definition(samples, budget) for budget in budgets], np.stack([first, every], axis=1))
+    assert (first <= every).all()
+    assert (np.diff(every) >= 0).all() and (np.diff(values(scores, "pass@1")) >= 0).all()
+    assert first[0] == every[0] == 0
+    assert (scores.low <= scores.high).all() and scores[["low", "high"]].stack().between(0, 1).all()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_order_of_the_lines_does_not_matter(seed):
+    samples = random_samples(seed)
+    shuffled = samples.sample(frac=1, random_state=seed + 1)
+    assert np.allclose(score(samples, [1, INF]).value, score(shuffled, [1, INF]).value)
+
+
+def test_pass_at_n_is_pass_at_all_and_pass_at_one_a_mean():
+    rng = np.random.default_rng(1)
+    lines = [
+        sample(p, row, rng.choice([1.0, 2.0, INF]), -1, bool(rng.random() < 0.3)) for p in range(20) for row in range(4)
+    ]
+    samples = pd.DataFrame(lines)
+    scores = score(samples, [1, 2], ks=(1, 4))
+    assert values(scores, "pass@4") == pytest.approx(values(scores, "Pass@All"))
+    expected = (samples.passed & (samples.finish_seconds <= 1)).mean()
+    assert values(scores, "pass@1")[0] == pytest.approx(expected)
+
+
+def test_the_likeliest_finished_row_is_first_and_ties_go_to_the_lower_row():
+    likelier_later = [sample("a", 0, 1, -2, True), sample("a", 1, 2, -1, False)]
+    assert list(values(score(pd.DataFrame(likelier_later), [1, 2]), "Pass@First")) == [1, 0]  # First may fall
+    tied = pd.DataFrame([sample("a", 1, 1, -1, False, tokens=4), sample("a", 0, 1, -1, True, tokens=8)])
+    assert list(values(score(tied, [1]), "Pass@First")) == [1]
+    unfinished = pd.DataFrame([sample("a", 0, INF, -0.1, True), sample("a", 1, 1, -3, False)])
+    assert list(values(score(unfinished, [INF]), "Pass@All")) == [0]
+
+
+# --- intervals, tables, bad input -----------------------------------------------------------------
+
+
+def test_intervals_are_the_bootstrap_of_the_mean():
+    samples = pd.DataFrame([sample(p, 0, 1, -1, p < 50) for p in range(200)])
+    (line,) = score(samples, [1]).query("metric == 'Pass@All'").itertuples()
+    assert line.value == 0.25
+    assert (line.low, line.high) == pytest.approx((0.25 - 0.06, 0.25 + 0.06), abs=0.006)  # 1.96 √(p (1 - p) / 200)
+    assert score(samples, [1]).equals(score(samples, [1]))
+
+
+def test_quartiles_are_times_at_which_rows_finish():
+    samples = pd.DataFrame([sample("a", row, finish, -1, True) for row, finish in enumerate([1, 2, 3, 4, INF])])
+    assert quartiles(samples) == [1, 2, 3, 4]
+    assert quartiles(samples, limit=2.5) == [1, 2]
+    assert quartiles(samples[~samples.finished]) == quartiles(samples, limit=0.5) == [0.0]
+
+
+def test_table_has_a_line_per_budget_and_method():
+    samples = random_samples(0)
+    both = pd.concat([score(samples, [2, 1]).assign(method=method) for method in ("regular", "batched")])
+    lines = table(both).splitlines()
+    assert len(lines) == 5 and "Pass@First" in lines[0] and "pass@1" in lines[0]
+    assert [line.split()[:2] for line in lines[1:]] == [[b, m] for b in "12" for m in ("regular", "batched")]
+
+
+def test_bad_samples_are_refused():
+    good = random_samples(0)
+    for wrong, reason in (
+        (good.iloc[:0], "at least one line"),
+        (good.drop(columns="tokens"), "tokens"),
+        (pd.concat([good, good.iloc[:1]]), "twice"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            score(wrong)
+    with pytest.raises(ValueError, match="budgets are seconds"):
+        score(good, [float("nan")])
+
+
+# --- differences ---
+
+
+def two_methods(seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
+    chance = np.random.default_rng(seed)
+    return tuple(
+        pd.DataFrame(
+            {
+                "problem": np.repeat([f"p{i}" for i in range(30)], 4),
+                "row": np.tile(range(4), 30),
+                "finish_seconds": chance.uniform(0, 2, 120),
+                "finished": True,
+                "tokens": 10,
+                "logprob_sum": -chance.uniform(1, 9, 120),
+                "passed": chance.random(120) < 0.4,
+            }
+        )
+        for _ in range(2)
+    )
+
+
+def test_a_difference_is_the_difference_of_the_scores():
+    one, other = two_methods(1)
+    found = difference(one, other, [0.5, 1.0], ks=(1, 2))
+    expected = score(one, [0.5, 1.0], ks=(1, 2)).value - score(other, [0.5, 1.0], ks=(1, 2)).value
+    assert np.allclose(found.value, expected, atol=1e-12)
+    assert (found.low <= found.value).all() and (found.value <= found.high).all()
+    mirrored = difference(other, one, [0.5, 1.0], ks=(1, 2))
+    assert np.allclose(mirrored.value, -found.value) and np.allclose(mirrored.low, -found.high, atol=1e-9)
+
+
+def test_a_difference_is_paired():
+    """What both share cancels: equal samples differ by exactly nothing, whichever problems are drawn."""
+    one, _ = two_methods(2)
+    same = difference(one, one.copy(), [1.0])
+    assert (same[["value", "low", "high"]] == 0).all(axis=None)
+    better = one.assign(passed=True)
+    gain, alone = difference(better, one, [1.0]), score(better, [1.0])
+    assert (gain.value > 0).all() and (gain.value < alone.value).all()
+
+
+def test_a_difference_needs_the_same_problems():
+    one, other = two_methods(3)
+    with pytest.raises(ValueError, match="same problems"):
+        difference(one, other[other.problem != "p3"], [1.0])
+    with pytest.raises(ValueError, match="pass@k needs k rows"):
+        difference(one, other[other.row < 2], [1.0], ks=(3,))

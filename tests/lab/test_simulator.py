@@ -1,0 +1,375 @@
+"""The simulator against cases worked by hand and the engine's own steps."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from replays import Linear, trace_of
+from tiny import ragged_prompts, tiny_model
+from trial_policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
+
+import bass_core as bass
+from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
+from bass_lab.show import plots
+from bass_lab.study import recorded_acceptance
+from bass_lab.study.modelled_costs import modelled_costs, predict
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+from bass_lab.study.replay import Replay, decode
+from bass_lab.study.simulator import (
+    compare_with_real,
+    hindsight_bound,
+    regret,
+    simulate,
+    simulate_steps,
+    simulate_trace,
+)
+from bass_lab.texts.prompt_sets import prompt_set
+
+COUNTS = ["step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length"]
+
+
+def steps_of(trace, policy, batch=(0,), cost=None, **options):
+    steps = simulate_steps(trace, policy, cost or Linear(), batch=list(batch), **options)
+    return steps[steps.kind == "decode"]
+
+
+# --- worked by hand -------------------------------------------------------------------------------
+
+
+def test_all_accepted():
+    # 11 tokens after the prefill's: 4 + 4 + 3; a row that may still emit 3 drafts 2
+    steps = steps_of(trace_of("1" * 11), 3)
+    assert steps.drafted.tolist() == [3, 3, 2]
+    assert steps.accepted.tolist() == [3, 3, 2]
+    assert steps.emitted.tolist() == [4, 4, 3]
+    assert steps.kv_length.tolist() == [11, 15, 19]
+
+
+def test_never_accepted():
+    steps = steps_of(trace_of("0" * 5), 3)
+    assert steps.drafted.tolist() == [3, 3, 2, 1, 0]
+    assert steps.accepted.tolist() == [0] * 5 and steps.emitted.tolist() == [1] * 5
+
+
+def test_a_fixed_pattern():
+    # positions 1…9: step 1 takes 1, 1 and the replaced 0; step 2 the replaced 0; step 3 1, 1, 1 and a bonus
+    steps = steps_of(trace_of("110011111"), 3)
+    assert steps.accepted.tolist() == [2, 0, 3, 0]
+    assert steps.emitted.tolist() == [3, 1, 4, 1]
+    assert steps.drafted.tolist() == [3, 3, 3, 0]
+
+
+def test_what_a_replay_reports():
+    runs = simulate(trace_of("110011111"), 3, Linear(other=0.5), batch=[0], repeats=2)
+    by_hand = {
+        "steps": 4,
+        "tokens": 9,
+        "tokens_per_step": 9 / 4,
+        "k": 3,
+        "acceptance_rate": 5 / 9,
+        "seconds": 4 * 1.5 + 0.9,
+        "seconds_per_token": 6.9 / 9,
+        "first_s": 6.9,
+        "mean_s": 6.9,
+        "last_s": 6.9,
+    }
+    for line in runs.to_dict("records"):
+        assert {name: line[name] for name in by_hand} == pytest.approx(by_hand)
+    assert runs.policy.tolist() == ["FixedLength(k=3)"] * 2
+
+
+def test_rows_leave_and_the_others_pay_less():
+    # row 0 ends after one step (all accepted), row 1 takes four of one token
+    trace = trace_of("1111", "0000")
+    cost = Linear(per_token=0.01, per_draft=0)
+    runs = simulate(trace, 3, cost, batch=[0, 1], repeats=1).iloc[0]
+    times = [1 + 2 * 0.04, 1 + 0.03, 1 + 0.02, 1 + 0.01]
+    assert runs.first_s == pytest.approx(times[0])
+    assert runs.last_s == runs.seconds == pytest.approx(sum(times))
+    assert runs.mean_s == pytest.approx((times[0] + sum(times)) / 2)
+
+
+@pytest.mark.parametrize(("kv_of_rows", "kv"), [("mean", 15.0), ("max", 20.0)])
+def test_rows_of_different_length_cost_what_the_model_says(kv_of_rows, kv):
+    trace = replace(trace_of("11", "11"), prompt_lengths=np.array([10, 20]))
+    steps = steps_of(trace, 1, (0, 1), Linear(per_key=0.1, kv_of_rows=kv_of_rows))
+    assert steps.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 2 * 0.1 * kv))
+
+
+def test_a_text_that_ends_inside_a_step_is_cut_and_still_teaches():
+    # EOS is the fourth token; the draft's tokens beyond it are verified like others
+    steps = steps_of(trace_of("11111110", lengths=[4]), 5)
+    assert steps.accepted.tolist() == [5] and steps.emitted.tolist() == [3]
+
+
+def test_a_text_of_one_token_takes_no_step():
+    trace = trace_of("111", "111", lengths=[1, 4])
+    assert steps_of(trace, 3, (0,)).empty
+    both = steps_of(trace, 3, (0, 1))
+    assert both.row.tolist() == [1]
+    assert simulate(trace, 3, Linear(), batch=[0], repeats=1).seconds.item() == 0
+    assert hindsight_bound(trace, Linear(), batch=[0, 0], repeats=1).item() == 0
+
+
+def test_the_limit_cuts_texts():
+    assert steps_of(trace_of("1" * 11), 3, max_new_tokens=6).emitted.sum() == 5
+    with pytest.raises(ValueError, match="max_new_tokens=13"):
+        steps_of(trace_of("1" * 11), 3, max_new_tokens=13)
+
+
+def test_a_step_that_a_policy_stops_pays_for_the_pass_after_which_it_stopped():
+    trace = trace_of("1111111")
+    trace = replace(trace, maximum=np.array([[0, 0.9, 0.9, 0.1, 0.9, 0.1, 0.1, 0.1]], np.float32))
+    steps = steps_of(trace, StopWhenUnsure(most=4))
+    assert steps.kv_length.tolist() == [11, 14, 16, 17]
+    assert steps.drafted.tolist() == [2, 1, 0, 0]
+    assert steps.draft_ms.tolist() == pytest.approx([300, 200, 100, 0])  # the last token is the target's own
+
+
+def test_after_a_rejection_a_policy_hears_the_rollout():
+    trace = trace_of("1011111")  # a step from place 1 on accepts one draft and rejects the one of place 2
+    trace = replace(trace, maximum=np.ones_like(trace.maximum), rollout_maximum=np.ones_like(trace.rollout_maximum))
+    assert steps_of(trace, StopWhenUnsure(most=5)).drafted.iloc[0] == 5
+    trace.rollout_maximum[0, 2, 1] = 0.1  # sure about one draft more, not about the next
+    first = steps_of(trace, StopWhenUnsure(most=5)).iloc[0]
+    assert (first.drafted, first.accepted) == (3, 1)
+
+
+class Submit(bass.DraftLengthPolicy):
+    """Drafts `most` tokens for every row, submits so many of each row's, and notes what it learns."""
+
+    def __init__(self, most, *lengths):
+        self.most, self.lengths, self.told = most, lengths, []
+
+    def plan(self, rows):
+        return self.most
+
+    def choose(self, hidden):
+        for row, length in enumerate(self.lengths[: len(hidden.lengths)]):
+            for _ in range(min(length, hidden.lengths[row])):
+                self.told.append((hidden.maximum(row), hidden.submit(row)))
+
+
+def test_what_a_policy_submits_is_what_was_drafted():
+    trace = trace_of("1" * 11, "1" * 11, "0" * 11)
+    steps = steps_of(trace, Submit(5, 2, 0, 3), (0, 1, 2)).iloc[:3]
+    assert steps.k.tolist() == [5, 5, 5]
+    assert steps.drafted.tolist() == [2, 0, 3] and steps.accepted.tolist() == [2, 0, 0]
+    assert steps.emitted.tolist() == [3, 1, 1]
+
+
+def test_a_policy_that_chooses_is_told_of_the_text_the_rejected_token_and_the_rollout():
+    trace = trace_of("1101111111")  # a step from place 1 on accepts two drafts and rejects the one of place 3
+    places = np.arange(11, dtype=np.float32)[None] / 100
+    after = np.zeros_like(trace.rollout_chance)
+    after[0, 3] = np.array([0.31, 0.32, *[0.33] * 6])
+    trace = replace(trace, maximum=places + 0.5, chance=places, rejected_chance=places + 0.2)
+    policy = Submit(6, 6)
+    decode(Replay.draw(replace(trace, rollout_maximum=after + 0.5, rollout_chance=after), [0], 8, 0, 0), policy)
+    maxima, chances = np.array(policy.told[:6]).T
+    assert chances == pytest.approx([0.01, 0.02, 0.23, 0.31, 0.32, 0.33], abs=1e-3)
+    assert maxima == pytest.approx([0.51, 0.52, 0.53, 0.81, 0.82, 0.83], abs=1e-3)
+
+
+def test_beyond_the_rollout_its_last_probabilities_repeat():
+    made = AcceptanceTrace.synthetic(alpha=0.5, length=12, sequences=1, rollout=2)
+    after = np.broadcast_to(np.array([0.25, 0.125], np.float16), (1, 12, 2))
+    trace = replace(made, q=np.zeros_like(made.q), rollout_chance=after)
+    policy = Submit(6, 6)
+    decode(Replay.draw(trace, [0], None, 0, 0), policy)
+    assert [chance for _, chance in policy.told[:6]] == [0.5, 0.25, 0.125, 0.125, 0.125, 0.125]
+
+
+def test_drafts_that_were_dropped_were_drafted():
+    steps = steps_of(trace_of("1" * 11), Submit(5, 2), cost=Linear(per_token=0.01))
+    assert steps.drafted.iloc[0] == 2
+    assert steps.draft_ms.iloc[0] == pytest.approx(500) and steps.verify_ms.iloc[0] == pytest.approx(1030)
+
+
+@pytest.mark.parametrize(
+    ("attention", "lengths", "tokens"),
+    [
+        ("ragged", (8, 0, 1, 3), 9 + 1 + 2 + 4),
+        ("pad", (8, 0, 1, 3), 9 + 1 + 2 + 4),
+        ("eager", (8, 0, 1, 3), 4 * 9),
+        ("ragged", (8, 7, 8, 8), 4 * 9),  # too few are spared
+    ],
+)
+def test_a_packed_step_costs_the_sum_of_its_tokens_and_another_one_its_longest_row(attention, lengths, tokens):
+    cost = Linear(per_token=0.1, attention=attention)
+    steps = steps_of(trace_of(*["1" * 20] * 4), Submit(8, *lengths), range(4), cost)
+    assert steps.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 0.1 * tokens))
+
+
+def test_rows_that_a_plan_made_unequal_are_packed_too():
+    cost = Linear(per_token=0.1, attention="pad")
+    first = steps_of(trace_of(*["1" * 20] * 4), PerRow(most=8), range(4), cost).iloc[:4]
+    assert (first.drafted + 1).sum() < 0.85 * 4 * (first.drafted.max() + 1)
+    assert first.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 0.1 * (first.drafted + 1).sum()))
+
+
+# --- against the engine ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_pair():
+    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny_pair):
+    return recorded_acceptance.record(
+        tiny_pair, ragged_prompts(4, 9, 6, 13), max_new_tokens=40, temperature=0.0, rollout=8
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        bass.FixedLength(0),
+        bass.FixedLength(3),
+        bass.BassHeuristic(),
+        bass.HuggingFaceHeuristic(),
+        Alternating(),
+        PerRow(most=4),
+        StopWhenUnsure(most=6, at_least=0.08),  # the tiny models are never sure
+        bass.MarginalValue(Line(0.01, 0.02), limit=6, trusted=1.0),
+        bass.RaggedBudget(Line(0.01, 0.05), limit=6),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
+    prompts = ragged_prompts(4, 9, 6, 13)[:batch]
+    real = bass.generate(tiny_pair, prompts, max_new_tokens=40, draft_length=policy, eos_token_id=()).trace.steps
+    found = simulate_steps(replace(greedy, lengths=np.full(4, 40)), policy, Linear(), batch=range(batch))
+    pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
+    assert (real.accepted.sum() > 0) == (policy != bass.FixedLength(0))
+    if batch == 4 and isinstance(policy, bass.RaggedBudget):
+        assert real.groupby("step").drafted.nunique().max() > 2 and (real.drafted < real.k).mean() > 0.2
+
+
+def test_greedy_replay_of_texts_that_end_is_the_engines_run():
+    """The embedded pair, whose texts end at EOS at different times."""
+    pair, prompts = bass.load_pair(dtype="float32"), prompt_set("mini", 4)
+    trace = recorded_acceptance.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
+    assert len(set(trace.lengths)) > 1
+    budgets = bass.MarginalValue(CHEAP, limit=8), bass.RaggedBudget(CHEAP, limit=8), bass.RaggedBudget(Line(0.02, 0.5))
+    for policy in (
+        bass.FixedLength(4),
+        bass.BassHeuristic(),
+        bass.HuggingFaceHeuristic(),
+        StopWhenUnsure(most=8),
+        *budgets,
+    ):
+        real = bass.generate(pair, prompts, max_new_tokens=48, draft_length=policy).trace.steps
+        found = simulate_steps(trace, policy, Linear(), batch=range(4))
+        pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        bass.FixedLength(3),
+        bass.BassHeuristic(),
+        bass.HuggingFaceHeuristic(),
+        StopWhenUnsure(most=5, at_least=0.1),
+        bass.RaggedBudget(Line(0.02, 0.3), limit=6),
+    ],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_sampled_replays_accept_as_much_as_the_engine(tiny_pair, policy):
+    """Paired by seed: the mean difference is zero within four of its standard errors, and these are small."""
+    prompts = ragged_prompts(*range(4, 36))
+    runs = compare_with_real(
+        tiny_pair, prompts, policy, max_new_tokens=48, temperature=0.5, seeds=range(6), repeats=24, rollout=6
+    )
+    assert runs.difference.sem() < 0.02
+    assert abs(runs.difference.mean()) < 4 * runs.difference.sem()
+    assert runs.real.mean() > 1.3
+
+
+# --- random numbers -------------------------------------------------------------------------------
+
+
+def test_a_position_meets_the_same_fate_under_every_policy():
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=60, sequences=6)
+    fates = {}
+    for policy in (1, 4, bass.BassHeuristic(), PerRow(most=5)):
+        for line in steps_of(trace, policy, range(6), seed=3).itertuples():
+            at = line.kv_length - 128
+            decided = [(at + slot, slot < line.accepted) for slot in range(min(line.accepted + 1, line.drafted))]
+            for position, kept in decided:
+                assert fates.setdefault((line.row, position), kept) == kept
+    assert len(set(fates.values())) == 2
+
+
+def test_a_larger_batch_holds_the_rows_of_a_smaller_one():
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=30, sequences=5)
+    small, large = (Replay.draw(trace, batch, None, 2, 1) for batch in (3, 12))
+    assert (large.sequences[:3] == small.sequences).all() and (large.run[:3] == small.run).all()
+    assert sorted(large.sequences[:5]) == sorted(large.sequences[5:10]) == list(range(5))
+    same_text = [np.flatnonzero(large.sequences[:10] == number) for number in range(5)]
+    assert any((large.run[first] != large.run[second]).any() for first, second in same_text)
+
+
+def test_repeats_and_seeds_differ_and_the_same_ones_do_not():
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=60, sequences=8)
+    runs, again, other = (simulate(trace, 4, Linear(), batch=4, repeats=5, seed=seed) for seed in (0, 0, 1))
+    pd.testing.assert_frame_equal(runs, again)
+    assert runs.seconds.nunique() > 1 and not runs.seconds.equals(other.seconds)
+
+
+def test_policies_are_not_changed_and_every_repeat_starts_alike():
+    trace, policy = trace_of("1" * 30), bass.BassHeuristic()
+    runs = simulate(trace, policy, Linear(), batch=1, repeats=3)
+    assert policy == bass.BassHeuristic() and vars(policy) == vars(bass.BassHeuristic())
+    assert runs.steps.nunique() == 1
+
+
+@pytest.mark.parametrize(("alpha", "k"), [(0.5, 3), (0.8, 5), (0.95, 10)])
+def test_tokens_per_step_at_constant_alpha(alpha, k):
+    trace = AcceptanceTrace.synthetic(alpha=alpha, length=400, sequences=64)
+    runs = simulate(trace, k, Linear(), batch=64, repeats=8)
+    wanted = (1 - alpha ** (k + 1)) / (1 - alpha)
+    # a row's last steps draft less than k: at most k + 1 of 400 tokens, which moves the mean by less than that share
+    assert abs(runs.tokens_per_step.mean() - wanted) < 4 * runs.tokens_per_step.sem() + wanted * (k + 1) / 400 / 4
+
+
+# --- figures of real traces -----------------------------------------------------------------------
+
+
+def test_figures_and_summaries_of_real_traces_take_simulated_ones():
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=40, sequences=4)
+    found = simulate_trace(trace, 4, Linear(), batch=4)
+    runs = simulate(trace, 4, Linear(), batch=4, repeats=1).iloc[0]
+    summary = found.summary()
+    for name in ("steps", "tokens_per_step", "k", "acceptance_rate"):
+        assert summary[name] == pytest.approx(runs[name])
+    assert summary["draft_s"] + summary["verify_s"] + summary["other_s"] == pytest.approx(runs.seconds)
+    assert summary["tokens"] == runs.tokens + 4
+    assert len(plots.raster_matrix(found)) == 4
+
+
+def test_costs_of_the_library_price_a_replay_as_they_price_a_run():
+    target, draft = (Roofline(work, H100) for work in (TARGET_8B, DRAFT_310M))
+    cost = modelled_costs(target, draft, target_launch=1e-4, draft_launch=2e-5, overhead=1e-3)
+    never_packed = {"target": cost.models["target"] | {"attention": "eager"}}  # `predict` goes by the longest draft
+    cost = replace(cost, models=cost.models | never_packed)
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=40, sequences=4, prompt_length=500)
+    trace = replace(trace, lengths=np.array([40, 20, 33, 40]))
+    for policy in (0, 5, bass.BassHeuristic()):
+        found = simulate_trace(trace, policy, cost, batch=4)
+        assert simulate(trace, policy, cost, batch=4, repeats=1).seconds.item() == pytest.approx(predict(cost, found))
+    table = regret(trace, [0, 5], cost, batches=[1, 4], repeats=3)
+    assert (table.regret > 0).all() and (table.schedule_s >= table.bound_s).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"batch": 0}, "batch"), ({"batch": 2, "repeats": 0}, "repeats"), ({"batch": 2, "seed": -1}, "seed")],
+)
+def test_wrong_arguments_are_refused(options, error):
+    with pytest.raises(ValueError, match=error):
+        simulate(trace_of("111"), 2, Linear(), **options)

@@ -1,0 +1,461 @@
+"""Sweeps: what they refuse, what they are keyed by, that a run is done once, and that nothing survives its maker."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import lesson_runs
+import nbformat
+import pytest
+import sweeps
+from typer.testing import CliRunner
+
+import bass_lab as lab
+from bass_lab.cli.main import app
+from bass_lab.sweep import executors, one_run, parameters, planning, run_pages, store
+
+LATENCY = lesson_runs.NOTEBOOKS / "08_latency_and_utilization.ipynb"
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    return sweeps.stub(tmp_path)
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["sweep", *map(str, arguments)])
+
+
+def started(path):
+    """What the runs said when they started: size, process of the kernel, process of the run."""
+    return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def sizes(folder):
+    return [result.parameters["size"] for result in store.results(folder)]
+
+
+def until(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        time.sleep(0.01)
+
+
+# --- names and values ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-p", "sizes=1"], "stub.ipynb has no parameter 'sizes'. Did you mean size? It has\n  size "),
+        (["-p", "size=1,two"], "size must be an integer; got 'two'"),
+        (["-p", "size=1.5"], "size must be an integer; got '1.5'"),
+        (["-p", "size=auto"], "size must be an integer; got 'auto'"),
+        (["-p", "length=x"], "length must be an integer or auto; got 'x'"),
+        (["-p", "share=nan"], "share must be a number; got nan"),
+        (["-p", "factors=[1"], "factors must be a list, as JSON; got '[1'"),
+        (["-p", "fails=1"], "fails must be true or false; got '1'"),
+        (["-p", "size"], "-p takes NAME=VALUE,VALUE,…; got 'size'"),
+        (["-p", "size=1", "-p", "size=2"], "-p size=… was given twice"),
+        (["-p", "output=x"], "output is set by the sweep"),
+        (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1 needs --executor ray"),
+    ],
+)
+def test_what_is_wrong_stops_before_the_first_run_and_says_what_is_valid(notebook, tmp_path, arguments, said):
+    done = command(notebook, *arguments, "--out", tmp_path / "out")
+    assert done.exit_code == 2 and said in done.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ("batchsize=1", r"no parameter 'batchsize'. Did you mean batch_size\? It has(?s:.*)max_new_tokens .* >= 1"),
+        ("prompt_set=mini,small", "prompt_set must be one of mini, library; got 'small'"),
+        ("draft_length=0", "draft_length must be an integer >= 1 or auto; got 0"),
+        ("batch_size=[1,0]", r"batch_size must be an integer or a list >= 1; got \[1, 0\]"),
+        ("temperature=-1", r"temperature must be a number >= 0; got -1\.0"),
+        ("target=no/such-model-of-nobody", "the model 'no/such-model-of-nobody' is no folder beside the notebook"),
+    ],
+)
+def test_a_lesson_says_what_it_takes(values, said):
+    with pytest.raises(ValueError, match=said):
+        planning.plan(LATENCY, [values])
+
+
+def test_the_readmes_command_is_a_plan_of_twelve_runs():
+    plan = planning.plan(LATENCY, ["batch_size=1,2,4,8", "draft_length=auto,4,7"])
+    assert len(plan.runs) == 12 and plan.varied == ["batch_size", "draft_length"]
+    assert {run["draft_length"] for run in plan.runs.values()} == {None, 4, 7}
+
+
+@pytest.mark.parametrize("path", sorted(lesson_runs.NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_every_lesson_checks_its_parameters_as_soon_as_it_can(path):
+    notebook = nbformat.read(path, as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    known = parameters.of_notebook(notebook, path.name)
+    assert all(parameter.check(parameter.default) == parameter.default for parameter in known.values())
+    place = next(i for i, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", []))
+    first = next(
+        cell for cell in code[place + 1 :] if re.search(r"^(import|from) bass_core", cell.source, re.MULTILINE)
+    )
+    assert re.search(r"^(bass\.)?check_parameters\(", first.source, re.MULTILINE)
+
+
+def run_cells(*cells, **values):
+    """What `check_parameters` sees in a kernel that has run these cells."""
+    names = {"In": ["", *cells], "check": lab.check_parameters}
+    for cell in cells:
+        exec(cell, names)
+    exec("check(**rules)", names | {"rules": values})
+
+
+OWN = "size: int = 3\nname: str = 'a'\nmode: str | None = 'x'\n"
+
+
+def test_a_notebook_refuses_names_and_values_that_it_does_not_know():
+    run_cells(OWN)
+    run_cells(OWN, "# Parameters\nsize = 4\nmode = None\n", size=">= 4", mode=["x", "y"])
+    run_cells(OWN, "# Parameters\nsize = 4\n", size=range(1, 5))
+    with pytest.raises(
+        ValueError, match=r"this notebook has no parameter 'sise'. Did you mean size\? It has\n  size  an"
+    ):
+        run_cells(OWN, "# Parameters\nsise = 4\n")
+    with pytest.raises(ValueError, match="size must be an integer; got '4'"):
+        run_cells(OWN, "# Parameters\nsize = '4'\n")
+    with pytest.raises(ValueError, match="size must be an integer; got True"):
+        run_cells(OWN, "size = True")
+    with pytest.raises(ValueError, match="size must be an integer from 1 to 2; got 3"):
+        run_cells(OWN, size=range(1, 3))
+    with pytest.raises(ValueError, match="mode must be one of y, z or auto; got 'x'"):
+        run_cells(OWN, mode=["y", "z"])
+    with pytest.raises(ValueError, match="check_parameters names seize; the parameters are size, name, mode"):
+        run_cells(OWN, seize=[1])
+    with pytest.raises(ValueError, match="found no cell of annotated literals"):
+        run_cells("size = 3")
+
+
+def test_papermill_alone_cannot_set_a_name_that_is_not_there(tmp_path):
+    import papermill
+
+    stub = sweeps.stub(tmp_path, "import bass_core as bass\nbass.check_parameters()")
+    with pytest.raises(papermill.PapermillExecutionError, match=r"has no parameter 'sise'\. Did you mean size"):
+        papermill.execute_notebook(stub, tmp_path / "out.ipynb", {"sise": 2}, progress_bar=False)
+
+
+def test_rows_of_a_file_are_runs(notebook, tmp_path):
+    (tmp_path / "rows.csv").write_text('size,length,factors\n1,auto,[1]\n2,4,"[1, 2]"\n')
+    (tmp_path / "rows.yaml").write_text("- {size: 1, length: null, factors: [1]}\n- {size: 2, length: 4}\n")
+    for name in ("rows.csv", "rows.yaml"):
+        plan = planning.plan(notebook, ["word=a,b"], tmp_path / name)
+        found = [(run["size"], run["length"], run["word"], run["factors"]) for run in plan.runs.values()]
+        assert found == [(1, None, "a", [1]), (1, None, "b", [1]), (2, 4, "a", [1, 2]), (2, 4, "b", [1, 2])]
+    (tmp_path / "wrong.yaml").write_text("- {size: 1}\n- {size: 1.5}\n")
+    with pytest.raises(ValueError, match=r"wrong.yaml, row 2: size must be an integer; got 1.5"):
+        planning.plan(notebook, rows=tmp_path / "wrong.yaml")
+    (tmp_path / "wrong.csv").write_text("size,length\n1\n")
+    with pytest.raises(ValueError, match=r"wrong.csv, row 1: it has not as many fields as the first line"):
+        planning.plan(notebook, rows=tmp_path / "wrong.csv")
+    with pytest.raises(ValueError, match=r"size stands both in .* and after -p"):
+        planning.plan(notebook, ["size=3"], tmp_path / "rows.csv")
+
+
+def test_commas_within_brackets_and_quotes_divide_nothing():
+    assert parameters.split('1,[2,3],"a,b",{"c":[4,5]}') == ["1", "[2,3]", '"a,b"', '{"c":[4,5]}']
+
+
+# --- keys ---
+
+
+def test_a_run_is_known_by_all_that_its_result_depends_on(notebook, tmp_path, monkeypatch):
+    def keys(*values, path=notebook):
+        return list(planning.plan(path, values).runs)
+
+    (own,) = keys("size=2")
+    assert keys("size=2", "length=5") == [own] and keys("size=2,2") == [own]  # a default that is written out
+    assert own not in keys("size=3") and own not in keys("length=auto", "size=2")
+    assert own not in keys("size=2", path=sweeps.stub(tmp_path, "changed = 1", name="other"))
+    monkeypatch.setattr(one_run, "code_version", lambda: "other code")
+    assert own not in keys("size=2")
+
+
+def test_models_are_known_by_their_files(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    stub = sweeps.stub(tmp_path)
+    cells = nbformat.read(stub, as_version=4)
+    cells.cells[0].source += 'target: str = ""\ndraft: str = ""\n'
+    nbformat.write(cells, stub)
+    found = set()
+    for content in (b"a", b"b", b"b" * 3_000_000, b"b" * 2_999_999 + b"c"):
+        (model / "weights").write_bytes(content)
+        found |= set(planning.plan(stub, ["target=model"]).runs)
+    assert len(found) == 4
+    assert len(planning.plan(stub, ["target=,model"]).runs) == 2
+
+
+# --- done once, whatever happens ---
+
+
+def test_a_kill_at_any_step_of_writing_leaves_whole_results_and_the_rest_to_do(notebook, tmp_path):
+    """Killed before its first operation on the folder, then before its second, until a sweep gets through."""
+    plan, step, done_before = planning.plan(notebook, ["size=1,2,3"]), 0, set()
+
+    def killed_at(step, folder):
+        left = step
+
+        def count(event, arguments):
+            nonlocal left
+            if event.split(".")[0] in ("open", "os", "shutil") and str(folder) in str(arguments):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        planning.run(plan, folder, sweeps.Instant())
+
+    while True:
+        folder = tmp_path / f"killed-{step}"
+        _, status = os.waitpid(sweeps.forked(lambda folder=folder, step=step: killed_at(step, folder)), 0)
+        survivors = set(sizes(folder)) if (folder / store.SWEEP).exists() else set()
+        done_before.add(len(survivors))
+        executor = sweeps.Instant()
+        table = planning.run(plan, folder, executor)
+        assert len(executor.started) == 3 - len(survivors)  # what was done stays done
+        assert list(table.status).count("was done") == len(survivors)
+        assert sorted(lab.load_records(folder)["size"]) == [1, 2, 3]  # hashes are checked here
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        step += 1
+    assert step > 50 and done_before == {0, 1, 2, 3}
+
+
+def test_twenty_kills_at_random_moments_of_real_runs(notebook, tmp_path):
+    draw, kills, round_number = random.Random(0), 0, 0
+    while kills < 20:
+        round_number += 1
+        out, log = tmp_path / f"out{round_number}", tmp_path / f"started{round_number}"
+        plan = planning.plan(notebook, ["size=1,2,3,4", f"started={log}"])
+        while True:
+            before, already = set(sizes(out)) if out.exists() and any(out.glob("sweep.json")) else set(), started(log)
+            child = sweeps.forked(lambda plan=plan, out=out: planning.run(plan, out, executors.LocalExecutor(2)))
+            if kills < 20:
+                time.sleep(draw.uniform(0, 1.8))
+            else:
+                os.waitpid(child, 0)
+                break
+            ended, _ = os.waitpid(child, os.WNOHANG)
+            if ended:
+                break
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            kills += 1
+            again = {size for size, _, _ in started(log)[len(already) :]}
+            assert not again & before  # only unfinished runs are run again
+        assert sorted(sizes(out)) == [1, 2, 3, 4]
+        table = lab.load_records(out)
+        assert sorted(table["product"]) == sorted(size * factor for size in range(1, 5) for factor in (1, 2))
+        until(lambda log=log: not any(sweeps.alive(kernel) for _, kernel, _ in started(log)), 2)
+        assert not [path for path in out.iterdir() if path.name.startswith(".scratch")]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 kB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def test_a_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
+    out, filler = small_disk / "out", small_disk / "filler"
+    plan, done_before = planning.plan(notebook, ["size=1,2,3,4"]), set()
+    for free in range(0, 160_000, 4096):  # from no page that is free to enough
+        filler.write_bytes(bytes(small_disk_free(small_disk) - free))
+        executor = sweeps.Instant()
+        try:
+            planning.run(plan, out, executor)
+        except planning.SweepStopped as stop:
+            assert "disk full: " in str(stop) and "free some space, and the same command goes on" in str(stop)
+        survivors = sizes(out) if (out / store.SWEEP).exists() else []
+        assert not survivors or sorted(lab.load_records(out)["size"]) == sorted(survivors)
+        done_before.add(len(survivors))
+        filler.unlink()
+        executor = sweeps.Instant()
+        planning.run(plan, out, executor)
+        assert len(executor.started) == 4 - len(survivors)
+        assert sorted(lab.load_records(out)["size"]) == [1, 2, 3, 4]
+        subprocess.run(["rm", "-r", out], check=True)
+    assert done_before >= {0, 1, 4}
+
+
+def small_disk_free(place):
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize
+
+
+def test_a_full_disk_met_by_a_run_is_told_from_a_failing_cell(notebook, small_disk):
+    out = small_disk / "out"
+    (small_disk / "filler").write_bytes(bytes(small_disk_free(small_disk) - 10 * 4096))
+    done = command(notebook, "-p", "size=1,2,3", "--out", out)
+    assert done.exit_code == 1 and "stopped: disk full: " in done.output and "free some space" in done.output
+    survivors = sizes(out)
+    (small_disk / "filler").unlink()
+    done = command(notebook, "-p", "size=1,2,3", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert sizes(out) == [1, 2, 3] and done.output.count("was done") - 1 == len(survivors)
+
+
+# --- runs that end badly ---
+
+
+def test_a_failing_cell_is_shown_and_the_other_runs_are_done(notebook, tmp_path):
+    out = tmp_path / "out"
+    done = command(notebook, "-p", "size=1,2", "-p", "fails=true,false", "--jobs", 2, "--out", out)
+    assert done.exit_code == 1
+    assert "failed: AssertionError: asked to fail" in done.output and "----> " in done.output
+    assert "4 runs: 2 failed, 2 done" in done.output or "4 runs: 2 done, 2 failed" in done.output
+    assert sizes(out) == [1, 2]
+    (report, _) = (out / "failed").glob("*/error.txt")
+    assert "assert not fails" in report.read_text() and (report.parent / "notebook.ipynb").exists()
+    again = command(notebook, "-p", "size=1,2", "-p", "fails=true,false", "--dry-run", "--out", out)
+    assert again.exit_code == 0 and "2 to run" in again.output and "nothing was run" in again.output
+
+
+def test_a_run_that_takes_too_long_is_killed_with_its_kernel(notebook, tmp_path):
+    log = tmp_path / "started"
+    plan = planning.plan(notebook, ["pause=60", f"started={log}"])
+    table = planning.run(plan, tmp_path / "out", executors.LocalExecutor(), timeout=4)
+    assert list(table.status) == ["timeout"] and list(table.attempts) == [1]
+    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+
+
+def test_a_run_whose_process_was_killed_is_started_again(notebook, tmp_path):
+    log, out = tmp_path / "started", tmp_path / "out"
+    plan = planning.plan(notebook, ["size=1,2", "pause=1.0", f"started={log}"])
+    child = sweeps.forked(lambda: planning.run(plan, out, executors.LocalExecutor()))
+    until(lambda: started(log))
+    ((_, kernel, run),) = started(log)
+    os.kill(run, signal.SIGKILL)
+    until(lambda: not sweeps.alive(kernel), 1)  # it dies with the process that started it
+    assert os.waitpid(child, 0)[1] == 0
+    assert [size for size, _, _ in started(log)] == [1, 1, 2] and sizes(out) == [1, 2]
+    assert [result.mark["attempts"] for result in store.results(out)] == [2, 1]
+
+
+def test_a_run_that_cannot_start_is_tried_again_and_then_given_up(notebook, tmp_path):
+    plan = planning.plan(notebook, ["size=1,2"])
+    executor = sweeps.Instant("died", "died", "done", "died", "died", "died")
+    table = planning.run(plan, tmp_path / "out", executor, retries=2)
+    assert list(table.status) == ["done", "died"] and list(table.attempts) == [3, 3]
+    taken = OSError(98, "Address already in use")
+    assert one_run._obstacle(taken)["status"] == one_run.DIED
+
+
+def test_code_that_changes_while_a_sweep_runs_ends_it(notebook, tmp_path, monkeypatch):
+    monkeypatch.setattr(one_run, "code_version", lambda: "as it was")
+    plan = planning.plan(notebook, ["size=1,2"])
+    with pytest.raises(planning.SweepStopped, match=r"code changed: .* do not change the code while a sweep runs"):
+        planning.run(plan, tmp_path / "out", executors.LocalExecutor())
+
+
+def test_ctrl_c_ends_all_and_says_how_to_go_on(notebook, tmp_path):
+    log, out, said = tmp_path / "started", tmp_path / "out", tmp_path / "said"
+
+    def interrupted():
+        sys.stderr = said.open("w", buffering=1)
+        app(["sweep", str(notebook), "-p", "size=1,2,3", "-p", "pause=0.5", "-p", f"started={log}", "--out", str(out)])
+
+    child = sweeps.forked(interrupted)
+    until(lambda: len(started(log)) == 2)
+    os.kill(child, signal.SIGINT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert "interrupted: 1 of 3 runs are done; the same command goes on with what is missing" in said.read_text()
+    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+    assert sizes(out) == [1] and sorted(path.name for path in out.iterdir())[-1] == "sweep.json"
+
+
+def test_two_sweeps_do_not_share_a_folder(notebook, tmp_path):
+    plan, out = planning.plan(notebook, ["size=1"]), tmp_path / "out"
+    with store.Store(out, notebook.name, plan.runs), pytest.raises(ValueError, match="another sweep is writing"):
+        planning.run(plan, out, sweeps.Instant())
+    planning.run(plan, out, sweeps.Instant())
+    other = planning.plan(sweeps.stub(tmp_path, name="other"), ["size=1"])
+    with pytest.raises(ValueError, match=r"is a sweep of stub.ipynb, not of other.ipynb; give another folder"):
+        planning.run(other, out, sweeps.Instant())
+    with pytest.raises(ValueError, match="holds other files and no sweep"):
+        planning.run(plan, tmp_path, sweeps.Instant())
+
+
+def test_gpus_that_are_not_there_are_an_error(notebook, tmp_path, monkeypatch):
+    monkeypatch.setattr(executors, "_visible_gpus", lambda: ["0", "1"])
+    executor = executors.LocalExecutor(2, 1)
+    assert executor.free
+    with pytest.raises(ValueError, match=r"2 runs at a time with 2 GPU\(s\) each need 4, and there are 2 here"):
+        executors.LocalExecutor(2, 2)
+
+
+# --- what is kept ---
+
+
+def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path):
+    out = tmp_path / "out"
+    planning.run(planning.plan(notebook, ["size=1,2", "length=auto"]), out, sweeps.Instant())
+    planning.run(planning.plan(notebook, ["size=3", "length=4"]), out, sweeps.Instant())  # the folder grows
+    table = lab.load_records(out)
+    assert list(table["size"]) == [1, 2, 3] and list(table.length) == ["auto", "auto", 4]
+    assert set(table.factors) == {"[1, 2]"} and (table.found == 2).all() and table.run.is_unique
+    (file, *_) = out.glob("*/records.jsonl")
+    assert list(lab.load_records(file).columns) == ["size", "found", "source"]
+    assert len(lab.load_records(tmp_path)) == 3  # a folder with a sweep in it
+    file.write_text(file.read_text().replace("2", "3"))
+    with pytest.raises(ValueError, match="is not what the run wrote: it was changed or lost afterwards"):
+        lab.load_records(out)
+
+
+def test_a_new_version_of_the_code_replaces_the_runs_of_the_old_one(notebook, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    planning.run(planning.plan(notebook, ["size=1,2"]), out, sweeps.Instant())
+    monkeypatch.setattr(one_run, "code_version", lambda: "newer")
+    planning.run(planning.plan(notebook, ["size=1"]), out, sweeps.Instant())
+    assert sorted(lab.load_records(out)["size"]) == [1, 2]  # none twice
+    assert sorted(result.mark["code"] == "newer" for result in store.results(out)) == [False, True]
+
+
+def test_all_records_that_ship_are_one_table():
+    table = lab.load_records(lesson_runs.NOTEBOOKS / "records")
+    assert {"embedded_cpu.jsonl", "quality_embedded_cpu/single.jsonl"} <= set(table.source)
+    speeds = table[table.source == "embedded_cpu.jsonl"]
+    assert len(speeds) == len((lesson_runs.NOTEBOOKS / "records/embedded_cpu.jsonl").read_text().splitlines())
+    assert (speeds.identical == speeds.rows).all() and speeds.over_regular.notna().all()
+    with pytest.raises(FileNotFoundError):
+        lab.load_records("nowhere")
+
+
+def test_records_that_are_no_json_make_a_run_fail(tmp_path):
+    stub = sweeps.stub(tmp_path, 'if output:\n    open(output, "w").write("{half\\n")')
+    table = planning.run(planning.plan(stub), tmp_path / "out", executors.LocalExecutor())
+    assert list(table.status) == ["failed"] and table.error[0].startswith("records.jsonl, line 1 is not JSON")
+
+
+def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
+    drawing = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 3, 2]))"
+    stub, out = sweeps.stub(tmp_path, drawing), tmp_path / "out"
+    done = command(stub, "-p", "size=1", "--html", "--out", out)
+    assert done.exit_code == 0, done.output
+    (executed,), (page,) = out.glob("*/notebook.ipynb"), out.glob("*/notebook.html")
+    assert executed.stat().st_size < 50_000 and "widgets" not in json.loads(executed.read_text())["metadata"]
+    assert page.stat().st_size < 500_000 and f'src="../{run_pages.SCRIPT}"' in page.read_text()
+    assert (out / run_pages.SCRIPT).stat().st_size > 1_000_000
+    assert "Plotly.newPlot" in page.read_text()

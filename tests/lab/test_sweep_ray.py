@@ -1,0 +1,66 @@
+"""Sweeps on Ray, on a cluster of this machine: skipped where Ray is not installed."""
+
+import importlib.util
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import sweeps
+
+import bass_lab as lab
+from bass_lab.sweep import executors, planning, store
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'bass-hands-on[sweep]')"
+)
+
+
+def parent(process):
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_killed_worker_costs_one_more_run_and_no_result(tmp_path):
+    log, out = tmp_path / "started", tmp_path / "out"
+    plan = planning.plan(sweeps.stub(tmp_path), ["size=1,2,3,4,5,6", "pause=0.5", f"started={log}"])
+
+    class Killing(executors.RayExecutor):
+        """Kills the worker of the first run that has started."""
+
+        killed = None
+
+        def ended(self):
+            if self.killed is None and log.exists() and log.read_text().endswith("\n"):
+                _, kernel, run = map(int, log.read_text().splitlines()[0].split())
+                self.killed = kernel, run, parent(run)
+                os.kill(self.killed[2], signal.SIGKILL)
+            return super().ended()
+
+    executor, began = Killing(jobs=2), time.monotonic()
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0" and os.environ["RAY_AUTH_MODE"] == "token"
+    table = planning.run(plan, out, executor)
+    assert list(table.status) == ["done"] * 6 and sorted(table.attempts) == [1, 1, 1, 1, 1, 2]
+    assert not any(sweeps.alive(process) for process in executor.killed)  # worker, run and kernel
+    assert len(log.read_text().splitlines()) <= 7
+    assert sorted(lab.load_records(out)["size"].unique()) == [1, 2, 3, 4, 5, 6]
+    assert len(list(store.results(out))) == 6
+    assert time.monotonic() - began < 60
+
+
+def test_a_gpu_that_no_machine_has_is_an_error_and_no_wait():
+    with pytest.raises(
+        ValueError, match=r"a run asks for 99 GPU\(s\), and no machine of the Ray cluster has more than"
+    ):
+        executors.RayExecutor(gpus=99)
+
+
+def test_a_cluster_that_does_not_answer_is_an_error_and_no_wait():
+    with pytest.raises(ValueError, match=r"cannot use the Ray cluster at 127\.0\.0\.1:1 .* Is it running, and is"):
+        executors.RayExecutor(address="127.0.0.1:1")
+
+
+def test_a_cluster_beyond_this_machine_must_ask_for_a_token(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(ValueError, match=r"a cluster at ray://10\.0\.0\.1:10001 must ask for a token"):
+        executors.RayExecutor(address="ray://10.0.0.1:10001")

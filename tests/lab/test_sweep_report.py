@@ -1,0 +1,87 @@
+"""Lesson 12: the runs of any sweep as a table, its records as a view, and the sweep that ships with the repository."""
+
+import lesson_runs
+import pytest
+import sweeps
+
+import bass_lab as lab
+from bass_lab.lessons import l12_figures
+from bass_lab.sweep import planning
+
+SHIPPED = lesson_runs.NOTEBOOKS / "records/latency_sweep"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A sweep of six runs, of which one failed and one is missing."""
+    plan = planning.plan(sweeps.stub(tmp_path), ["size=1,2,3", "length=auto,4"])
+    place = tmp_path / "out"
+    with pytest.raises(planning.SweepStopped):
+        planning.run(plan, place, sweeps.Instant(*["done"] * 3, "failed", "done", "disk full"))
+    return place
+
+
+def test_the_shipped_sweep_is_whole_and_exact():
+    runs = l12_figures.runs(SHIPPED)
+    assert len(runs) == 12 and (runs.status == "done").all()
+    assert set(runs.batch_size) == {1, 2, 4, 8} and set(runs.draft_length) == {"auto", 4, 7}
+    records = lab.load_records(SHIPPED)
+    assert (records.identical == records.rows).all() and (records.rows == records.batch_size).all()
+    batched = records[records.method == "batched"]
+    assert batched.run.is_unique and set(batched.run) == set(runs.index)
+    assert (batched.k.isna() == (batched.draft_length == "auto")).all()
+
+
+def test_runs_that_failed_or_are_missing_are_named(folder):
+    runs = l12_figures.runs(folder)
+    assert list(runs.status) == ["done", "done", "done", "failed", "done", "failed"]
+    assert list(runs.columns[:3]) == ["size", "length", "status"] and runs.error.iloc[3] == "failed: told to"
+    for path in (folder / "failed" / runs.index[5]).iterdir():
+        path.unlink()
+    assert l12_figures.runs(folder).status.iloc[5] == "missing"
+    assert l12_figures.varying(folder) == ["size", "length"]
+
+
+def test_a_view_chooses_what_is_left_empty():
+    records, varied = lab.load_records(SHIPPED), l12_figures.varying(SHIPPED)
+    view = l12_figures.view(records, varied)
+    assert (view.value, view.across, view.by) == ("over_regular", "batch_size", ["draft_length"])
+    assert view.only == "method == 'batched'" and set(view.table.method) == {"batched"}
+    other = l12_figures.view(records, varied, "mean_ms", "draft_length", "batch_size, method", "batch_size > 1")
+    assert l12_figures.summary(other).shape == (3, 3 * 5)
+    assert "batch_size 2, method regular" in l12_figures.summary(other)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"value": "speed"}, "value must be one of .*over_regular.*; got 'speed'"),
+        ({"across": "batchsize"}, "across must be one of run, .*batch_size.*; got 'batchsize'"),
+        ({"by": "draft_length, seeed"}, "by must be one of .*; got 'seeed'"),
+        ({"only": "methods == 'x'"}, "only=.* is no query of the columns run, .*method"),
+        ({"only": "method == 'x'"}, "no record has method == 'x'"),
+    ],
+)
+def test_a_view_of_what_is_not_there_lists_what_is(chosen, said):
+    with pytest.raises(ValueError, match=said):
+        l12_figures.view(lab.load_records(SHIPPED), l12_figures.varying(SHIPPED), **chosen)
+
+
+def test_figure_table_and_best_agree_with_the_records():
+    records = lab.load_records(SHIPPED)
+    view = l12_figures.view(records, l12_figures.varying(SHIPPED))
+    summary, lines = l12_figures.summary(view), {line.name: line for line in l12_figures.figure(view).data}
+    assert list(lines) == ["draft_length auto", "draft_length 4", "draft_length 7"] == list(summary)
+    four = records.query("method == 'batched' and draft_length == 4 and batch_size == 8").iloc[0]
+    line = lines["draft_length 4"]
+    assert list(line.x) == ["1", "2", "4", "8"] and line.y[3] == summary.loc[8, "draft_length 4"] == four.over_regular
+    assert line.y[3] + line.error_y.array[3] == pytest.approx(four.high)
+    assert len({(line.line.dash, line.marker.symbol) for line in lines.values()}) == 3  # told apart without colour
+    best = l12_figures.best(view)
+    assert (best.over_regular == summary.max(axis=1)).all() and (best["ahead of the second by"] >= 0).all()
+
+
+def test_the_report_draws_any_sweep(folder, tmp_path):
+    executed = lesson_runs.execute("12_sweep_report", tmp_path, folder=str(folder), across="length", value="found")
+    text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))
+    assert "4 records of 4 runs" in text and "found against length" in text and "size 2" in text

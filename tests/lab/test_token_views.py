@@ -1,0 +1,145 @@
+"""What the views of a step, a row and a run say of a trace, under each verification rule."""
+
+import html
+import re
+
+import numpy as np
+import pytest
+
+import bass_core as bass
+from bass_lab.show import token_views
+from bass_lab.texts.prompt_sets import prompt_set
+
+RULES = ("token", "block", "coupled")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return bass.load_pair(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def traces(pair):
+    """A run of three library prompts per verification rule, and a greedy one."""
+    options = {"max_new_tokens": 32, "draft_length": 4, "trace": "tokens"}
+    texts = prompt_set("library", 3)
+    sampled = {rule: bass.generate(pair, texts, verification=rule, temperature=0.8, **options) for rule in RULES}
+    return {name: out.trace for name, out in sampled.items()} | {"greedy": bass.generate(pair, texts, **options).trace}
+
+
+@pytest.mark.parametrize("rule", [*RULES, "greedy"])
+def test_outcomes_are_the_steps_of_the_trace(traces, rule):
+    trace = traces[rule]
+    tokens = token_views.outcomes(trace)
+    assert len(tokens) == len(trace.tokens)
+    steps = trace.steps.query("kind == 'decode'").copy()
+    steps["nth"] = steps.groupby("row").cumcount() + 1
+    for step in steps.itertuples():
+        found = token_views.step_tokens(trace, step.row, step.nth)
+        refused = ["rejected"] * (step.drafted - step.accepted)
+        if rule != "block":
+            refused = (refused[:1] + ["not reached"] * len(refused))[: len(refused)]
+        own = "regular" if not step.drafted else "recovered" if step.accepted < step.drafted else "bonus"
+        if step.emitted > step.accepted:  # the row did not end inside its draft
+            assert found.outcome.tolist() == ["accepted"] * step.accepted + refused + [own]
+        kept = min(step.accepted, step.emitted)
+        assert found.position.tolist()[:kept] == list(range(step.kv_length, step.kv_length + kept))
+    assert (tokens.nth == 0).sum() == 3  # the prefill's
+
+
+def test_token_verification_refuses_where_q_is_above_p_and_replaces_where_p_is_above_q(traces):
+    tokens = token_views.outcomes(traces["token"])
+    rejected, recovered = (tokens[tokens.outcome == outcome] for outcome in ("rejected", "recovered"))
+    assert len(rejected) > 5 and (rejected.p < rejected.q).all() and (recovered.p > recovered.q).all()
+    row, nth = token_views.surest_rejection(traces["token"])
+    refused = token_views.step_tokens(traces["token"], row, nth).query("outcome == 'rejected'")
+    assert (refused.q - refused.p).item() == (rejected.q - rejected.p).max()
+
+
+def test_step_figure_draws_p_and_q_of_each_token(pair, traces):
+    trace = traces["token"]
+    for row, nth in trace.steps.query("kind == 'decode'").groupby("row").cumcount().add(1).items():
+        row = trace.steps.row[row]
+        part = token_views.step_tokens(trace, row, nth)
+        figure = token_views.step_figure(trace, row, nth, pair.tokenizer)
+        p, q = figure.data[:2]
+        assert list(p.y) == part.p.tolist()
+        assert list(q.y) == [None if np.isnan(value) else value for value in part.q]
+        assert len(figure.layout.xaxis.ticktext) == len(part)
+        assert "NaN" not in figure.to_json()
+
+
+@pytest.mark.parametrize(
+    "rule, words",
+    [
+        ("token", "kept with probability p/q"),
+        ("block", "judges the drafted tokens together"),
+        ("coupled", "choose with the same noise"),
+        ("greedy", "At temperature 0 only the target"),
+    ],
+)
+def test_reason_of_a_rejection_is_the_rules_own(pair, traces, rule, words):
+    row, nth = token_views.surest_rejection(traces[rule])
+    assert words in token_views.why(traces[rule], row, nth, pair.tokenizer)
+
+
+def test_reasons_without_a_rejection(pair):
+    both = bass.ModelPair(pair.target, pair.target, pair.tokenizer)
+    full = bass.generate(both, "def f(x):\n", draft_length=3, max_new_tokens=9, trace="tokens").trace
+    assert "All 3 drafted tokens were accepted" in token_views.why(full, 0, 1, pair.tokenizer)
+    assert token_views.surest_rejection(full) == (0, 1)
+    regular = bass.generate(pair, "def f(x):\n", draft_length=0, max_new_tokens=3, trace="tokens").trace
+    assert "Nothing was drafted" in token_views.why(regular, 0, 1, pair.tokenizer)
+    eos = full.tokens.query("kind == 'accepted'").token.iloc[0]
+    ended = bass.generate(both, "def f(x):\n", draft_length=3, eos_token_id=int(eos), trace="tokens").trace
+    assert "The row ended with an accepted token" in token_views.why(ended, 0, 1, pair.tokenizer)
+
+
+def test_text_of_a_row_is_complete_and_knows_its_numbers(pair, traces):
+    trace = traces["token"]
+    mine = token_views.outcomes(trace).query("row == 1 and kind != 'rejected'")
+    text = pair.tokenizer.decode(mine.token.tolist(), skip_special_tokens=True)
+    shown = token_views.row_html(trace, 1, pair.tokenizer, prompt="# <prompt>\n", nth=2)
+    assert html.unescape(re.sub("<[^>]*>", "", shown)) == "# <prompt>\n" + text
+    titles = re.findall('title="([^"]*)"', shown)
+    assert len(titles) == len(mine)
+    for title, line in zip(titles, mine.itertuples(), strict=True):
+        assert title.startswith(line.outcome) and f"p = {line.p:.3f}" in title
+        assert title.endswith(f"step {line.nth}" if line.nth else "prefill")
+    assert shown.count("background:") == (mine.nth == 2).sum() > 0
+
+
+def test_step_in_words_shows_the_text_before_and_every_token(pair, traces):
+    trace = traces["token"]
+    part = token_views.step_tokens(trace, 0, 2)
+    shown = token_views.step_html(trace, 0, 2, pair.tokenizer, prompt="def f(x):\n")
+    before = token_views.outcomes(trace).query("row == 0 and nth < 2 and kind != 'rejected'").token.tolist()
+    plain = html.unescape(re.sub("<[^>]*>", "", shown))
+    assert plain.startswith("def f(x):\n" + pair.tokenizer.decode(before))
+    for line in part.itertuples():
+        assert f"{token_views.SYMBOLS[line.outcome]} {token_views.label(line.token, pair.tokenizer)}" in plain
+
+
+def test_headline_is_the_summary(traces):
+    summary, words = traces["token"].summary(), token_views.headline(traces["token"])
+    for part in (
+        f"{summary['tokens_per_step']:.2f} tokens per step",
+        f"acceptance rate <b>{summary['acceptance_rate']:.0%} at k = 4",
+        f"α = {summary['alpha']:.2f}",
+    ):
+        assert part in words
+
+
+def test_verdicts_of_a_run_are_counted(traces):
+    _, accepted, rejected = token_views.p_against_q(traces["token"]).data
+    decode = traces["token"].steps.query("kind == 'decode'")
+    assert len(rejected.x) == (decode.accepted < decode.drafted).sum()
+    assert len(accepted.x) == (token_views.outcomes(traces["token"]).outcome == "accepted").sum()
+
+
+def test_policy_figure_draws_lengths_and_rows(pair):
+    out = bass.generate(pair, prompt_set("mini", 3), draft_length=bass.BassHeuristic(), max_new_tokens=24)
+    line, discs = token_views.policy_figure({"Algorithm 1": out.trace}).data
+    decode = out.trace.steps.query("kind == 'decode'")
+    assert list(line.y) == decode.groupby("step").k.first().tolist() and line.y[0] == 7
+    assert discs.customdata.sum() == len(decode)

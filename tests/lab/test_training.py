@@ -1,0 +1,181 @@
+"""Training can be cut off and gone on with; it writes folders that transformers loads."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from bass_lab.evaluation import load_problems
+from bass_lab.pair import data_card, training
+from bass_lab.pair.windows import Windows, train_tokenizer
+from bass_lab.texts import corpus
+from bass_lab.texts.prompt_sets import prompt_set
+
+SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
+TINY = training.Recipe(
+    vocab_size=400,
+    context=512,
+    generated=400,
+    batch_tokens=512,
+    lengths=((0.0, 64),),
+    target=SIZES | {"hidden_size": 32, "num_hidden_layers": 2},
+    draft=SIZES | {"hidden_size": 32, "num_hidden_layers": 1},
+    deep_draft=SIZES | {"hidden_size": 16, "num_hidden_layers": 3},
+    target_tokens=40 * 512,
+    draft_tokens=10 * 512,
+    aligning_tokens=10 * 512,
+    target_texts=8,
+    text_tokens=64,
+)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return corpus.generated_functions(1500, seed=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts):
+    return train_tokenizer(texts, TINY.vocab_size, TINY.context)
+
+
+def prompt_of(function: str) -> str:
+    end = function.index('"""\n') + 4
+    return function[:end]
+
+
+def test_tokenizer_gives_any_text_back_and_adds_nothing(tokenizer, texts):
+    for text in [*texts[:50], "déjà vu → 測試\t\n\n   x  , y .\r\n", ""]:
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eos_token_id not in ids
+    assert len(tokenizer) == TINY.vocab_size
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
+
+
+def test_a_prompt_is_the_beginning_of_the_tokens_of_its_function(tokenizer, texts):
+    for text in texts:
+        begin = tokenizer(prompt_of(text))["input_ids"]
+        assert tokenizer(text)["input_ids"][: len(begin)] == begin
+
+
+def test_windows_are_pieces_of_the_stream(tokenizer, texts):
+    windows = Windows(texts[:100], tokenizer)
+    taken = windows.take(8, 32, torch.Generator().manual_seed(0))
+    assert taken.shape == (8, 32)
+    assert torch.equal(taken, windows.take(8, 32, torch.Generator().manual_seed(0)))
+    assert (windows.stream == tokenizer.eos_token_id).sum() == 100
+    pieces = windows.stream.unfold(0, 32, 1)
+    assert all((pieces == row).all(1).any() for row in taken)
+    with pytest.raises(ValueError, match="does not fit"):
+        windows.take(1, len(windows.stream) + 1, torch.Generator())
+
+
+def test_windows_stay_unpadded_after_a_padded_batch(tokenizer, texts):
+    before = Windows(texts[:100], tokenizer).stream
+    tokenizer(texts[:2], padding=True)
+    assert torch.equal(Windows(texts[:100], tokenizer).stream, before)
+
+
+def test_training_attention_equals_sdpa(tokenizer):
+    torch.manual_seed(0)
+    model = training.new_model(TINY.target, TINY, tokenizer)
+    windows = torch.randint(0, TINY.vocab_size, (2, 40))
+    ours = model(windows, use_cache=False).logits
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(ours, model(windows, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_training_norm_equals_the_models_own(tokenizer):
+    torch.manual_seed(0)
+    model = training.new_model(TINY.target, TINY, tokenizer)
+    plain = LlamaForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict())
+    windows = torch.randint(0, TINY.vocab_size, (2, 40))
+    torch.testing.assert_close(model(windows).logits, plain(windows).logits, rtol=1e-4, atol=1e-5)
+
+
+def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
+    torch.manual_seed(0)
+    model = training.new_model(TINY.target, TINY, tokenizer)
+    report = training.fit(
+        model,
+        lambda rows: training.next_token_loss(model, rows),
+        lambda progress, generator: windows.take(8, 64, generator),
+        tokens=tokens,
+        lr=1e-2,
+        name="tiny",
+        recipe=TINY,
+        folder=folder,
+        save_every=0.0,
+    )
+    return model, report
+
+
+def test_a_short_training_lowers_the_loss(tokenizer, texts, tmp_path):
+    _, report = fitted(tokenizer, Windows(texts, tokenizer), tmp_path)
+    assert report["tokens"] == TINY.target_tokens and report["steps"] == 40
+    assert report["last_loss"] < report["first_loss"] - 0.1
+
+
+def test_a_training_that_was_cut_off_ends_where_the_whole_one_does(tokenizer, texts, tmp_path, monkeypatch):
+    windows = Windows(texts, tokenizer)
+    whole, _ = fitted(tokenizer, windows, tmp_path / "whole")
+    steps = []
+
+    def cut(*args):
+        steps.append(1)
+        if len(steps) == 25:
+            raise KeyboardInterrupt
+        return Windows.take(windows, *args)
+
+    monkeypatch.setattr(windows, "take", cut)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tokenizer, windows, tmp_path / "cut")
+    resumed, report = fitted(tokenizer, windows, tmp_path / "cut")
+    assert report["steps"] == 40 and len(steps) == 41  # the step that was cut off is done again, no other
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_finished_training_is_not_repeated(tokenizer, texts, tmp_path):
+    windows = Windows(texts, tokenizer)
+    first, _ = fitted(tokenizer, windows, tmp_path)
+    windows.take = None  # would raise
+    again, report = fitted(tokenizer, windows, tmp_path)
+    assert report["steps"] == 40
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_another_recipe_does_not_go_on_with_this_ones_training(tokenizer, texts, tmp_path):
+    windows = Windows(texts, tokenizer)
+    fitted(tokenizer, windows, tmp_path)
+    with pytest.raises(ValueError, match="another recipe"):
+        fitted(tokenizer, windows, tmp_path, tokens=2 * TINY.target_tokens)
+
+
+def test_the_recipe_writes_models_and_a_card_of_what_was_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_card, "MAX_NEW_TOKENS", 4)
+    monkeypatch.setattr(data_card, "prompt_set", lambda name: prompt_set(name, 2))
+    monkeypatch.setattr(data_card, "load_problems", lambda: load_problems()[:2])
+    trained = training.train_pair(TINY, tmp_path / "out", tmp_path / "work")
+    for name in ("target", "draft", "deep_draft", "unaligned_draft", "unaligned_deep_draft"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name)
+        assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == 0
+        AutoTokenizer.from_pretrained(tmp_path / "out" / name)
+    figures = data_card.measure(tmp_path / "out")
+    card = data_card.data_card(figures, trained, TINY)
+    assert f"{trained['target']['parameters']:,}" in card
+    assert f"{figures['draft']['mini']['alpha']:.3f}" in card and f"{figures['draft']['library']['alpha']:.3f}" in card
+
+
+def test_alignment_lowers_the_distance_to_the_target(tokenizer):
+    torch.manual_seed(0)
+    target, draft = (training.new_model(getattr(TINY, name), TINY, tokenizer) for name in ("target", "draft"))
+    windows = torch.randint(0, TINY.vocab_size, (2, 40))
+    assert training.distillation_loss([target], target, windows, (1.0, 0.4)).item() == pytest.approx(0, abs=1e-5)
+    assert training.distillation_loss([draft], target, windows, (1.0, 0.4)) > 0
+
+
+def test_recipe_says_what_it_accepts():
+    with pytest.raises(ValueError, match="target_tokens"):
+        training.Recipe(target_tokens=0)

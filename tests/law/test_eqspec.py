@@ -1,0 +1,131 @@
+"""What naive batch implementations get wrong, one test each.
+
+"Batch Speculative Decoding Done Right", arXiv 2510.22876.
+"""
+
+import pytest
+import torch
+from tiny import ragged_prompts, tiny_model
+from transformers import DynamicCache
+from trial_policies import Alternating
+
+import bass_core as bass
+from bass_core import attention
+
+PROMPTS = ragged_prompts(5, 11, 3, 17)
+
+
+@pytest.fixture
+def session():
+    """A running session whose rows accept different numbers of tokens."""
+    pair = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
+    with bass.Session(pair, max_batch_size=4, draft_length=3, eos_token_id=()) as session:
+        for prompt in PROMPTS:
+            session.submit(prompt, max_new_tokens=30)
+        session.step()
+        yield session
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Every forward pass as (model, ids, pass)."""
+    seen, original = [], attention.forward
+
+    def recording(model, path, ids, current, cache, last_only):
+        seen.append((model, ids.clone(), current))
+        return original(model, path, ids, current, cache, last_only)
+
+    monkeypatch.setattr(attention, "forward", recording)
+    return seen
+
+
+def committed(session, place):
+    return session.rows.tokens[place, : session.rows.lengths[place]]
+
+
+def test_position_ids_do_not_drift(session, passes):
+    while not session.idle:
+        before = [committed(session, place).tolist() for place in range(len(session.rows.live))]
+        passes.clear()
+        session.step()
+        for model, ids, current in passes:
+            if model is not session.pair.target:
+                continue
+            for row, positions, slots in zip(before, current.positions.tolist(), current.slots.tolist(), strict=True):
+                assert positions[0] == len(row) - 1
+                for offset, (position, slot) in enumerate(zip(positions, slots, strict=True)):
+                    if slot != session.target.cache.scratch_slot:
+                        assert position == slot == len(row) - 1 + offset
+            assert ids[:, 0].tolist() == [row[-1] for row in before]
+
+
+def test_masks_reveal_nothing_beyond_a_query(session, passes):
+    session.step()
+    assert passes
+    for _, _, current in passes:
+        visible = current.visible()
+        for query, seen in zip(current.positions.flatten().tolist(), visible.flatten(0, 1), strict=True):
+            assert seen.nonzero().flatten().tolist() == list(range(query + 1))
+
+
+def cached_keys(runner, place, length):
+    return [layer.keys[place, :length] for layer in runner.cache.layers]
+
+
+@torch.inference_mode()
+def plain_keys(model, ids):
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    return [layer.keys[0].transpose(0, 1) for layer in cache.layers]
+
+
+def test_caches_are_not_cut_to_the_batch_minimum(session):
+    """Each row keeps every key it earned, whatever the others accepted: the cache equals a plain prefill's."""
+    for _ in range(6):
+        session.step()
+        accepted = session.trace.steps.query("step == step.max()").accepted
+        for place in range(4):
+            ids = committed(session, place)
+            ours, theirs = cached_keys(session.target, place, len(ids) - 1), plain_keys(session.pair.target, ids[:-1])
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b)
+    assert accepted.nunique() > 1  # the batch was ragged
+
+
+def test_pads_do_not_pile_up(session, passes):
+    for _ in range(8):
+        longest = int(session.rows.lengths.max())
+        passes.clear()
+        session.step()
+        assert all(current.extent <= longest + 3 for _, _, current in passes)
+        assert all(ids.shape[1] <= 4 for _, ids, _ in passes)
+
+
+def test_bonus_token_gets_its_cache_entry():
+    """After full acceptance the bonus token enters the target's cache in the next pass, and the draft's too."""
+    target = tiny_model(dtype="float64")
+    with bass.Session(bass.ModelPair(target, target), draft_length=3, eos_token_id=()) as session:
+        session.submit(PROMPTS[0], max_new_tokens=30)
+        for _ in range(4):
+            session.step()
+            ids = committed(session, 0)
+            for runner, length in ((session.target, len(ids) - 1), (session.drafter.runner, session.drafter.cached[0])):
+                for a, b in zip(cached_keys(runner, 0, length), plain_keys(target, ids[:length]), strict=True):
+                    torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("policy", [3, Alternating(k=3, zeros=5)], ids=["always", "after regular steps"])
+def test_draft_is_never_behind_when_it_drafts(policy):
+    """The draft's distributions are those of a draft that has read the whole row."""
+    pair = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
+    out = bass.generate(
+        pair, PROMPTS, draft_length=policy, max_new_tokens=40, temperature=0.8, eos_token_id=(), trace="tokens"
+    )
+    checked = 0
+    for row, (prompt, sequence) in enumerate(zip(PROMPTS, out.sequences, strict=True)):
+        logits = pair.draft(torch.cat([prompt, sequence])[None]).logits[0]
+        accepted = out.trace.tokens[(out.trace.tokens.row == row) & (out.trace.tokens.kind == "accepted")]
+        for position, token, q in zip(accepted.position, accepted.token, accepted.q, strict=True):
+            assert q == pytest.approx((logits[position - 1] / 0.8).softmax(-1)[token].item(), rel=1e-6)
+            checked += 1
+    assert checked > 20

@@ -1,0 +1,103 @@
+"""The lessons in a real browser: JupyterLab runs them, a slider moves by keyboard, the figure follows."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bass_lab.show import browser
+
+ROOT = Path(__file__).parents[2]
+SCREENSHOTS = ROOT / "build/screenshots"
+DATA = "figure => JSON.stringify(figure.data, (_, value) => ArrayBuffer.isView(value) ? Array.from(value) : value)"
+FITS = "figure => Math.abs(figure._fullLayout.width - figure.parentElement.clientWidth) <= 1"
+TITLE = "figure => figure.layout.title.text"
+# Where on the page a cell of a heatmap is drawn.
+PLACE = """(figure, [x, y]) => {
+    const [box, {xaxis, yaxis}] = [figure.getBoundingClientRect(), figure._fullLayout];
+    return [box.x + xaxis._offset + xaxis.d2p(x), box.y + yaxis._offset + yaxis.d2p(y)];
+}"""
+WIDE, NARROW = {"width": 1200, "height": 1600}, {"width": 700, "height": 2200}
+LESSONS = {  # with these parameters: what the defaults give is tested without a browser
+    "00_start_here": {"batch_size": 2, "max_new_tokens": 16, "repeats": 2},
+    "03_acceptance_explorer": {"batch_size": 2, "max_new_tokens": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if shutil.which("chromium") is None:
+        assert not os.environ.get("CI"), "CI installs chromium: this test may not be skipped there"
+        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    with browser.launched() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def lab():
+    with browser.lab(ROOT / "notebooks", LESSONS) as address:
+        yield address
+
+
+def errors(page):
+    """What a reader would see go wrong: errors, warnings, widgets that do not appear."""
+    outputs = [output for cell in page.evaluate(browser.CELLS) for output in cell.get("outputs", [])]
+    wrong = [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    return wrong + [text for text in ("Error displaying widget", "Loading widget...") if page.get_by_text(text).count()]
+
+
+def wait_until(page, holds, widget):
+    """Ask anew until it holds, of what is on the page then: it may draw a widget again while it is laid out."""
+    for _ in range(5 * browser.PATIENCE):
+        if holds():
+            return
+        page.wait_for_timeout(200)
+    raise AssertionError(f"nothing came in {browser.PATIENCE} s; the widget says: {widget.inner_text()}")
+
+
+def move(page, slider, widget):
+    """One step to the right by keyboard; again if the page has taken the focus away in between."""
+    value = slider.get_attribute("aria-valuenow")
+
+    def moved():
+        slider.press("ArrowRight")
+        return slider.get_attribute("aria-valuenow") != value
+
+    wait_until(page, moved, widget)
+
+
+def take_picture(page, widget, name, size):
+    """Of the widget in a window of that size; build/screenshots keeps it, to be looked at."""
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.set_viewport_size(size)
+    page.wait_for_timeout(1000)
+    widget.screenshot(path=SCREENSHOTS / f"{name}_{size['width']}.png")
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_lesson_runs_and_its_slider_moves_the_figure(chromium, lab, name):
+    with browser.executed(chromium, lab(name), WIDE) as page:
+        assert errors(page) == []
+        widget = browser.first_widget(page)
+        figure = widget.locator(".js-plotly-plot").first
+        before = figure.evaluate(DATA)
+        move(page, widget.locator(".noUi-handle").first, widget)
+        wait_until(page, lambda: figure.evaluate(DATA) != before, widget)
+        take_picture(page, widget, name, WIDE)
+        if name.startswith("03"):
+            check_that_clicks_choose_steps(page, widget, figure)
+            page.set_viewport_size(NARROW)
+            wait_until(page, lambda: figure.evaluate(FITS), widget)
+        take_picture(page, widget, name, NARROW)
+        assert errors(page) == []
+
+
+def check_that_clicks_choose_steps(page, widget, raster):
+    bars = widget.locator(".js-plotly-plot").nth(1)
+    wait_until(page, lambda: raster.evaluate(FITS), widget)
+    raster.scroll_into_view_if_needed()
+    for row, step in ((0, 1), (1, 2)):
+        page.mouse.click(*raster.evaluate(PLACE, [step, row]))
+        title = f"Row {row}, step {step}:"
+        wait_until(page, lambda title=title: bars.evaluate(TITLE).startswith(title), widget)

@@ -1,0 +1,72 @@
+"""`Learned`: the best length of each task, kept from one decode to the next."""
+
+import numpy as np
+import pytest
+from trial_policies import CHEAP
+
+import bass_core as bass
+from bass_lab.study.modelled_costs import modelled_h100
+from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
+from bass_lab.study.replay import Replay, decode, step_seconds
+
+
+def synthetic(alpha, seed=0):
+    return AcceptanceTrace.synthetic(alpha=alpha, length=400, sequences=8, seed=seed)
+
+
+def test_learned_finds_the_best_length_and_remembers_it_per_task():
+    policy, sure, doubtful = bass.Learned(CHEAP), synthetic(0.95), synthetic(0.2)
+    for task, trace in (("sure", sure), ("doubtful", doubtful)):
+        policy.task = task
+        decode(Replay.draw(trace, 4, None, 0, 0), policy)
+    favourite = {}
+    for task in ("sure", "doubtful"):
+        policy.task = task
+        favourite[task] = policy.experts[policy.weights().argmax()]
+    assert favourite["sure"] >= 8 and favourite["doubtful"] <= 2
+    assert policy.task == "doubtful" and set(policy.memories) == {"sure", "doubtful"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("mini", "library"), ("library", "mini")])
+@pytest.mark.parametrize("batch", [8, 32])
+def test_learned_is_near_the_best_length_of_another_task_within_200_steps(before, after, batch):
+    """Not told of the change; texts of the embedded pair on a modelled GPU."""
+    cost, traces = modelled_h100(), {name: shipped(name).past_eos() for name in (before, after)}
+
+    def seconds(policy, task, seed, repeat):
+        steps = decode(Replay.draw(traces[task], batch, None, seed, repeat), policy)
+        return step_seconds(steps, cost).sum(), len(steps)
+
+    best = min(range(1, 13), key=lambda k: sum(seconds(bass.FixedLength(k), after, 99, n)[0] for n in range(8)))
+    mine, fixed = 0.0, 0.0
+    for seed in range(8):
+        policy, repeat, steps = bass.Learned(cost), 0, 0
+        for repeat in range(4):
+            seconds(policy, before, seed, repeat)
+        while steps < 200:
+            repeat += 1
+            steps += seconds(policy, after, seed, repeat)[1]
+        for held_out in range(repeat + 1, repeat + 5):
+            mine += seconds(policy, after, seed, held_out)[0]
+            fixed += seconds(bass.FixedLength(best), after, seed, held_out)[0]
+    assert mine < 1.05 * fixed
+
+
+def test_learned_sees_how_every_shorter_length_would_have_done():
+    policy = bass.Learned(CHEAP, lengths=(0, 1, 2, 4))
+    slots = policy.memories[""].acceptance
+    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), slots).sum(1)
+    assert seen.tolist() == [2, 4, 2 + 3, 2 + 5]
+    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), slots).sum(1)
+    assert drafted_two[:3].tolist() == [2, 4, 5]
+    s = slots.survival()
+    more = (s[3] + s[4]) / s[2]  # what was accepted as far as it went would have gone on
+    assert drafted_two[3] == pytest.approx(5 + more)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"lengths": ()}, {"lengths": (-1, 2)}, {"lengths": (40,)}, {"rate": 0}, {"decay": 1}]
+)
+def test_learned_refuses_wrong_settings(wrong):
+    with pytest.raises(ValueError, match=r"must be|needs"):
+        bass.Learned(CHEAP, **wrong)

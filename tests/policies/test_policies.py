@@ -1,0 +1,456 @@
+"""The policies that adapt: each rule against cases worked by hand, and what each is for against the simulator."""
+
+import dataclasses
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from tabular import tabular
+from tiny import ragged_prompts, tiny_model
+from trial_policies import CHEAP, Line, library_policies
+
+import bass_core as bass
+from bass_core.draft_length import RowsView, Signals, cut_lengths, planned_lengths
+from bass_core.models import fingerprints
+from bass_core.policies import costs, goodput
+from bass_core.policies.costs import CostModel
+from bass_core.policies.draft_signals import Calibration
+from bass_core.policies.goodput import default_policy
+from bass_core.policies.objective import deadlines, first_finished, last_finished
+from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
+from bass_lab.study.modelled_costs import modelled_costs
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+from bass_lab.study.replay import Replay, decode, step_seconds
+from bass_lab.study.simulator import simulate
+
+
+def rows(remaining=(99, 99), steps=0):
+    n = len(remaining)
+    return RowsView(np.arange(n), np.full(n, steps), np.full(n, 10), np.full(n, 5), np.array(remaining))
+
+
+def taught(policy, accepted, of, steps=50):
+    """The policy after steps in which the rows accepted these numbers of `of` drafts, whatever it had planned."""
+    policy.start(rows([999] * len(accepted)))
+    for _ in range(steps):
+        policy.plan(rows([999] * len(accepted)))
+        if isinstance(policy, bass.Goodput):
+            policy.wanted = np.full(len(accepted), of)
+        policy.update(torch.full((len(accepted),), of), torch.tensor(accepted))
+    return policy
+
+
+# --- Goodput ---
+
+
+def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
+    policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
+    tokens, k = policy.acceptance.tokens(), np.arange(17)
+    expected = policy.weigh(rows([99] * 4), tokens) @ tokens / CHEAP.step(4, k, 0)
+    assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
+    assert policy.plan(rows([99] * 4)) == np.argmax(expected >= (1 - goodput.TOLERANCE) * expected.max())
+
+
+def test_goodput_begins_with_what_is_known_of_the_models():
+    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100), draft_launch=1e-3)
+    hard, easy = (
+        bass.Goodput(dataclasses.replace(cost, accepted=(counts,))).plan(rows())
+        for counts in ((9, 1, 0, 0, 0), (0, 0, 0, 1, 9))
+    )
+    assert hard < bass.Goodput(cost).plan(rows()) <= goodput.FIRST < easy
+
+
+def test_policies_on_the_same_costs_look_them_up_together(monkeypatch):
+    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
+    looked, step = [], CostModel.step
+    monkeypatch.setattr(CostModel, "step", lambda self, *point: looked.append(1) or step(self, *point))
+    for policy in (bass.Goodput(cost), bass.Goodput(cost), deepcopy(bass.Goodput(cost))):
+        policy.plan(rows())
+    assert len(looked) == 1
+
+
+def test_goodput_counts_no_token_beyond_a_rows_end():
+    policy = taught(bass.Goodput(CHEAP, limit=2), [2, 2], of=2)
+    policy.k = 1
+    found = policy.goodputs(rows([7, 1]))  # the first is further from its end than `goodput.END`
+    longer, ending = policy.acceptance.tokens()[0], np.ones(3)  # two more drafts, and none
+    weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
+    tokens = weights @ [longer, ending] * 2 / weights.sum()
+    assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
+
+
+def test_the_draft_that_ends_a_row_saves_a_step():
+    tokens, seconds = np.array([[1.0, 2.0, 3.0]]), np.array([1.0, 1.1, 1.9])  # all drafts are accepted
+    rate = 2 / 1.1  # tokens per second far from the end: k = 1
+    # One to go: 1.0 s. Two: 1.1 s, so the first of them saves 0.1. Three: 1.9 s at once, not 1.1 s and 1.0 s more.
+    worth = [goodput.worth_near_the_end(tokens, np.array([n]), seconds)[0] / rate for n in (1, 2, 3)]
+    assert worth[0] == pytest.approx([1.0, 1.0, 1.0])
+    assert worth[1] == pytest.approx([0.1, 1.1, 1.1])
+    assert worth[2] == pytest.approx([0.8, 0.9, 1.9])
+
+
+def test_goodput_drafts_as_far_as_ends_the_rows_soonest():
+    cost = Line()
+    cost.step = lambda batch, k, kv_length: np.array([1.0, 1.1, 1.9])[k]
+    policy = taught(bass.Goodput(cost, limit=2), [2, 2], of=2)
+    assert [policy.plan(rows([n, n])) for n in (99, 3)] == [1, 2]
+    assert policy.plan(rows([99, 3])) == 1  # the batch is not done when one of them is
+
+
+def seconds_to_the_end(survival, seconds, n):
+    """The least expected seconds that a row needs for n tokens, and the length to draft now: every way is tried."""
+    if n == 0:
+        return 0.0, 0
+    after = [seconds_to_the_end(survival, seconds, n - 1 - accepted)[0] for accepted in range(n)]
+    chances = np.append(survival, 0)
+    ways = []
+    for k in range(min(n, len(seconds))):
+        accepted = [chances[j] - chances[j + 1] for j in range(k)] + [chances[k]]
+        ways.append(seconds[k] + np.dot(accepted, after[: k + 1]))
+    return min(ways), int(np.argmin(ways))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_near_the_end_the_best_length_ends_the_row_soonest(seed):
+    draw = np.random.default_rng(seed)
+    survival = np.append(1, draw.uniform(0.3, 1, 4).cumprod())
+    seconds = 1 + draw.uniform(0, 0.6, 5).cumsum()
+    tokens = survival.cumsum()[None]
+    for n in range(1, 9):
+        worth = goodput.worth_near_the_end(tokens, np.array([n]), seconds)[0]
+        gains = worth[:n] / seconds[:n]
+        assert gains.argmax() == seconds_to_the_end(survival, seconds, n)[1]
+        assert gains.max() == pytest.approx((tokens[0] / seconds).max())  # no step is worth more than its time
+
+
+def decided(policy, rooms, accept, steps):
+    """What the policy planned, [steps, B], when drafts are all accepted or all refused."""
+    planned = []
+    for step in range(steps):
+        view = rows(rooms, steps=step)
+        k, _ = planned_lengths(policy.plan(view), view)
+        policy.update(torch.from_numpy(k.copy()), torch.from_numpy(k * accept))
+        planned.append(k)
+    return np.array(planned)
+
+
+def test_goodput_falls_back_to_regular_decoding_and_probes():
+    policy = bass.Goodput(Line(0.3, 0.2))
+    policy.start(rows([9999] * 2))
+    planned = decided(policy, [9999] * 2, accept=0, steps=300)
+    drafting = np.flatnonzero(planned.any(1))
+    first = int((~planned.any(1)).argmax())
+    probes = drafting[drafting > first]
+    assert first <= 3 and np.diff([first - 1, *probes]).tolist() == [17, 33, 65, 129]  # 16, 32, 64, 128 zeros
+
+
+def test_a_probe_drafts_one_token_in_one_row_of_four():
+    for batch, probed in ((1, 1), (4, 1), (5, 2), (16, 4)):
+        policy = bass.Goodput(Line(0.3, 0.2))
+        policy.start(rows([9999] * batch))
+        last = decided(policy, [9999] * batch, accept=0, steps=30)
+        (probe,) = [line for line in last[5:] if line.any()]
+        assert probe.tolist() == [1] * probed + [0] * (batch - probed)
+
+
+def test_goodput_drafts_again_once_drafts_are_accepted():
+    policy = taught(bass.Goodput(Line(0.3, 0.2)), [0], of=1, steps=100)
+    planned = decided(policy, [9999], accept=1, steps=60)
+    assert planned[0] == 0 and planned[-1] >= 8
+
+
+def test_regular_decoding_has_to_promise_more_for_nothing_is_learnt_from_it(monkeypatch):
+    policy = bass.Goodput(CHEAP)
+    policy.start(rows())
+    for regular, k in ((1 + goodput.LEARNT / 2, 1), (1 + 2 * goodput.LEARNT, 0)):
+        monkeypatch.setattr(policy, "_gains", lambda rows, seconds, regular=regular: np.array([regular, 1.0]))
+        assert policy.plan(rows()) == k
+
+
+def test_the_first_step_drafts_little():
+    policy = bass.Goodput(Line(0.01, 0.01))
+    policy.start(rows())
+    assert policy.plan(rows()) == goodput.FIRST
+
+
+def test_rows_count_by_the_steps_that_they_still_need():
+    """Of rows with as much to write, one accepts all and one little: the batch is done when the second is."""
+    policy = taught(bass.Goodput(CHEAP), [6, 1], of=6)
+    policy.k = 6
+    sure, doubtful = policy.weigh(rows([900, 900]), policy.acceptance.tokens())
+    assert doubtful > 1.9 and sure + doubtful == pytest.approx(2)
+    sure, doubtful = policy.weigh(rows([900, 9]), policy.acceptance.tokens())  # now it has little left to write
+    assert sure > 1.9 and sure + doubtful == pytest.approx(2)
+
+
+def test_goodput_drafts_as_the_rows_that_end_last_want_it():
+    policy = taught(bass.Goodput(CHEAP), [6, 6, 0, 0], of=6)
+    best = [policy.goodputs(rows(rooms)).argmax() for rooms in ([100, 100, 900, 900], [900, 900, 100, 100])]
+    assert best[0] == 0 and best[1] >= 8
+
+
+def test_goodput_learns_that_a_lookup_finds_nothing():
+    """One of two rows never drafts: what was wanted and not drafted is as good as refused."""
+    policy = bass.Goodput(CHEAP)
+    policy.start(rows())
+    for _ in range(50):
+        policy.plan(rows([999, 999]))
+        policy.wanted = np.array([4, 4])
+        policy.update(torch.tensor([4, 0]), torch.tensor([4, 0]))
+    found, missing = policy.acceptance.survival()[:, 1]
+    assert found > 0.95 and missing < 0.05
+
+
+def test_a_new_decode_starts_afresh_and_joining_rows_do_not():
+    policy = taught(bass.Goodput(Line(0.3, 0.2)), [0, 0], of=2, steps=10)
+    fresh = bass.Goodput(Line(0.3, 0.2)).plan(rows())
+    policy.start(rows(steps=3))
+    assert policy.plan(rows()) == 0 != fresh
+    policy.start(rows())
+    assert policy.plan(rows()) == fresh
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("line", [CHEAP, Line(0.2, 0.3)], ids=["cheap", "verification dear"])
+def test_goodput_is_near_the_best_fixed_length_and_never_below_regular_decoding(alpha, batch, line):
+    trace = AcceptanceTrace.synthetic(alpha=alpha, length=384, sequences=64, seed=1)
+
+    def seconds(policy):
+        return simulate(trace, policy, line, batch=batch, repeats=8).seconds.mean()
+
+    regular, found = seconds(0), seconds(bass.Goodput(line))
+    assert found <= regular / 0.98
+    assert found <= min(regular, *(seconds(k) for k in (1, 2, 3, 5, 8, 12, 16))) / 0.95
+
+
+# --- what generate takes ---
+
+
+def test_the_default_is_goodput_where_the_pairs_costs_are_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    options = {"max_new_tokens": 8, "eos_token_id": ()}
+    assert default_policy(pair) == bass.FixedLength(5)
+    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"] == "FixedLength(k=5)"
+    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
+    for role, mark in fingerprints(pair).items():
+        cost.models[role]["fingerprint"] = mark
+    object.__setattr__(cost, "device", costs.device_name(pair.device))
+    costs.cache_folder().mkdir(parents=True)
+    cost.save(costs.cache_folder() / cost.file_name)
+    assert isinstance(default_policy(pair), bass.Goodput)
+    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"].startswith("Goodput(")
+
+
+def test_the_embedded_pairs_default_is_goodput_on_every_cpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(costs, "device_name", lambda device: "Somebody's processor, 7 threads")
+    assert isinstance(default_policy(bass.load_pair()), bass.Goodput)
+
+
+# --- Objective ---
+
+
+def test_equal_weights_and_equal_rows_are_goodput():
+    mine, theirs = (taught(policy, [5, 5], of=5) for policy in (bass.Objective(CHEAP), bass.Goodput(CHEAP)))
+    assert mine.goodputs(rows()) == pytest.approx(theirs.goodputs(rows()))
+
+
+def test_leaders_stragglers_and_deadlines_are_weighted():
+    view = rows([10, 40])
+    assert first_finished(2.0)(view, 0.0) == pytest.approx([1, 1 / 16])
+    assert last_finished(1.0)(view, 0.0) == pytest.approx([0.25, 1])
+    assert deadlines({0: 3.0, 1: 3.0})(view, 1.0) == pytest.approx([0.25, 1])  # 5 and 20 tokens a second
+    assert deadlines({0: 3.0, 1: 3.0})(view, 2.9) == pytest.approx([0.25, 1])
+    assert deadlines({0: 3.0})(view, 1.0) == pytest.approx([1, 0.01])
+    assert deadlines({})(view, 1.0) == pytest.approx([1, 1])
+    assert deadlines({0: 3.0})(view, 5.0) == pytest.approx([1, 1])
+
+
+def test_wrong_weights_are_refused():
+    for wrong in (
+        lambda rows, elapsed: np.ones(3),
+        lambda rows, elapsed: np.array([1.0, -1.0]),
+        lambda r, e: np.zeros(2),
+    ):
+        with pytest.raises(ValueError, match="weights must give a number >= 0 per row"):
+            bass.Objective(CHEAP, weights=wrong).plan(rows())
+
+
+def test_elapsed_time_is_the_cost_models():
+    policy = bass.Objective(CHEAP)
+    policy.start(rows())
+    k = [policy.plan(rows()) for _ in range(3)]
+    assert policy.elapsed == pytest.approx(CHEAP.step(2, np.array(k), 0).sum())
+
+
+# --- MarginalValue ---
+
+
+def signals(slot, maximum, entropy=0.5):
+    maximum = torch.tensor(maximum)
+    return Signals(slot, torch.full_like(maximum, entropy), maximum, torch.ones(len(maximum), dtype=torch.bool))
+
+
+def test_calibration_takes_the_draft_at_its_word_and_then_learns():
+    calibration = Calibration()
+    assert calibration(np.array([0.05, 0.55, 1.0])) == pytest.approx([0.05, 0.55, 0.95])  # the middles of bins
+    for _ in range(500):
+        told = np.full(4, 0.95)
+        calibration.update(told, calibration(told), np.array([True, False, True, False]))
+    assert calibration(np.array([0.93]))[0] == pytest.approx(0.5, abs=0.01)
+    assert calibration.error() < 0.05  # what it says now is what happens
+
+
+def test_calibration_error_is_large_while_it_is_wrong():
+    calibration = Calibration()
+    assert calibration.error() == 1
+    calibration.update(np.full(10, 0.95), np.full(10, 0.95), np.zeros(10, bool))
+    assert calibration.error() == pytest.approx(0.95)
+
+
+def test_marginal_value_draws_while_a_slot_is_worth_its_time():
+    policy = bass.MarginalValue(CHEAP, trusted=1.0)
+    policy.start(rows())
+    assert policy.plan(rows()) == 16
+    rate = policy.goodputs(rows())[goodput.FIRST]
+    assert policy.price[:16] == pytest.approx(np.full(16, rate * 0.15), rel=0.02)
+    assert policy.verify_price == pytest.approx(np.full(16, rate * 0.05), rel=0.02)
+    # two sure rows: on; then one draft in ten: less than its verification
+    assert policy.keep_drafting(signals(0, [0.99, 0.99])).tolist() == [16, 16]
+    assert policy.keep_drafting(signals(1, [0.01, 0.01])).tolist() == [1, 1]
+
+
+def test_marginal_value_draws_what_its_pass_has_paid_for_and_stops_there():
+    policy = bass.MarginalValue(CHEAP, trusted=1.0)
+    policy.start(rows())
+    policy.plan(rows())
+    # the goodput is 3.7 tokens in the time of a regular step: a slot has to bring 0.56 tokens, its verification 0.19
+    assert policy.price[0] == pytest.approx(0.56, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
+    policy.calibration = lambda maximum: maximum  # at its word
+    assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
+    assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14
+    assert policy.keep_drafting(signals(2, [0.1, 0.1])).tolist() == [2, 2]  # 2 · 0.04 would not even be verified
+
+
+@pytest.mark.parametrize("policy", [bass.Goodput, bass.MarginalValue])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_useless_draft_is_not_asked_for_ever(policy, batch):
+    useless = AcceptanceTrace.synthetic(alpha=0.01, length=256, sequences=16)
+    line = Line(0.1, 0.05)
+    regular, found = (simulate(useless, each, line, batch=batch).seconds.mean() for each in (0, policy(line)))
+    assert found <= regular / 0.98
+
+
+def test_drafts_that_could_gain_little_are_never_tried():
+    """Five drafts and their verification take as long as five tokens: nothing to gain, even if all are accepted."""
+    policy = bass.Goodput(Line(0.75, 0.25))
+    policy.start(rows([9999]))
+    assert not decided(policy, [9999], accept=1, steps=300).any()
+
+
+def test_marginal_value_is_goodput_until_its_calibration_is_trusted():
+    mine, theirs = bass.MarginalValue(CHEAP), bass.Goodput(CHEAP)
+    for policy in (mine, theirs):
+        policy.start(rows())
+    assert mine.plan(rows()) == theirs.plan(rows())
+    assert mine.keep_drafting(signals(0, [0.01, 0.01])).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("policy", [bass.MarginalValue, bass.RaggedBudget])
+def test_policies_that_look_at_distributions_need_a_draft_model(policy):
+    line = Line()
+    line.draft_phases = None
+    with pytest.raises(ValueError, match=f"{policy.__name__} needs a draft model"):
+        policy(line)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_marginal_value_beats_algorithm_1_where_acceptance_varies(batch):
+    trace = AcceptanceTrace.synthetic(alpha=0.75, length=256, sequences=64, regimes=(0.2, 8), rollout=16)
+    cost = Line(0.05, 0.02)
+    mine = simulate(trace, bass.MarginalValue(cost), cost, batch=batch, repeats=8).seconds
+    theirs = simulate(trace, bass.BassHeuristic(), cost, batch=batch, repeats=8).seconds
+    assert (mine < theirs).all()
+
+
+# --- AdaEDL and SVIP ---
+
+
+def test_adaedl_and_svip_stop_rows_at_their_bounds():
+    entropy = torch.tensor([0.0, 0.2, 0.6, 0.61, 0.8, 0.81, 3.0], dtype=torch.float64)
+    asked = Signals(0, entropy, entropy, torch.ones(7, dtype=torch.bool))
+    # 1 - sqrt(0.2 H) >= 0.6 up to H = 0.8; sqrt(0.15 H) <= 0.3 up to H = 0.6
+    assert bass.AdaEDL(threshold=0.6).keep_drafting(asked).tolist() == [True] * 5 + [False] * 2
+    assert bass.SVIP(bound=0.3).keep_drafting(asked).tolist() == [True] * 3 + [False] * 4
+
+
+def test_adaedl_moves_its_bar_towards_the_wanted_rate():
+    for accepted, moves_up in ((0, True), (5, False)):
+        policy = taught(bass.AdaEDL(), [accepted], of=5, steps=20)
+        assert (policy.bar > policy.threshold) == moves_up
+    before = policy.bar
+    policy.update(torch.tensor([0]), torch.tensor([0]))
+    assert policy.bar == before
+
+
+# --- all of them ---
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+@pytest.mark.parametrize("policy", library_policies(limit=3))
+def test_the_policies_of_the_exactness_tests_do_change_their_lengths(policy, limit):
+    pair, drafted = bass.ModelPair(tabular(3, seed=1), tabular(3, seed=2)), set()
+    for seed in range(20):
+        out = bass.generate(
+            pair,
+            [torch.tensor([0, 1])],
+            max_new_tokens=12,
+            draft_length=library_policies(limit)[policy](),
+            temperature=1.0,
+            eos_token_id=(),
+            attention="pad",
+            seed=seed,
+        )
+        steps = out.trace.steps[out.trace.steps.kind == "decode"]
+        drafted |= set(steps.drafted[12 - (steps.kv_length - 2) > limit])
+    assert len(drafted) >= 2
+
+
+def test_answers_within_a_step_never_lengthen_a_draft():
+    lengths = np.array([4, 4, 2])
+    assert cut_lengths(lengths, torch.tensor([True, False, True]), 1).tolist() == [4, 1, 2]
+    assert cut_lengths(lengths, torch.tensor([9, 2, 0]), 1).tolist() == [4, 2, 1]
+    assert cut_lengths(np.array([1, 4]), torch.tensor([True, True]), 2).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("policy", library_policies(limit=8))
+def test_no_policy_waits_for_a_clock_or_draws_random_numbers(policy, monkeypatch):
+    """The same history, the same lengths."""
+    trace = AcceptanceTrace.synthetic(alpha=0.7, length=60, sequences=4, regimes=(0.2, 5))
+    drawn = Replay.draw(trace, 4, None, 0, 0)
+    runs = [[step.drafted.tolist() for step in decode(drawn, library_policies(8)[policy]())] for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_a_stop_that_spares_the_next_pass_costs_less_in_simulation():
+    class LastOne(bass.DraftLengthPolicy):
+        def __init__(self, spares):
+            self.spares = spares
+
+        def plan(self, rows):
+            return 8
+
+        def keep_drafting(self, asked):
+            if self.spares:
+                return torch.full(asked.drafting.shape, 3)
+            return torch.full(asked.drafting.shape, asked.slot < 3)
+
+    drawn = Replay.draw(AcceptanceTrace.synthetic(alpha=0.8, length=400, sequences=8), 2, None, 0, 0)
+    spared, asked = (decode(drawn, LastOne(spares)) for spares in (True, False))
+    assert [step.drafted.tolist() for step in spared] == [step.drafted.tolist() for step in asked]
+    passes = np.array([step.passes for step in asked]) - np.array([step.passes for step in spared])
+    assert passes.max() == 1 and passes.min() == 0
+    assert step_seconds(spared, CHEAP).sum() < step_seconds(asked, CHEAP).sum()

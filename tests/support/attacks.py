@@ -1,0 +1,527 @@
+"""Programs that try to leave the sandbox, to harm the host, or to pass without being right, and what they are run on.
+
+`python attacks.py SECONDS` runs all and prints what went wrong with each, as JSON: the tests run it as another user.
+The functions called `attack` take the arguments of `add`, and FACTS: what they need to know of the host. They return
+text that begins with "breach" where they did what they must not be able to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bass_lab.evaluation import confinement
+from bass_lab.evaluation.problems import Problem
+from bass_lab.evaluation.sandbox import grade
+
+ADD = Problem(
+    task_id="t/0",
+    prompt='def add(a, b):\n    """Return a plus b."""\n',
+    entry_point="add",
+    canonical_solution="    return a + b\n",
+    test="def check(candidate):\n"
+    "    for a, b, total in ((1, 2, 3), (5, -7, -2), (40, 2, 42)):\n"
+    "        found = candidate(a, b)\n"
+    "        assert found == total, found\n",
+)
+HELPERS = """
+def tried(**attempts):
+    done = []
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            done.append(name)
+        except (Exception, SystemExit) as error:
+            pass
+    return "breach: " + ", ".join(done) if done else "refused"
+
+def system(name, *args):
+    import ctypes
+    numbers = {"kill": (62, 129), "tgkill": (234, 131), "clone": (56, 220), "ptrace": (101, 117), "prctl": (157, 167),
+               "prlimit64": (302, 261), "memfd_create": (319, 279), "shmget": (29, 194), "process_vm_readv": (310, 270),
+               "io_uring_setup": (425, 425), "keyctl": (250, 219), "bpf": (321, 280), "execve": (59, 221)}
+    import os
+    number = numbers[name][os.uname().machine == "aarch64"]
+    result = ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *map(ctypes.c_long, args))
+    if result == -1:
+        raise OSError(ctypes.get_errno(), name)
+    return result
+
+def loop_locals():
+    import sys
+    frame = sys._getframe()
+    while "channel" not in frame.f_locals or "message" not in frame.f_locals:
+        frame = frame.f_back
+    return frame.f_locals
+
+def send(text):
+    import os
+    for descriptor in range(3, 32):
+        try:
+            os.write(descriptor, text)
+        except OSError:
+            pass
+"""
+
+ATTACKS = {
+    # ------------------------------------------------------------------------------------------------------- resources
+    "fork bomb": """
+def attack(a, b):
+    import os
+    while True:
+        return tried(fork=lambda: os.fork() or os._exit(0), vfork=lambda: os.posix_spawn("/bin/true", ["true"], {}),
+                     clone=lambda: system("clone", 17, 0, 0, 0, 0) or os._exit(0))
+""",
+    "thread bomb": """
+def attack(a, b):
+    import threading, time
+    return tried(thread=lambda: [threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(1000)])
+""",
+    "memory bomb": """
+def attack(a, b):
+    kept = []
+    while len(kept) < 600:
+        kept.append(bytearray(b"x") * 2**20)
+    return "breach: 600 MiB"
+""",
+    "disk bomb": """
+def attack(a, b):
+    import os
+    def fill(folder):
+        with open(os.path.join(folder, "bomb"), "wb") as file:
+            for _ in range(64):
+                file.write(bytes(2**20))
+    folders = (FACTS["folder"], "/tmp", "/dev/shm", ".")
+    return tried(**{folder: lambda folder=folder: fill(folder) for folder in folders},
+                 memory=lambda: system("memfd_create", id(b"x") + 32, 0))
+""",
+    "loop": "def attack(a, b):\n    while True: pass",
+    "loop in C": "def attack(a, b):\n    return sum(range(10**18))",
+    "sleep": "def attack(a, b):\n    import time\n    time.sleep(1000)",
+    "ignored signals": """
+import signal
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+def attack(a, b):
+    while True: pass
+""",
+    "SIGSTOP": """
+def attack(a, b):
+    import os, signal
+    found = tried(stop=lambda: os.kill(os.getpid(), signal.SIGSTOP), raised=lambda: signal.raise_signal(signal.SIGSTOP))
+    signal.pause()
+""",
+    "huge output": """
+def attack(a, b):
+    import os, sys
+    while True:
+        print("x" * 2**16)
+        sys.stderr.write("x" * 2**16)
+        os.write(1, bytes(2**16))
+""",
+    "segfault": "def attack(a, b):\n    import ctypes\n    ctypes.string_at(0)",
+    "stack overflow": """
+def attack(a, b):
+    import sys
+    sys.setrecursionlimit(10**9)
+    return attack(a, b)
+""",
+    # ----------------------------------------------------------------------------------------------------------- files
+    "write": """
+def attack(a, b):
+    import os
+    return tried(new=lambda: open(FACTS["folder"] + "/new", "w"), over=lambda: open(FACTS["victim"], "w"),
+                 append=lambda: open(FACTS["victim"], "a"), truncate=lambda: os.truncate(FACTS["victim"], 0),
+                 folder=lambda: os.mkdir(FACTS["folder"] + "/made"), null=lambda: open("/dev/null", "w"),
+                 link=lambda: os.symlink("/", FACTS["folder"] + "/link"),
+                 fifo=lambda: os.mkfifo(FACTS["folder"] + "/fifo"))
+""",
+    "delete": """
+def attack(a, b):
+    import os
+    return tried(unlink=lambda: os.unlink(FACTS["victim"]),
+                 rename=lambda: os.rename(FACTS["secret"], FACTS["folder"] + "/moved"),
+                 replace=lambda: os.replace(FACTS["secret"], FACTS["victim"]), rmdir=lambda: os.rmdir(FACTS["empty"]))
+""",
+    "change a file's mode, times and attributes": """
+def attack(a, b):
+    import os
+    path = FACTS["victim"]
+    return tried(chmod=lambda: os.chmod(path, 0), times=lambda: os.utime(path, (0, 0)),
+                 owner=lambda: os.chown(path, os.getuid(), os.getgid()),
+                 attributes=lambda: os.setxattr(path, "user.x", b"x"))
+""",
+    "read a secret": """
+def attack(a, b):
+    import os
+    return tried(secret=lambda: open(FACTS["secret"]), folder=lambda: os.listdir(FACTS["folder"]),
+                 passwords=lambda: open("/etc/passwd"), root=lambda: os.listdir("/"),
+                 processes=lambda: os.listdir("/proc"), link=lambda: open("/usr/.." + FACTS["secret"]),
+                 memory=lambda: open(f"/proc/{os.getppid()}/mem", "rb"), own=lambda: open("/proc/self/maps"))
+""",
+    "environment": """
+def attack(a, b):
+    import os
+    return tried(own=lambda: os.environ["BASS_SECRET"], parent=lambda: open(f"/proc/{os.getppid()}/environ"),
+                 harness=lambda: open(f"/proc/{FACTS['harness']}/environ"))
+""",
+    "inherited descriptors": """
+def attack(a, b):
+    import os, stat
+    found = {}
+    for descriptor in range(1024):
+        try:
+            found[descriptor] = os.fstat(descriptor)
+        except OSError:
+            pass
+    pipes = [number for number, about in found.items() if stat.S_ISFIFO(about.st_mode)]
+    others = [number for number, about in found.items() if number > 2 and not stat.S_ISFIFO(about.st_mode)]
+    return tried(pipes=lambda: 1 / (len(pipes) > 2), others=lambda: 1 / len(others))
+""",
+    # --------------------------------------------------------------------------------------------------------- network
+    "TCP": """
+def attack(a, b):
+    import socket
+    return tried(connect=lambda: socket.create_connection(("127.0.0.1", FACTS["tcp"]), 1),
+                 listen=lambda: socket.create_server(("127.0.0.1", 0)))
+""",
+    "UDP": """
+def attack(a, b):
+    import socket
+    to = ("127.0.0.1", FACTS["udp"])
+    return tried(send=lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", to))
+""",
+    "abstract unix socket": """
+def attack(a, b):
+    import socket
+    return tried(connect=lambda: socket.socket(socket.AF_UNIX).connect(FACTS["unix"]), pair=socket.socketpair)
+""",
+    # -------------------------------------------------------------------------------------------------- other processes
+    "kill the parent": """
+def attack(a, b):
+    import ctypes, os
+    def by_descriptor():
+        fcntl = ctypes.CDLL(None).fcntl
+        for descriptor in range(3, 32):
+            owned, chosen = fcntl(descriptor, 8, os.getppid()), fcntl(descriptor, 10, 9)  # F_SETOWN, F_SETSIG
+            if owned == 0 or chosen == 0:
+                return
+        raise OSError
+    return tried(parent=lambda: os.kill(os.getppid(), 9), harness=lambda: os.kill(FACTS["harness"], 9),
+                 all=lambda: os.kill(-1, 9), group=lambda: os.killpg(0, 15), descriptor=by_descriptor,
+                 thread=lambda: system("tgkill", FACTS["harness"], FACTS["harness"], 9),
+                 pidfd=lambda: os.pidfd_open(os.getppid()))
+""",
+    "limit and starve the parent": """
+def attack(a, b):
+    import os, resource
+    return tried(limit=lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0)),
+                 nice=lambda: os.setpriority(os.PRIO_USER, 0, 19), pin=lambda: os.sched_setaffinity(os.getppid(), {0}),
+                 own=lambda: system("prlimit64", 0, 0, 0, 0))
+""",
+    "ptrace": """
+def attack(a, b):
+    import os
+    return tried(attach=lambda: system("ptrace", 16, os.getppid(), 0, 0), me=lambda: system("ptrace", 0, 0, 0, 0),
+                 read=lambda: system("process_vm_readv", os.getppid(), 0, 0, 0, 0, 0))
+""",
+    "daemonise": """
+def attack(a, b):
+    import os
+    return tried(session=os.setsid, group=lambda: os.setpgid(0, 0), fork=lambda: os.fork() or os._exit(0),
+                 outlive=lambda: system("prctl", 1, 0, 0, 0, 0))
+""",
+    "execute": """
+def attack(a, b):
+    import os, subprocess
+    found = tried(run=lambda: subprocess.run(["/bin/sh", "-c", "exit 0"]), shell=lambda: 1 / (os.system("exit 0") == 0))
+    return tried(replace=lambda: os.execv("/bin/true", ["true"])) if found == "refused" else found
+""",
+    "namespaces": """
+def attack(a, b):
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    def zero(result):
+        if result != 0:
+            raise OSError
+    return tried(user=lambda: zero(libc.unshare(0x10000000)), network=lambda: zero(libc.unshare(0x40000000)),
+                 mount=lambda: zero(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)),
+                 chroot=lambda: zero(libc.chroot(b"/usr")), nested=lambda: system("clone", 0x10000011, 0, 0, 0, 0))
+""",
+    "privileges": """
+def attack(a, b):
+    import os
+    return tried(uid=lambda: os.setuid(0), all=lambda: os.setresuid(0, 0, 0), groups=lambda: os.setgroups([0]),
+                 root=lambda: 1 / (os.geteuid() == 0))
+""",
+    "what outlives": """
+def attack(a, b):
+    return tried(shared=lambda: system("shmget", 0, 4096, 0o1600), ring=lambda: system("io_uring_setup", 4, 0),
+                 keys=lambda: system("keyctl", 0, -3, 1), bpf=lambda: system("bpf", 0, 0, 0))
+""",
+    # --------------------------------------------------------------------------------------------------------- forgery
+    "exit": "def attack(a, b):\n    raise SystemExit(0)",
+    "exit at once": "import os\nos._exit(0)",
+    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef attack(a, b):\n    raise SystemExit(0)",
+    "printed tokens": """
+def attack(a, b):
+    import sys
+    for text in ("passed", "PASSED", "OK", '{"passed": true, "reason": "passed"}'):
+        print(text, flush=True)
+        print(text, file=sys.stderr, flush=True)
+        send(text.encode() + b"\\n")
+    sys.exit(0)
+""",
+    "equality": """
+class Equal(int):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __bool__(self): return True
+def attack(a, b):
+    return Equal(0)
+""",
+    "equality by another type's name": """
+class Equal:
+    def __eq__(self, other): return True
+Equal.__name__ = Equal.__qualname__ = "int"
+def attack(a, b):
+    return Equal()
+""",
+    "frames": """
+def attack(a, b):
+    import sys
+    frame, seen = sys._getframe(), []
+    while frame:
+        seen.append((frame.f_code.co_filename, repr(frame.f_locals)))
+        for name, value in list(frame.f_locals.items()) + list(frame.f_globals.items()):
+            if name in ("total", "check", "test", "candidate"):
+                return "breach: " + name
+        frame = frame.f_back
+    return "breach" if any("assert fou" + "nd" in text for _, text in seen) else "nothing"
+""",
+    "gc": """
+def attack(a, b):
+    import gc
+    for thing in gc.get_objects():
+        if isinstance(thing, dict) and any(isinstance(value, str) and "def check" + "(candidate)" in value
+                                           for value in list(thing.values())):
+            return "breach: the test"
+    return "nothing"
+""",
+    "patched builtins": """
+import builtins
+builtins.AssertionError = type("AssertionError", (Exception,), {})
+builtins.isinstance = lambda *_: True
+builtins.type = lambda *_: int
+builtins.len = lambda *_: 0
+def attack(a, b):
+    return object()
+""",
+    "patched json": """
+import json, sys
+json.dumps = lambda *_, **__: '{"passed": true, "reason": "passed", "value": 3}'
+sys.modules["values"].encode = lambda value: {"anything": 1}
+def attack(a, b):
+    return 0
+""",
+    "forged reply, early": """
+for value in (3, -2, 42, True):
+    send(b'{"nonce": "0000000000000000", "value": %d}\\n' % value)
+def attack(a, b):
+    return 0
+""",
+    "forged replies, all at once": """
+def attack(a, b):
+    import json
+    for value in (3, -2, 42):  # knows the first call's number, and not the next ones'
+        send(json.dumps({"nonce": loop_locals()["message"]["nonce"], "value": value}).encode() + b"\\n")
+    return 3
+""",
+    "forged reply to an earlier call": """
+first = []
+def attack(a, b):
+    import json, os
+    first.append(loop_locals()["message"]["nonce"])
+    send(json.dumps({"nonce": first[0], "value": {1: 3, 5: -2, 40: 42}[a]}).encode() + b"\\n")
+    import time
+    time.sleep(1000)
+""",
+    "forged verdict": """
+def attack(a, b):
+    import json
+    reply = {"nonce": loop_locals()["message"]["nonce"], "passed": True, "reason": "passed", "lacking": []}
+    send(json.dumps(reply).encode() + b"\\n")
+""",
+    "forged tags": """
+def attack(a, b):
+    import json
+    reply = {"nonce": loop_locals()["message"]["nonce"], "value": {"__class__": "Equal", "int": "3"}}
+    send(json.dumps(reply).encode() + b"\\n")
+""",
+    "forged exception": """
+def attack(a, b):
+    import json
+    for name in ("ChannelError", "SystemExit", "BaseException", "eval", "__import__"):
+        reply = {"nonce": loop_locals()["message"]["nonce"], "raised": [name, "passed"]}
+        send(json.dumps(reply).encode() + b"\\n")
+""",
+    "pickle": """
+class Evil:
+    def __reduce__(self): return (print, ("x",))
+def attack(a, b):
+    import pickle
+    send(pickle.dumps(Evil()) + b"\\n")
+    return pickle.dumps(3)
+""",
+    "endless reply": "def attack(a, b):\n    while True: send(b'x' * 2**16)",
+    "huge value": "def attack(a, b):\n    return 'x' * 2**24",
+    "deep reply": "def attack(a, b):\n    send(b'[' * 500_000 + b'\\n')",
+    "half a line": "def attack(a, b):\n    import time\n    send(b'{\"nonce\": ')\n    time.sleep(1000)",
+    "closed pipes": "def attack(a, b):\n    import os, time\n    os.closerange(0, 64)\n    time.sleep(1000)",
+    "NaN": "def attack(a, b):\n    return float('nan')",
+    "cycle": "def attack(a, b):\n    cycle = []\n    cycle.append(cycle)\n    return cycle",
+    "one list many times over": "def attack(a, b):\n    x = []\n    for _ in range(45): x = [x, x]\n    return x",
+    "huge int": "def attack(a, b):\n    return 1 << 10**7",
+}
+if platform.machine() == "x86_64":
+    ATTACKS["calls of another architecture"] = """
+def attack(a, b):
+    import ctypes
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    address = libc.mmap(None, ctypes.c_size_t(4096), 7, 0x22, -1, ctypes.c_long(0))
+    code = b"\\xb8\\x02\\x00\\x00\\x00\\xcd\\x80\\xc3"  # fork as 32-bit Linux numbers it
+    ctypes.memmove(address, code, len(code))
+    return f"breach: {ctypes.CFUNCTYPE(ctypes.c_int)(address)()}"
+"""
+# attacks that can be shown to work without a sandbox, at no cost to the host
+HARMLESS = (
+    "write",
+    "delete",
+    "change a file's mode, times and attributes",
+    "read a secret",
+    "environment",
+    "TCP",
+    "UDP",
+)
+HARMLESS += ("inherited descriptors", "abstract unix socket", "execute", "daemonise", "fork bomb")
+
+
+class Host:
+    """What the attacks aim at: files and sockets that every user could reach, were there no sandbox."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="bass-host-"))
+        self.folder.chmod(0o777)
+        (self.folder / "secret").write_text("the secret")
+        (self.folder / "victim").write_text("untouched")
+        (self.folder / "empty").mkdir()
+        for path in self.folder.iterdir():
+            path.chmod(0o777)
+        self.inherited = os.open(self.folder / "secret", os.O_RDONLY)
+        os.set_inheritable(self.inherited, True)
+        os.environ["BASS_SECRET"] = "the secret"
+        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("127.0.0.1", 0))
+        self.unix = socket.socket(socket.AF_UNIX)
+        self.unix.bind(f"\0bass-{os.getpid()}")
+        self.unix.listen()
+        for each in (self.tcp, self.udp, self.unix):
+            each.setblocking(False)
+        self.before = self.state()
+
+    def facts(self) -> dict:
+        return {
+            "folder": str(self.folder),
+            "secret": str(self.folder / "secret"),
+            "victim": str(self.folder / "victim"),
+            "empty": str(self.folder / "empty"),
+            "tcp": self.tcp.getsockname()[1],
+            "udp": self.udp.getsockname()[1],
+            "unix": f"\0bass-{os.getpid()}",
+            "harness": os.getpid(),
+        }
+
+    def state(self) -> list:
+        paths = [self.folder, *sorted(self.folder.rglob("*"))]
+        about = [(str(path), path.lstat()) for path in paths]
+        files = [(path, stat.st_mode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in about]
+        return [*files, os.nice(0), os.sched_getaffinity(0), Path("/tmp/bomb").exists(), Path("/dev/shm/bomb").exists()]
+
+    def complaints(self) -> list[str]:
+        found = [] if self.state() == self.before else ["the host has changed"]
+        for name, receive in (("TCP", self.tcp.accept), ("UDP", lambda: self.udp.recv(1)), ("unix", self.unix.accept)):
+            try:
+                receive()
+                found.append(f"{name} has come through")
+            except BlockingIOError:
+                pass
+        return found
+
+    def close(self) -> None:
+        os.close(self.inherited)
+        del os.environ["BASS_SECRET"]
+        for each in (self.tcp, self.udp, self.unix):
+            each.close()
+        shutil.rmtree(self.folder)
+
+
+def program(name: str, host: Host) -> str:
+    return ADD.prompt + f"    return attack(a, b)\n\nFACTS = {host.facts()!r}\n" + HELPERS + ATTACKS[name]
+
+
+def run(name: str, host: Host, seconds: float) -> list[str]:
+    """What an attack achieved that it must not; empty if nothing."""
+    before = set(running_children())
+    began = time.monotonic()
+    found = grade(ADD, program(name, host).removeprefix(ADD.prompt), seconds=seconds)
+    took = time.monotonic() - began
+    complaints = host.complaints()
+    if found.passed or "breach" in found.reason:
+        complaints.append(str(found))
+    if took > seconds + 1:
+        complaints.append(f"took {took:.2f} s")
+    if left := set(running_children()) - before:
+        complaints.append(f"left running: {left}")
+    return complaints
+
+
+def adopt_orphans() -> None:
+    """What a dead child leaves becomes a child of this process, so that `running_children` sees it."""
+    confinement.syscall(157 if platform.machine() == "x86_64" else 167, 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def running_children(process: int | str = "self") -> list[int]:
+    """Processes below this one, the dead that nobody has reaped left out."""
+    found, gone = [], (FileNotFoundError, ProcessLookupError)
+    with contextlib.suppress(*gone):  # the process has ended meanwhile; below, one of its threads or children
+        for task in Path(f"/proc/{process}/task").iterdir():
+            children = ""
+            with contextlib.suppress(*gone):
+                children = (task / "children").read_text()
+            for child in map(int, children.split()):
+                with contextlib.suppress(*gone):
+                    state = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0]
+                    found += [child] * (state != "Z") + running_children(child)
+    return found
+
+
+if __name__ == "__main__":
+    adopt_orphans()
+    host = Host()
+    report = {name: run(name, host, float(sys.argv[1])) for name in ATTACKS}
+    host.close()
+    print(json.dumps({"uid": os.getuid(), "report": report}))

@@ -1,0 +1,202 @@
+"""Compile launches for a GPU on a machine that has none, and read what came out.
+
+A stand-in driver names the GPU to compile for; the launchers are then called as they are, with tensors that have shapes
+and no memory, and every launch is a compilation. Registers, shared memory and machine code are read with the tools that
+triton brings. Run as a program (in a process of its own, without TRITON_INTERPRET, under which nothing compiles):
+`python tests/support/kernel_compiler.py 90` prints one JSON line per case.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.runtime.jit import JITFunction
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+
+
+class StandIn(DriverBase):
+    """A driver of a GPU that is not there."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    @classmethod
+    def is_active(cls):
+        return True
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def set_current_device(self, device):
+        pass
+
+    def get_active_torch_device(self):
+        return torch.device("cpu")
+
+    def get_device_interface(self):
+        return torch.cuda
+
+    def map_python_to_cpp_type(self, ty):
+        return ty
+
+    def get_benchmarker(self):
+        return None
+
+    def get_empty_cache_for_benchmark(self):
+        return None
+
+    def clear_cache(self, cache):
+        pass
+
+
+def compiled_launches(call: Callable[[], object]) -> list:
+    """The kernels that `call` launches, compiled and not run."""
+    found = []
+
+    def compile_only(kernel, grid):
+        def launch(*args, **kwargs):
+            found.append(kernel.run(*args, grid=grid, warmup=True, **kwargs))
+
+        return launch
+
+    before, JITFunction.__getitem__ = JITFunction.__getitem__, compile_only
+    try:
+        call()
+    finally:
+        JITFunction.__getitem__ = before
+    return found
+
+
+def resources(kernel) -> dict:
+    """Name, registers per thread, spilled and stack bytes, shared memory and counts of the instructions that matter."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([TOOLS / "cuobjdump", "-res-usage", file.name], text=True)
+        disassemble = [TOOLS / "nvdisasm", "--print-code", "--no-dataflow", file.name]  # no targets of branches
+        code = subprocess.check_output(disassemble, text=True, stderr=subprocess.DEVNULL)
+    return {
+        "kernel": kernel.metadata.name,
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),
+        "local": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "matrix": len(re.findall(r"\b(?:HMMA|HGMMA|DMMA)\b", code)),
+        "warpgroup": len(re.findall(r"\bHGMMA\b", code)),
+        "wide_loads": len(re.findall(r"\b(?:LDG|LDGSTS)\.E\.(?:\w+\.)*128", code)),
+        "narrow_copies": len(re.findall(r"\bLDGSTS\b(?!\.E\.(?:\w+\.)*128)", code)),
+    }
+
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+def cases() -> Iterator[dict]:
+    """Arguments of every tile that a launcher can choose, and every flag."""
+    for head_dim, query_length in itertools.product(HEAD_DIMS, (1, 5, 17)):  # 4, 20 and 68 packed rows
+        yield {"head_dim": head_dim, "query_length": query_length}
+    for head_dim in (64, 128, 256):
+        yield {"head_dim": head_dim, "query_length": 5, "dtype": "float16"}
+    for head_dim in HEAD_DIMS:
+        yield {"head_dim": head_dim, "query_length": 5, "dtype": "float32"}
+    for head_dim in (64, 128, 256):
+        yield {"head_dim": head_dim, "query_length": 5, "dtype": "float64"}
+    yield {"head_dim": 128, "query_length": 1, "deterministic": True}
+    for flag in ({"sliding_window": 512}, {"softcap": 50.0}, {"sinks": True}):
+        yield {"head_dim": 128, "query_length": 5} | flag
+    for head_dim, query_length in ((64, 1), (64, 17), (128, 1), (128, 17), (256, 5)):  # the other tiles
+        yield {"head_dim": head_dim, "query_length": query_length, "softcap": 50.0, "sinks": True}
+    for query_length in range(500, 506):  # a prompt's length: nothing new to compile
+        yield {"head_dim": 128, "query_length": query_length, "prompt": True}
+    for function in ("pad", "split"):
+        yield {"head_dim": 128, "query_length": 5, "function": function}
+
+
+def attend(
+    head_dim,
+    query_length,
+    dtype="bfloat16",
+    batch=8,
+    group=4,
+    kv_heads=8,
+    function="ragged",
+    sinks=False,
+    prompt=False,
+    **flags,
+):
+    """A launcher with tensors of these shapes on the device "meta". prompt: of a batch that is not split."""
+    import bass_kernels
+
+    batch = 64 if prompt else batch
+    make = functools.partial(torch.empty, device="meta", dtype=getattr(torch, dtype))
+    query = make(batch, query_length, kv_heads * group, head_dim).transpose(1, 2)
+    key, value = (make(batch, 4096, kv_heads, head_dim).transpose(1, 2) for _ in range(2))
+    starts = kv_lengths = torch.empty(batch, device="meta", dtype=torch.int64)
+    extra = {"pad": {"extent": 4096}, "split": {"lengths": [4096] * batch}}.get(function, {})
+    if sinks:
+        flags["sinks"] = make(kv_heads * group)
+    getattr(bass_kernels, f"{function}_attention")(query, key, value, starts, kv_lengths, **extra, **flags)
+
+
+def others() -> None:
+    """The kernels around attention: the cache's, and fused verification's."""
+    import bass_kernels
+
+    make = functools.partial(torch.empty, device="meta")
+    states, cache = make(8, 8, 5, 128, dtype=torch.bfloat16), make(8, 4096, 8, 128, dtype=torch.bfloat16)
+    bass_kernels.write_kv(states, states, cache, cache, make(8, 5, dtype=torch.int64))
+    for temperature, dtype in ((0.0, torch.bfloat16), (0.8, torch.bfloat16), (1.0, torch.float32)):
+        logits, q = make(8, 6, 128256, dtype=dtype), make(8, 5, 128256)
+        drafted, lengths = make(8, 5, dtype=torch.int64), make(8, dtype=torch.int64)
+        numbers = make(8, 5, dtype=torch.float64), make(8, dtype=torch.float64)
+        bass_kernels.verify(logits, drafted, lengths, q, *numbers, lengths, temperature)
+
+
+def tile_of(head_dim, query_length, dtype="bfloat16", group=4, deterministic=False, **_) -> dict:
+    """The tile that `attend` gets with these arguments."""
+    from bass_kernels import tiles
+
+    return tiles.choose(query_length * group, head_dim, getattr(torch, dtype), deterministic)._asdict()
+
+
+def main(capability: int) -> None:
+    from bass_kernels import launching
+
+    triton.runtime.driver.set_active(StandIn(capability))
+    launching.runs_on = lambda device: True
+    seen = set()
+
+    def show(kernel, about: dict) -> None:
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            print(json.dumps(about | resources(kernel)), flush=True)
+
+    for case in cases():
+        for kernel in compiled_launches(functools.partial(attend, **case)):
+            show(kernel, case | tile_of(**case))
+    for kernel in compiled_launches(others):
+        show(kernel, {})
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,110 @@
+"""CUDA graphs played on a CPU: what was recorded is done again with the same operators, addresses and numbers.
+
+A CUDA graph knows nothing of Python: a length that was read on the host, a tensor made of host values, a Python branch
+are frozen in it. This recorder freezes them too, so that code which a graph would make wrong is wrong here, and it
+refuses what a capture refuses: values read by the host, and tensors made of the host's values.
+"""
+
+from __future__ import annotations
+
+import torch
+from tiny import ragged_prompts, tiny_model
+from torch.utils._pytree import tree_leaves
+
+import bass_core as bass
+from bass_core import eager_step
+from bass_core.graphs import Graphs, NothingReadByHost, launched_each_time
+
+
+class Recorder(NothingReadByHost):
+    """Notes every operator, its arguments and its results."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        before = len(self.calls)
+        result = super().__torch_dispatch__(operator, types, args, kwargs)
+        if len(self.calls) == before:  # else the operators that this one consists of were noted
+            self.calls.append((operator, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        for operator, args, kwargs, result in self.calls:
+            given = {storage(tensor) for tensor in tensors((args, kwargs))}
+            for old, new in zip(tensors(result), tensors(operator(*args, **kwargs)), strict=True):
+                if storage(old) not in given:  # a view or an argument has changed with what it shows
+                    old.copy_(new)
+
+
+def tensors(values) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def recorded(device: torch.device):
+    """Stands in for `graphs.captured`."""
+
+    def record(function):
+        function()  # what is made when first needed is not part of a recording
+        with Recorder() as recorder:
+            result = function()
+
+        def replay():
+            recorder.replay()
+            return result
+
+        return replay
+
+    return record
+
+
+def use_on_cpu(monkeypatch) -> None:
+    """compile="graphs" and "auto" mean this recorder from now on."""
+    monkeypatch.setattr(eager_step, "captured", recorded)
+    monkeypatch.setattr(
+        eager_step,
+        "resolve",
+        lambda wanted, *_: eager_step.WAYS["graphs" if wanted == "auto" else wanted],
+    )
+
+
+def use_fixed_steps(monkeypatch) -> None:
+    """Every session takes steps of fixed shapes from now on, launched each time."""
+
+    def make(way, fall_back, *arguments, **options):
+        return eager_step.FixedStep(*arguments, graphs=Graphs(launched_each_time), **options)
+
+    monkeypatch.setattr(eager_step, "make", make)
+
+
+# --- recorded against eager ---
+
+PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
+
+
+def pair(architecture="llama", **changes):
+    return bass.ModelPair(
+        tiny_model(architecture, dtype="float64", **changes), tiny_model(architecture, dtype="float64", noise=0.1)
+    )
+
+
+def assert_same(models, prompts=PROMPTS, new=24, **options):
+    """Recorded steps give the sequences and log-probabilities of eager ones. Returns both."""
+    options = {"eos_token_id": (), "max_new_tokens": new} | options
+    policy = options.pop("draft_length")
+    make = policy if callable(policy) else lambda: policy
+    eager = bass.generate(models, prompts, compile="off", draft_length=make(), **options)
+    recorded = bass.generate(models, prompts, compile="graphs", draft_length=make(), **options)
+    assert [s.tolist() for s in recorded.sequences] == [s.tolist() for s in eager.sequences]
+    assert recorded.finish_reasons == eager.finish_reasons
+    for found, expected in zip(recorded.logprobs, eager.logprobs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    columns = ["step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length"]
+    assert recorded.trace.steps[columns].equals(eager.trace.steps[columns])
+    assert (recorded.trace.meta["compile"], eager.trace.meta["compile"]) == ("graphs", "off")
+    return recorded, eager

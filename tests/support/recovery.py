@@ -1,0 +1,98 @@
+"""For tests of recovery: a pair that is easily disturbed, calls that fail at a chosen moment, and what caches hold."""
+
+import copy
+import itertools
+
+import torch
+from tiny import ragged_prompts, tiny_model
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import bass_core as bass
+from bass_core import probe
+from bass_core.cache import RaggedCache
+
+PROMPTS = ragged_prompts(5, 9, 13)
+
+
+def disturbed_pair() -> bass.ModelPair:
+    """Models of this test's own, in training mode in part, with dropout that would change the text."""
+    dropout = {"attention_dropout": 0.5}
+    pair = bass.ModelPair(
+        copy.deepcopy(tiny_model(dtype="float64", **dropout)),
+        copy.deepcopy(tiny_model(dtype="float64", noise=0.02, **dropout)),
+    )
+    pair.target.train()
+    pair.target.model.layers[0].eval()
+    pair.draft.model.layers[1].train()
+    return pair
+
+
+def probed(pair: bass.ModelPair) -> bass.ModelPair:
+    """The pair after the probes of its attention, whose calls would be counted else."""
+    for model in pair.models:
+        probe.resolve(model)
+    return pair
+
+
+def generate(pair: bass.ModelPair, **options) -> bass.Generation:
+    defaults = {"max_new_tokens": 12, "temperature": 0.8, "eos_token_id": (), "draft_length": 3}
+    return bass.generate(pair, PROMPTS, **(defaults | options))
+
+
+def assert_same(out: bass.Generation, other: bass.Generation) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(out.sequences, other.sequences, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(out.logprobs, other.logprobs, strict=True))
+    assert out.finish_reasons == other.finish_reasons
+
+
+def session_with_rows(pair, **options) -> tuple[bass.Session, list]:
+    session = bass.Session(pair, eos_token_id=(), draft_length=3, **options)
+    return session, [session.submit(prompt, max_new_tokens=12) for prompt in PROMPTS]
+
+
+def assert_same_results(session, handles, other, other_handles) -> None:
+    for handle, other_handle in zip(handles, other_handles, strict=True):
+        result, expected = session.result(handle), other.result(other_handle)
+        assert torch.equal(result.sequence, expected.sequence)
+        assert torch.equal(result.logprobs, expected.logprobs)
+        assert result.finish_reason == expected.finish_reason
+
+
+def fail_at_call(monkeypatch, owner, name: str, number: int, error: BaseException) -> None:
+    """The call number `number` (from 1) of owner.name raises."""
+    original, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*args, **kwargs):
+        if next(calls) == number:
+            raise error
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+class CacheMemory:
+    """Watches the bytes behind every key and value that a cache ever stored, whoever still holds them."""
+
+    def __init__(self, monkeypatch):
+        self._storages = []
+        for name in ("allocate", "save_row"):
+            monkeypatch.setattr(RaggedCache, name, self._noting(getattr(RaggedCache, name)))
+
+    def _noting(self, method):
+        def noting(*args, **kwargs):
+            made = method(*args, **kwargs)
+            tensors = [made] if isinstance(made, torch.Tensor) else made
+            self._storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+            return made
+
+        return noting
+
+    @property
+    def was_used(self) -> bool:
+        return len(self._storages) > 0
+
+    @property
+    def held(self) -> int:
+        """Bytes that are not free yet; nobody should have to wait for the garbage collector."""
+        storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._storages]
+        return sum(storage.nbytes() for storage in storages if storage is not None)

@@ -1,0 +1,49 @@
+"""For tests of replays: costs that can be worked out by hand, and traces whose coins are certain."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+
+class Linear:
+    """A target pass costs 1, and more per token and per cached position of the batch; a drafted token `per_draft`.
+
+    Rows of unequal lengths are packed only on another attention path than "eager".
+    """
+
+    def __init__(self, per_token=0.0, per_draft=0.1, per_key=0.0, other=0.0, kv_of_rows="mean", attention="eager"):
+        self.models = {"target": {"attention": attention}}
+        self.per_token, self.per_draft, self.per_key, self.other = per_token, per_draft, per_key, other
+        self.kv_of_rows = kv_of_rows
+
+    def target(self, batch, query_length, kv_length):
+        return 1 + np.multiply(batch, self.per_token * np.asarray(query_length) + self.per_key * np.asarray(kv_length))
+
+    def draft(self, batch, k, kv_length):
+        return self.per_draft * np.asarray(k) + np.zeros(np.broadcast(batch, kv_length).shape)
+
+    def overhead(self, batch, k):
+        return self.other
+
+    def step(self, batch, k, kv_length):
+        return self.target(batch, np.add(k, 1), kv_length) + self.draft(batch, k, kv_length) + self.overhead(batch, k)
+
+
+class Stairs(Linear):
+    """Falls and climbs with k; rises with the batch and the KV length."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.by_k = np.random.default_rng(seed).uniform(0.5, 2.0, 200)
+
+    def target(self, batch, query_length, kv_length):
+        return self.by_k[np.asarray(query_length)] * np.add(3, batch) ** 0.5 + 0.001 * np.asarray(kv_length)
+
+
+def trace_of(*patterns, prompt=10, lengths=None):
+    """A trace whose coins are certain: "1" accepted, "0" rejected, from the second generated token on."""
+    fates = np.array([[1, *map(int, pattern)] for pattern in patterns])
+    made = AcceptanceTrace.synthetic(alpha=0.5, length=fates.shape[1], sequences=len(fates), prompt_length=prompt)
+    return replace(made, q=fates.astype(np.float32), lengths=np.array(lengths or [fates.shape[1]] * len(fates)))

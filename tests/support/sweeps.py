@@ -1,0 +1,101 @@
+"""What the tests of sweeps share: a notebook that runs in no time, and an executor that needs no kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+
+from bass_lab.sweep import one_run
+
+PARAMETERS = """\
+size: int = 1
+length: int | None = 5
+word: str = "plain"
+factors: list = [1, 2]
+share: float = 0.5
+pause: float = 0.0
+fails: bool = False
+started: str = ""
+output: str = ""
+"""
+BEGIN = """\
+import os, time
+if started:
+    with open(started, "a") as file:
+        file.write(f"{size} {os.getpid()} {os.getppid()}\\n")
+time.sleep(pause)
+assert not fails, "asked to fail"
+"""
+END = """\
+import json
+if output:
+    with open(output, "a") as file:
+        file.writelines(json.dumps({"size": size, "product": size * each}) + "\\n" for each in factors)
+"""
+
+
+def stub(folder: Path, *more: str, name: str = "stub") -> Path:
+    """A notebook that says that it has started, waits, fails if told to, and records a line per factor."""
+    cells = [nbformat.v4.new_code_cell(source) for source in (PARAMETERS, *more, BEGIN, END)]
+    cells[0].metadata["tags"] = ["parameters"]
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    path = folder / f"{name}.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=kernel), path)
+    return path
+
+
+class Instant:
+    """An executor whose runs end when they start; `outcomes`: what becomes of them, else they are done."""
+
+    def __init__(self, *outcomes: str):
+        self.outcomes, self.running, self.started = list(outcomes), [], []
+
+    @property
+    def free(self) -> bool:
+        return not self.running
+
+    def start(self, key: str, job: dict, scratch: Path) -> None:
+        self.started.append(key)
+        status = self.outcomes.pop(0) if self.outcomes else one_run.DONE
+        (scratch / one_run.NOTEBOOK).write_text(json.dumps(job["notebook"]))
+        (scratch / one_run.RECORDS).write_text(json.dumps({"size": job["parameters"]["size"], "found": 2}) + "\n")
+        self.running.append((key, scratch, {"status": status, "error": "told to", "details": "", "seconds": 0.1}))
+
+    def ended(self) -> list[tuple[str, Path, dict]]:
+        found, self.running = self.running, []
+        return found
+
+    def __enter__(self) -> Instant:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        pass
+
+
+def forked(action: Callable[[], None]) -> int:
+    """Start a process that does something with what is imported here already; its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        action()
+        os._exit(0)
+    except SystemExit as exit:
+        os._exit(exit.code or 0)
+    finally:
+        os._exit(99)
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

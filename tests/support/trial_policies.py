@@ -1,0 +1,104 @@
+"""Draft-length policies for tests: what the interface allows, used to the full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import bass_core as bass
+from bass_core import DraftLengthPolicy
+from bass_core.policies.objective import first_finished
+
+
+class StopWhenUnsure(DraftLengthPolicy):
+    """Stops inside a step, by the draft's distribution before x_j is drawn."""
+
+    def __init__(self, most: int = 3, at_least: float = 0.6):
+        self.most, self.at_least = most, at_least
+
+    def plan(self, rows):
+        return self.most
+
+    def keep_drafting(self, signals):
+        return signals.maximum > self.at_least
+
+
+class PerRow(DraftLengthPolicy):
+    """Another length for every row and step, from the past of *all* rows; 0 among them."""
+
+    def __init__(self, most: int = 2):
+        self.most = most
+
+    def plan(self, rows):
+        return torch.from_numpy((rows.generated.sum() + rows.ids + rows.steps) % (self.most + 1))
+
+
+class Alternating(DraftLengthPolicy):
+    """`zeros` steps of regular decoding, then one with k: the draft has to catch up."""
+
+    def __init__(self, k: int = 3, zeros: int = 1):
+        self.k, self.zeros = k, zeros
+
+    def start(self, rows):
+        self._count = 0
+
+    def plan(self, rows):
+        self._count += 1
+        return self.k if self._count % (self.zeros + 1) == 0 else 0
+
+
+class TakingTurns(DraftLengthPolicy):
+    """One row drafts k tokens, each step another one: the others are not fed, and catch up when it is their turn."""
+
+    def __init__(self, k: int = 3):
+        self.k = k
+
+    def plan(self, rows):
+        return torch.from_numpy(self.k * (rows.ids == rows.ids[rows.steps.max() % len(rows.ids)]))
+
+
+class Line:
+    """Seconds of steps on a line: each drafted token takes `draft` of a regular step, and verifying it `verify`."""
+
+    draft_phases = ()  # drafts take passes
+
+    def __init__(self, draft: float = 0.1, verify: float = 0.05):
+        self.per_draft, self.per_token = draft, verify
+
+    def draft(self, batch, k, kv_length):
+        return self.per_draft * np.broadcast_to(k, np.broadcast(batch, k, kv_length).shape)
+
+    def target(self, batch, query_length, kv_length):
+        return 1 + self.per_token * (
+            np.broadcast_to(query_length, np.broadcast(batch, query_length, kv_length).shape) - 1
+        )
+
+    def overhead(self, batch, k):
+        return 0.0
+
+    def step(self, batch, k, kv_length):
+        return self.draft(batch, k, kv_length) + self.target(batch, np.add(k, 1), kv_length)
+
+
+CHEAP, DEAR = Line(), Line(draft=0.5, verify=0.2)
+
+
+def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
+    """Every policy of the library that adapts, in states in which it does all that it can; at most `limit` drafts."""
+    lengths = range(limit + 1)
+    return {
+        "algorithm 1": lambda: bass.BassHeuristic(initial=2),
+        "hugging face": lambda: bass.HuggingFaceHeuristic(initial=2),
+        "goodput": lambda: bass.Goodput(CHEAP, limit=limit),
+        "goodput, drafts dear": lambda: bass.Goodput(DEAR, limit=limit, probe=1),
+        "marginal value": lambda: bass.MarginalValue(CHEAP, limit=limit, trusted=1.0),
+        "marginal value, drafts dear": lambda: bass.MarginalValue(Line(0.3, 0.2), limit=limit, trusted=1.0, probe=1),
+        "objective": lambda: bass.Objective(CHEAP, limit=limit, weights=first_finished(4)),
+        "ragged budget": lambda: bass.RaggedBudget(CHEAP, limit=limit),
+        "ragged budget, verification dear": lambda: bass.RaggedBudget(Line(0.02, 0.5), limit=limit, probe=1),
+        "learned": lambda: bass.Learned(CHEAP, lengths=lengths),
+        "adaedl": lambda: bass.AdaEDL(limit=limit, threshold=0.65),
+        "svip": lambda: bass.SVIP(limit=limit, bound=0.3),
+    }
