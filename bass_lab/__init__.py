@@ -6,5 +6,16 @@ from bass_lab.measure.records import load_records
 from bass_lab.study.recorded_acceptance import AcceptanceTrace, record
 from bass_lab.study.simulator import simulate
 from bass_lab.sweep.parameters import check_parameters
+from bass_lab.threads import settle_threads
 
-__all__ = ["AcceptanceTrace", "Profile", "check_parameters", "load_records", "profile", "record", "simulate", "verify"]
+__all__ = [
+    "AcceptanceTrace",
+    "Profile",
+    "check_parameters",
+    "load_records",
+    "profile",
+    "record",
+    "settle_threads",
+    "simulate",
+    "verify",
+]

@@ -13,6 +13,7 @@ import typer
 
 from bass_core.environment import describe_environment
 from bass_lab.cli import sweep
+from bass_lab.threads import settle_threads
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Batched speculative decoding, hands on.")
 PAGES = Path("build/html")
@@ -24,6 +25,8 @@ app.command()(sweep.sweep)
 @app.callback()
 def main() -> None:
     """Batched speculative decoding, hands on."""
+    if "--help" not in sys.argv:
+        settle_threads(lambda sentence: typer.echo(sentence, err=True))
 
 
 @app.command()

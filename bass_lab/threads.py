@@ -1,0 +1,133 @@
+"""How many threads torch uses and how these wait, by what other programs leave of the machine.
+
+A decode step is hundreds of short operations, after each of which threads wait for each other. On an idle machine they
+had best wait awake, turning in a loop, as OpenMP does for some milliseconds. Beside other programs that loop takes the
+CPU from the very thread that is waited for: decoding may be ten times slower than with threads that sleep.
+
+OMP_WAIT_POLICY=PASSIVE has them sleep, but it is read when torch is imported: too early for a notebook. Later there is
+another way. OpenMP of GNU, which torch has on Linux, waits awake for 1,000 turns instead of 300,000 once a process has
+more threads than the machine has CPUs (its manual, GOMP_SPINCOUNT). So a second team of threads is made that does
+nothing. Elsewhere the team changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+BUSY = 0.5  # CPUs that others use; more than this, and one of our threads often waits for a CPU
+LOOK = 0.25  # seconds to watch the others
+PASS = 0.025  # seconds to multiply matrices with each number of threads
+TICKS = Path("/proc/stat")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many threads; whether other programs keep the machine busy, so that ours sleep while they wait."""
+
+    threads: int
+    busy: bool
+    sentence: str
+
+
+def settle_threads(say: Callable[[str], None] = print) -> Choice | None:
+    """Have torch's threads suit what other programs leave of the machine now, and say so in a sentence.
+
+    Takes a third of a second. Where the user has settled it, all stays as it is and nothing is said: None.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    if settled_by_user(os.environ, threads, cpus):
+        return None
+    others = cpus_of_others(LOOK)
+    _idle_team.keep(others > BUSY)
+    choice = choose(threads, others, cpus, speed)
+    torch.set_num_threads(choice.threads)
+    say(choice.sentence)
+    return choice
+
+
+def settled_by_user(environment: Mapping[str, str], threads: int, cpus: int) -> bool:
+    """Whether a variable is set, or the number of torch's threads is none that it starts with: of CPUs, or of cores."""
+    return any(name in environment for name in SETTINGS) or threads not in (cpus, cpus // 2)
+
+
+def choose(threads: int, others: float, cpus: int, speed: Callable[[int], float]) -> Choice:
+    """All threads or one, whichever is faster, beside programs that use so many of the CPUs.
+
+    speed: how fast so many threads are, in any unit.
+    """
+    busy = others > BUSY
+    how = "asleep while they wait" if busy else "awake while they wait"
+    if threads > 1 and speed(1) > speed(threads):
+        how, threads = f"faster here than {threads}", 1
+    elif threads == 1:
+        how = "all there is"
+    warning = ": times measured now say little" if busy else ""
+    return Choice(threads, busy, f"Threads: {threads}, {how}; other programs use {others:.1f} of {cpus} CPUs{warning}.")
+
+
+def cpus_of_others(seconds: float) -> float:
+    """How many CPUs everybody else uses, watched for so long. Where the system does not tell: its load."""
+    if not TICKS.exists():
+        return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    start, own, ticks = time.monotonic(), time.process_time(), _busy_seconds()
+    time.sleep(seconds)
+    taken = time.monotonic() - start
+    return max(0.0, (_busy_seconds() - ticks - (time.process_time() - own)) / taken)
+
+
+def _busy_seconds() -> float:
+    """CPU time of all programs since the start, and what other virtual machines took meanwhile."""
+    user, nice, system, _, _, irq, soft_irq, stolen = map(int, TICKS.read_text().split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + irq + soft_irq + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def speed(threads: int) -> float:
+    """Matrix products per second with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        matrix = torch.ones(256, 256)
+        matrix @ matrix  # which starts the threads
+        count, start = 0, time.monotonic()
+        while (taken := time.monotonic() - start) < PASS:
+            matrix @ matrix
+            count += 1
+        return count / taken
+    finally:
+        torch.set_num_threads(before)
+
+
+class _IdleTeam:
+    """A second team of OpenMP's, of as many threads as torch has, that does nothing but exist."""
+
+    def __init__(self):
+        self._end: threading.Event | None = None
+
+    def keep(self, wanted: bool) -> None:
+        if wanted and self._end is None:
+            made, self._end = threading.Event(), threading.Event()
+            arguments = (torch.get_num_threads(), made, self._end)
+            threading.Thread(target=_be_a_team, args=arguments, name="idle OpenMP team", daemon=True).start()
+            made.wait()
+        elif not wanted and self._end is not None:
+            self._end.set()
+            self._end = None
+
+
+def _be_a_team(threads: int, made: threading.Event, end: threading.Event) -> None:
+    torch.set_num_threads(threads)
+    torch.ones(threads * 2**16).exp_()  # long enough for torch to share it out
+    made.set()
+    end.wait()
+
+
+_idle_team = _IdleTeam()

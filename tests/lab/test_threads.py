@@ -1,0 +1,149 @@
+"""Threads that suit the machine: what is chosen beside which programs, and that the user's own settings stay."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from bass_lab import threads
+
+WARNING = ": times measured now say little"
+
+
+def speeds(one: float, two: float):
+    return {1: one, 2: two}.__getitem__
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Two CPUs, no settings, and a look at the others that finds what it is told to."""
+
+    def use(others: float, one: float = 1.0, two: float = 2.0) -> None:
+        monkeypatch.setattr(threads, "cpus_of_others", lambda seconds: others)
+        monkeypatch.setattr(threads, "speed", speeds(one, two))
+
+    for name in threads.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    use(0.0)
+    yield use
+    threads._idle_team.keep(False)
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("others", "one", "two", "chosen", "sentence"),
+    [
+        (0.1, 1.0, 1.6, 2, "Threads: 2, awake while they wait; other programs use 0.1 of 2 CPUs."),
+        (0.1, 1.0, 0.3, 1, "Threads: 1, faster here than 2; other programs use 0.1 of 2 CPUs."),
+        (1.9, 1.0, 1.1, 2, f"Threads: 2, asleep while they wait; other programs use 1.9 of 2 CPUs{WARNING}."),
+        (1.9, 1.0, 0.8, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
+    ],
+)
+def test_choice_by_what_others_leave_and_what_is_faster(others, one, two, chosen, sentence):
+    choice = threads.choose(2, others, 2, speeds(one, two))
+    assert choice == threads.Choice(chosen, others > 1, sentence)
+
+
+def test_one_thread_of_one_cpu_is_not_timed():
+    choice = threads.choose(1, 0.0, 1, None)
+    assert (choice.threads, choice.sentence) == (1, "Threads: 1, all there is; other programs use 0.0 of 1 CPUs.")
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "cpus", "settled"),
+    [
+        ({}, 8, 8, False),
+        ({}, 4, 8, False),  # torch counts cores, the system each twice
+        ({}, 2, 8, True),
+        ({"OMP_NUM_THREADS": "8"}, 8, 8, True),
+        ({"MKL_NUM_THREADS": "8"}, 8, 8, True),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, 8, 8, True),
+    ],
+)
+def test_settled_by_user(environment, count, cpus, settled):
+    assert threads.settled_by_user(environment, count, cpus) == settled
+
+
+def test_settings_of_the_user_stay_and_nothing_is_said(machine, monkeypatch):
+    machine(others=2.0, one=9.0)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert threads.settle_threads(pytest.fail) is None
+    assert torch.get_num_threads() == 2
+
+
+def test_settling_says_one_line_and_sets_the_number(machine, capsys):
+    machine(others=0.0, one=2.0, two=1.0)
+    assert threads.settle_threads().threads == torch.get_num_threads() == 1
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def idle_teams() -> int:
+    return sum(thread.name == "idle OpenMP team" for thread in threading.enumerate())
+
+
+def test_idle_team_lives_while_the_machine_is_busy(machine):
+    for others, expected in ((0.0, 0), (2.0, 1), (2.0, 1)):
+        machine(others)
+        threads.settle_threads(str)
+        assert idle_teams() == expected
+    machine(0.0)
+    threads.settle_threads(str)
+    for _ in range(100):
+        time.sleep(0.02 * idle_teams())
+    assert idle_teams() == 0
+
+
+@pytest.mark.skipif(not threads.TICKS.exists(), reason="the system does not tell who uses its CPUs")
+def test_cpus_of_others_counts_a_busy_process_and_not_this_one(monkeypatch):
+    ticks = threads._busy_seconds()
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    assert threads._busy_seconds() - ticks > 0.15  # ours is among all
+
+    seconds = iter([10.0, 11.5])
+    monkeypatch.setattr(threads, "_busy_seconds", lambda: next(seconds))
+    monkeypatch.setattr(threads.time, "process_time", iter([3.0, 4.0]).__next__)
+    monkeypatch.setattr(threads.time, "monotonic", iter([0.0, 0.25]).__next__)
+    assert threads.cpus_of_others(0.0) == pytest.approx(0.5 / 0.25)
+
+
+def test_times_a_pass_and_leaves_the_number_of_threads():
+    before = torch.get_num_threads()
+    assert threads.speed(2) > 0
+    assert torch.get_num_threads() == before
+
+
+WAITING = """
+import time, torch
+from bass_lab import threads
+
+def used_while_nothing_is_done():
+    numbers, used = torch.ones(2**17), 0.0
+    for _ in range(40):
+        numbers.exp()  # by both threads; the second one then waits for more
+        before = time.process_time()
+        time.sleep(0.005)
+        used += time.process_time() - before
+    return used
+
+torch.set_num_threads(2)
+print(used_while_nothing_is_done())
+threads._idle_team.keep(True)
+print(used_while_nothing_is_done())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch has the OpenMP of GNU on Linux")
+def test_threads_beside_an_idle_team_soon_sleep():
+    environment = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
+    done = subprocess.run([sys.executable, "-c", WAITING], env=environment, capture_output=True, text=True, check=True)
+    awake, asleep = map(float, done.stdout.split())
+    assert asleep < awake / 3, done.stdout
