@@ -34,7 +34,7 @@ OPTIONAL = {  # package: what there is not without it
 def diagnose(target: str | Path | None = None, draft: str | Path | None = None) -> dict:
     """This installation and that pair (the embedded one by default), as one document of JSON values.
 
-    The entries of `records.environment`; cuda: what torch is built for; devices; packages (None: not installed);
+    The entries of `describe_environment`; cuda: what torch is built for; devices; packages (None: not installed);
     target and draft (None: n-gram lookup); tokenizers; draft_length: the policy that these models get by default;
     problem: None, or in one line why they cannot be used.
     """

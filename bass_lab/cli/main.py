@@ -257,7 +257,7 @@ def record(
     temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
     seed: int = 0,
 ) -> None:
-    """Record what these models' drafts would have had accepted, for `bass_core.simulate`; the last line is JSON."""
+    """Record what these models' drafts would have had accepted, for `bass_lab.simulate`; the last line is JSON."""
     from bass_core.models import load_pair, name_of
     from bass_lab.study import recorded_acceptance
     from bass_lab.texts.prompt_sets import prompt_set

@@ -1,6 +1,6 @@
 """Figures and widgets of lesson 01: the price of a step, its decisions, the rule behind them, and what they yield.
 
-All numbers come from `lessons.speculation`. Beside colour, hatching, dashes and symbols tell things apart.
+All numbers come from `l01_demonstrations`. Beside colour, hatching, dashes and symbols tell things apart.
 """
 
 from __future__ import annotations

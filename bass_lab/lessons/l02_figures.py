@@ -1,7 +1,7 @@
 """Figures and widgets of lesson 02: lock-step, the ragged cache, and what a bug does to a text.
 
-Data come from `ragged_batches` and `naive_batches`; nothing is decoded here. Beside colour, dashes, hatching and
-numbers tell things apart.
+Data come from `l02_demonstrations` and `l02_naive_batches`; nothing is decoded here. Beside colour, dashes, hatching
+and numbers tell things apart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Lesson 08: where a step's time goes, what bounds it, and the figures of speed and latency.
 
-Speeds come from `benchmark` and `records`, bounds from `cost_model`; here they are put side by side and drawn.
+Speeds come from `benchmark` and `records`, bounds from `roofline`; here they are put side by side and drawn.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
     """The target's pass of each line of `step_phases` against its roof, and what of the device is used.
 
     Columns: batch, k, verify (ms, measured), roof (ms, the least time), limit (what the roof is made of), share (of the
-    roof that is reached), intensity (flop per byte), verified and emitted: `cost_model.utilisation` of such steps.
+    roof that is reached), intensity (flop per byte), verified and emitted: `roofline.utilisation` of such steps.
     """
     lines = []
     for line in phases.itertuples():

@@ -7,7 +7,7 @@ its passes made as those that are timed, compiled and recorded, and the verdict 
 
 Every repeat of a way is followed by one of regular decoding in the same minute; a speed-up is the ratio of the two. The
 bounds are measured in the same run: a copy's bandwidth and a matrix product's rate. Definitions: latencies as in
-`timed_runs.Clock`, utilisation as in `cost_model.utilisation`.
+`timed_runs.Clock`, utilisation as in `roofline.utilisation`.
 """
 
 from __future__ import annotations

@@ -186,6 +186,6 @@ def _with_parameters(table: pd.DataFrame, result: store.Result) -> pd.DataFrame:
 
 
 def device_file(kind: str, device: str) -> Path:
-    """Where this repository keeps such records of a GPU: notebooks/records/kind_device.jsonl."""
+    """Where this repository keeps such records of a GPU: notebooks/records/<kind>_<device>.jsonl."""
     slug = re.sub(r"[^a-z0-9]+", "_", device.lower().replace("nvidia", "")).strip("_")
     return ROOT / "notebooks" / "records" / f"{kind}_{slug}.jsonl"

@@ -1,6 +1,6 @@
 """Where the runs of a sweep take place: processes of this machine, or the workers of a Ray cluster.
 
-Both start a run, say which have ended, and kill what still runs when they are left; `sweep.run` decides all else.
+Both start a run, say which have ended, and kill what still runs when they are left; `planning.run` decides all else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from bass_lab.sweep import one_run
 
-QUIET = {"log_to_driver": False, "logging_level": "error"}  # `sweep.run` says what became of each run
+QUIET = {"log_to_driver": False, "logging_level": "error"}  # `planning.run` says what became of each run
 PAUSE = 0.05  # seconds between two looks at what has ended
 Ended = list[tuple[str, Path, dict]]  # key, scratch folder, outcome
 
@@ -104,7 +104,7 @@ class RayExecutor:
         else:
             self._connect(address)
         self._source = Path(one_run.__file__).read_text(encoding="utf-8")
-        self._task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_worker())  # sweep.run counts attempts
+        self._task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_worker())  # planning.run counts attempts
         self.running: dict[Any, tuple[str, Path]] = {}
 
     def _connect(self, address: str) -> None:

@@ -20,7 +20,7 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# --- draft = target (exactness.md, 5) ---
+# --- draft = target ---
 
 
 def alpha_when_draft_is_target(draft_length, **options):
