@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,24 +14,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: 
 torch.set_num_threads(1)
 
 # Triton exists for Linux alone; elsewhere there are no kernels to test.
-collect_ignore_glob = (
-    [] if importlib.util.find_spec("triton") else ["test_kernel_*", "test_gpu_*", "test_interpreter.py"]
-)
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*", "engine/test_gpu_*"]
 
 
-# Files of some minutes each begin first, or one worker would be left waiting for another; and those that wait much
-# themselves (for kills, time limits, a browser) begin beside the lessons, which keep two processes busy.
-LONGEST = (
+# The proofs come first. Last are files that start programs, wait for kills, time limits and a browser, or run lessons:
+# minutes each, the longest first, so that two workers end together.
+PROOFS = ("law", "engine", "policies", "kernels")
+SLOW_LAST = (
     "test_notebooks",
     "test_sweep",
     "test_browser",
     "test_sandbox",
-    "test_interpreter",
     "test_quality",
-    "test_enumeration",
     "test_explorer",
     "test_sweep_ray",
 )
+
+
+def place_in_the_run(path: Path) -> tuple[int, int]:
+    """By folder of the proofs, then all other tests, then what is slow."""
+    if path.stem in SLOW_LAST:
+        return len(PROOFS) + 1, SLOW_LAST.index(path.stem)
+    return (PROOFS.index(path.parent.name) if path.parent.name in PROOFS else len(PROOFS)), 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests marked `interpreted` belong to processes with TRITON_INTERPRET=1; test_interpreter.py starts one.
     """
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(key=lambda item: place_in_the_run(item.path))
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     others = [item for item in items if not interpreting and item.get_closest_marker("interpreted")]
     if others:

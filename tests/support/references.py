@@ -28,7 +28,7 @@ LINK = re.compile(r"\]\((?!https?:|#|data:)([^)#\s]+)[^)\s]*\)")
 QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 COMMENT = re.compile(r"(?:^|\s)# .*$", re.MULTILINE)
 OF_OURS = re.compile(rf"(?<![\w./`])(?:{'|'.join((*SHORT, *SOURCES))})(?:\.[A-Za-z_]\w*)+(?!\w)")
-FOREIGN = {"assistant_tokenizer"}  # an argument of transformers'
+FOREIGN = {"assistant_tokenizer", "inspect_notebook"}  # of transformers, of papermill
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
