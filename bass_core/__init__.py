@@ -16,11 +16,9 @@ from bass_core.generation import Generation, generate
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, costs_for
-from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue
-from bass_core.policies.goodput import Goodput
+from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue, RaggedBudget
+from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
-from bass_core.policies.objective import Objective
-from bass_core.policies.ragged_budget import RaggedBudget
 from bass_core.sampling import SamplingParams
 from bass_core.trace import Trace
 

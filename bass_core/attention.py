@@ -5,7 +5,7 @@
 `ragged`  one launch without padding: the Triton kernel of `bass_kernels`.
 `eager`   the model's own attention code with our additive mask, for architectures that bypass the interface.
 
-On a CUDA GPU the first three are the Triton kernels of `bass_kernels`, where they run (module triton_kernels); `pad`
+On a CUDA GPU the first three are the Triton kernels of `bass_kernels`, where they run (module kernel_ops); `pad`
 and `split` are here in plain torch too. With `torch.use_deterministic_algorithms(True)`, `ragged` gives a query
 the same bits whatever else is in its batch.
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from bass_core import kernel_ops, triton_kernels
+from bass_core import kernel_ops
 from bass_core.cache import Pass, RaggedCache
 
 PATHS = ("ragged", "pad", "split", "eager")
@@ -55,7 +55,7 @@ def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention
     """One launch per row over that row's own keys. Shapes as `pad_attention`."""
     if _kernels_take(key, value):
         rows, lengths = (_current.starts, _current.ends), _current.kv_lengths
-        return triton_kernels.load().split_attention(query, key, value, *rows, lengths=lengths, **_flags(kwargs)), None
+        return kernel_ops.load().split_attention(query, key, value, *rows, lengths=lengths, **_flags(kwargs)), None
     bias = _bias(_current, query, key, kwargs)
     rows = [
         _attend(query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n], bias[b : b + 1, ..., :n], kwargs)

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from bass_core import kernel_ops, triton_kernels
+from bass_core import kernel_ops
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Pass:
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
 
     def __post_init__(self):
-        self.kernels = triton_kernels.run_on(self.slots.device)
+        self.kernels = kernel_ops.run_on(self.slots.device)
 
     def once(self, make: Callable, *arguments) -> Any:
         """make(this pass, *arguments), worked out once for all layers: masks, work lists."""

@@ -174,6 +174,14 @@ class HuggingFaceHeuristic(DraftLengthPolicy):
         self.length = self.length + 2 if bool((accepted == drafted).all()) else max(1, self.length - 1)
 
 
+def expected_tokens(alpha: float | np.ndarray, most: int) -> np.ndarray:
+    """Tokens that a step with 0, 1, … `most` drafts yields on average, the target's own included: [..., most + 1].
+
+    alpha [...]: chance that a draft is accepted if all before it in the step were (Leviathan et al. 2023, equation 1).
+    """
+    return np.cumsum(np.asarray(alpha, dtype=float)[..., None] ** np.arange(most + 1), axis=-1)
+
+
 def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
     """The policy that an argument means: an int is a fixed length, None the one that needs to know nothing, k = 5.
 

@@ -7,7 +7,7 @@ row (a cache) in step with the rows: prefilled with them, moved with them, and n
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from bass_core import randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
-from bass_core.graphs import Graphs
 from bass_core.randomness import StepKeys
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
@@ -126,7 +125,9 @@ class ModelDrafter(Drafter):
         self.coupled = coupled
         self.draft_vocabulary = runner.model.config.get_text_config().vocab_size
         self.cached = np.zeros(runner.cache.max_rows, dtype=np.int64)  # valid positions per place
-        self.graphs: Graphs | None = None  # where passes between which a policy is asked are recorded
+        # Logits [B, V] of a pass over ids, starts, query lengths and starts on the host, where passes between which a
+        # policy is asked are recorded (`recorded_step`).
+        self.recorded: Callable[..., Tensor] | None = None
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
         self.runner.cache.clear(places)
@@ -153,64 +154,90 @@ class ModelDrafter(Drafter):
     def release(self) -> None:
         self.runner.release()
 
+    # --- drawing k tokens -------------------------------------------------------------------------
+
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        device = context.tokens.device
-        lengths_host = lengths.copy()
-        wanted = torch.as_tensor(lengths, device=device)
-        tokens, probs, seen = [], [], context.seen
-        told = []  # per slot: the largest probability and that of the token, for policies that choose among drafts
-        largest, asked = [], []  # per slot: the logits' maximum [B], and which rows were to draft from them
-        logits = self._catch_up(context, int(lengths.nonzero()[0][-1]) + 1)
-        for slot in range(int(lengths.max())):
-            largest.append(logits.amax(-1))
-            asked.append(lengths_host > slot)  # before a policy can mistake NaN for doubt
-            if policy.keep_drafting is not None:
-                lengths_host = self._stop_rows(policy, logits, slot, lengths_host)
-                wanted = torch.as_tensor(lengths_host, device=device)
-                if int(lengths_host.max()) <= slot:
+        rows = int(lengths.nonzero()[0][-1]) + 1  # those behind the last that drafts are not fed
+
+        def feed(token: Tensor | None, slot: int, lengths: np.ndarray) -> Tensor:
+            return self._catch_up(context, rows) if token is None else self._feed(token, context, slot, lengths)
+
+        return self._draw(context, lengths, int(lengths.max()), feed, policy)
+
+    def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
+        """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
+        where it is 0 or less. `catch_up` comes before."""
+
+        def feed(token: Tensor | None, slot: int, lengths: Tensor) -> Tensor:
+            drafting = lengths > slot
+            if token is None:
+                ids, starts = self._last_two(context)
+            else:  # rows that rest stay where they are: further on, a context might have ended
+                ids, starts = self._known(token)[:, None], context.lengths + drafting * (slot - 1)
+            fed = self.runner.feed(ids, starts, drafting * ids.shape[1], extent=extent, last_only=True)
+            return self._comparable(fed[:, -1])
+
+        return self._draw(context, lengths, most, feed)
+
+    def _draw(
+        self,
+        context: Context,
+        lengths: np.ndarray | Tensor,
+        most: int,
+        feed: Callable[[Tensor | None, int, np.ndarray | Tensor], Tensor],
+        policy: DraftLengthPolicy | None = None,
+    ) -> Draft:
+        """x_1 … x_most, of which row b drafts the first lengths[b]; policy: asked in between (lengths are the host's).
+
+        feed(token, slot, lengths): logits [B, V] from which x_{slot + 1} is drawn. token: x_slot, or None at first.
+        """
+        asks = policy is not None and policy.keep_drafting is not None
+        chooses = policy is not None and policy.choose is not None
+        drawn: list[_Drawn] = []
+        peaks: list[Tensor] = []  # per slot [B]: the largest logit, NaN or infinite if one of them is
+        looked_at = np.zeros_like(lengths) if asks else lengths  # per row: at the logits of how many slots
+        seen = context.seen
+        while (slot := len(drawn)) < most:
+            logits = feed(drawn[-1].token if drawn else None, slot, lengths)
+            peaks.append(logits.amax(-1))
+            if asks:
+                looked_at += lengths > slot  # before a policy can mistake NaN for doubt
+                lengths = self._stop_rows(policy, logits, slot, lengths)
+                if (most := int(lengths.max())) <= slot:
                     break
             token, q = self._next_token(logits, context, seen, slot)
-            tokens.append(token)
-            probs.append(q)
-            if policy.choose is not None:
-                own = logits.double().softmax(-1)
-                # ids that only the target has are never drafted
-                told.append(torch.stack([own.amax(-1), own.gather(1, token[:, None])[:, 0]]))
-            if seen is not None:
-                seen = seen.scatter(1, token[:, None], True)
-            if slot + 1 < int(lengths_host.max()):
-                logits = self._feed(token, context, slot, lengths_host)
-        finite = torch.stack(largest, 1).isfinite() | ~torch.as_tensor(np.stack(asked, 1), device=device)
-        finite = finite.all(1)
-        if not tokens:
+            drawn.append(_Drawn(token, q, _told(logits, token) if chooses else None))
+            seen = None if seen is None else seen.scatter(1, token[:, None], True)
+        device = context.tokens.device
+        slots, looked_at = torch.arange(len(peaks), device=device), torch.as_tensor(looked_at, device=device)
+        finite = (torch.stack(peaks, 1).isfinite() | (slots >= looked_at[:, None])).all(1)
+        if not drawn:
             return Draft.none(context)._replace(finite=finite)
-        q = torch.stack(probs, 1) if self.keep_q else None  # [B, K, V]
-        draft = Draft(torch.stack(tokens, 1), wanted, lengths_host, q, finite)
-        return draft if policy.choose is None else self._choose(policy, draft, torch.stack(told, -1))
+        tokens = torch.stack([each.token for each in drawn], 1)  # [B, K]
+        q = torch.stack([each.q for each in drawn], 1) if self.keep_q else None  # [B, K, V]
+        host = lengths if isinstance(lengths, np.ndarray) else None
+        draft = Draft(tokens, torch.as_tensor(lengths, device=device), host, q, finite)
+        return _chosen(policy, draft, torch.stack([each.told for each in drawn], -1)) if chooses else draft
 
-    def _choose(self, policy: DraftLengthPolicy, draft: Draft, told: Tensor) -> Draft:
-        """What the policy submits of a draft. told: [2, B, K], see `HiddenDraft`."""
-        maxima, chances = told.nan_to_num(0.0).cpu().numpy()
-        hidden = HiddenDraft(draft.lengths_host, maxima, chances)
-        policy.choose(hidden)
-        most = int(hidden.submitted.max())
-        lengths = torch.as_tensor(hidden.submitted, device=draft.tokens.device)
-        q = None if draft.probs is None else draft.probs[:, :most]
-        return Draft(draft.tokens[:, :most], lengths, hidden.submitted, q, draft.finite)
+    def catch_up(self, context: Context, lengths: np.ndarray) -> None:
+        """Feed what the rows that draft next have missed beyond the last two tokens, which `draft_fixed` feeds."""
+        drafting = np.flatnonzero(lengths)
+        if self._missed(context, drafting) > 2:
+            self._catch_up(context, int(drafting[-1]) + 1)
+        self.cached[drafting] = context.lengths_host[drafting]
 
     def _catch_up(self, context: Context, rows: int) -> Tensor:
         """Logits [B, V] after the last committed token of the first `rows` rows; zeros for the others, which do not
         draft: what they missed is not fed."""
         missed = self._missed(context, slice(rows))
         known, lengths = self._known(context.tokens[:rows]), context.lengths_host[:rows]
-        if self.graphs is None or missed > 2:
+        if self.recorded is not None and missed <= 2:
+            fed, starts = self._last_two(context)
+            logits = self.recorded(fed[:rows], starts[:rows], [2] * rows, lengths - 2)
+        else:
             # Longer gaps are rounded up, so that shapes repeat.
             count = 2 if missed <= 2 else -(-missed // CATCH_UP) * CATCH_UP
             logits = self.runner.feed_last(known, lengths, count, range(rows))
-        else:
-            fed, starts = self._last_two(context)
-            last = fed[:rows], starts[:rows], lengths - 2, [2] * rows
-            logits = self.runner.feed_recorded(self.graphs, *last)
         self.cached[:rows] = lengths
         resting = len(context.lengths_host) - rows
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
@@ -227,42 +254,15 @@ class ModelDrafter(Drafter):
         return self._known(context.tokens.gather(1, places.clamp(min=0))), starts
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
-        """Logits [B, V] after the token drafted in `slot`, for the rows that will draft another one."""
+        """Logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""
         # A row that stopped repeats its last committed position, writes to the scratch slot, and is ignored.
-        active = lengths > slot + 1
-        offset = active * slot
-        starts = context.lengths + (slot if active.all() else torch.as_tensor(offset, device=token.device))
-        fed = self._known(token)[:, None], starts, context.lengths_host + offset, active.astype(np.int64)
-        if self.graphs is not None:
-            return self._comparable(self.runner.feed_recorded(self.graphs, *fed))
-        return self._comparable(self.runner.feed(*fed)[:, -1])
-
-    # --- the draft phase as one function of fixed shapes -------------------------------------------
-
-    def catch_up(self, context: Context, lengths: np.ndarray) -> None:
-        """Feed what the rows that draft next have missed beyond the last two tokens, which `draft_fixed` feeds."""
-        drafting = np.flatnonzero(lengths)
-        if self._missed(context, drafting) > 2:
-            self._catch_up(context, int(drafting[-1]) + 1)
-        self.cached[drafting] = context.lengths_host[drafting]
-
-    def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
-        """`draft` with nothing known on the host: lengths[b] <= most tokens for row b, none where it is 0 or less."""
-        tokens, probs, finite, seen = [], [], [], context.seen
-        fed, starts = self._last_two(context)
-        for slot in range(most):
-            drafting = lengths > slot
-            passed = self.runner.feed_fixed(fed, starts, drafting * fed.shape[1], extent, last_only=True)
-            logits = self._comparable(passed[:, -1])
-            finite.append(logits.amax(-1).isfinite() | ~drafting)
-            token, q = self._next_token(logits, context, seen, slot)
-            tokens.append(token)
-            probs.append(q)
-            seen = None if seen is None else seen.scatter(1, token[:, None], True)
-            # Rows that rest stay where they are: further on, a context might have ended.
-            fed, starts = self._known(token)[:, None], context.lengths + (lengths > slot + 1) * slot
-        q = torch.stack(probs, 1) if self.keep_q else None
-        return Draft(torch.stack(tokens, 1), lengths, None, q, torch.stack(finite, 1).all(1))
+        active = lengths > slot
+        offset = active * (slot - 1)
+        starts = context.lengths + (slot - 1 if active.all() else torch.as_tensor(offset, device=token.device))
+        fed = self._known(token)[:, None], starts, active.astype(np.int64)
+        if self.recorded is not None:
+            return self._comparable(self.recorded(*fed, context.lengths_host + offset))
+        return self._comparable(self.runner.feed(*fed, starts_host=context.lengths_host + offset)[:, -1])
 
     def _next_token(
         self, logits: Tensor, context: Context, seen: Tensor | None, slot: int
@@ -304,6 +304,31 @@ class ModelDrafter(Drafter):
             return  # nothing was fed
         # All drafted tokens but the last were fed; the accepted of these are right.
         self.cached[: len(before)] += np.minimum(accepted, np.maximum(draft.lengths_host - 1, 0))
+
+
+class _Drawn(NamedTuple):
+    """One slot of a draft: tokens [B], what they were drawn from [B, V], what `HiddenDraft` tells of them [2, B]."""
+
+    token: Tensor
+    q: Tensor | None
+    told: Tensor | None
+
+
+def _told(logits: Tensor, token: Tensor) -> Tensor:
+    """The largest probability and that of the token, at temperature 1: [2, B]."""
+    own = logits.double().softmax(-1)
+    return torch.stack([own.amax(-1), own.gather(1, token[:, None])[:, 0]])
+
+
+def _chosen(policy: DraftLengthPolicy, draft: Draft, told: Tensor) -> Draft:
+    """What the policy submits of a draft. told: [2, B, K], see `HiddenDraft`."""
+    maxima, chances = told.nan_to_num(0.0).cpu().numpy()
+    hidden = HiddenDraft(draft.lengths_host, maxima, chances)
+    policy.choose(hidden)
+    most = int(hidden.submitted.max())
+    lengths = torch.as_tensor(hidden.submitted, device=draft.tokens.device)
+    q = None if draft.probs is None else draft.probs[:, :most]
+    return Draft(draft.tokens[:, :most], lengths, hidden.submitted, q, draft.finite)
 
 
 class NgramDrafter(Drafter):

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import eager_step, inputs, probe, triton_kernels
+from bass_core import inputs, kernel_ops, probe, recorded_step
 from bass_core.batch import Batch
 from bass_core.draft_length import DraftLengthPolicy, planned_lengths
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
-from bass_core.eager_step import Step
+from bass_core.eager_step import Decided, StepOptions
 from bass_core.models import ModelPair
-from bass_core.policies.goodput import policy_for
+from bass_core.policies import policy_for
 from bass_core.rows import Commit, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
@@ -83,10 +83,9 @@ class Session:
         on_row_error: str = "raise",
         trace: str = "steps",
     ):
-        self.pair = pair
+        self.pair, self.seed = pair, inputs.integer("seed", seed, least=None)
         self.params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
         self.policy = policy_for(pair, draft_length)
-        self.seed = inputs.integer("seed", seed, least=None)
         self.rule = inputs.one_of("verification", verification, (*RULES, "coupled"))
         self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
         self.vocabulary = pair.target.config.get_text_config().vocab_size
@@ -94,51 +93,39 @@ class Session:
         inputs.one_of("trace", trace, LEVELS)
         eos = inputs.eos_ids(pair.target, eos_token_id, self.vocabulary)
         finder = inputs.stop_strings(stop, pair.tokenizer)
-        path = probe.resolve(pair.target, attention)  # runs the model: after all that is refused without
-        drafts = isinstance(pair.draft, PreTrainedModel)
-        draft_path = probe.resolve(pair.draft, attention) if drafts else None
+        paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
         forced = SyntheticAcceptance.named(acceptance, pair.device)
-        how = eager_step.resolve(compile, pair.device, [path, draft_path], trace)
+        way = recorded_step.resolve(compile, pair.device, paths, trace)
 
-        self.target = Runner(pair.target, path, max_rows, compiled=how.compiled)
+        self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled)
         self.drafter: Drafter = pair.draft or NgramDrafter()
-        if drafts:
-            runner = Runner(pair.draft, draft_path, max_rows, compiled=how.compiled)
+        if isinstance(pair.draft, PreTrainedModel):
+            runner = Runner(pair.draft, paths[1], max_rows, compiled=way.compiled)
             coupled = self.rule == "coupled"
             keep_q = trace == "tokens" or not (coupled or self.params.greedy)
             self.drafter = ModelDrafter(runner, self.params, self.vocabulary, coupled, keep_q)
         history = self.vocabulary if self.params.needs_history else None
         self.rows = Rows(max_rows, pair.device, history, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
-        self.device_step = eager_step.make(
-            how,
-            self._launch_each_time if compile == "auto" else None,
-            self.rows,
-            self.target,
-            self.drafter,
-            self.params,
-            self.rule,
-            forced,
-            wants_p=trace == "tokens",
-            all_or_none=self.on_row_error == "raise",
-            begin=self._enter,
-        )
+        wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
+        options = StepOptions(self.params, self.rule, forced, wants_p, all_or_none, self._enter)
+        fall_back = self._launch_each_time if compile == "auto" else None
+        self.device_step = recorded_step.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self.trace = Trace(
             trace,
-            attention=path,
-            draft_attention=draft_path,
-            compile=how.name,
-            kernels="triton" if triton_kernels.run_on(pair.device) else "torch",
+            attention=paths[0],
+            draft_attention=paths[1] if len(paths) > 1 else None,
+            compile=way.name,
+            kernels="triton" if kernel_ops.run_on(pair.device) else "torch",
             synthetic=pair.synthetic or forced is not None,
             acceptance=acceptance or "earned",
             verification="greedy" if self.params.greedy else self.rule,
             policy=repr(self.policy),
         )
         self._watch = Stopwatch(pair.device)
-        self._submitted = 0
+        self._submitted = self._step = 0
         self._closed = self._committing = False
         self._ahead = False  # the device may have moved rows that the host has not
-        self._step = 0
 
     # --- rows come and go -------------------------------------------------------------------------
 
@@ -243,12 +230,12 @@ class Session:
         draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V]
         self._enter("verify")
         self._ahead = True
-        found = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
-        commit = self._commit(context, found)
+        decided = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
+        commit = self._commit(context, decided)
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
-        return self._record("decode", planned, context, draft, found.p, commit)
+        return self._record("decode", planned, context, draft, decided.p, commit)
 
     def _prefill(self) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
@@ -259,16 +246,16 @@ class Session:
             context = self.device_step.context(places, 0)
             draft = Draft.none(context)
             self._ahead = True
-            found = self.device_step.commit(context, draft, logits[:, None])
-            commit = self._commit(context, found)
+            decided = self.device_step.verify(context, draft, logits[:, None])
+            commit = self._commit(context, decided)
         self.batch.compact()
         if self.rows.live:
             self.policy.start(self.rows.view())
-        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, found.p, commit)
+        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, decided.p, commit)
 
-    def _commit(self, context: Context, found: Step) -> Commit:
+    def _commit(self, context: Context, decided: Decided) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
-        host = found.block.cpu().numpy()  # [B, K + 4]
+        host = decided.block.cpu().numpy()  # [B, K + 4]
         failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
         self._committing = True
         commit = self.rows.commit(context.places, host[:, :-2], failed)

@@ -1,14 +1,55 @@
-"""The Triton kernels as operators of torch, so that compilers and recorders see one call each instead of its inside.
+"""The Triton kernels of `bass_kernels` in place of plain torch: where they run, and as operators of torch.
 
-An operator takes tensors and numbers alone. Those that compiled code meets also say what shape comes out.
+They run on a CUDA GPU where they are installed: attention (but for the path "eager"), the write into the KV cache, and
+verification where nothing but the temperature changes the distribution. On a CPU they run only in Triton's interpreter
+(TRITON_INTERPRET=1, set before Python starts): slow, and the same code.
+
+As operators, compilers and recorders see one call each instead of its inside. An operator takes tensors and numbers
+alone. Those that compiled code meets also say what shape comes out.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from bass_core import triton_kernels
+
+def run_on(device: torch.device) -> bool:
+    """Whether kernels run on tensors of this device."""
+    return obstacle(device) is None
+
+
+@functools.cache
+def obstacle(device: torch.device) -> str | None:
+    """Why kernels do not run on this device; None if one did. Triton compiles when called, and that can fail too."""
+    if device.type != "cuda" and "TRITON_INTERPRET" not in os.environ:
+        return (
+            f"they need a CUDA GPU, and the model is on {device} (on a CPU they run slowly, in Triton's interpreter: "
+            "set TRITON_INTERPRET=1 before Python starts)"
+        )
+    for name in ("bass_kernels", "triton"):
+        if importlib.util.find_spec(name) is None:
+            return f"the package {name} is not installed"
+    states, cache = torch.ones(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, 16, device=device)
+    try:
+        load().write_kv(states, states, cache, cache, torch.zeros(1, 1, dtype=torch.int64, device=device))
+    except Exception as error:  # whatever a compiler or a driver raises is the answer
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return None if bool(cache.all()) else "a first kernel wrote nothing"
+
+
+def load() -> ModuleType:
+    """The package `bass_kernels`, imported when first used."""
+    return importlib.import_module("bass_kernels")
+
+
+# --- operators ------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("bass::write_kv", mutates_args=("keys", "values"))
@@ -16,7 +57,7 @@ def write_kv(
     key_states: Tensor, value_states: Tensor, keys: Tensor, values: Tensor, slots: Tensor, first_place: int
 ) -> None:
     """`bass_kernels.write_kv`."""
-    triton_kernels.load().write_kv(key_states, value_states, keys, values, slots, first_place)
+    load().write_kv(key_states, value_states, keys, values, slots, first_place)
 
 
 @write_kv.register_fake
@@ -39,7 +80,7 @@ def plan(
 ) -> tuple[Tensor, Tensor]:
     """items and rows of a `bass_kernels.Plan` for layers of these shapes over `width` slots of the cache."""
     group = heads // kv_heads
-    found = triton_kernels.load().plan.make_plan(
+    found = load().plan.make_plan(
         starts,
         ends,
         query_length=queries,
@@ -54,7 +95,7 @@ def plan(
 
 
 def _tile(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) -> tuple:
-    return triton_kernels.load().tiles.choose(rows, head_dim, dtype, deterministic)
+    return load().tiles.choose(rows, head_dim, dtype, deterministic)
 
 
 @torch.library.custom_op("bass::ragged_attention", mutates_args=())
@@ -74,7 +115,7 @@ def ragged_attention(
     deterministic: bool,
 ) -> Tensor:
     """`bass_kernels.ragged_attention` with the work list that `plan` made."""
-    kernels, group = triton_kernels.load(), query.shape[1] // key.shape[1]
+    kernels, group = load(), query.shape[1] // key.shape[1]
     tile = _tile(query.shape[2] * group, query.shape[3], query.dtype, deterministic)
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
     work = kernels.Plan(items, rows, tile)
@@ -102,7 +143,7 @@ def pad_attention(
 ) -> Tensor:
     """`bass_kernels.pad_attention`."""
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
-    return triton_kernels.load().pad_attention(query, key, value, starts, ends, extent=extent, **options)
+    return load().pad_attention(query, key, value, starts, ends, extent=extent, **options)
 
 
 @pad_attention.register_fake
@@ -129,5 +170,5 @@ def verify(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`bass_kernels.verify`: accepted, tokens, logprobs, finite, lengths."""
     numbers = accept_uniform, draw_uniform
-    found = triton_kernels.load().verify(logits, drafted, submitted, q, *numbers, committed, temperature)
+    found = load().verify(logits, drafted, submitted, q, *numbers, committed, temperature)
     return found.accepted, found.tokens, found.logprobs, found.finite, found.lengths

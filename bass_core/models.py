@@ -1,13 +1,16 @@
 """Names and folders -> a `ModelPair`, checked before anything runs.
 
 The embedded pair, a local folder and a hub model take exactly the same path: safetensors only, no code from the
-repository of the model unless the caller says so, every tensor accounted for and finite. The named pairs of `shapes`
-take it too, or are built with dummy weights.
+repository of the model unless the caller says so, every tensor accounted for and finite. The named pairs of `SHAPES`
+take it too, or are built with dummy weights: how long a pass takes and what it needs in memory depends on shapes, not
+on what the weights have learnt. What such models write is noise: their pairs are `synthetic`, and so is all that is
+made with them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -30,11 +34,27 @@ from transformers.utils import logging
 
 from bass_core.attention import context_length
 from bass_core.drafters import NgramDrafter
-from bass_core.shapes import SHAPES, dummy_model, has_dummy_weights, named_config
 
 ASSETS = Path(__file__).parent / "assets"
 WEIGHTS = ("hub", "dummy")
 OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A named pair: configs of a target and its draft, as `AutoConfig.for_model` takes them, and their ids on the hub.
+
+    ids: target and draft; None for models that were never published. about: where the configs come from.
+    """
+
+    about: str
+    ids: tuple[str, str] | None
+    target: dict[str, Any]
+    draft: dict[str, Any]
+
+
+# The sizes that people ask about, copied from the hub's config.json files.
+SHAPES = {name: Shape(**shape) for name, shape in json.loads((ASSETS / "shapes.json").read_text("utf-8")).items()}
 
 
 @dataclass(frozen=True)
@@ -99,7 +119,7 @@ def load_pair(
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
-    target: a folder, an id on the hub, or a name of `shapes.SHAPES` ("paper-7.8b", "opt-13b", "codegen-16b",
+    target: a folder, an id on the hub, or a name of `SHAPES` ("paper-7.8b", "opt-13b", "codegen-16b",
     "llama-3.1-8b", "qwen2.5-coder-7b"), which comes with its own draft unless `draft` names another. A name goes before
     a folder that is called the same: write "./opt-13b" for the folder.
     draft: a folder, an id or an `NgramDrafter`; None: n-gram drafting, or the named pair's own.
@@ -278,3 +298,51 @@ def fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1)[:64].float().cpu().numpy().tobytes())
     return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest.hexdigest()[:12]}"
+
+
+# --- models of a shape ------------------------------------------------------------------------------
+
+
+def named_config(shape: dict[str, Any], name: str) -> PreTrainedConfig:
+    """The config of a model of `SHAPES`, called `name` where models are named."""
+    config = AutoConfig.for_model(**shape)
+    config.name_or_path = name
+    return config
+
+
+def dummy_model(
+    config: PreTrainedConfig,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    seed: int,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A model with random weights, made on the device in its dtype, in evaluation mode.
+
+    Weights are drawn as for training (normal, with the config's own deviation, mostly 0.02; norms are ones), so that
+    activations stay finite through all layers and logits differ. The same seed gives the same weights on one kind of
+    device; the caller's random state stays as it was. dtype: "auto" is the config's own.
+
+    The config is marked, and the mark outlives `save_pretrained`: see `has_dummy_weights`. Raises ValueError for a
+    dtype that torch does not have and for a config of no causal language model.
+    """
+    if isinstance(dtype, str):
+        found = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"dtype must be 'auto' or one of torch's, such as 'bfloat16'; got {dtype!r}")
+        dtype = found
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.to_empty(device=device)
+    model.tie_weights()  # moving has untied them
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        model.init_weights()  # as `from_pretrained` does it: tables of positions, too, are computed in float32
+    model.config.dummy_weights = True
+    return model.eval()
+
+
+def has_dummy_weights(model: PreTrainedModel) -> bool:
+    """Whether the model was made by `dummy_model`, or loaded from a folder to which such a one was saved."""
+    return getattr(model.config, "dummy_weights", False)

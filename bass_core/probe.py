@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import triton_kernels
+from bass_core import kernel_ops
 from bass_core.attention import PATHS, context_length, evaluating
 from bass_core.runner import Runner
 
@@ -29,15 +29,15 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
     """
     if wanted not in ("auto", *PATHS):
         raise ValueError(f"attention must be one of auto, {', '.join(PATHS)}; got {wanted!r}")
-    if wanted == "ragged" and not triton_kernels.run_on(model.device):
+    if wanted == "ragged" and not kernel_ops.run_on(model.device):
         raise ValueError(
-            f"attention='ragged' needs the Triton kernels, and {triton_kernels.obstacle(model.device)}. "
+            f"attention='ragged' needs the Triton kernels, and {kernel_ops.obstacle(model.device)}. "
             "Use attention='auto', 'pad', 'split' or 'eager'"
         )
     _refuse_stateful(model)
     if wanted != "auto":
         candidates = [wanted]
-    elif model.device.type == "cuda" and triton_kernels.run_on(model.device):
+    elif model.device.type == "cuda" and kernel_ops.run_on(model.device):
         candidates = ["ragged", "pad", "eager"]
     else:
         candidates = ["pad", "eager"]
@@ -108,9 +108,11 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
         runner.feed_last(ids, lengths, length)
         starts = torch.tensor(lengths, device=ids.device)
         following = starts[:, None] + torch.arange(3, device=ids.device)  # [2, 3]
-        runner.feed(ids.flip(0).gather(1, following), starts, lengths, [3, 3])  # tokens that will be rejected
+        runner.feed(
+            ids.flip(0).gather(1, following), starts, [3, 3], starts_host=lengths
+        )  # tokens that will be rejected
         passes = [
-            runner.feed(ids.gather(1, following), starts, lengths, [3, 1], packed=packed)
+            runner.feed(ids.gather(1, following), starts, [3, 1], starts_host=lengths, packed=packed)
             for packed in ((False,) if path == "eager" else (False, True))
         ]
     expected = [_plain_logits(model, ids[b : b + 1, : n + 3]) for b, n in enumerate(lengths)]

@@ -1,8 +1,8 @@
 """A model bound to its ragged cache: one forward pass at a time, for target and draft alike.
 
-`feed` appends tokens to rows, each row its own number of them; `feed_last` feeds the last tokens of rows again or for
-the first time (prefill, a draft catching up). Positions, write slots and the lengths that attention needs are worked
-out here, so that nobody else thinks about padding.
+`feed` appends tokens to rows, each row its own number of them; `feed_last` picks these from the ends of rows (prefill,
+a draft catching up). Positions, write slots and the lengths that attention needs are worked out here, so that nobody
+else thinks about padding.
 """
 
 from __future__ import annotations
@@ -16,16 +16,10 @@ from transformers import PreTrainedModel
 
 from bass_core import attention, compiled_layers
 from bass_core.cache import Pass, RaggedCache
-from bass_core.graphs import Graphs
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
 EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
 PACKED_BELOW = 0.85  # share of [B, Q] that is submitted, below which packing repays its copies
-
-
-def fixed_places(rows: int, most: int) -> int:
-    """The rows of a fixed pass: rounded up to a power of two, since each number of them is another pass to record."""
-    return min(1 << (rows - 1).bit_length(), most)
 
 
 def packs(query_lengths: Sequence[int], width: int) -> bool:
@@ -41,14 +35,13 @@ class Runner:
     """
 
     def __init__(self, model: PreTrainedModel, path: str, max_rows: int, capacity: int = 0, compiled: bool = False):
-        """compiled: fixed passes run through compiled layers (module compiled_layers)."""
+        """compiled: passes of fixed shape run through compiled layers (module compiled_layers)."""
         self.model = model
         self.path = path
         self.cache = RaggedCache(model.config.get_text_config().num_hidden_layers, max_rows, capacity)
         self.compiled = compiled
         self._is_prepared = False
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
-        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # of recorded passes
 
     def __enter__(self) -> Runner:
         return self
@@ -73,34 +66,65 @@ class Runner:
         self,
         ids: Tensor,
         starts: Tensor,
-        starts_host: Sequence[int],
-        query_lengths: Sequence[int],
+        query_lengths: Sequence[int] | Tensor,
+        *,
+        starts_host: Sequence[int] | None = None,
+        extent: int | None = None,
         places: range | None = None,
         packed: bool | None = None,
+        last_only: bool = False,
     ) -> Tensor:
-        """Logits [B, Q, V] of each row's tokens at positions start, start + 1, ...
+        """Logits [B, Q, V] of each row's tokens at positions start, start + 1, … (last_only: of the last, [B, 1, V]).
 
-        ids: int64 [B, Q], of which row b submits the first query_lengths[b]. starts: int64 [B] (and the same numbers on
-        the host). Logits beyond a row's query length are meaningless. packed: whether the model sees the submitted
-        tokens alone, as one row; None: where it saves enough (`packs`; the path `eager` cannot).
+        ids: int64 [B, Q], of which row b submits the first query_lengths[b], less those at negative positions. Logits
+        beyond a row's query length are meaningless. starts: int64 [B], and the same numbers on the host. places: where
+        the rows live, from place 0 on if None. packed: whether the model sees the submitted tokens alone, as one row;
+        None: where that saves enough (`packs`; the path `eager` cannot).
+
+        starts_host=None: nothing is known on the host (query_lengths is a tensor), the shapes are all that such a pass
+        depends on, and it can be compiled and recorded. It then looks at `extent` slots. An ordinary pass has to come
+        first: it makes the cache's buffers, and shows what the layers share.
         """
-        positions, slots = starts[:, None] + torch.arange(ids.shape[1], device=ids.device), None
-        if min(query_lengths) < ids.shape[1]:
-            ends = starts + torch.tensor(query_lengths, device=ids.device)  # [B]
-            positions, slots = self._padded(positions, ends)
+        known, width = starts_host is not None, ids.shape[1]
+        places = range(len(ids)) if places is None else places
+        wanted = positions = slots = starts[:, None] + torch.arange(width, device=ids.device)  # [B, Q]
+        kv_lengths, flat = None, None
+        if known:
+            full = min(query_lengths) == width
+            ends = starts + (width if full else torch.tensor(query_lengths, device=ids.device))  # [B]
+            kv_lengths = [int(start + length) for start, length in zip(starts_host, query_lengths, strict=True)]
+            extent = max(kv_lengths)
+            if packed is None:
+                packed = self.path != "eager" and not last_only and packs(query_lengths, width)
+            flat = self._submitted(query_lengths, width) if packed else None
         else:
-            ends = starts + ids.shape[1]
-        kv_lengths = [start + length for start, length in zip(starts_host, query_lengths, strict=True)]
-        if packed is None:
-            packed = self.path != "eager" and packs(query_lengths, ids.shape[1])
-        submitted = self._submitted(query_lengths, ids.shape[1]) if packed else None
-        return self._run(ids, positions, slots, starts, ends, kv_lengths, places, last_only=False, packed=submitted)
+            full, ends = False, starts + query_lengths
+        if not full:
+            # A padding query repeats its row's last valid position: at the end of the context there is no next one.
+            slots = slots.where(wanted < ends[:, None], self.cache.scratch_slot)
+            positions = torch.minimum(wanted, ends[:, None] - 1).clamp(min=0)
+        if known and min(starts_host) < 0:
+            slots = slots.where(wanted >= 0, self.cache.scratch_slot)
+            positions = positions.clamp(min=0)
+        return self._forward(ids, Pass(positions, slots, starts, ends, places, extent, kv_lengths, flat), last_only)
 
-    def _padded(self, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and write slots [B, Q] where rows submit tokens up to `ends` [B] alone."""
-        slots = positions.where(positions < ends[:, None], self.cache.scratch_slot)
-        # A padding query repeats its row's last valid position: at the end of the context there is no next one.
-        return torch.minimum(positions, ends[:, None] - 1).clamp(min=0), slots
+    def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
+        """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
+
+        tokens: int64 [B, >= max length], each row's tokens from position 0; lengths: how many each row has. Rewriting
+        positions that the cache already holds writes the same values again.
+        """
+        starts = torch.tensor(lengths, device=tokens.device) - count  # [B]
+        ids = tokens.gather(1, (starts[:, None] + torch.arange(count, device=tokens.device)).clamp(min=0))
+        starts_host = [length - count for length in lengths]
+        fed = self.feed(ids, starts, [count] * len(ids), starts_host=starts_host, places=places, last_only=True)
+        return fed[:, -1]
+
+    def extent(self, longest: int) -> int:
+        """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for
+        the kernel that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
+        capacity = self.cache.slots - 1
+        return capacity if self.path == "ragged" else min(capacity, -(-longest // EXTENT) * EXTENT)
 
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
         """Flat indices [T] into [B, Q] of the tokens that rows submit. On CUDA T is rounded up: shapes repeat."""
@@ -109,83 +133,16 @@ class Runner:
             flat += [len(query_lengths) * width] * (-len(flat) % BUCKET)
         return torch.tensor(flat, dtype=torch.int64, device=self.model.device)
 
-    def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
-        """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
-
-        tokens: int64 [B, >= max length], each row's tokens from position 0; lengths: how many each row has. Rewriting
-        positions that the cache already holds writes the same values again.
-        """
-        ends = torch.tensor(lengths, device=tokens.device)  # [B]
-        starts = ends - count
-        # [B, count]; the last column is the last token
-        wanted = starts[:, None] + torch.arange(count, device=tokens.device)
-        positions = wanted.clamp(min=0)
-        slots = None
-        if min(lengths) < count:
-            slots = positions.where(wanted >= 0, self.cache.scratch_slot)
-        ids = tokens.gather(1, positions)
-        return self._run(ids, positions, slots, starts, ends, lengths, places, last_only=True)[:, -1]
-
-    # --- passes that are the same each time, so that they can be compiled and recorded -----------
-
-    def extent(self, longest: int) -> int:
-        """How many slots a fixed pass looks at where rows hold `longest` tokens at most: the whole cache for the kernel
-        that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
-        capacity = self.cache.slots - 1
-        return capacity if self.path == "ragged" else min(capacity, -(-longest // EXTENT) * EXTENT)
-
-    def feed_fixed(
-        self, ids: Tensor, starts: Tensor, query_lengths: Tensor, extent: int, last_only: bool = False
-    ) -> Tensor:
-        """`feed` for the rows in places 0 … B - 1 with nothing known on the host: logits [B, Q, V] (or [B, 1, V]).
-
-        query_lengths: int64 [B], 0 for rows that submit nothing. extent: from `extent`. An ordinary pass has to come
-        first: it makes the cache's buffers and shows what the layers share.
-        """
-        ends = starts + query_lengths
-        positions, slots = self._padded(starts[:, None] + torch.arange(ids.shape[1], device=ids.device), ends)
-        current = Pass(positions, slots, starts, ends, range(len(ids)), extent)
-        for kind in self._shared:
-            current.once(*kind)  # before the layers, of which compiled code sees one at a time
+    def _forward(self, ids: Tensor, current: Pass, last_only: bool) -> Tensor:
+        fixed = current.kv_lengths is None
         switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
-        layers = compiled_layers.using(self.model, self.cache) if self.compiled else nullcontext()
+        layers = compiled_layers.using(self.model, self.cache) if self.compiled and fixed else nullcontext()
         with self.cache.explaining(), switched, layers:
-            return attention.forward(self.model, self.path, ids, current, self.cache, last_only)
-
-    def feed_recorded(
-        self, graphs: Graphs, ids: Tensor, starts: Tensor, starts_host: Sequence[int], query_lengths: Sequence[int]
-    ) -> Tensor:
-        """Logits [B, V] after the last of ids [B, Q], Q <= 2: `feed_fixed`, recorded once per shape.
-
-        The next pass overwrites them.
-        """
-        rows, width = ids.shape
-        if self._inputs is None:
-            shape = self.cache.max_rows
-            self._inputs = ids.new_zeros(shape, 2), starts.new_zeros(shape), starts.new_zeros(shape)
-        places, extent = fixed_places(rows, self.cache.max_rows), self.extent(max(starts_host) + width)
-        fed, first, counts = (buffer[:places] for buffer in self._inputs)
-        fed[:rows, :width], first[:rows] = ids, starts
-        counts.zero_()
-        counts[:rows] = torch.as_tensor(query_lengths, device=ids.device)
-        key = ("pass", places, width, extent)
-
-        def fixed() -> Tensor:
-            return self.feed_fixed(fed[:, :width], first, counts, extent, last_only=True)
-
-        if graphs.due(key):
-            graphs.record(key, fixed)
-        return graphs.run(key, fixed)[:rows, -1]
-
-    def _run(self, ids, positions, slots, starts, ends, kv_lengths, places, last_only, packed=None) -> Tensor:
-        slots = positions if slots is None else slots
-        places = range(len(ids)) if places is None else places
-        kv_lengths = [int(length) for length in kv_lengths]  # may be numpy's, which a kernel does not take
-        current = Pass(positions, slots, starts, ends, places, max(kv_lengths), kv_lengths, packed)
-        switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
-        with self.cache.explaining(), switched:
+            for kind in self._shared if fixed else ():
+                current.once(*kind)  # before the layers, of which compiled code sees one at a time
             logits = attention.forward(self.model, self.path, ids, current, self.cache, last_only)
-        self._shared = tuple(current.shared)
+        if not fixed:
+            self._shared = tuple(current.shared)
         return logits
 
     def grow(self, capacity: int) -> None:

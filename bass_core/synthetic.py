@@ -44,8 +44,12 @@ class SyntheticAcceptance:
             file = ASSETS / "acceptance" / "library.npz" if what == "trace" else Path(what)
             if not file.is_file():
                 raise ValueError(f"acceptance={name!r}: there is no file {file}")
-            with np.load(file) as recorded:
-                chances = torch.from_numpy(recorded["accept"][:, 1:])  # the first token is the prefill's
+            with np.load(file) as recorded:  # what `bass record` wrote: chances of the target and of the draft
+                p, q = (
+                    recorded["p"][:, 1:].astype(float),
+                    recorded["q"][:, 1:].astype(float),
+                )  # less the prefill's token
+            chances = torch.from_numpy(np.divide(q, p, out=np.ones_like(p), where=q < p))
         else:
             try:
                 alpha = float(what)

@@ -119,7 +119,6 @@ class Trace:
         once = steps.drop_duplicates("step")
         once_decode = once[once.kind == "decode"]
         accepted, drafted = int(decode.accepted.sum()), int(decode.drafted.sum())
-        rejections = int((decode.accepted < decode.drafted).sum())
         times = {name: float(once_decode[f"{name}_ms"].sum()) / 1e3 for name in ("draft", "verify", "other")}
         prefill = once[once.kind == "prefill"]
         return {
@@ -130,7 +129,7 @@ class Trace:
             "tokens_per_step": float((decode.accepted + 1).mean()) if len(decode) else float("nan"),
             "k": float(decode.k.mean()) if len(decode) else float("nan"),
             "acceptance_rate": accepted / drafted if drafted else float("nan"),
-            "alpha": accepted / (accepted + rejections) if drafted else float("nan"),
+            "alpha": alpha(decode.drafted, decode.accepted),
             "prefill_s": float(prefill[["draft_ms", "verify_ms", "other_ms"]].to_numpy().sum()) / 1e3,
             **{f"{name}_s": seconds for name, seconds in times.items()},
         }
@@ -156,6 +155,15 @@ class Trace:
             q = np.array(document["tokens"]["q"], dtype=float)  # null is NaN
             trace._token_parts = [document["tokens"] | {"q": q}]
         return trace
+
+
+def alpha(drafted: np.ndarray, accepted: np.ndarray) -> float:
+    """The chance that a draft is accepted if all before it in its step were, from counts per row and step.
+
+    drafted, accepted: int arrays of one shape, such as columns of `Trace.steps`. NaN where nothing was drafted.
+    """
+    tried = int(accepted.sum() + (accepted < drafted).sum())
+    return int(accepted.sum()) / tried if tried else float("nan")
 
 
 def token_columns(step: int, lengths: np.ndarray, draft: Draft, p: Tensor, commit: Commit) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_core import kernel_ops, randomness, sampling, triton_kernels
+from bass_core import kernel_ops, randomness, sampling
 from bass_core.randomness import StepKeys
 
 
@@ -118,7 +118,7 @@ def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor,
 
 def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
     """Whether `fused` can take these tensors."""
-    if not triton_kernels.run_on(logits.device) or logits.dtype == torch.float64 or logits.stride(-1) != 1:
+    if not kernel_ops.run_on(logits.device) or logits.dtype == torch.float64 or logits.stride(-1) != 1:
         return False
     return q is None or (q.dtype == torch.float32 and q.shape[-1] == logits.shape[-1] and q.stride(-1) == 1)
 

@@ -22,12 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from bass_core import inputs
+from bass_core.draft_length import RowsView
 from bass_core.drafters import NgramDrafter
 from bass_core.environment import processor
 from bass_core.models import ASSETS, ModelPair, fingerprint
@@ -145,8 +146,6 @@ class CostModel:
     models: under "target" and "draft", each model's name, fingerprint and attention path (None without a model).
     target_passes: over batch, query length and KV length. draft_phases: over batch, draft length and KV length; None
     where drafting takes no pass of a model. overheads: over batch and draft length.
-    accepted: for each of some texts, of its steps with K drafts, how many had 0, 1, … K accepted: what to expect of the
-    models before a draft was seen. None: not known.
     is_synthetic: computed rather than measured. measured: where and how.
 
     Arguments may be arrays that broadcast together. kv_length: positions that each row has cached before the target's
@@ -158,7 +157,6 @@ class CostModel:
     target_passes: Table
     draft_phases: Table | None
     overheads: Table
-    accepted: tuple[tuple[int, ...], ...] | None = None
     is_synthetic: bool = False
     measured: dict = field(default_factory=dict)
 
@@ -208,7 +206,6 @@ class CostModel:
         document |= {"measured": self.measured, "target_passes": self.target_passes.to_dict()}
         document["draft_phases"] = None if self.draft_phases is None else self.draft_phases.to_dict()
         document["overheads"] = self.overheads.to_dict()
-        document["accepted"] = self.accepted
         Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
 
     @classmethod
@@ -227,24 +224,10 @@ class CostModel:
                 "draft_phases": None if draft is None else Table.from_dict(draft, PHASE_AXES),
                 "overheads": Table.from_dict(document["overheads"], OVERHEAD_AXES),
             }
-            accepted = _counts(document.get("accepted"))  # which older files lack
         except ValueError as error:  # of JSON and of Unicode, too
             raise ValueError(f"{path} holds no costs: {error}; measure them anew with `bass calibrate`") from error
         plain = {name: document[name] for name in ("device", "models", "measured")}
-        return cls(**plain, **tables, accepted=accepted, is_synthetic=document["synthetic"])
-
-
-def _counts(accepted: list | None) -> tuple[tuple[int, ...], ...] | None:
-    """`CostModel.accepted` as it was saved. Raises ValueError for what are no such counts."""
-    if accepted is None:
-        return None
-    try:
-        counts = np.array(accepted)
-    except ValueError:  # of different lengths
-        counts = np.zeros(0)
-    if counts.ndim != 2 or counts.dtype.kind != "i" or not counts.size or counts.shape[1] < 2 or counts.min() < 0:
-        raise ValueError(f"accepted must be counts >= 0, two or more for each text, got {accepted}")
-    return tuple(map(tuple, accepted))
+        return cls(**plain, **tables, is_synthetic=document["synthetic"])
 
 
 # --- where costs are kept -------------------------------------------------------------------------
@@ -310,3 +293,56 @@ def _file_name(device: str, target: str, draft: str) -> str:
 
 def _models_code(target: str, draft: str) -> str:
     return hashlib.sha256(f"{target}\0{draft}".encode()).hexdigest()[:12]
+
+
+# --- what policies ask ----------------------------------------------------------------------------
+
+KV_STEP = 64  # costs are looked up once per so many tokens of KV length
+WORTH = 0.1  # gain over regular decoding that all drafts accepted must promise, or none are tried
+
+
+class LookedUp(NamedTuple):
+    """Of a batch size and KV length. steps: seconds [limit + 1] of a step with each draft length; drafts: of the
+    draft's passes in it; may_pay: whether some length would gain `WORTH` over regular decoding if all were accepted."""
+
+    steps: np.ndarray
+    drafts: np.ndarray
+    may_pay: bool
+
+
+_KNOWN: weakref.WeakKeyDictionary[CostModel, dict] = weakref.WeakKeyDictionary()  # by costs, then by limit
+
+
+class StepSeconds:
+    """Seconds over all draft lengths, looked up once per batch size and `KV_STEP` tokens of KV length."""
+
+    def __init__(self, cost: Cost, limit: int):
+        self.cost, self.lengths = cost, np.arange(limit + 1)
+        self.by_longest = getattr(cost, "kv_of_rows", "mean") == "max"
+        # What is measured does not change: policies on the same costs look them up together.
+        shared = _KNOWN.setdefault(cost, {}) if isinstance(cost, CostModel) else {}
+        self._known: dict[tuple[int, int], LookedUp] = shared.setdefault(limit, {})
+
+    def __deepcopy__(self, memo: dict) -> StepSeconds:
+        return self
+
+    def __call__(self, rows: RowsView) -> np.ndarray:
+        """Seconds [limit + 1] of a step of these rows with each draft length."""
+        return self.look_up(rows).steps
+
+    def look_up(self, rows: RowsView) -> LookedUp:
+        """All that is known of steps of these rows."""
+        batch = len(rows.ids)
+        kv_length = rows.lengths.max() if self.by_longest else rows.lengths.sum() / batch
+        key = batch, round(kv_length / KV_STEP)
+        if key not in self._known:
+            self._known[key] = self._computed(batch, key[1] * KV_STEP)
+        return self._known[key]
+
+    def _computed(self, batch: int, kv_length: int) -> LookedUp:
+        steps, drafts = (
+            np.broadcast_to(np.asarray(seconds(batch, self.lengths, kv_length), dtype=float), self.lengths.shape)
+            for seconds in (self.cost.step, self.cost.draft)
+        )
+        gain = ((self.lengths + 1) * steps[0] / steps).max() - 1
+        return LookedUp(steps, drafts, bool(gain >= WORTH))

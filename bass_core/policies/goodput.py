@@ -1,99 +1,75 @@
 """Draft lengths from costs: the k with the most expected tokens per second, measured costs against observed acceptance.
 
-A step with draft length k emits 1 + S_1 + … + S_k tokens per row on average, S_j the chance that j drafts in a row are
-accepted (`acceptance_laws`), and takes as long as the cost model says (`StepSeconds`). `Goodput` takes the best of all
-k, 0 among them, so that it falls back to regular decoding where drafts do not pay. (Lengths by goodput: Liu et al.
-2024, SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
+Every row has an α, the chance that a draft is accepted if all before it in its step were. It is learnt from the row's
+own steps, older ones counting less, and leans on what all rows show. A step with k drafts then yields 1 + α + … + α^k
+tokens of the row on average (`expected_tokens`), and takes as long as the cost model says (`StepSeconds`). `Goodput`
+takes the best of all k, 0 among them, so that it falls back to regular decoding where drafts do not pay. (Lengths by
+goodput: Liu et al. 2024, SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
+
+What a step is worth depends on which rows are to be served: `Goodput` serves those that end last, since a batch is done
+when its last row is; `Objective` serves whom it is told to (the first rows, the last ones, those with a deadline).
 """
 
 from __future__ import annotations
 
-import math
-import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy, RowsView, as_policy
-from bass_core.models import ModelPair
-from bass_core.policies.acceptance_laws import AcceptanceByRow
-from bass_core.policies.costs import Cost, CostModel, costs_like
+from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
+from bass_core.policies.costs import Cost, StepSeconds
 
 STRAGGLING = 8  # power of the steps that a row still needs by which it counts
-TOLERANCE = 0.0065  # of goodput: among lengths as good as the best, the shortest
-LEARNT = 0.02  # of goodput: as much a step without drafts has to promise more, for nothing is learnt from it
 LIMIT = 16  # drafts per step: what calibrated grids reach
-FIRST = 4  # drafts of the first step at most; then twice as many as those whose fate is known
-SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
-PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
+DECAY = 0.96  # of the weight of what was seen, per step
+LEAN = 6.0  # drafts of its own after which a row is judged as much by them as by all rows
+PRIOR = 3.0, 1.0  # drafts accepted and refused, before anything was seen
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
-WORTH = 0.1  # gain over regular decoding that all drafts accepted must promise, or none are tried
-KV_STEP = 64  # costs are looked up once per so many tokens of KV length
-END = 4  # tokens more than the longest step yields: rows that have no more to go are near their end
+PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
 
 
-class _Looked(NamedTuple):
-    """Of a batch size and KV length. steps: seconds [limit + 1] of a step with each draft length; drafts: of the
-    draft's passes in it; may_pay: whether some length would gain `WORTH` over regular decoding if all were accepted."""
+class RowAlphas:
+    """α of each live row, from the drafts that were accepted and the steps that ended with one refused.
 
-    steps: np.ndarray
-    drafts: np.ndarray
-    may_pay: bool
+    kept, lost: float [B], accepted and refused drafts of each row, older ones counting less.
+    """
 
+    def __init__(self):
+        self.ids = np.zeros(0, np.int64)
+        self.kept, self.lost = np.zeros(0), np.zeros(0)
 
-_KNOWN: weakref.WeakKeyDictionary[CostModel, dict] = weakref.WeakKeyDictionary()  # by costs, then by limit
+    def follow(self, ids: np.ndarray) -> None:
+        """These rows are live now, in this order: rows that ended are forgotten, new ones have shown nothing yet."""
+        if ids.tolist() != self.ids.tolist():
+            same = ids[:, None] == self.ids
+            self.kept, self.lost, self.ids = same @ self.kept, same @ self.lost, ids
 
+    def __call__(self) -> np.ndarray:
+        """float [B]"""
+        kept, lost = self.kept.sum() + PRIOR[0], self.lost.sum() + PRIOR[1]
+        return (self.kept + LEAN * kept / (kept + lost)) / (self.kept + self.lost + LEAN)
 
-class StepSeconds:
-    """Seconds over all draft lengths, looked up once per batch size and `KV_STEP` tokens of KV length."""
+    def update(self, kept: np.ndarray, lost: np.ndarray) -> None:
+        """One step: drafts of each row that were accepted, and whether one was refused, [B] each."""
+        self.kept, self.lost = DECAY * self.kept + kept, DECAY * self.lost + lost
 
-    def __init__(self, cost: Cost, limit: int = LIMIT):
-        self.cost, self.lengths = cost, np.arange(limit + 1)
-        self.by_longest = getattr(cost, "kv_of_rows", "mean") == "max"
-        # What is measured does not change: policies on the same costs look them up together.
-        shared = _KNOWN.setdefault(cost, {}) if isinstance(cost, CostModel) else {}
-        self._known: dict[tuple[int, int], _Looked] = shared.setdefault(limit, {})
-
-    def __deepcopy__(self, memo: dict) -> StepSeconds:
-        return self
-
-    def __call__(self, rows: RowsView) -> np.ndarray:
-        """Seconds [limit + 1] of a step of these rows with each draft length."""
-        return self.look_up(rows).steps
-
-    def look_up(self, rows: RowsView) -> _Looked:
-        """All that is known of steps of these rows."""
-        batch = len(rows.ids)
-        kv_length = rows.lengths.max() if self.by_longest else rows.lengths.sum() / batch
-        key = batch, round(kv_length / KV_STEP)
-        if key not in self._known:
-            self._known[key] = self._computed(batch, key[1] * KV_STEP)
-        return self._known[key]
-
-    def _computed(self, batch: int, kv_length: int) -> _Looked:
-        steps, drafts = (
-            np.broadcast_to(np.asarray(seconds(batch, self.lengths, kv_length), dtype=float), self.lengths.shape)
-            for seconds in (self.cost.step, self.cost.draft)
-        )
-        gain = ((self.lengths + 1) * steps[0] / steps).max() - 1
-        return _Looked(steps, drafts, bool(gain >= WORTH))
+    def forget(self) -> None:
+        """Let all drafts that were seen count as `OLD` at most."""
+        share = OLD / max(OLD, self.kept.sum() + self.lost.sum())
+        self.kept, self.lost = share * self.kept, share * self.lost
 
 
 @dataclass
 class Goodput(DraftLengthPolicy):
     """The draft length of most expected tokens per second; 0, regular decoding, where drafts do not pay.
 
-    cost: seconds of steps, `costs.CostModel` or alike. Each row's chances of acceptance are learnt from its own steps
-    and from those of the others (`AcceptanceByRow`; what calibration has found of these models comes first). A batch
-    is done when its last row is, so rows that still need many steps count more than others (`weigh`); once all rows
-    are near their end, tokens count by the time that they save (`worth_near_the_end`). Of lengths within `TOLERANCE`
-    of the best the shortest is taken: estimates are no better than that. Only 0, from which nothing is learnt, has to
-    promise `LEARNT` more than any other. After `probe`, then twice, four times … as many steps in a row without drafts
-    some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted, what was known before
-    counts little. Where costs promise less than `WORTH` even if all drafts were accepted, nothing is tried.
+    cost: seconds of steps, `costs.CostModel` or alike. Rows that still need many steps count more than others
+    (`weigh`). After `probe`, then twice, four times … as many steps in a row without drafts some rows probe k = 1, or
+    else 0 would be for ever; if more than half of a probe is accepted, what was known before counts little. Where costs
+    promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
     """
 
     cost: Cost = field(repr=False)
@@ -107,19 +83,25 @@ class Goodput(DraftLengthPolicy):
         self._reset()
 
     def _reset(self) -> None:
-        before = getattr(self.cost, "accepted", None)
-        self.acceptance = AcceptanceByRow(self.limit, before)
-        self.knows_texts = before is not None
-        self.k = FIRST
-        self.zeros, self.next_probe, self.probing, self.batch = 0, self.probe, False, 0
+        self.alphas = RowAlphas()
+        self.k = self.zeros = 0  # draft length of the last step, and for how many steps it has been 0
+        self.next_probe, self.probing = self.probe, False
 
     def start(self, rows: RowsView) -> None:
         if not rows.steps.any():
             self._reset()
 
     def plan(self, rows: RowsView) -> int | Tensor:
-        self.k = self._length(rows)
-        if self.k == 0:
+        self.alphas.follow(rows.ids)
+        may_pay = self.seconds.look_up(rows).may_pay
+        self.k, self.probing = self._best(rows) if may_pay else 0, False
+        if self.k > 0:
+            self.zeros, self.next_probe = 0, self.probe
+        elif may_pay and self.zeros >= self.next_probe:
+            self.k, self.probing = 1, True
+            self.zeros, self.next_probe = 0, 2 * self.next_probe
+        else:
+            self.zeros += 1
             return 0
         self.wanted = np.minimum(self.k, rows.remaining - 1)
         if self.probing:
@@ -127,47 +109,17 @@ class Goodput(DraftLengthPolicy):
             return torch.from_numpy(self.wanted)
         return self.k
 
-    def _length(self, rows: RowsView) -> int:
-        if self.zeros % SAME and len(rows.ids) == self.batch and self.zeros < self.next_probe:
-            self.zeros += 1
-            return 0
-        self.batch = len(rows.ids)
-        looked = self.seconds.look_up(rows)
-        may_pay = looked.may_pay
-        self.gains = self._gains(rows, looked.steps)
-        k = self._shortest_of_the_best() if may_pay else 0
-        self.probing = may_pay and k == 0 and self.zeros >= self.next_probe
-        if self.probing:
-            self.zeros, self.next_probe = 0, 2 * self.next_probe
-            return 1
-        if k == 0:
-            self.zeros = self.zeros + 1 if may_pay else 1  # 1: no probe is ever due
-            return 0
-        self.zeros, self.next_probe = 0, self.probe
-        return k if self.knows_texts else min(k, math.ceil(2 * self.acceptance.seen) or FIRST)
-
-    def _shortest_of_the_best(self) -> int:
-        worth = self.gains.tolist()
-        worth[0] *= 1 - LEARNT
-        enough = (1 - TOLERANCE) * max(worth)
-        return next(k for k, gain in enumerate(worth) if gain >= enough)
+    def _best(self, rows: RowsView) -> int:
+        self.gains = self.goodputs(rows)
+        return int(self.gains.argmax())
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
-        return self._gains(rows, self.seconds(rows))
-
-    def _gains(self, rows: RowsView, seconds: np.ndarray) -> np.ndarray:
-        self.acceptance.follow(rows.ids)
-        tokens = yields = self.acceptance.tokens()
-        remaining = rows.remaining.tolist()
-        lengths = min(max(remaining), self.limit + 1)  # 0, 1, …: of the tokens to go one is the target's own
-        if min(remaining) <= self.limit:
-            room = np.minimum(np.arange(lengths), rows.remaining[:, None] - 1)
-            yields = np.take_along_axis(tokens, room, 1)
-        weights = self.weigh(rows, yields)
-        if max(remaining) <= self.limit + END:
-            yields = worth_near_the_end(tokens, rows.remaining, seconds)[:, :lengths]
-        return weights @ yields / seconds[:lengths]
+        tokens = expected_tokens(self.alphas(), self.limit)  # [B, limit + 1]
+        most = min(int(rows.remaining.max()), self.limit + 1)  # of the tokens to go one is the target's own
+        if rows.remaining.min() <= self.limit:
+            tokens = np.take_along_axis(tokens, np.minimum(np.arange(most), rows.remaining[:, None] - 1), 1)
+        return self.weigh(rows, tokens) @ tokens[:, :most] / self.seconds(rows)[:most]
 
     def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
         """How much each row's tokens count, [B]; their sum is B.
@@ -175,42 +127,19 @@ class Goodput(DraftLengthPolicy):
         tokens [B, K]: what a step with each draft length is expected to yield. Rows count by the steps that they still
         need if all of them draft as far as the last one did.
         """
-        if len(rows.ids) == 1:
-            return np.ones(1)
         steps = rows.remaining / tokens[:, min(max(self.k, 1), tokens.shape[1] - 1)]
         weights = (steps / steps.max()) ** STRAGGLING
         return weights * (len(weights) / weights.sum())
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        if drafted.numpy().any():
-            # what was wanted and not drafted counts as refused: an n-gram lookup that found nothing
-            self._learn(self.wanted, accepted.numpy())
-
-    def _learn(self, tried: np.ndarray, accepted: np.ndarray) -> None:
-        if self.probing and 2 * accepted.sum() > tried.sum():
-            self.acceptance.forget(OLD)
+        if not drafted.numpy().any():
+            return
+        kept = accepted.numpy()
+        if self.probing and 2 * kept.sum() > self.wanted.sum():
+            self.alphas.forget()
             self.next_probe = self.probe
-        self.acceptance.update(tried, accepted)
-
-
-def worth_near_the_end(tokens: np.ndarray, remaining: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """What a step with each draft length is worth to rows near their end [B, K + 1], in tokens far from any end.
-
-    tokens [B, K + 1]: what it is expected to yield; remaining [B]: tokens still to go; seconds [K + 1]: of the step.
-
-    The last tokens of a row are not worth the same: a draft that ends the row saves a whole step, the one before it
-    next to nothing. With n tokens to go, the first of them saves v_n = min over k < n of T(k) - Σ S_j v_{n - j} over
-    j <= k: the seconds of the best step less those that its drafts save if they are accepted. (Backward induction over
-    the row on its own, its chances and the step's seconds as they are now. Far from the end v is 1 / goodput.)
-    """
-    k, most = tokens.shape[1] - 1, int(remaining.max())
-    survival = np.diff(tokens, axis=1, prepend=0)
-    saved = np.zeros((len(tokens), k + most + 1))  # v_n at k + n; tokens past the end save nothing
-    for n in range(1, most + 1):
-        following = saved[:, k + n : n - 1 : -1]  # v_n, not known yet, v_{n - 1}, … v_{n - k}
-        saved[:, k + n] = (seconds - (survival * following).cumsum(1))[:, :n].min(1)
-    following = np.take_along_axis(saved, k + remaining[:, None] - np.arange(k + 1), 1)
-    return (survival * following).cumsum(1) * (tokens / seconds).max(1, keepdims=True)
+        # what was wanted and not drafted counts as refused: an n-gram lookup that found nothing
+        self.alphas.update(kept, kept < self.wanted)
 
 
 def require_draft_passes(policy: Goodput) -> None:
@@ -221,13 +150,58 @@ def require_draft_passes(policy: Goodput) -> None:
         )
 
 
-def default_policy(pair: ModelPair) -> DraftLengthPolicy:
-    """What `generate` decodes with unless told otherwise: `Goodput` where the pair's costs are known (`bass calibrate`
-    measures them, once per device; the embedded pair's ship with the library), a fixed length elsewhere."""
-    cost = costs_like(pair)
-    return as_policy(None) if cost is None else Goodput(cost)
+# --- other ends than the batch's ------------------------------------------------------------------
+
+Weights = Callable[[RowsView, float], np.ndarray]
 
 
-def policy_for(pair: ModelPair, draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
-    """The policy that `generate`'s argument means for this pair. Raises TypeError or ValueError as `as_policy` does."""
-    return default_policy(pair) if draft_length is None else as_policy(draft_length)
+def first_finished(sharpness: float) -> Weights:
+    """Rows nearer to their limit count more: weight (least remaining / remaining) ** sharpness."""
+    return lambda rows, elapsed: (rows.remaining.min() / rows.remaining) ** sharpness
+
+
+def last_finished(sharpness: float) -> Weights:
+    """Rows farther from their limit count more: weight (remaining / most remaining) ** sharpness."""
+    return lambda rows, elapsed: (rows.remaining / rows.remaining.max()) ** sharpness
+
+
+def deadlines(seconds: Mapping[int, float]) -> Weights:
+    """Rows count by the tokens per second that they still need; seconds: by row, from the decode's first step on.
+
+    Rows without a deadline, and those that have missed theirs, count a hundredth of the most urgent one.
+    """
+
+    def weights(rows: RowsView, elapsed: float) -> np.ndarray:
+        left = np.array([seconds.get(row, np.inf) for row in rows.ids.tolist()]) - elapsed
+        needed = np.where(left > 0, rows.remaining / np.maximum(left, 1e-9), 0.0)
+        return np.maximum(needed / needed.max(), 0.01) if needed.any() else np.ones(len(needed))
+
+    return weights
+
+
+EQUAL = last_finished(0.0)
+
+
+@dataclass
+class Objective(Goodput):
+    """`Goodput` of weighted rows: weights(rows, elapsed) gives one weight >= 0 per row.
+
+    elapsed: seconds that the decode's steps took so far, by the cost model (never by the clock).
+    """
+
+    weights: Weights = field(default=EQUAL, repr=False)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.elapsed = 0.0
+
+    def plan(self, rows: RowsView) -> int | Tensor:
+        plan = super().plan(rows)
+        self.elapsed += self.seconds(rows)[self.k]
+        return plan
+
+    def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
+        weights = np.asarray(self.weights(rows, self.elapsed), dtype=float)
+        if weights.shape != rows.ids.shape or not (weights >= 0).all() or not weights.any():
+            raise ValueError(f"weights must give a number >= 0 per row, one of them above 0; got {weights!r}")
+        return weights

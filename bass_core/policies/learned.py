@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy, RowsView
-from bass_core.policies.acceptance_laws import Acceptance
-from bass_core.policies.costs import Cost
-from bass_core.policies.goodput import LIMIT, StepSeconds
+from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
+from bass_core.policies.costs import Cost, StepSeconds
+from bass_core.policies.goodput import DECAY, LIMIT, PRIOR
 
 STRAGGLING = 6  # power of a row's remaining tokens by which it counts
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, mod 1, spread evenly over [0, 1): a draw without a random number
@@ -25,10 +24,11 @@ GOLDEN = (5**0.5 - 1) / 2  # multiples of it, mod 1, spread evenly over [0, 1): 
 
 @dataclass(eq=False)
 class _Memory:
-    """What is known of one task: losses of the experts, the exchange rate, chances per slot, steps taken."""
+    """What is known of one task: losses of the experts, drafts accepted and refused, the exchange rate, steps taken."""
 
     losses: np.ndarray
-    acceptance: Acceptance
+    kept: float = PRIOR[0]
+    lost: float = PRIOR[1]
     tokens: float = 0.0
     seconds: float = 0.0
     steps: int = 0
@@ -41,7 +41,7 @@ class Learned(DraftLengthPolicy):
     An expert's loss in a step is its time less its tokens at the going rate (seconds per token, discounted like the
     losses), by the cost model, in steps of regular decoding. A batch is done when its last row is: rows count the more,
     the further they are from their end. Where a row accepted all of k drafts, a longer expert is credited with what the
-    slots' chances let expect. The step's k is drawn from the experts' weights by a low-discrepancy sequence instead of
+    task's α lets expect. The step's k is drawn from the experts' weights by a low-discrepancy sequence instead of
     random numbers.
 
     cost: seconds of steps. task: any label; set it between decodes (`policy.task = "chat"`), tasks do not share what
@@ -62,9 +62,7 @@ class Learned(DraftLengthPolicy):
             raise ValueError(f"needs rate > 0 and 0 < decay < 1, got {self}")
         self.experts = np.array(self.lengths)
         self.seconds = StepSeconds(self.cost, self.lengths[-1])
-        self.memories: dict[str, _Memory] = defaultdict(
-            lambda: _Memory(np.zeros(len(self.lengths)), Acceptance(self.lengths[-1]))
-        )
+        self.memories: dict[str, _Memory] = defaultdict(lambda: _Memory(np.zeros(len(self.lengths))))
 
     def weights(self) -> np.ndarray:
         """Of the experts, for the task at hand; they sum to 1."""
@@ -83,21 +81,19 @@ class Learned(DraftLengthPolicy):
         memory, room = self.memories[self.task], self.rows.remaining - 1
         drafted, accepted = drafted.numpy(), accepted.numpy()
         share = (self.rows.remaining / self.rows.remaining.max()) ** STRAGGLING
-        memory.acceptance.update(drafted, accepted, share)
+        memory.kept = DECAY * memory.kept + float(share @ accepted)
+        memory.lost = DECAY * memory.lost + float(share @ (accepted < drafted))
         share = share * (len(room) / share.sum())
         steps = self.seconds(self.rows)
         memory.tokens = self.decay * memory.tokens + float(share @ (accepted + 1))
         memory.seconds = self.decay * memory.seconds + steps[int(drafted.max())]
-        tokens = self._tokens(drafted, accepted, room, memory.acceptance) @ share
+        tokens = self._tokens(drafted, accepted, room, memory.kept / (memory.kept + memory.lost)) @ share
         losses = (steps[np.minimum(self.experts, room.max())] - tokens * memory.seconds / memory.tokens) / steps[0]
         memory.losses = self.decay * memory.losses + losses
 
-    def _tokens(
-        self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, acceptance: Acceptance
-    ) -> np.ndarray:
+    def _tokens(self, drafted: np.ndarray, accepted: np.ndarray, room: np.ndarray, alpha: float) -> np.ndarray:
         """Tokens that each expert would have had in this step [experts, B]: seen, or else expected."""
-        expected, survival = acceptance.tokens(), acceptance.survival()
         own = np.minimum(self.experts[:, None], room)  # [experts, B]
         seen = np.minimum(own, accepted) + 1.0
-        more = (expected[own] - expected[np.minimum(accepted, own)]) / survival[accepted]
+        more = expected_tokens(alpha, self.lengths[-1])[np.maximum(own - accepted, 0)] - 1
         return np.where((accepted == drafted) & (own > drafted), seen + more, seen)

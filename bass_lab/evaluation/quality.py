@@ -32,7 +32,7 @@ from bass_core.draft_length import DraftLengthPolicy
 from bass_core.environment import describe_environment, synchronize
 from bass_core.generation import generate
 from bass_core.models import ModelPair, fingerprints
-from bass_core.policies.goodput import policy_for
+from bass_core.policies import policy_for
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem
 from bass_lab.measure.timed_runs import Clock

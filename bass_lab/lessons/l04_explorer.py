@@ -15,10 +15,9 @@ import pandas as pd
 from bass_core import inputs
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, HuggingFaceHeuristic
 from bass_core.policies.costs import SHIPPED, CostModel
-from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue
+from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
-from bass_core.policies.ragged_budget import RaggedBudget
 from bass_core.trace import Trace
 from bass_lab.show import plots, token_views
 from bass_lab.show.live_figures import live_figure, redraw, stacked

@@ -14,7 +14,7 @@ from bass_core.draft_length import DraftLengthPolicy, FixedLength
 from bass_core.models import ModelPair
 from bass_core.policies import costs
 from bass_core.policies.costs import CostModel
-from bass_core.policies.objective import Objective, first_finished, last_finished
+from bass_core.policies.goodput import Objective, first_finished, last_finished
 from bass_lab.lessons.l04_explorer import KINDS, LOOKS_AT, REGULAR, contest, measured_cpu
 from bass_lab.show import plots
 from bass_lab.study import recorded_acceptance, simulator

@@ -262,7 +262,7 @@ def _feed(
     else:
         ids = torch.ones(batch, query_length, dtype=torch.int64, device=device)
         starts = torch.full((batch,), kv_length, device=device)
-        runner.feed(ids, starts, [kv_length] * batch, [query_length] * batch)
+        runner.feed(ids, starts, [query_length] * batch, starts_host=[kv_length] * batch)
     _, inside = watch.intervals()
     return inside / 1e3
 

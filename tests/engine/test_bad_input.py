@@ -18,7 +18,7 @@ from tiny import (
 from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, BertLMHeadModel, T5Config
 
 import bass_core as bass
-from bass_core import attention, probe, triton_kernels
+from bass_core import kernel_ops, probe
 
 TARGET = tiny_model(dtype="float64")
 DRAFT = tiny_model(dtype="float64", noise=0.02)
@@ -105,13 +105,13 @@ def test_text_whose_ids_the_target_lacks_is_refused():
 
 
 def test_bad_prompt_is_refused_before_unknown_models_are_probed(monkeypatch):
-    monkeypatch.setattr(attention, "_probed", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(probe, "_probed", weakref.WeakKeyDictionary())
     with refused(ValueError, "outside the target's vocabulary"):
         generate([torch.tensor([VOCABULARY])])
 
 
 def test_bad_option_is_refused_before_unknown_models_are_probed(monkeypatch):
-    monkeypatch.setattr(attention, "_probed", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(probe, "_probed", weakref.WeakKeyDictionary())
     for options in ({"eos_token_id": VOCABULARY}, {"stop": "x"}, {"max_batch_size": 0}, {"trace": "everything"}):
         with refused(ValueError, *options):
             generate(PROMPTS, **options)
@@ -272,7 +272,7 @@ def test_stop_that_is_no_text_is_refused(stop):
 
 
 def test_ragged_attention_without_its_kernels_is_refused(monkeypatch):
-    monkeypatch.setattr(triton_kernels, "obstacle", lambda device: "the package bass_kernels is not installed")
+    monkeypatch.setattr(kernel_ops, "obstacle", lambda device: "the package bass_kernels is not installed")
     with refused(ValueError, "attention='ragged'", "bass_kernels", "auto"):
         generate(PROMPTS, attention="ragged")
 

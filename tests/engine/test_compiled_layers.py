@@ -7,7 +7,7 @@ from tiny import ragged_prompts, tiny_model
 from torch._dynamo.utils import counters
 
 import bass_core as bass
-from bass_core import compiled_layers, eager_step
+from bass_core import compiled_layers, recorded_step
 from bass_core.graphs import NothingReadByHost, NotRecordable
 
 PROMPTS = ragged_prompts(5, 11)
@@ -90,7 +90,7 @@ def watched(function):
 
 @pytest.mark.usefixtures("traced_only")
 def test_what_the_host_reads_outside_the_compiled_layers_is_noticed(monkeypatch):
-    monkeypatch.setattr(eager_step, "launched_each_time", watched)
+    monkeypatch.setattr(recorded_step, "launched_each_time", watched)
     target = tiny_model.__wrapped__()
     models = bass.ModelPair(target, tiny_model(noise=0.1))
     decode(models, "compiled")

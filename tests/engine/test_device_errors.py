@@ -18,7 +18,7 @@ from sessions import run_to_the_end
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import attention, sampling
+from bass_core import probe, sampling
 from bass_core.cache import RaggedCache
 
 
@@ -132,7 +132,7 @@ def test_cache_that_cannot_grow_is_explained_and_the_live_rows_go_on_unharmed(mo
 
 @pytest.mark.parametrize("allocator", FULL)
 def test_memory_that_is_full_during_the_probe_does_not_condemn_the_model(monkeypatch, allocator):
-    monkeypatch.setattr(attention, "_probed", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(probe, "_probed", weakref.WeakKeyDictionary())
     pair = bass.ModelPair(copy.deepcopy(tiny_model(dtype="float64")))
     error, kind = FULL[allocator]
     with monkeypatch.context() as patch:

@@ -8,7 +8,7 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.shapes import SHAPES
+from bass_core.models import SHAPES
 
 pytestmark = [
     pytest.mark.gpu,

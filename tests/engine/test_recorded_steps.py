@@ -9,7 +9,7 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
-from bass_core import eager_step
+from bass_core import recorded_step
 from bass_core.graphs import Graphs, NotRecordable
 
 
@@ -342,4 +342,4 @@ def test_what_cannot_be_had_is_refused(monkeypatch, options, says):
 )
 def test_what_auto_means(monkeypatch, device, paths, trace, expected):
     monkeypatch.undo()
-    assert eager_step.resolve("auto", torch.device(device), paths, trace).name == expected
+    assert recorded_step.resolve("auto", torch.device(device), paths, trace).name == expected

@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import bass_core as bass
-from bass_core import shapes
-from bass_core.models import in_dtype, name_of
-from bass_core.shapes import SHAPES, Shape
+from bass_core import models
+from bass_core.models import SHAPES, Shape, in_dtype, name_of
 from bass_lab.measure.roofline import Workload
 
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.ids]
@@ -91,7 +90,7 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 )
 def test_sizes_are_the_published_ones(name, role, parameters, layers, heads, kv_heads, head_dim, context):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shapes.named_config(getattr(SHAPES[name], role), name))
+        model = AutoModelForCausalLM.from_config(models.named_config(getattr(SHAPES[name], role), name))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     work = Workload.of(model)
     assert (work.layers, work.heads, work.kv_heads, work.head_dim) == (layers, heads, kv_heads, head_dim)

@@ -7,7 +7,7 @@ import torch
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import attention, triton_kernels, verification
+from bass_core import attention, kernel_ops, verification
 
 pytestmark = pytest.mark.interpreted
 PROMPTS = ragged_prompts(5, 11, 3)
@@ -25,7 +25,7 @@ def generate(models=None, prompts=PROMPTS, **options):
 @pytest.fixture
 def in_plain_torch(monkeypatch):
     """Until the end of the test, or `.undo()`: nothing runs in the interpreter."""
-    monkeypatch.setattr(triton_kernels, "run_on", lambda device: False)
+    monkeypatch.setattr(kernel_ops, "run_on", lambda device: False)
     return monkeypatch
 
 
@@ -121,9 +121,9 @@ def test_nan_ends_its_row_alone(in_plain_torch, monkeypatch):
 
 
 def test_deterministic_algorithms_reach_the_kernel(monkeypatch):
-    seen, ragged = [], triton_kernels.load().ragged_attention
+    seen, ragged = [], kernel_ops.load().ragged_attention
     monkeypatch.setattr(
-        triton_kernels.load(),
+        kernel_ops.load(),
         "ragged_attention",
         lambda *args, **kw: seen.append(kw["deterministic"]) or ragged(*args, **kw),
     )

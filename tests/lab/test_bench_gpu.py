@@ -11,8 +11,8 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 import bass_core as bass
 from bass_core.draft_length import BassHeuristic
 from bass_core.engine import Session
+from bass_core.models import SHAPES, named_config
 from bass_core.policies.goodput import Goodput
-from bass_core.shapes import SHAPES, named_config
 from bass_lab.checks import exactness
 from bass_lab.measure import gpu_benchmark, records
 from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of

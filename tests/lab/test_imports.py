@@ -13,10 +13,6 @@ LAB = "The lab imports the core, never the other way round"
 DRAWS = "The core imports nothing that draws, serves or sweeps"
 LAYERS = "Modules of the core import from lines below their own"
 CIRCLES = "No circles in the lab, between its folders or inside one"
-needs_policies_package = pytest.mark.xfail(
-    not (ROOT / "bass_core/policies/__init__.py").exists(),
-    reason="bass_core/policies has no __init__.py: import-linter does not see it, and a wheel leaves it out",
-)
 
 
 @pytest.fixture
@@ -38,13 +34,11 @@ def planted(tmp_path):
     return lint
 
 
-@needs_policies_package
 def test_contracts_are_kept(planted):
     done = planted()
     assert done.returncode == 0, done.stdout
 
 
-@needs_policies_package
 @pytest.mark.parametrize(
     ("path", "lines", "broken"),
     [

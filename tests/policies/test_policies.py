@@ -1,6 +1,5 @@
 """The policies that adapt: each rule against cases worked by hand, and what each is for against the simulator."""
 
-import dataclasses
 from copy import deepcopy
 
 import numpy as np
@@ -11,13 +10,12 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, library_policies
 
 import bass_core as bass
-from bass_core.draft_length import RowsView, Signals, cut_lengths, planned_lengths
+from bass_core.draft_length import RowsView, Signals, cut_lengths, expected_tokens, planned_lengths
 from bass_core.models import fingerprints
-from bass_core.policies import costs, goodput
+from bass_core.policies import costs, default_policy, goodput
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import Calibration
-from bass_core.policies.goodput import default_policy
-from bass_core.policies.objective import deadlines, first_finished, last_finished
+from bass_core.policies.goodput import deadlines, first_finished, last_finished
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study.modelled_costs import modelled_costs
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -41,24 +39,58 @@ def taught(policy, accepted, of, steps=50):
     return policy
 
 
+# --- α of rows ---
+
+
+def after(steps, ids=(0, 1, 2)):
+    """α of rows after steps of (kept, lost) each."""
+    alphas = goodput.RowAlphas()
+    alphas.follow(np.array(ids))
+    for kept, lost in steps:
+        alphas.update(np.array(kept), np.array(lost))
+    return alphas
+
+
+def test_alpha_is_the_share_of_drafts_that_were_accepted():
+    assert after([([8, 4, 0], [0, 1, 1])] * 400)() == pytest.approx([0.98, 0.79, 0.17], abs=0.02)
+    kept, lost = goodput.PRIOR
+    assert after([])() == pytest.approx([kept / (kept + lost)] * 3)
+
+
+def test_older_steps_count_less():
+    alphas = after([([4, 4, 4], [0, 0, 0])] * 20 + [([0, 0, 0], [1, 1, 1])] * 100)
+    assert (alphas() < 0.1).all()
+    alphas.update(np.full(3, 5), np.zeros(3))
+    assert alphas.kept == pytest.approx(goodput.DECAY * after([([4] * 3, [0] * 3)] * 20).kept * goodput.DECAY**100 + 5)
+
+
+def test_a_row_that_has_shown_nothing_is_judged_by_the_others():
+    alphas = after([([9, 9, 9], [0, 0, 0])] * 30)
+    alphas.follow(np.array([0, 1, 2, 7]))
+    assert alphas()[3] == pytest.approx(alphas()[:3].mean(), abs=0.02)
+
+
+def test_a_row_that_accepts_all_says_little_to_rows_that_have_shown_that_they_accept_nothing():
+    repeats, *essays = after([([16, 0, 0], [0, 1, 1])] * 60)()
+    assert repeats > 0.97 and max(essays) < 0.4
+
+
+def test_rows_keep_what_they_showed_when_others_end_move_or_join():
+    alphas = after([([3, 1, 0], [0, 1, 1])] * 20)
+    kept, lost = alphas.kept, alphas.lost
+    alphas.follow(np.array([2, 9, 0]))
+    assert alphas.kept.tolist() == [kept[2], 0, kept[0]] and alphas.lost.tolist() == [lost[2], 0, lost[0]]
+
+
 # --- Goodput ---
 
 
 def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
     policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
-    tokens, k = policy.acceptance.tokens(), np.arange(17)
+    tokens, k = expected_tokens(policy.alphas(), 16), np.arange(17)
     expected = policy.weigh(rows([99] * 4), tokens) @ tokens / CHEAP.step(4, k, 0)
     assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
-    assert policy.plan(rows([99] * 4)) == np.argmax(expected >= (1 - goodput.TOLERANCE) * expected.max())
-
-
-def test_goodput_begins_with_what_is_known_of_the_models():
-    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100), draft_launch=1e-3)
-    hard, easy = (
-        bass.Goodput(dataclasses.replace(cost, accepted=(counts,))).plan(rows())
-        for counts in ((9, 1, 0, 0, 0), (0, 0, 0, 1, 9))
-    )
-    assert hard < bass.Goodput(cost).plan(rows()) <= goodput.FIRST < easy
+    assert policy.plan(rows([99] * 4)) == expected.argmax()
 
 
 def test_policies_on_the_same_costs_look_them_up_together(monkeypatch):
@@ -73,55 +105,11 @@ def test_policies_on_the_same_costs_look_them_up_together(monkeypatch):
 def test_goodput_counts_no_token_beyond_a_rows_end():
     policy = taught(bass.Goodput(CHEAP, limit=2), [2, 2], of=2)
     policy.k = 1
-    found = policy.goodputs(rows([7, 1]))  # the first is further from its end than `goodput.END`
-    longer, ending = policy.acceptance.tokens()[0], np.ones(3)  # two more drafts, and none
+    found = policy.goodputs(rows([7, 1]))
+    longer, ending = expected_tokens(policy.alphas()[0], 2), np.ones(3)  # two more drafts, and none
     weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
     tokens = weights @ [longer, ending] * 2 / weights.sum()
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
-
-
-def test_the_draft_that_ends_a_row_saves_a_step():
-    tokens, seconds = np.array([[1.0, 2.0, 3.0]]), np.array([1.0, 1.1, 1.9])  # all drafts are accepted
-    rate = 2 / 1.1  # tokens per second far from the end: k = 1
-    # One to go: 1.0 s. Two: 1.1 s, so the first of them saves 0.1. Three: 1.9 s at once, not 1.1 s and 1.0 s more.
-    worth = [goodput.worth_near_the_end(tokens, np.array([n]), seconds)[0] / rate for n in (1, 2, 3)]
-    assert worth[0] == pytest.approx([1.0, 1.0, 1.0])
-    assert worth[1] == pytest.approx([0.1, 1.1, 1.1])
-    assert worth[2] == pytest.approx([0.8, 0.9, 1.9])
-
-
-def test_goodput_drafts_as_far_as_ends_the_rows_soonest():
-    cost = Line()
-    cost.step = lambda batch, k, kv_length: np.array([1.0, 1.1, 1.9])[k]
-    policy = taught(bass.Goodput(cost, limit=2), [2, 2], of=2)
-    assert [policy.plan(rows([n, n])) for n in (99, 3)] == [1, 2]
-    assert policy.plan(rows([99, 3])) == 1  # the batch is not done when one of them is
-
-
-def seconds_to_the_end(survival, seconds, n):
-    """The least expected seconds that a row needs for n tokens, and the length to draft now: every way is tried."""
-    if n == 0:
-        return 0.0, 0
-    after = [seconds_to_the_end(survival, seconds, n - 1 - accepted)[0] for accepted in range(n)]
-    chances = np.append(survival, 0)
-    ways = []
-    for k in range(min(n, len(seconds))):
-        accepted = [chances[j] - chances[j + 1] for j in range(k)] + [chances[k]]
-        ways.append(seconds[k] + np.dot(accepted, after[: k + 1]))
-    return min(ways), int(np.argmin(ways))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_near_the_end_the_best_length_ends_the_row_soonest(seed):
-    draw = np.random.default_rng(seed)
-    survival = np.append(1, draw.uniform(0.3, 1, 4).cumprod())
-    seconds = 1 + draw.uniform(0, 0.6, 5).cumsum()
-    tokens = survival.cumsum()[None]
-    for n in range(1, 9):
-        worth = goodput.worth_near_the_end(tokens, np.array([n]), seconds)[0]
-        gains = worth[:n] / seconds[:n]
-        assert gains.argmax() == seconds_to_the_end(survival, seconds, n)[1]
-        assert gains.max() == pytest.approx((tokens[0] / seconds).max())  # no step is worth more than its time
 
 
 def decided(policy, rooms, accept, steps):
@@ -160,32 +148,20 @@ def test_goodput_drafts_again_once_drafts_are_accepted():
     assert planned[0] == 0 and planned[-1] >= 8
 
 
-def test_regular_decoding_has_to_promise_more_for_nothing_is_learnt_from_it(monkeypatch):
-    policy = bass.Goodput(CHEAP)
-    policy.start(rows())
-    for regular, k in ((1 + goodput.LEARNT / 2, 1), (1 + 2 * goodput.LEARNT, 0)):
-        monkeypatch.setattr(policy, "_gains", lambda rows, seconds, regular=regular: np.array([regular, 1.0]))
-        assert policy.plan(rows()) == k
-
-
-def test_the_first_step_drafts_little():
-    policy = bass.Goodput(Line(0.01, 0.01))
-    policy.start(rows())
-    assert policy.plan(rows()) == goodput.FIRST
-
-
 def test_rows_count_by_the_steps_that_they_still_need():
     """Of rows with as much to write, one accepts all and one little: the batch is done when the second is."""
     policy = taught(bass.Goodput(CHEAP), [6, 1], of=6)
     policy.k = 6
-    sure, doubtful = policy.weigh(rows([900, 900]), policy.acceptance.tokens())
+    sure, doubtful = policy.weigh(rows([900, 900]), expected_tokens(policy.alphas(), 16))
     assert doubtful > 1.9 and sure + doubtful == pytest.approx(2)
-    sure, doubtful = policy.weigh(rows([900, 9]), policy.acceptance.tokens())  # now it has little left to write
+    sure, doubtful = policy.weigh(
+        rows([900, 9]), expected_tokens(policy.alphas(), 16)
+    )  # now it has little left to write
     assert sure > 1.9 and sure + doubtful == pytest.approx(2)
 
 
 def test_goodput_drafts_as_the_rows_that_end_last_want_it():
-    policy = taught(bass.Goodput(CHEAP), [6, 6, 0, 0], of=6)
+    policy = taught(bass.Goodput(Line(0.2, 0.1)), [6, 6, 0, 0], of=6)
     best = [policy.goodputs(rows(rooms)).argmax() for rooms in ([100, 100, 900, 900], [900, 900, 100, 100])]
     assert best[0] == 0 and best[1] >= 8
 
@@ -198,8 +174,8 @@ def test_goodput_learns_that_a_lookup_finds_nothing():
         policy.plan(rows([999, 999]))
         policy.wanted = np.array([4, 4])
         policy.update(torch.tensor([4, 0]), torch.tensor([4, 0]))
-    found, missing = policy.acceptance.survival()[:, 1]
-    assert found > 0.95 and missing < 0.05
+    found, missing = policy.alphas()
+    assert found > 0.95 and missing < 0.2
 
 
 def test_a_new_decode_starts_afresh_and_joining_rows_do_not():
@@ -315,7 +291,7 @@ def test_marginal_value_draws_while_a_slot_is_worth_its_time():
     policy = bass.MarginalValue(CHEAP, trusted=1.0)
     policy.start(rows())
     assert policy.plan(rows()) == 16
-    rate = policy.goodputs(rows())[goodput.FIRST]
+    rate = policy.goodputs(rows())[policy.k]
     assert policy.price[:16] == pytest.approx(np.full(16, rate * 0.15), rel=0.02)
     assert policy.verify_price == pytest.approx(np.full(16, rate * 0.05), rel=0.02)
     # two sure rows: on; then one draft in ten: less than its verification
@@ -327,8 +303,8 @@ def test_marginal_value_draws_what_its_pass_has_paid_for_and_stops_there():
     policy = bass.MarginalValue(CHEAP, trusted=1.0)
     policy.start(rows())
     policy.plan(rows())
-    # the goodput is 3.7 tokens in the time of a regular step: a slot has to bring 0.56 tokens, its verification 0.19
-    assert policy.price[0] == pytest.approx(0.56, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
+    # the goodput is 3.8 tokens in the time of a regular step: a slot has to bring 0.57 tokens, its verification 0.19
+    assert policy.price[0] == pytest.approx(0.57, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
     policy.calibration = lambda maximum: maximum  # at its word
     assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
     assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14

@@ -124,10 +124,10 @@ def test_a_packed_pass_equals_the_rectangular_one(architecture, path):
             runner.feed_last(ids, lengths, 12)
             starts = torch.tensor(lengths)
             following = ids.gather(1, starts[:, None] + torch.arange(4))
-            runner.feed(following, starts, lengths, submitted, packed=packed)
+            runner.feed(following, starts, submitted, starts_host=lengths, packed=packed)
             # once more, over what the first pass has written
             starts = starts + torch.tensor(submitted)
-            found = runner.feed(following, starts, starts.tolist(), [1, 2, 0, 4], packed=packed)
+            found = runner.feed(following, starts, [1, 2, 0, 4], starts_host=starts.tolist(), packed=packed)
             logits.append([found[row, :n] for row, n in enumerate([1, 2, 0, 4])])
     for one, other in zip(*logits, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
@@ -171,7 +171,7 @@ def test_tokens_that_round_a_packed_pass_up_change_nothing(monkeypatch):
                 )
             runner.feed_last(ids, lengths, 6)
             for _ in range(2):
-                logits = runner.feed(ids[:, :3], torch.tensor(lengths), lengths, [3, 1], packed=True)
+                logits = runner.feed(ids[:, :3], torch.tensor(lengths), [3, 1], starts_host=lengths, packed=True)
         found.append(logits)
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1, :1], found[1][1, :1])
 

@@ -12,7 +12,7 @@ from tiny import ragged_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
 import bass_core as bass
-from bass_core import eager_step
+from bass_core import recorded_step
 from bass_core.graphs import Graphs, NothingReadByHost, launched_each_time
 
 
@@ -65,21 +65,21 @@ def recorded(device: torch.device):
 
 def use_on_cpu(monkeypatch) -> None:
     """compile="graphs" and "auto" mean this recorder from now on."""
-    monkeypatch.setattr(eager_step, "captured", recorded)
+    monkeypatch.setattr(recorded_step, "captured", recorded)
     monkeypatch.setattr(
-        eager_step,
+        recorded_step,
         "resolve",
-        lambda wanted, *_: eager_step.WAYS["graphs" if wanted == "auto" else wanted],
+        lambda wanted, *_: recorded_step.WAYS["graphs" if wanted == "auto" else wanted],
     )
 
 
 def use_fixed_steps(monkeypatch) -> None:
     """Every session takes steps of fixed shapes from now on, launched each time."""
 
-    def make(way, fall_back, *arguments, **options):
-        return eager_step.FixedStep(*arguments, graphs=Graphs(launched_each_time), **options)
+    def make(way, fall_back, *arguments):
+        return recorded_step.RecordedStep(*arguments, Graphs(launched_each_time))
 
-    monkeypatch.setattr(eager_step, "make", make)
+    monkeypatch.setattr(recorded_step, "make", make)
 
 
 # --- recorded against eager ---

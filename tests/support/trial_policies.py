@@ -9,7 +9,7 @@ import torch
 
 import bass_core as bass
 from bass_core import DraftLengthPolicy
-from bass_core.policies.objective import first_finished
+from bass_core.policies.goodput import first_finished
 
 
 class StopWhenUnsure(DraftLengthPolicy):

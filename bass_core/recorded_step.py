@@ -1,0 +1,250 @@
+"""A decode step as functions of fixed shapes over fixed memory, so that CUDA graphs may hold them.
+
+There are two, one for the draft phase and one for everything after it. Nothing in them is known on the host. The same
+functions are what compiled layers run in (`compile=`; `resolve` says which way a session takes).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bass_core import inputs
+from bass_core.draft_length import DraftLengthPolicy
+from bass_core.drafters import Context, Draft, Drafter, ModelDrafter
+from bass_core.eager_step import Decided, EagerStep, StepOptions
+from bass_core.graphs import Graphs, captured, launched_each_time
+from bass_core.rows import Rows
+from bass_core.runner import Runner
+
+NOBODY = -1
+
+
+class Execution(NamedTuple):
+    """How the work reaches the device: layers through torch.compile or as they are, launched or as CUDA graphs."""
+
+    compiled: bool = False
+    recorded: bool = False
+
+    @property
+    def name(self) -> str:
+        """What `compile=` calls it."""
+        return "+".join([name for name, on in (("compiled", self.compiled), ("graphs", self.recorded)) if on]) or "off"
+
+
+WAYS = {way.name: way for way in (Execution(c, r) for c in (False, True) for r in (False, True))}
+
+
+def resolve(wanted: str, device: torch.device, paths: Sequence[str | None], trace: str) -> Execution:
+    """What `compile=wanted` means for models on these attention paths; "auto" is CUDA graphs where they can be.
+
+    Raises ValueError for what cannot be honoured.
+    """
+    inputs.one_of("compile", wanted, ("auto", *WAYS))
+    obstacles = []
+    if "split" in paths:
+        obstacles.append("attention='split' launches by lengths that only the host knows: use another path")
+    if trace == "tokens":
+        obstacles.append("trace='tokens' wants every distribution on the host: use trace='steps'")
+    if wanted == "auto":
+        return Execution(recorded=device.type == "cuda" and not obstacles)
+    way = WAYS[wanted]
+    if way.recorded and device.type != "cuda":
+        obstacles.append(f"CUDA graphs need a CUDA GPU, and the models are on {device}: use compile='compiled'")
+    if obstacles and way != Execution():
+        raise ValueError(f"compile={wanted!r} cannot be had here; {obstacles[0]}, or compile='off'")
+    return way
+
+
+class RecordedStep(EagerStep):
+    """Steps as functions of fixed shapes over fixed memory: one for the draft phase, one for what follows it.
+
+    Shapes are the batch rounded up to a power of two, the draft length and, on paths that need it, the extent of the
+    keys, rounded up to a multiple of 128. Each is recorded once (module graphs). Places without a row submit nothing,
+    write to the scratch slot and do not move; while a function is recorded, all places are such. Rows that near their
+    end submit fewer drafts than were planned, in functions that are wide enough for more: new ones would take longer.
+
+    Policies that are asked between draft passes have these recorded one by one, drafters without a model none.
+    """
+
+    records = True
+
+    def __init__(self, rows: Rows, target: Runner, drafter: Drafter, options: StepOptions, graphs: Graphs):
+        super().__init__(rows, target, drafter, options)
+        self.graphs = graphs
+        places, device = self.rows.max_rows, self.rows.device
+        # Drafts that each place submits; -1: no row lives there.
+        self.planned = torch.full((places,), NOBODY, dtype=torch.int64, device=device)
+        self._staged = torch.empty(places, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._finite = torch.ones(places, dtype=torch.bool, device=device)
+        self._drafted = torch.zeros(places, 0, dtype=torch.int64, device=device)
+        self._q: Tensor | None = None  # float [places, K, V], once a draft has shown that it has one
+        self._memory: tuple[int, ...] = ()
+        self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by places
+        if isinstance(self.drafter, ModelDrafter):
+            self.drafter.recorded = RecordedPasses(self.drafter.runner, graphs)
+
+    def begin_decode(self, rows: int, most: int) -> Context:
+        return self.rows.context(range(rows), most)  # noise is made where it is needed: inside the phases
+
+    def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        rows = len(lengths)
+        places, most = self._places(rows), int(lengths.max())
+        alone = isinstance(self.drafter, ModelDrafter) and not policy.asks_while_drafting
+        if alone:
+            most = self._width(places, most, int(planned.max()))
+        self._settle(most)
+        self._announce(lengths)
+        if not alone and most > 0:
+            draft = self.drafter.draft(self.context(context.places, most), lengths, policy)
+            self._store(draft)
+            self._announce(draft.lengths_host)
+            return draft
+        if lengths.any():
+            self.drafter.catch_up(context, lengths)
+            extent = self.drafter.runner.extent(int((context.lengths_host + lengths).max()))
+            self._run(("draft", places, most, extent), lambda: self._draft_phase(places, most, extent))
+        else:
+            self._finite.fill_(True)
+        q = None if self._q is None or most == 0 else self._q[:rows, :most]
+        return Draft(self._drafted[:rows, :most], self.planned[:rows], lengths, q, self._finite[:rows])
+
+    def verify(
+        self, context: Context, draft: Draft, logits: Tensor | None = None, live: Tensor | None = None
+    ) -> Decided:
+        if logits is not None:
+            return super().verify(context, draft, logits, live)
+        rows, drafted = draft.tokens.shape
+        places, extent = self._places(rows), self.target.extent(int((context.lengths_host + draft.lengths_host).max()))
+        certain = draft.probs is None
+        key = ("verify", places, drafted, extent, certain)
+        block = self._run(key, lambda: self._verify_phase(places, drafted, extent, certain))
+        self.options.begin("commit")
+        return Decided(block[:rows])
+
+    # --- the two phases: nothing in them comes from the host --------------------------------------
+
+    def _draft_phase(self, places: int, most: int, extent: int) -> None:
+        context = self.context(range(places), most)
+        self._store(self.drafter.draft_fixed(context, self.planned[:places], most, extent))
+
+    def _verify_phase(self, places: int, drafted: int, extent: int, certain: bool) -> Tensor:
+        context, planned = self.context(range(places), drafted), self.planned[:places]
+        tokens, q = self._drafted[:places, :drafted], None if certain else self._q[:places, :drafted]
+        draft = Draft(tokens, planned.clamp(min=0), None, q, self._finite[:places])
+        ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
+        logits = self.target.feed(ids, context.lengths - 1, planned + 1, extent=extent)
+        return super().verify(context, draft, logits, live=planned > NOBODY).block
+
+    def _width(self, places: int, submitted: int, planned: int) -> int:
+        """For how many drafts the step's functions have room.
+
+        That is as many as rows submit. Where these are fewer than were planned, it is the smallest room that was met
+        before and is enough for them.
+        """
+        known = self._widths[places]
+        width = min((width for width in known if submitted <= width <= planned), default=submitted)
+        known.add(width)
+        return width
+
+    # --- the memory that they stand on ------------------------------------------------------------
+
+    def _settle(self, most: int) -> None:
+        """Room for so many drafts, and no recordings of memory that has moved."""
+        if most > self._drafted.shape[1]:
+            room = max(8, 1 << (most - 1).bit_length())
+            self._drafted = self._drafted.new_zeros(self.rows.max_rows, room)
+            self._q = None
+            self.graphs.clear()
+        memory = self.rows.capacity, self.target.cache.slots
+        if memory != self._memory:
+            self._memory = memory
+            self.graphs.clear()
+
+    def _announce(self, lengths: np.ndarray) -> None:
+        """Tell the device what each place submits. The copy runs beside the host, which next writes here after the
+        step's one copy back."""
+        self._staged.fill_(NOBODY)
+        self._staged[: len(lengths)] = torch.from_numpy(lengths)
+        self.planned.copy_(self._staged, non_blocking=True)
+
+    def _store(self, draft: Draft) -> None:
+        """Keep a draft where the next phase finds it."""
+        rows, most = draft.tokens.shape
+        self._drafted[:rows, :most] = draft.tokens
+        self._finite[:rows] = draft.finite
+        if draft.probs is not None:
+            if self._q is None:
+                self._q = draft.probs.new_zeros(self.rows.max_rows, self._drafted.shape[1], self.vocabulary)
+            self._q[:rows, :most] = draft.probs
+
+    def _run(self, key: tuple, function: Callable[[], Tensor | None]) -> Tensor | None:
+        if self.graphs.due(key):
+            self.planned.fill_(NOBODY)  # recording may call the function, and then no row may move
+            self.graphs.record(key, function)
+            self.planned.copy_(self._staged, non_blocking=True)
+        return self.graphs.run(key, function)
+
+    def _places(self, rows: int) -> int:
+        return fixed_places(rows, self.rows.max_rows)
+
+    @property
+    def recordings(self) -> int:
+        return self.graphs.made
+
+    def release(self) -> None:
+        self.graphs.clear()
+
+
+class RecordedPasses:
+    """Passes of a runner over the last one or two tokens of each row, recorded once per shape."""
+
+    def __init__(self, runner: Runner, graphs: Graphs):
+        self.runner, self.graphs = runner, graphs
+        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # the memory that recordings read
+
+    def __call__(self, ids: Tensor, starts: Tensor, query_lengths: Sequence[int], starts_host: Sequence[int]) -> Tensor:
+        """Logits [B, V] after the last of ids [B, Q], Q <= 2, as `Runner.feed` would give. The next pass overwrites
+        them."""
+        rows, width = ids.shape
+        most = self.runner.cache.max_rows
+        if self._inputs is None:
+            self._inputs = ids.new_zeros(most, 2), starts.new_zeros(most), starts.new_zeros(most)
+        places, extent = fixed_places(rows, most), self.runner.extent(max(starts_host) + width)
+        fed, first, counts = (buffer[:places] for buffer in self._inputs)
+        fed[:rows, :width], first[:rows] = ids, starts
+        counts.zero_()
+        counts[:rows] = torch.as_tensor(query_lengths, device=ids.device)
+        key = ("pass", places, width, extent)
+
+        def fixed() -> Tensor:
+            return self.runner.feed(fed[:, :width], first, counts, extent=extent, last_only=True)
+
+        if self.graphs.due(key):
+            self.graphs.record(key, fixed)
+        return self.graphs.run(key, fixed)[:rows, -1]
+
+
+def fixed_places(rows: int, most: int) -> int:
+    """The rows of a fixed pass: rounded up to a power of two, since each number of them is another pass to record."""
+    return min(1 << (rows - 1).bit_length(), most)
+
+
+def make(
+    way: Execution,
+    fall_back: Callable[[], None] | None,
+    rows: Rows,
+    target: Runner,
+    drafter: Drafter,
+    options: StepOptions,
+) -> EagerStep:
+    """The steps of `rows` in that way. fall_back: called if they cannot be recorded after all (None: that raises)."""
+    if way == Execution():
+        return EagerStep(rows, target, drafter, options)
+    record = captured(rows.device) if way.recorded else launched_each_time
+    return RecordedStep(rows, target, drafter, options, Graphs(record, fall_back=fall_back))
