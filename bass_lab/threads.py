@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-BUSY = 0.5  # CPUs that others use; more than this, and one of our threads often waits for a CPU
+BUSY = 0.5  # CPUs missing to our threads beside other programs; above this, some often wait for one
+MARGIN = 1.3  # how much faster one thread has to be: so short a pass, beside others, is inexact
 LOOK = 0.25  # seconds to watch the others
 PASS = 0.025  # seconds to multiply matrices with each number of threads
 TICKS = Path("/proc/stat")
@@ -43,13 +44,14 @@ def settle_threads(say: Callable[[str], None] = print) -> Choice | None:
     Takes a third of a second. Where the user has settled it, all stays as it is and nothing is said: None.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = torch.get_num_threads()
+    threads = _before.get(torch.get_num_threads(), torch.get_num_threads())
     if settled_by_user(os.environ, threads, cpus):
         return None
     others = cpus_of_others(LOOK)
-    _idle_team.keep(others > BUSY)
+    _idle_team.keep(threads if threads > 1 and is_busy(threads, others, cpus) else 0)
     choice = choose(threads, others, cpus, speed)
     torch.set_num_threads(choice.threads)
+    _before[choice.threads] = threads
     say(choice.sentence)
     return choice
 
@@ -59,17 +61,21 @@ def settled_by_user(environment: Mapping[str, str], threads: int, cpus: int) -> 
     return any(name in environment for name in SETTINGS) or threads not in (cpus, cpus // 2)
 
 
+def is_busy(threads: int, others: float, cpus: int) -> bool:
+    return threads + others - cpus > BUSY
+
+
 def choose(threads: int, others: float, cpus: int, speed: Callable[[int], float]) -> Choice:
-    """All threads or one, whichever is faster, beside programs that use so many of the CPUs.
+    """All threads, or one where it is faster, beside other programs that use so many of the CPUs.
 
     speed: how fast so many threads are, in any unit.
     """
-    busy = others > BUSY
+    busy = is_busy(threads, others, cpus)
     how = "asleep while they wait" if busy else "awake while they wait"
-    if threads > 1 and speed(1) > speed(threads):
+    if threads == 1:
+        how = "with no other to wait for"
+    elif speed(1) > MARGIN * speed(threads):
         how, threads = f"faster here than {threads}", 1
-    elif threads == 1:
-        how = "all there is"
     warning = ": times measured now say little" if busy else ""
     return Choice(threads, busy, f"Threads: {threads}, {how}; other programs use {others:.1f} of {cpus} CPUs{warning}.")
 
@@ -107,18 +113,19 @@ def speed(threads: int) -> float:
 
 
 class _IdleTeam:
-    """A second team of OpenMP's, of as many threads as torch has, that does nothing but exist."""
+    """A second team of OpenMP's threads that does nothing but exist."""
 
     def __init__(self):
         self._end: threading.Event | None = None
 
-    def keep(self, wanted: bool) -> None:
-        if wanted and self._end is None:
+    def keep(self, threads: int) -> None:
+        """A team of so many threads from now on, unless there is one; none if 0."""
+        if threads and self._end is None:
             made, self._end = threading.Event(), threading.Event()
-            arguments = (torch.get_num_threads(), made, self._end)
+            arguments = (threads, made, self._end)
             threading.Thread(target=_be_a_team, args=arguments, name="idle OpenMP team", daemon=True).start()
             made.wait()
-        elif not wanted and self._end is not None:
+        elif not threads and self._end is not None:
             self._end.set()
             self._end = None
 
@@ -131,3 +138,4 @@ def _be_a_team(threads: int, made: threading.Event, end: threading.Event) -> Non
 
 
 _idle_team = _IdleTeam()
+_before: dict[int, int] = {}  # by the number of threads that we set, the number that there was

@@ -8,8 +8,10 @@ import time
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from bass_lab import threads
+from bass_lab.cli.main import app
 
 WARNING = ": times measured now say little"
 
@@ -32,8 +34,9 @@ def machine(monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     use(0.0)
+    monkeypatch.setattr(threads, "_before", {})
     yield use
-    threads._idle_team.keep(False)
+    threads._idle_team.keep(0)
     torch.set_num_threads(before)
 
 
@@ -42,8 +45,8 @@ def machine(monkeypatch):
     [
         (0.1, 1.0, 1.6, 2, "Threads: 2, awake while they wait; other programs use 0.1 of 2 CPUs."),
         (0.1, 1.0, 0.3, 1, "Threads: 1, faster here than 2; other programs use 0.1 of 2 CPUs."),
-        (1.9, 1.0, 1.1, 2, f"Threads: 2, asleep while they wait; other programs use 1.9 of 2 CPUs{WARNING}."),
-        (1.9, 1.0, 0.8, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
+        (1.9, 1.0, 0.9, 2, f"Threads: 2, asleep while they wait; other programs use 1.9 of 2 CPUs{WARNING}."),
+        (1.9, 1.0, 0.6, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
     ],
 )
 def test_choice_by_what_others_leave_and_what_is_faster(others, one, two, chosen, sentence):
@@ -51,9 +54,15 @@ def test_choice_by_what_others_leave_and_what_is_faster(others, one, two, chosen
     assert choice == threads.Choice(chosen, others > 1, sentence)
 
 
-def test_one_thread_of_one_cpu_is_not_timed():
+def test_one_thread_is_not_timed():
     choice = threads.choose(1, 0.0, 1, None)
-    assert (choice.threads, choice.sentence) == (1, "Threads: 1, all there is; other programs use 0.0 of 1 CPUs.")
+    assert (choice.threads, choice.busy) == (1, False)
+    assert choice.sentence == "Threads: 1, with no other to wait for; other programs use 0.0 of 1 CPUs."
+
+
+def test_programs_on_cpus_that_we_leave_free_do_not_count():
+    assert threads.is_busy(16, 1.0, 16)
+    assert not threads.is_busy(8, 7.0, 16)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,24 @@ def test_settling_says_one_line_and_sets_the_number(machine, capsys):
     machine(others=0.0, one=2.0, two=1.0)
     assert threads.settle_threads().threads == torch.get_num_threads() == 1
     assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_settling_again_looks_at_all_threads_again(machine):
+    machine(others=0.0, one=2.0, two=1.0)
+    assert threads.settle_threads(str).threads == 1
+    machine(others=0.0)
+    assert threads.settle_threads(str).threads == torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["notebooks"], 1), (["notebooks", "--help"], 0)])
+def test_command_settles_threads_on_standard_error_unless_asked_for_help(
+    machine, monkeypatch, tmp_path, arguments, said
+):
+    monkeypatch.chdir(tmp_path)  # where there are no lessons to build
+    monkeypatch.setattr(sys, "argv", ["bass", *arguments])
+    result = CliRunner().invoke(app, arguments)
+    assert result.stderr.count("Threads: 2, awake") == said
+    assert "Threads: 2" not in result.stdout
 
 
 def idle_teams() -> int:
@@ -136,7 +163,7 @@ def used_while_nothing_is_done():
 
 torch.set_num_threads(2)
 print(used_while_nothing_is_done())
-threads._idle_team.keep(True)
+threads._idle_team.keep(2)
 print(used_while_nothing_is_done())
 """
 
