@@ -34,15 +34,13 @@ from bass_core.trace import Stopwatch
 from bass_lab.study import mixed_model
 from bass_lab.study.mixed_model import Sample
 from bass_lab.study.modelled_costs import best_fixed_length, predict
-from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
+from bass_lab.texts.prompt_sets import prompt_set
 
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
 PROMPT = 16  # tokens of the rows whose steps are timed
 REPLAYS = 3  # timed steps of each draft length, where steps are recorded
 RECORDING = 2  # steps before them: the first is launched, the second recorded
-TEXTS, TOKENS, ASKED = 8, 96, 8  # to count accepted drafts: prompts of each set, tokens of a row (what is accepted
-# changes along a text, beginnings alone would mislead), drafts of a step
 QUIET = 0.25  # spread of the samples
 OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
@@ -101,30 +99,9 @@ def calibrate(
     return CostModel(
         device=device_name(pair.device),
         models=_described(pair),
-        accepted=accepted(pair, temperature),
         measured=describe_environment() | how,
         **{"draft_phases": None} | tables,
     )
-
-
-def accepted(pair: ModelPair, temperature: float = 0.0) -> tuple[tuple[int, ...], ...] | None:
-    """How many of `ASKED` drafts are accepted: for each text, of its steps, how many had 0, 1, … `ASKED`.
-
-    Of the last prompts of both sets; None for a pair that cannot read them (no tokenizer, a short context) or that
-    writes noise (dummy weights).
-    """
-    if pair.tokenizer is None or pair.synthetic:
-        return None
-    texts = [text for name in PROMPT_SETS for text in prompt_set(name)[-TEXTS:]]
-    room = inputs.context_of(pair) - TOKENS
-    texts = [text for text in texts if len(pair.tokenizer(text)["input_ids"]) <= room]
-    if not texts:
-        return None
-    options = {"draft_length": ASKED, "max_new_tokens": TOKENS, "temperature": temperature, "eos_token_id": ()}
-    steps = generate(pair, texts, **options).trace.steps.query("kind == 'decode'")
-    written = 1 + steps.kv_length - steps.groupby("row").kv_length.transform("min")
-    whole = steps[written + ASKED < TOKENS]  # not cut at the row's end
-    return tuple(tuple(np.bincount(part.accepted, minlength=ASKED + 1).tolist()) for _, part in whole.groupby("row"))
 
 
 def _axes(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from bass_core.draft_length import expected_tokens
 from bass_core.policies.costs import PASS_AXES, PHASE_AXES, CostModel, Table
 from bass_core.trace import Trace
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -88,10 +89,8 @@ def best_fixed_length(
     """The draft length of most expected tokens per second, and its speed over regular decoding.
 
     alpha: chance that a draft is accepted, given that all before it were, the same for all rows and slots. The batch
-    decodes on as a whole: what is gained is tokens per step, Leviathan et al. 2023, equation 1.
+    decodes on as a whole: what is gained is tokens per step.
     """
-    lengths = np.arange(most + 1)
-    expected = np.cumsum(alpha**lengths)  # (1 - alpha^(k + 1)) / (1 - alpha)
-    seconds = cost.step(batch, lengths, kv_length)
-    gain = expected * seconds[0] / seconds
+    seconds = cost.step(batch, np.arange(most + 1), kv_length)
+    gain = expected_tokens(alpha, most) * seconds[0] / seconds
     return int(gain.argmax()), float(gain.max())

@@ -15,7 +15,6 @@ from bass_core.policies.costs import costs_for
 from bass_lab.cli import main
 from bass_lab.study import calibration
 from bass_lab.study.calibration import Turn
-from bass_lab.texts.prompt_sets import prompt_set
 
 SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "seconds": 0.0}
 
@@ -152,18 +151,6 @@ def test_short_turns_come_more_often_than_long_ones_and_rare_points_more_often_t
     assert found["short"] == pytest.approx(4 * found["long"], abs=4)
     assert found["rare"] == pytest.approx(2 * found["long"], abs=2)
     assert visits(end=0.0) == {"short": 1, "long": 1, "rare": 1}
-
-
-def test_accepted_drafts_are_counted_where_nothing_cuts_them(monkeypatch):
-    monkeypatch.setattr(calibration, "TEXTS", 2)
-    embedded = bass.load_pair(dtype="float32")
-    found = calibration.accepted(embedded)
-    texts = [text for name in ("mini", "library") for text in prompt_set(name)[-2:]]
-    steps = bass.generate(embedded, texts, draft_length=8, max_new_tokens=96, eos_token_id=()).trace.steps
-    whole = steps.query("kind == 'decode' and drafted == 8")
-    assert found == tuple(tuple(np.bincount(part.accepted, minlength=9)) for _, part in whole.groupby("row"))
-    assert len(found) == 4 and sum(map(sum, found)) > 20
-    assert calibration.accepted(bass.ModelPair(tiny_model(), tiny_model(noise=0.1))) is None
 
 
 # --- the command ---
