@@ -4,12 +4,12 @@ A replay (`replay`) takes texts from an `AcceptanceTrace`, tosses a coin for eac
 been drafted), and lets a policy decode them as the engine would. No model runs.
 
 **Exact or not.** Under token verification (and for greedy decoding) the accepted counts that a policy of history meets
-here have the engine's law, see `acceptance`: fixed lengths, Algorithm 1, transformers' schedule, anything whose `plan`
-reads rows and what `update` told it. Policies with `keep_drafting` are answered with the draft's distributions over the
-text up to the first rejected draft, then with those of a recorded rollout. Within one replay a rollout is met once at
-most (a rejection at a position settles it), so that these are simulated exactly too, as long as no step drafts further
-past a rejection than the rollout is long; beyond it the rollout's last signals repeat. (Rollouts are kept in half
-precision, which can tip a close decision about drafts after a rejected one.) Policies with `choose`, such as
+here have the engine's law, see `recorded_acceptance`: fixed lengths, Algorithm 1, transformers' schedule, whatever only
+plans by rows and by what `update` told it. Policies with `keep_drafting` are answered with the draft's distributions
+over the text up to the first rejected draft, then with those of a recorded rollout. Within one replay a rollout is met
+once at most (a rejection at a position settles it), so that these are simulated exactly too, as long as no step drafts
+further past a rejection than the rollout is long; beyond it the rollout's last signals repeat. (Rollouts are kept in
+half precision, which can tip a close decision about drafts after a rejected one.) Policies with `choose`, such as
 `RaggedBudget`, are shown what was drafted: the text's tokens up to the first rejected draft, that one, and those of its
 rollout, with their own probabilities. What they submit counts as drafted. A draft that they drop leaves no trace, since
 they never saw it, and one that they submit is settled: so these are exact to the same length. Replays of one trace
@@ -40,7 +40,7 @@ from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.policies.costs import Cost
 from bass_core.trace import Trace
-from bass_lab.study import hindsight, recorded_acceptance
+from bass_lab.study import hindsight, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, ReplayedStep, decode, step_seconds
 
@@ -194,7 +194,7 @@ def compare_with_real(
         out = generate(
             pair, prompts, draft_length=deepcopy(policy), max_new_tokens=max_new_tokens, eos_token_id=(), **sampled
         )
-        recorded = recorded_acceptance.teacher_forced(pair, prompts, out.sequences, rollout=rollout, **sampled)
+        recorded = recording.teacher_forced(pair, prompts, out.sequences, rollout=rollout, **sampled)
         replays = Replay.draws(recorded.past_eos(), batch=range(len(prompts)), seed=seed, repeats=repeats)
         simulated = float(np.mean([_tokens_per_step(decode(drawn, deepcopy(policy))) for drawn in replays]))
         real = out.trace.summary()["tokens_per_step"]

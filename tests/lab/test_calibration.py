@@ -60,7 +60,7 @@ def test_recorded_rows_stand_about_where_the_table_says(pair, monkeypatch):
         return original(self, kind, planned, context, *rest)
 
     monkeypatch.setattr(bass.Session, "_record", note)
-    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3], 0.0))
+    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
     decoded = seen[1:]
     assert [planned for planned, _ in decoded] == [[k, k] for k in (0, 1, 3) for _ in range(5)]
     assert [rows[0] - 1 for _, rows in decoded] == list(range(34, 49))  # cached positions, 40 in the middle

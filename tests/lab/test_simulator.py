@@ -12,7 +12,7 @@ from trial_policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
 import bass_core as bass
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.show import plots
-from bass_lab.study import hindsight, recorded_acceptance
+from bass_lab.study import hindsight, recording
 from bass_lab.study.modelled_costs import modelled_costs, predict
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode
@@ -212,9 +212,7 @@ def tiny_pair():
 
 @pytest.fixture(scope="module")
 def greedy(tiny_pair):
-    return recorded_acceptance.record(
-        tiny_pair, ragged_prompts(4, 9, 6, 13), max_new_tokens=40, temperature=0.0, rollout=8
-    )
+    return recording.record(tiny_pair, ragged_prompts(4, 9, 6, 13), max_new_tokens=40, temperature=0.0, rollout=8)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -246,7 +244,7 @@ def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
 def test_greedy_replay_of_texts_that_end_is_the_engines_run():
     """The embedded pair, whose texts end at EOS at different times."""
     pair, prompts = bass.load_pair(dtype="float32"), prompt_set("mini", 4)
-    trace = recorded_acceptance.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
+    trace = recording.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
     assert len(set(trace.lengths)) > 1
     budgets = bass.MarginalValue(CHEAP, limit=8), bass.RaggedBudget(CHEAP, limit=8), bass.RaggedBudget(Line(0.02, 0.5))
     for policy in (
