@@ -117,9 +117,11 @@ def test_chances_are_the_smaller_of_one_and_q_over_p(tiny_pair):
     assert 0.1 < trace.accept[at].mean() < 0.95
 
 
-def test_signals_are_those_that_the_engine_shows(tiny_pair):
-    """Along the text and after a rejection, greedy: there the rollout is the only one there is."""
-    prompt, heard = ragged_prompts(5), []
+@pytest.fixture(scope="module")
+def shown(tiny_pair):
+    """Of a greedy decode (there the rollout is the only one there is): its recording; how many drafts the step at each
+    place accepts; what the engine shows by place and slot: entropy and maximum before a draft, then its chance."""
+    prompt, heard, submitted = ragged_prompts(5), {}, {}
 
     class Listener(bass.DraftLengthPolicy):
         def plan(self, rows):
@@ -127,14 +129,24 @@ def test_signals_are_those_that_the_engine_shows(tiny_pair):
             return 4
 
         def keep_drafting(self, signals):
-            heard.append((self.at, signals.slot, float(signals.entropy[0]), float(signals.maximum[0])))
+            heard[self.at, signals.slot] = float(signals.entropy[0]), float(signals.maximum[0])
             return torch.ones_like(signals.drafting)
+
+        def choose(self, hidden):
+            for slot in range(hidden.lengths[0]):
+                submitted[self.at, slot] = hidden.maximum(0), hidden.submit(0)
 
     out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=Listener(), eos_token_id=())
     trace = recording.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
-    accepted = {at: n for at, n in zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True)}
+    accepted = dict(zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True))
+    return trace, accepted, heard, submitted
+
+
+def test_signals_are_those_that_the_engine_shows(shown):
+    """Along the text and after a rejection."""
+    trace, accepted, heard, _ = shown
     off_text = 0
-    for at, slot, entropy, maximum in heard:
+    for (at, slot), (entropy, maximum) in heard.items():
         past = slot - accepted[at] - 1
         off_text += past >= 0
         if past < 0:
@@ -146,24 +158,11 @@ def test_signals_are_those_that_the_engine_shows(tiny_pair):
     assert 10 < off_text < len(heard) - 10
 
 
-def test_drafts_chances_are_those_that_the_engine_shows(tiny_pair):
-    """Accepted ones, rejected ones and those after them, greedy: there the rollout is the only one there is."""
-    prompt, shown = ragged_prompts(5), []
-
-    class SubmitAll(bass.DraftLengthPolicy):
-        def plan(self, rows):
-            self.at = int(rows.generated[0])
-            return 4
-
-        def choose(self, hidden):
-            for slot in range(hidden.lengths[0]):
-                shown.append((self.at, slot, hidden.maximum(0), hidden.submit(0)))
-
-    out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=SubmitAll(), eos_token_id=())
-    trace = recording.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
-    accepted = {at: n for at, n in zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True)}
+def test_drafts_chances_are_those_that_the_engine_shows(shown):
+    """Accepted ones, rejected ones and those after them."""
+    trace, accepted, _, submitted = shown
     kinds = set()
-    for at, slot, maximum, chance in shown:
+    for (at, slot), (maximum, chance) in submitted.items():
         past = slot - accepted[at] - 1
         kinds.add(np.sign(past + 1))
         if past < 0:

@@ -156,13 +156,23 @@ def test_short_turns_come_more_often_than_long_ones_and_rare_points_more_often_t
 # --- the command ---
 
 
-def test_the_command_measures_saves_and_checks(caches, monkeypatch):
+@pytest.fixture
+def command(caches, monkeypatch):
+    """Runs `bass calibrate` for two rows, with a small comparison: the result and its document."""
     small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
     monkeypatch.setattr(calibration, "check", small)
+
+    def run(*arguments):
+        result = CliRunner().invoke(main.app, ["calibrate", *arguments, "--rows", "2", "--seconds", "0", "--check"])
+        assert result.exit_code == 0, result.output
+        return result, json.loads(result.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_the_command_measures_saves_and_checks(command, caches, monkeypatch):
     monkeypatch.setattr(calibration, "QUIET", -1.0)
-    result = CliRunner().invoke(main.app, ["calibrate", "--rows", "2", "--seconds", "0", "--check"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    result, document = command()
     cost = costs_for(bass.load_pair())
     assert document["saved"] == str(caches / cost.file_name)
     assert document["models"] == cost.models and document["device"] == cost.device
@@ -175,17 +185,11 @@ def test_the_command_measures_saves_and_checks(caches, monkeypatch):
     assert "T(6)/T(1)" in result.stdout and "measure again when the machine is idle" in result.stderr
 
 
-def test_the_command_measures_pairs_with_dummy_weights(caches, monkeypatch):
+def test_the_command_measures_pairs_with_dummy_weights(command, monkeypatch):
     """They have no tokenizer: prompts are ids."""
     grid = {"query_lengths": (1, 3), "kv_lengths": (8,)}
     monkeypatch.setattr(calibration, "calibrate", partial(calibration.calibrate, **grid))
-    small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
-    monkeypatch.setattr(calibration, "check", small)
-    result = CliRunner().invoke(
-        main.app, ["calibrate", "--weights", "dummy", "--rows", "2", "--seconds", "0", "--check"]
-    )
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    _, document = command("--weights", "dummy")
     assert len(document["check"]) == 2
     assert all(model["name"].endswith("(dummy weights)") for model in document["models"].values())
 
