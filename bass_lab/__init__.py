@@ -3,7 +3,8 @@
 from bass_lab.checks.exactness import verify
 from bass_lab.measure.profiling import Profile, profile
 from bass_lab.measure.records import load_records
-from bass_lab.study.recorded_acceptance import AcceptanceTrace, record
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+from bass_lab.study.recording import record
 from bass_lab.study.simulator import simulate
 from bass_lab.sweep.parameters import check_parameters
 from bass_lab.threads import settle_threads

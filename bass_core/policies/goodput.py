@@ -25,9 +25,10 @@ from bass_core.policies.costs import Cost, StepSeconds
 STRAGGLING = 8  # power of the steps that a row still needs by which it counts
 LIMIT = 16  # drafts per step: what calibrated grids reach
 DECAY = 0.96  # of the weight of what was seen, per step
-LEAN = 6.0  # drafts of its own after which a row is judged as much by them as by all rows
-PRIOR = 3.0, 1.0  # drafts accepted and refused, before anything was seen
+LEAN = 12.0  # drafts of its own after which a row is judged as much by them as by all rows
+PRIOR = 1.5, 0.5  # drafts accepted and refused, before anything was seen
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
+SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
 PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
 
 
@@ -74,7 +75,7 @@ class Goodput(DraftLengthPolicy):
 
     cost: Cost = field(repr=False)
     limit: int = LIMIT
-    probe: int = 16
+    probe: int = 32
 
     def __post_init__(self):
         if self.limit < 1 or self.probe < 1:
@@ -85,14 +86,18 @@ class Goodput(DraftLengthPolicy):
     def _reset(self) -> None:
         self.alphas = RowAlphas()
         self.k = self.zeros = 0  # draft length of the last step, and for how many steps it has been 0
-        self.next_probe, self.probing = self.probe, False
+        self.next_probe, self.probing, self.batch = self.probe, False, 0
 
     def start(self, rows: RowsView) -> None:
         if not rows.steps.any():
             self._reset()
 
     def plan(self, rows: RowsView) -> int | Tensor:
+        if self.zeros % SAME and self.zeros < self.next_probe and len(rows.ids) == self.batch:
+            self.zeros += 1
+            return 0
         self.alphas.follow(rows.ids)
+        self.batch = len(rows.ids)
         may_pay = self.seconds.look_up(rows).may_pay
         self.k, self.probing = self._best(rows) if may_pay else 0, False
         if self.k > 0:

@@ -259,14 +259,14 @@ def record(
 ) -> None:
     """Record what these models' drafts would have had accepted, for `bass_lab.simulate`; the last line is JSON."""
     from bass_core.models import load_pair, name_of
-    from bass_lab.study import recorded_acceptance
+    from bass_lab.study import recording
     from bass_lab.texts.prompt_sets import prompt_set
 
     with _one_line_errors():
         texts = prompt_set(prompts, count)
         pair = load_pair(target, draft, dtype=dtype)
         limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        trace = recorded_acceptance.record(pair, texts, rollout=12, **limits)
+        trace = recording.record(pair, texts, rollout=12, **limits)
         models = [name_of(model) for model in (pair.target, pair.draft)]
         trace.meta.update(describe_environment(), prompt_set=prompts, models=models)
         trace.save(output)

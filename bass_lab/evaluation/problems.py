@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 MINI_SET = Path(__file__).parents[1] / "assets" / "mini_set.jsonl"
 HUB_NAMES = ("openai_humaneval", "openai/openai_humaneval")
+Entry = TypeVar("Entry")
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
 
@@ -36,9 +38,25 @@ def load_problems(path: str | Path | None = None) -> list[Problem]:
         where = "or give the path of HumanEval.jsonl.gz, from https://github.com/openai/human-eval/tree/master/data"
         rows = hub_rows("openai/openai_humaneval", split="test", otherwise=where)
         return [Problem(**{name: row[name] for name in FIELDS}) for row in rows]
-    path = Path(MINI_SET if path is None else path)
+
+    def problem(line: dict) -> Problem:
+        return Problem(**{name: line[name] for name in FIELDS}, composition=line.get("composition", ""))
+
+    return file_rows(
+        Path(MINI_SET if path is None else path), problem, f"a problem with the fields {', '.join(FIELDS)}"
+    )
+
+
+def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Entry]:
+    """The entries of a file of JSON lines, gzipped or not. Raises ValueError naming the line that is not `what`."""
+    found = []
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        return [_problem(path, number, line) for number, line in enumerate(file, 1) if line.strip()]
+        for number, line in enumerate(file, 1):
+            try:
+                found += [entry(json.loads(line))] if line.strip() else []
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is not {what}: {error}") from None
+    return found
 
 
 def hub_rows(name: str, *, split: str, otherwise: str, revision: str | None = None) -> Iterable[dict]:
@@ -55,13 +73,3 @@ def hub_rows(name: str, *, split: str, otherwise: str, revision: str | None = No
         raise ValueError(
             f"cannot read {name} from the hub ({type(error).__name__}: {error}). Try again, {otherwise}"
         ) from error
-
-
-def _problem(path: Path, number: int, line: str) -> Problem:
-    try:
-        fields = json.loads(line)
-        return Problem(**{name: fields[name] for name in FIELDS}, composition=fields.get("composition", ""))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {number} is not a problem with the fields {', '.join(FIELDS)}: {error}"
-        ) from None

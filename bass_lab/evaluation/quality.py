@@ -35,7 +35,6 @@ from bass_core.models import ModelPair, fingerprints
 from bass_core.policies import policy_for
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem
-from bass_lab.measure.timed_runs import Clock
 
 METHODS = ("regular", "single", "batched")
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)
@@ -87,7 +86,6 @@ def compare(
     stop: str | Sequence[str] | None = None,
     unsafe: bool = False,
     grade: Grader | None = None,
-    progress: bool | None = None,
 ) -> dict[str, Evaluation]:
     """Decode n samples of every problem by every method, and grade them: one `Evaluation` per method.
 
@@ -103,7 +101,7 @@ def compare(
     stop: None for HumanEval's stop strings, or none for the mini set, which the embedded pair ends with EOS.
     unsafe: grade also where the sandbox is not complete; recorded in the settings. grade: another grader than the
         sandbox's; it gets (problem, completion) pairs, and its name is recorded.
-    progress: a bar over the problems; None shows it in a terminal only. Other options as in `generate`.
+    Other options as in `generate`. A terminal shows a bar over the problems.
 
     Raises ValueError or TypeError, before anything is decoded, for options and prompts that cannot be honoured and for
     files of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
@@ -133,9 +131,8 @@ def compare(
         missing = [problem for problem in problems if any(problem.task_id not in run.lines for run in runs)]
         for run in runs if missing else ():
             run.decode(missing[0])  # warms up: what is compiled or probed once is in no row's time
-        hidden = None if progress is None else not progress
         count = {"total": len(problems), "initial": len(problems) - len(missing)}
-        for problem in tqdm(missing, desc=", ".join(methods), unit="problem", disable=hidden, **count):
+        for problem in tqdm(missing, desc=", ".join(methods), unit="problem", disable=None, **count):
             for run in runs:
                 if problem.task_id not in run.lines:
                     run.add(problem, grade, texts)
@@ -209,13 +206,13 @@ class _Run:
 
     def decode(self, problem: Problem) -> list[dict]:
         """The rows of one problem and when each was done, not yet graded."""
-        clock = Clock()
+        done: dict[int, float] = {}  # when each row emitted last
         synchronize(self.pair.device)  # nothing left over from before is counted
         started = time.perf_counter()
         out = generate(
             self.pair,
             problem.prompt,
-            on_step=lambda event: clock.tick(event.rows, emitted=1),
+            on_step=lambda event: done.update(dict.fromkeys(event.rows, time.perf_counter())),
             trace="off",
             **self._options | {"seed": _seed(self._options["seed"], problem)},
         )
@@ -227,7 +224,7 @@ class _Run:
             rows.append(
                 {
                     "row": row,
-                    "finish_seconds": round(clock.last[row] - started, 6) if finished else None,
+                    "finish_seconds": round(done[row] - started, 6) if finished else None,
                     "finished": finished,
                     "finish_reason": reason,
                     "tokens": len(sequence),

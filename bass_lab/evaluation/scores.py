@@ -99,7 +99,12 @@ def _values(
 
 
 def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int, seed: int) -> pd.DataFrame:
-    low, high = _intervals(values, resamples, seed)
+    """Means over problems of values [P, M], a line each, with their percentile bootstrap over problems."""
+    problems = len(values)
+    counts = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
+    means = counts @ values / problems  # [resamples, M]
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
     found = pd.DataFrame(lines, columns=["budget", "metric"])
     return found.assign(value=values.mean(0), low=low, high=high)
 
@@ -138,16 +143,6 @@ def _matrices(samples: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray
     confidence[problems, places] = samples.logprob_sum.to_numpy(dtype=float) / tokens
     passed[problems, places] = samples.passed.to_numpy(dtype=bool)
     return finish, confidence, passed, np.bincount(problems)
-
-
-def _intervals(values: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Percentile bootstrap of the columns' means over problems: values [P, M] to low [M] and high [M]."""
-    problems = len(values)
-    counts = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
-    means = counts @ values / problems  # [resamples, M]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
-    return low, high
 
 
 def quartiles(samples: pd.DataFrame, limit: float | None = None) -> list[float]:

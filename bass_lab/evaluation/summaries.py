@@ -5,7 +5,6 @@ XSum's licence is unknown, so it is not here: `load_articles` reads it from the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -15,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
-from bass_lab.evaluation.problems import hub_rows
+from bass_lab.evaluation.problems import file_rows, hub_rows
 
 FIELDS = ("id", "document", "summary")
 CUE = "\n\nTL;DR:"  # what makes a language model summarise untaught (Radford et al. 2019, section 3.6)
@@ -37,21 +36,16 @@ def load_articles(path: str | Path | None = None, *, split: str = "test", count:
     None: XSum's `split` from the Hugging Face hub (package `datasets`). Raises ValueError naming the line for one that
     is no article, or why the hub could not be read; FileNotFoundError where there is no file.
     """
+
+    def article(row: dict) -> Article:
+        return Article(**{name: row[name] for name in FIELDS})
+
     if path is None:
         where = f"or give the path of a file of JSON lines with the fields {', '.join(FIELDS)}"
         # The hub's own conversion: `datasets` no longer runs a script that a data set may bring along.
         rows = hub_rows("EdinburghNLP/xsum", split=split, otherwise=where, revision="refs/convert/parquet")
-        return [Article(**{name: row[name] for name in FIELDS}) for row in islice(rows, count)]
-    articles = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            fields = json.loads(line)
-            articles.append(Article(**{name: fields[name] for name in FIELDS}))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}, line {number} is not an article with the fields {', '.join(FIELDS)}: {error}"
-            ) from None
-    return articles[:count]
+        return [article(row) for row in islice(rows, count)]
+    return file_rows(Path(path), article, f"an article with the fields {', '.join(FIELDS)}")[:count]
 
 
 def prompts(articles: Sequence[Article], tokenizer: PreTrainedTokenizerBase, most: int) -> list[str]:

@@ -7,34 +7,20 @@ with NaN and infinity); an object `{"tuple": ...}` names any other type.
 
 from __future__ import annotations
 
-import json
-
 MOST_DEPTH = 50
 MOST_VALUES = 100_000  # a cap also for what holds itself, or one list many times over
 MOST_BITS = 100_000  # of an int
 JSON_INT = 2**63  # beyond it ints are written in base 16: Python reads long decimals slowly, or not at all
 
 
-def dumps(value: object) -> str:
-    """JSON text of a value; TypeError for a type that is not built in, ValueError for one too deep, large or cyclic."""
-    return json.dumps(encode(value))
-
-
-def loads(text: str | bytes) -> object:
-    """The value that `dumps` wrote; ValueError or TypeError for any other text."""
-    try:
-        return decode(json.loads(text))
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
 def encode(value: object) -> object:
-    """The value made of what JSON has, for `json.dumps`; errors as `dumps`."""
+    """The value made of what JSON has, for `json.dumps`; TypeError for a type that is not built in, ValueError for a
+    value too deep, large or cyclic."""
     return _encode(value, 0, _Count())
 
 
 def decode(data: object) -> object:
-    """The value that `encode` gave, from what `json.loads` read; errors as `loads`."""
+    """The value that `encode` gave, from what `json.loads` read; ValueError or TypeError for anything else."""
     return _decode(data, 0, _Count())
 
 

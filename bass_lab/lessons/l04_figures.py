@@ -17,7 +17,7 @@ from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Objective, first_finished, last_finished
 from bass_lab.lessons.l04_explorer import KINDS, LOOKS_AT, REGULAR, contest, measured_cpu
 from bass_lab.show import plots
-from bass_lab.study import recorded_acceptance, simulator
+from bass_lab.study import recorded_acceptance, recording, simulator
 from bass_lab.study.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
@@ -46,7 +46,7 @@ def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dic
     if not own:
         return {name: recorded_acceptance.shipped(name).past_eos() for name in PROMPT_SETS}
     options = {"max_new_tokens": 128, "temperature": temperature, "seed": seed}
-    return {name: recorded_acceptance.record(pair, prompt_set(name, 32), **options).past_eos() for name in PROMPT_SETS}
+    return {name: recording.record(pair, prompt_set(name, 32), **options).past_eos() for name in PROMPT_SETS}
 
 
 def cost_models(pair: ModelPair, own: bool) -> dict[str, CostModel]:

@@ -19,6 +19,7 @@ from bass_core.generation import Generation, generate
 from bass_core.models import ASSETS, ModelPair, load_pair
 from bass_lab.evaluation import Problem, grade_all, load_problems
 from bass_lab.pair import training
+from bass_lab.pair.fitting import next_token_loss, say
 from bass_lab.pair.windows import Windows
 from bass_lab.texts import corpus
 from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
@@ -90,7 +91,7 @@ def held_out_loss(model: PreTrainedModel, windows: Windows, seed: int = 1) -> fl
     """Next-token loss in nats on 64 windows of 256 tokens."""
     generator = torch.Generator().manual_seed(seed)
     batches = (windows.take(8, 256, generator).to(model.device) for _ in range(8))
-    return sum(training.next_token_loss(model, batch).item() for batch in batches) / 8
+    return sum(next_token_loss(model, batch).item() for batch in batches) / 8
 
 
 def data_card(figures: dict, trained: dict, recipe: training.Recipe) -> str:
@@ -160,7 +161,7 @@ def main() -> None:
         shutil.rmtree(options.output / name, ignore_errors=True)
         shutil.copytree(options.trained / name, options.output / name)
     (options.output / "DATA_CARD.md").write_text(card, encoding="utf-8")
-    training.say(json.dumps(figures, indent=1))
+    say(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":

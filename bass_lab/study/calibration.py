@@ -34,15 +34,13 @@ from bass_core.trace import Stopwatch
 from bass_lab.study import mixed_model
 from bass_lab.study.mixed_model import Sample
 from bass_lab.study.modelled_costs import best_fixed_length, predict
-from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
+from bass_lab.texts.prompt_sets import prompt_set
 
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
 PROMPT = 16  # tokens of the rows whose steps are timed
 REPLAYS = 3  # timed steps of each draft length, where steps are recorded
 RECORDING = 2  # steps before them: the first is launched, the second recorded
-TEXTS, TOKENS, ASKED = 8, 96, 8  # to count accepted drafts: prompts of each set, tokens of a row (what is accepted
-# changes along a text, beginnings alone would mislead), drafts of a step
 QUIET = 0.25  # spread of the samples
 OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
@@ -65,15 +63,13 @@ def calibrate(
     kv_lengths: Sequence[int] | None = None,
     *,
     seconds: float = 42.0,
-    temperature: float = 0.0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> CostModel:
     """Time the passes of both models and the rest of a step on a grid.
 
     batches, query_lengths, kv_lengths (positions cached before the pass; None: `KV_LENGTHS` within the context):
         increasing. Memory: the caches hold max(batches) rows of max(kv_lengths) positions.
-    seconds: until no point is measured any more; each is at least once, whatever it takes.
-    temperature: of the steps that overheads come from; 0 is greedy.
+    seconds: until no point is measured any more; each is at least once, whatever it takes. Steps are greedy.
 
     `measured` of the result has the samples per point and their spread: the interquartile range by the median, of the
     median point. Above `QUIET` the machine had other things to do.
@@ -86,7 +82,7 @@ def calibrate(
     axes = _axes(pair, batches, query_lengths, kv_lengths, recorded)
     with ExitStack() as stack:
         watch = stack.enter_context(_watching(pair))
-        warm, longer = _turns(pair, axes, watch, stack, temperature, recorded)
+        warm, longer = _turns(pair, axes, watch, stack, recorded)
         progress(f"timing passes and steps by {len(warm) + len(longer)} kinds of turns for {seconds:.0f} s")
         for turn in warm:
             list(turn.take())
@@ -94,37 +90,16 @@ def calibrate(
     found = mixed_model.times(samples)
     tables = {name: Table.of(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
     by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
-    how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": temperature}
+    how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": 0.0}
     how["samples"] = {"least": int(by_point.size().min()), "most": int(by_point.size().max())}
     spreads = (by_point.quantile(0.75) - by_point.quantile(0.25)) / by_point.median()
     how["spread"] = float(spreads.median())
     return CostModel(
         device=device_name(pair.device),
         models=_described(pair),
-        accepted=accepted(pair, temperature),
         measured=describe_environment() | how,
         **{"draft_phases": None} | tables,
     )
-
-
-def accepted(pair: ModelPair, temperature: float = 0.0) -> tuple[tuple[int, ...], ...] | None:
-    """How many of `ASKED` drafts are accepted: for each text, of its steps, how many had 0, 1, … `ASKED`.
-
-    Of the last prompts of both sets; None for a pair that cannot read them (no tokenizer, a short context) or that
-    writes noise (dummy weights).
-    """
-    if pair.tokenizer is None or pair.synthetic:
-        return None
-    texts = [text for name in PROMPT_SETS for text in prompt_set(name)[-TEXTS:]]
-    room = inputs.context_of(pair) - TOKENS
-    texts = [text for text in texts if len(pair.tokenizer(text)["input_ids"]) <= room]
-    if not texts:
-        return None
-    options = {"draft_length": ASKED, "max_new_tokens": TOKENS, "temperature": temperature, "eos_token_id": ()}
-    steps = generate(pair, texts, **options).trace.steps.query("kind == 'decode'")
-    written = 1 + steps.kv_length - steps.groupby("row").kv_length.transform("min")
-    whole = steps[written + ASKED < TOKENS]  # not cut at the row's end
-    return tuple(tuple(np.bincount(part.accepted, minlength=ASKED + 1).tolist()) for _, part in whole.groupby("row"))
 
 
 def _axes(
@@ -182,14 +157,14 @@ def _described(pair: ModelPair) -> dict[str, dict[str, str | None]]:
 
 
 def _turns(
-    pair: ModelPair, axes: dict, watch: Stopwatch, stack: ExitStack, temperature: float, recorded: bool
+    pair: ModelPair, axes: dict, watch: Stopwatch, stack: ExitStack, recorded: bool
 ) -> tuple[list[Turn], list[Turn]]:
     """What is timed: what warms up when it runs once, and what needs not. The caches live until `stack` closes."""
     batches, query_lengths, kv_lengths = axes["target_passes"].values()
     draft_lengths = axes["overheads"]["draft_length"]
     if recorded:
         lengths, shapes = _recorded_lengths(query_lengths), itertools.product(batches, kv_lengths)
-        return [], [Turn(partial(_recorded_steps, pair, *shape, lengths, temperature)) for shape in shapes]
+        return [], [Turn(partial(_recorded_steps, pair, *shape, lengths)) for shape in shapes]
     target, draft = (_full_runner(model, stack, axes["target_passes"]) for model in (pair.target, pair.draft))
     turns: dict[int, list[Turn]] = {kv_length: [] for kv_length in kv_lengths}
     for kv_length, batch in itertools.product(kv_lengths, batches):
@@ -199,7 +174,7 @@ def _turns(
             phase = partial(_draft_phase, watch, target, draft, batch, draft_lengths[1:], kv_length)
             turns[kv_length].append(Turn(phase, OFTEN))
     first, *others = turns.values()
-    steps = [Turn(partial(_steps, watch, pair, batch, draft_lengths, temperature), OFTEN) for batch in batches]
+    steps = [Turn(partial(_steps, watch, pair, batch, draft_lengths), OFTEN) for batch in batches]
     return steps + first, list(itertools.chain(*others))
 
 
@@ -277,13 +252,10 @@ class _InTurn(DraftLengthPolicy):
         return next(self.lengths)
 
 
-def _steps(
-    watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int], temperature: float
-) -> Iterator[Taken]:
+def _steps(watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int]) -> Iterator[Taken]:
     """A step of each draft length over a new batch: its time less that of all passes in it."""
     limit = 1 + sum(k + 1 for k in draft_lengths)  # no row ends before its last step
-    policy = _InTurn(draft_lengths)
-    options = {"temperature": temperature, "draft_length": policy, "eos_token_id": ()}
+    options = {"draft_length": _InTurn(draft_lengths), "eos_token_id": ()}
     with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
         for prompt in _prompts(batch, PROMPT):
             session.submit(prompt, max_new_tokens=limit)
@@ -295,9 +267,7 @@ def _steps(
             yield "overheads", (batch, k), sum(watch.intervals()[::2]) / 1e3
 
 
-def _recorded_steps(
-    pair: ModelPair, batch: int, kv_length: int, lengths: Sequence[int], temperature: float
-) -> Iterator[Taken]:
+def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequence[int]) -> Iterator[Taken]:
     """Steps of each draft length over rows of about `kv_length` cached positions, by their phases.
 
     No draft is kept, so that the rows grow by one token per step, whatever was drafted.
@@ -305,7 +275,7 @@ def _recorded_steps(
     each = RECORDING + REPLAYS
     prompt = max(kv_length + 1 - len(lengths) * each // 2, 2)
     policy = _InTurn([k for k in lengths for _ in range(each)])
-    options = {"temperature": temperature, "draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
+    options = {"draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
     walls = []
     with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
         for ids in _prompts(batch, prompt):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from bass_core.draft_length import expected_tokens
 from bass_core.policies.costs import PASS_AXES, PHASE_AXES, CostModel, Table
 from bass_core.trace import Trace
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 
 SHARE = 0.8  # of the data sheet's bandwidth and arithmetic that a pass reaches
 OVERHEAD = 3e-4  # seconds of a step outside the passes
+BATCHES, KV_LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128), (1, 512, 1024, 2048, 4096)
+LONGEST = 32  # drafts of a step
 
 
 def modelled_costs(
@@ -22,16 +24,11 @@ def modelled_costs(
     target_launch: float = 0.0,
     draft_launch: float = 0.0,
     overhead: float = 0.0,
-    batches: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128),
-    query_lengths: Sequence[int] = range(1, 34),
-    kv_lengths: Sequence[int] = (1, 512, 1024, 2048, 4096),
 ) -> CostModel:
     """Costs that nobody measured: the roofline's bound for every pass, with seconds to launch it on top.
 
     draft: None for drafts without a model. overhead: seconds of every step outside the passes.
     """
-
-    lengths = range(1, max(query_lengths))  # of drafts
 
     def phase(batch: int, k: int, kv_length: int) -> float:
         first, later = draft.seconds(batch, 2, kv_length), draft.seconds(batch, 1, kv_length + k / 2)
@@ -45,9 +42,9 @@ def modelled_costs(
             "attention": None if roofline is None else "ragged",
         }
 
-    passes = dict(zip(PASS_AXES, (batches, query_lengths, kv_lengths), strict=True))
-    phases = dict(zip(PHASE_AXES, (batches, lengths, kv_lengths), strict=True))
-    host = {"batch": (min(batches), max(batches)), "draft_length": (0, max(lengths))}
+    passes = dict(zip(PASS_AXES, (BATCHES, range(1, LONGEST + 2), KV_LENGTHS), strict=True))
+    phases = dict(zip(PHASE_AXES, (BATCHES, range(1, LONGEST + 1), KV_LENGTHS), strict=True))
+    host = {"batch": (BATCHES[0], BATCHES[-1]), "draft_length": (0, LONGEST)}
     return CostModel(
         device=target.device.name,
         models={"target": model(target), "draft": model(draft)},
@@ -88,10 +85,8 @@ def best_fixed_length(
     """The draft length of most expected tokens per second, and its speed over regular decoding.
 
     alpha: chance that a draft is accepted, given that all before it were, the same for all rows and slots. The batch
-    decodes on as a whole: what is gained is tokens per step, Leviathan et al. 2023, equation 1.
+    decodes on as a whole: what is gained is tokens per step.
     """
-    lengths = np.arange(most + 1)
-    expected = np.cumsum(alpha**lengths)  # (1 - alpha^(k + 1)) / (1 - alpha)
-    seconds = cost.step(batch, lengths, kv_length)
-    gain = expected * seconds[0] / seconds
+    seconds = cost.step(batch, np.arange(most + 1), kv_length)
+    gain = expected_tokens(alpha, most) * seconds[0] / seconds
     return int(gain.argmax()), float(gain.max())

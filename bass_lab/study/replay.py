@@ -33,11 +33,17 @@ class Replay:
 
     @classmethod
     def draw(
-        cls, trace: AcceptanceTrace, batch: int | Sequence[int], limit: int | None, seed: int, repeat: int
+        cls,
+        trace: AcceptanceTrace,
+        batch: int | Sequence[int],
+        max_new_tokens: int | None = None,
+        seed: int = 0,
+        repeat: int = 0,
     ) -> Replay:
-        """The rows of one of `simulate`'s repeats (its arguments); limit: its max_new_tokens."""
+        """batch: how many sequences of the trace, or which (their numbers, in order). max_new_tokens: at most the
+        trace's (None)."""
         n, t = trace.p.shape
-        limit = t if limit is None else inputs.integer("max_new_tokens", limit, least=1)
+        limit = t if max_new_tokens is None else inputs.integer("max_new_tokens", max_new_tokens, least=1)
         if limit > t:
             raise ValueError(f"max_new_tokens={limit}, but the trace's texts have {t} tokens")
         wanted = inputs.integer("batch", batch, least=1) if np.ndim(batch) == 0 else None
@@ -53,6 +59,13 @@ class Replay:
             fates = np.concatenate([tossed[order] for tossed, order in zip(fates, orders, strict=True)])[:wanted]
         ends = np.minimum(trace.lengths[sequences], limit)
         return cls(trace, sequences, ends, limit, _runs(fates))
+
+    @classmethod
+    def draws(cls, trace: AcceptanceTrace, *, repeats: int = 8, **options) -> list[Replay]:
+        """`draw` for each repeat, with its options."""
+        return [
+            cls.draw(trace, repeat=repeat, **options) for repeat in range(inputs.integer("repeats", repeats, least=1))
+        ]
 
     def view(self, live: np.ndarray, at: np.ndarray, steps: int) -> RowsView:
         """As `Rows.view`. live: row numbers; at [B]: generated tokens of every row."""
@@ -89,7 +102,7 @@ class Replay:
         return np.where(past < 0, on_text[sequences, np.minimum(starts + slots, last)], beyond)
 
 
-class Step(NamedTuple):
+class ReplayedStep(NamedTuple):
     """One step: arrays over its rows (row numbers, tokens before it, planned, drafted, accepted, emitted; drafted:
     what was submitted); passes of the draft model."""
 
@@ -109,11 +122,11 @@ def _runs(fates: np.ndarray) -> np.ndarray:
     return np.minimum.accumulate(stops[:, ::-1], axis=1)[:, ::-1] - places
 
 
-def decode(replay: Replay, policy: DraftLengthPolicy) -> list[Step]:
+def decode(replay: Replay, policy: DraftLengthPolicy) -> list[ReplayedStep]:
     """The decode steps of a replay: the engine's `_decode` without models. The policy changes as it learns."""
     at = np.ones(len(replay.ends), dtype=np.int64)  # the prefill gives every row its first token
     live = _without_ended(np.arange(len(at)), at >= replay.ends)
-    steps: list[Step] = []
+    steps: list[ReplayedStep] = []
     if len(live):
         policy.start(replay.view(live, at, 0))
     while len(live):
@@ -129,7 +142,7 @@ def decode(replay: Replay, policy: DraftLengthPolicy) -> list[Step]:
         accepted = np.minimum(drafted, replay.run[live, at[live]])
         policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
         emitted = np.minimum(accepted + 1, replay.ends[live] - at[live])
-        steps.append(Step(live, view.lengths, planned, drafted, accepted, emitted, passes))
+        steps.append(ReplayedStep(live, view.lengths, planned, drafted, accepted, emitted, passes))
         at[live] += emitted
         live = _without_ended(live, at[live] >= replay.ends[live])
     return steps
@@ -162,7 +175,7 @@ def _without_ended(live: np.ndarray, ended: np.ndarray) -> np.ndarray:
     return np.array(places, dtype=np.int64)
 
 
-def step_seconds(steps: Sequence[Step], cost: Cost) -> np.ndarray:
+def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
     """Draft, target and other seconds of each step: [3, steps].
 
     Where rows differ in length, the longest counts if the cost model says so (`kv_of_rows` "max"), else the mean. A
@@ -174,6 +187,8 @@ def step_seconds(steps: Sequence[Step], cost: Cost) -> np.ndarray:
     length tokens / rows. That is the ideal of packing, which leaves out what packing itself costs: on two CPU cores a
     packed pass over half of the tokens took 0.8-0.9 of the rectangular one's time. Elsewhere the longest row counts.
     """
+    if not steps:  # every row ended with its first token
+        return np.zeros((3, 0))
     over_rows = np.max if getattr(cost, "kv_of_rows", "mean") == "max" else np.mean
     batch = np.array([len(step.rows) for step in steps])
     passes = np.array([step.passes for step in steps])

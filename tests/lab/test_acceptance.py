@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_lab.checks.goodness_of_fit import g_test
 from bass_lab.cli import main
-from bass_lab.study import recorded_acceptance
+from bass_lab.study import recorded_acceptance, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, _runs, decode
 from bass_lab.texts.prompt_sets import prompt_set
@@ -30,7 +30,7 @@ def tiny_pair():
 
 @pytest.fixture(scope="module")
 def sampled(tiny_pair):
-    return recorded_acceptance.record(
+    return recording.record(
         tiny_pair, ragged_prompts(4, 9, 6), samples=2, max_new_tokens=16, temperature=0.8, seed=3, rollout=5
     )
 
@@ -58,9 +58,7 @@ def simulated_law(pair, policy, texts):
     """The same from the texts' law under the target, recorded chances and every pattern of coins."""
     law = {}
     for text in texts:
-        trace = recorded_acceptance.teacher_forced(
-            pair, [torch.tensor(PROMPT)], [torch.tensor(text)], temperature=1.0, rollout=1
-        )
+        trace = recording.teacher_forced(pair, [torch.tensor(PROMPT)], [torch.tensor(text)], temperature=1.0, rollout=1)
         prefixes = [PROMPT + list(text[:t]) for t in range(NEW)]
         of_text = np.prod(
             [next_token_law(pair.target, prefix)[token] for prefix, token in zip(prefixes, text, strict=True)]
@@ -110,7 +108,7 @@ def test_chances_are_the_smaller_of_one_and_q_over_p(tiny_pair):
         eos_token_id=(),
         trace="tokens",
     )
-    trace = recorded_acceptance.teacher_forced(tiny_pair, ragged_prompts(4, 9), out.sequences, temperature=0.8)
+    trace = recording.teacher_forced(tiny_pair, ragged_prompts(4, 9), out.sequences, temperature=0.8)
     tokens = out.trace.tokens.query("kind in ('accepted', 'recovered')")  # where the engine drafted, on the text
     at = tokens.row, tokens.position - trace.prompt_lengths[tokens.row]
     np.testing.assert_allclose(trace.p[at], tokens.p, atol=1e-5)
@@ -119,9 +117,11 @@ def test_chances_are_the_smaller_of_one_and_q_over_p(tiny_pair):
     assert 0.1 < trace.accept[at].mean() < 0.95
 
 
-def test_signals_are_those_that_the_engine_shows(tiny_pair):
-    """Along the text and after a rejection, greedy: there the rollout is the only one there is."""
-    prompt, heard = ragged_prompts(5), []
+@pytest.fixture(scope="module")
+def shown(tiny_pair):
+    """Of a greedy decode (there the rollout is the only one there is): its recording; how many drafts the step at each
+    place accepts; what the engine shows by place and slot: entropy and maximum before a draft, then its chance."""
+    prompt, heard, submitted = ragged_prompts(5), {}, {}
 
     class Listener(bass.DraftLengthPolicy):
         def plan(self, rows):
@@ -129,14 +129,24 @@ def test_signals_are_those_that_the_engine_shows(tiny_pair):
             return 4
 
         def keep_drafting(self, signals):
-            heard.append((self.at, signals.slot, float(signals.entropy[0]), float(signals.maximum[0])))
+            heard[self.at, signals.slot] = float(signals.entropy[0]), float(signals.maximum[0])
             return torch.ones_like(signals.drafting)
 
+        def choose(self, hidden):
+            for slot in range(hidden.lengths[0]):
+                submitted[self.at, slot] = hidden.maximum(0), hidden.submit(0)
+
     out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=Listener(), eos_token_id=())
-    trace = recorded_acceptance.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
-    accepted = {at: n for at, n in zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True)}
+    trace = recording.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
+    accepted = dict(zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True))
+    return trace, accepted, heard, submitted
+
+
+def test_signals_are_those_that_the_engine_shows(shown):
+    """Along the text and after a rejection."""
+    trace, accepted, heard, _ = shown
     off_text = 0
-    for at, slot, entropy, maximum in heard:
+    for (at, slot), (entropy, maximum) in heard.items():
         past = slot - accepted[at] - 1
         off_text += past >= 0
         if past < 0:
@@ -148,24 +158,11 @@ def test_signals_are_those_that_the_engine_shows(tiny_pair):
     assert 10 < off_text < len(heard) - 10
 
 
-def test_drafts_chances_are_those_that_the_engine_shows(tiny_pair):
-    """Accepted ones, rejected ones and those after them, greedy: there the rollout is the only one there is."""
-    prompt, shown = ragged_prompts(5), []
-
-    class SubmitAll(bass.DraftLengthPolicy):
-        def plan(self, rows):
-            self.at = int(rows.generated[0])
-            return 4
-
-        def choose(self, hidden):
-            for slot in range(hidden.lengths[0]):
-                shown.append((self.at, slot, hidden.maximum(0), hidden.submit(0)))
-
-    out = bass.generate(tiny_pair, prompt, max_new_tokens=24, draft_length=SubmitAll(), eos_token_id=())
-    trace = recorded_acceptance.record(tiny_pair, prompt, max_new_tokens=24, temperature=0.0, rollout=4)
-    accepted = {at: n for at, n in zip(out.trace.steps.kv_length - 5, out.trace.steps.accepted, strict=True)}
+def test_drafts_chances_are_those_that_the_engine_shows(shown):
+    """Accepted ones, rejected ones and those after them."""
+    trace, accepted, _, submitted = shown
     kinds = set()
-    for at, slot, maximum, chance in shown:
+    for (at, slot), (maximum, chance) in submitted.items():
         past = slot - accepted[at] - 1
         kinds.add(np.sign(past + 1))
         if past < 0:
@@ -180,7 +177,7 @@ def test_drafts_chances_are_those_that_the_engine_shows(tiny_pair):
 def test_greedy_chances_are_certain_and_those_of_the_engine(tiny_pair):
     prompts = ragged_prompts(4, 9)
     out = bass.generate(tiny_pair, prompts, max_new_tokens=24, draft_length=1, eos_token_id=())
-    trace = recorded_acceptance.record(tiny_pair, prompts, max_new_tokens=24, temperature=0.0)
+    trace = recording.record(tiny_pair, prompts, max_new_tokens=24, temperature=0.0)
     steps = out.trace.steps.query("kind == 'decode' and drafted == 1")
     chances = trace.accept[steps.row, steps.kv_length - trace.prompt_lengths[steps.row]]
     assert chances.tolist() == steps.accepted.tolist()
@@ -224,7 +221,7 @@ def test_a_rejected_token_has_the_residual_law():
     residual = np.maximum(q - p, 0) / np.maximum(q - p, 0).sum()
     maxima = {token: next_token_law(pair.draft, [*PROMPT, 1, token]).max() for token in np.flatnonzero(residual)}
     copies = 300
-    trace = recorded_acceptance.teacher_forced(pair, [torch.tensor(PROMPT)] * copies, [text] * copies, temperature=1.0)
+    trace = recording.teacher_forced(pair, [torch.tensor(PROMPT)] * copies, [text] * copies, temperature=1.0)
     found = [min(maxima, key=lambda token: abs(maxima[token] - seen)) for seen in trace.rollout_maximum[:, 1, 0]]
     assert len(maxima) > 1
     law = {(int(token),): residual[token] for token in maxima}
@@ -236,7 +233,7 @@ def test_texts_end_at_eos_and_are_recorded_beyond():
     prompts = ragged_prompts(4, 9, 6, 5)
     options = {"max_new_tokens": 40, "temperature": 1.5, "seed": 1}
     ended = bass.generate(pair, prompts, num_return_sequences=4, draft_length=0, **options)
-    trace = recorded_acceptance.record(pair, prompts, samples=4, **options)
+    trace = recording.record(pair, prompts, samples=4, **options)
     assert trace.lengths.tolist() == [len(sequence) for sequence in ended.sequences]
     assert trace.lengths.min() < 40 and np.isfinite(trace.p).all()
 
@@ -248,13 +245,13 @@ def test_samples_are_prompt_major_and_differ(sampled):
 
 def test_a_draft_equal_to_its_target_is_always_accepted():
     pair = bass.ModelPair(tiny_model(), tiny_model())
-    trace = recorded_acceptance.record(pair, ragged_prompts(4), max_new_tokens=8, temperature=0.8)
+    trace = recording.record(pair, ragged_prompts(4), max_new_tokens=8, temperature=0.8)
     assert (trace.accept > 0.9999).all()
 
 
 def test_a_draft_with_fewer_ids_is_recorded():
     pair = bass.ModelPair(tiny_model(), tiny_model(vocab_size=50))
-    trace = recorded_acceptance.record(pair, ragged_prompts(4, 7), max_new_tokens=12, temperature=1.0)
+    trace = recording.record(pair, ragged_prompts(4, 7), max_new_tokens=12, temperature=1.0)
     texts = bass.generate(
         pair, ragged_prompts(4, 7), max_new_tokens=12, temperature=1.0, draft_length=0, eos_token_id=()
     ).sequences
@@ -322,12 +319,12 @@ def test_impossible_chances_are_refused(changes, message):
 
 def test_what_cannot_be_recorded_is_refused(tiny_pair):
     with pytest.raises(ValueError, match="needs a draft model"):
-        recorded_acceptance.record(bass.ModelPair(tiny_model()), ragged_prompts(4), max_new_tokens=4, temperature=0.0)
+        recording.record(bass.ModelPair(tiny_model()), ragged_prompts(4), max_new_tokens=4, temperature=0.0)
     with pytest.raises(ValueError, match="one length"):
         texts = [torch.tensor([3, 4]), torch.tensor([3])]
-        recorded_acceptance.teacher_forced(tiny_pair, ragged_prompts(4, 5), texts, temperature=0.0)
+        recording.teacher_forced(tiny_pair, ragged_prompts(4, 5), texts, temperature=0.0)
     with pytest.raises(ValueError, match="rollout"):
-        recorded_acceptance.record(tiny_pair, ragged_prompts(4), max_new_tokens=4, temperature=0.0, rollout=0)
+        recording.record(tiny_pair, ragged_prompts(4), max_new_tokens=4, temperature=0.0, rollout=0)
 
 
 def test_arrays_that_do_not_fit_are_refused(sampled):
@@ -363,7 +360,7 @@ def test_the_command_records_what_the_function_does(tmp_path):
     assert result.exit_code == 0, result.output
     found, pair = AcceptanceTrace.load(path), bass.load_pair()
     texts = prompt_set("mini", 2)
-    expected = recorded_acceptance.record(pair, texts, max_new_tokens=6, temperature=0.2, seed=3, rollout=12)
+    expected = recording.record(pair, texts, max_new_tokens=6, temperature=0.2, seed=3, rollout=12)
     assert np.array_equal(found.p, expected.p) and np.array_equal(found.q, expected.q)
     assert json.loads(result.stdout.splitlines()[-1]) == {"saved": str(path), "texts": 2, "alpha": found.alpha}
 

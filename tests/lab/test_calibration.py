@@ -15,7 +15,6 @@ from bass_core.policies.costs import costs_for
 from bass_lab.cli import main
 from bass_lab.study import calibration
 from bass_lab.study.calibration import Turn
-from bass_lab.texts.prompt_sets import prompt_set
 
 SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "seconds": 0.0}
 
@@ -61,7 +60,7 @@ def test_recorded_rows_stand_about_where_the_table_says(pair, monkeypatch):
         return original(self, kind, planned, context, *rest)
 
     monkeypatch.setattr(bass.Session, "_record", note)
-    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3], 0.0))
+    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
     decoded = seen[1:]
     assert [planned for planned, _ in decoded] == [[k, k] for k in (0, 1, 3) for _ in range(5)]
     assert [rows[0] - 1 for _, rows in decoded] == list(range(34, 49))  # cached positions, 40 in the middle
@@ -154,28 +153,26 @@ def test_short_turns_come_more_often_than_long_ones_and_rare_points_more_often_t
     assert visits(end=0.0) == {"short": 1, "long": 1, "rare": 1}
 
 
-def test_accepted_drafts_are_counted_where_nothing_cuts_them(monkeypatch):
-    monkeypatch.setattr(calibration, "TEXTS", 2)
-    embedded = bass.load_pair(dtype="float32")
-    found = calibration.accepted(embedded)
-    texts = [text for name in ("mini", "library") for text in prompt_set(name)[-2:]]
-    steps = bass.generate(embedded, texts, draft_length=8, max_new_tokens=96, eos_token_id=()).trace.steps
-    whole = steps.query("kind == 'decode' and drafted == 8")
-    assert found == tuple(tuple(np.bincount(part.accepted, minlength=9)) for _, part in whole.groupby("row"))
-    assert len(found) == 4 and sum(map(sum, found)) > 20
-    assert calibration.accepted(bass.ModelPair(tiny_model(), tiny_model(noise=0.1))) is None
-
-
 # --- the command ---
 
 
-def test_the_command_measures_saves_and_checks(caches, monkeypatch):
+@pytest.fixture
+def command(caches, monkeypatch):
+    """Runs `bass calibrate` for two rows, with a small comparison: the result and its document."""
     small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
     monkeypatch.setattr(calibration, "check", small)
+
+    def run(*arguments):
+        result = CliRunner().invoke(main.app, ["calibrate", *arguments, "--rows", "2", "--seconds", "0", "--check"])
+        assert result.exit_code == 0, result.output
+        return result, json.loads(result.stdout.splitlines()[-1])
+
+    return run
+
+
+def test_the_command_measures_saves_and_checks(command, caches, monkeypatch):
     monkeypatch.setattr(calibration, "QUIET", -1.0)
-    result = CliRunner().invoke(main.app, ["calibrate", "--rows", "2", "--seconds", "0", "--check"])
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    result, document = command()
     cost = costs_for(bass.load_pair())
     assert document["saved"] == str(caches / cost.file_name)
     assert document["models"] == cost.models and document["device"] == cost.device
@@ -188,17 +185,11 @@ def test_the_command_measures_saves_and_checks(caches, monkeypatch):
     assert "T(6)/T(1)" in result.stdout and "measure again when the machine is idle" in result.stderr
 
 
-def test_the_command_measures_pairs_with_dummy_weights(caches, monkeypatch):
+def test_the_command_measures_pairs_with_dummy_weights(command, monkeypatch):
     """They have no tokenizer: prompts are ids."""
     grid = {"query_lengths": (1, 3), "kv_lengths": (8,)}
     monkeypatch.setattr(calibration, "calibrate", partial(calibration.calibrate, **grid))
-    small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
-    monkeypatch.setattr(calibration, "check", small)
-    result = CliRunner().invoke(
-        main.app, ["calibrate", "--weights", "dummy", "--rows", "2", "--seconds", "0", "--check"]
-    )
-    assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    _, document = command("--weights", "dummy")
     assert len(document["check"]) == 2
     assert all(model["name"].endswith("(dummy weights)") for model in document["models"].values())
 

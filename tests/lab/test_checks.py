@@ -13,7 +13,7 @@ import bass_lab as lab
 from bass_core import randomness, verification
 from bass_core.drafters import ModelDrafter
 from bass_core.eager_step import EagerStep
-from bass_lab.checks import exactness, plain_decoding
+from bass_lab.checks import exactness, four_checks, plain_decoding
 from bass_lab.cli import main
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -154,7 +154,7 @@ def test_what_the_engine_raises_is_a_failed_check(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(exactness, "generate", fail)
+    monkeypatch.setattr(four_checks, "generate", fail)
     report = lab.verify(bass.ModelPair(tiny_model()), max_new_tokens=4, samples=1000)
     assert [check.passed for check in report.checks] == [False] * 4
     assert report.checks[0].tested == f"{type(error).__name__}: {error}"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bass_lab.evaluation import Problem, load_problems, mini_set
+from bass_lab.evaluation import Problem, load_problems
+from bass_lab.texts import mini_set
 
 HUMAN_EVAL = Path(__file__).parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
 ADD = Problem(

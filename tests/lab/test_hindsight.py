@@ -10,9 +10,10 @@ from replays import Linear, Stairs, trace_of
 from trial_policies import PerRow
 
 import bass_core as bass
+from bass_lab.study import hindsight
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay
-from bass_lab.study.simulator import hindsight_bound, hindsight_schedule, regret, simulate
+from bass_lab.study.simulator import regret, simulate
 
 
 def brute_force(replay, cost):
@@ -40,8 +41,8 @@ def brute_force(replay, cost):
 def test_the_optimum_of_a_row_is_that_of_all_schedules(cost, seed):
     trace = AcceptanceTrace.synthetic(alpha=0.6, length=9, sequences=3)
     trace = replace(trace, lengths=np.array([9, 7, 8]))
-    found = hindsight_bound(trace, cost, batch=1, seed=seed, repeats=1).item()
-    assert found == pytest.approx(brute_force(Replay.draw(trace, 1, None, seed, 0), cost), rel=1e-12)
+    drawn = Replay.draw(trace, 1, seed=seed)
+    assert hindsight.bound(drawn, cost) == pytest.approx(brute_force(drawn, cost), rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -49,17 +50,16 @@ def test_the_optimum_of_a_row_is_that_of_all_schedules(cost, seed):
 def test_the_bound_of_a_batch_is_below_all_schedules(cost, seed):
     trace = AcceptanceTrace.synthetic(alpha=0.6, length=7, sequences=3)
     trace = replace(trace, lengths=np.array([7, 5, 6]), prompt_lengths=np.array([9, 30, 12]))
-    bound = hindsight_bound(trace, cost, batch=3, seed=seed, repeats=1).item()
-    best = brute_force(Replay.draw(trace, 3, None, seed, 0), cost)
-    schedule = hindsight_schedule(trace, cost, batch=3, seed=seed, repeats=1).item()
-    assert 0.5 * best < bound <= best * (1 + 1e-12) <= schedule * (1 + 2e-12)
+    drawn = Replay.draw(trace, 3, seed=seed)
+    best = brute_force(drawn, cost)
+    assert 0.5 * best < hindsight.bound(drawn, cost) <= best * (1 + 1e-12)
+    assert best * (1 + 1e-12) <= hindsight.schedule(drawn, cost) * (1 + 2e-12)
 
 
 def test_the_bound_of_equal_rows_is_reached():
     # the rows' coins fall alike, so that one sequence of lengths is best for all of them
-    trace, cost = trace_of("110111011"), Linear(per_token=0.05)
-    bound = hindsight_bound(trace, cost, batch=[0, 0, 0], repeats=1).item()
-    assert bound == pytest.approx(brute_force(Replay.draw(trace, [0, 0, 0], None, 0, 0), cost))
+    drawn, cost = Replay.draw(trace_of("110111011"), [0, 0, 0]), Linear(per_token=0.05)
+    assert hindsight.bound(drawn, cost) == pytest.approx(brute_force(drawn, cost))
 
 
 class Whim(bass.DraftLengthPolicy):
@@ -89,10 +89,11 @@ def test_no_policy_is_faster_than_the_bound(seed):
     costs = [Linear(per_token=random.uniform(0, 0.3), per_key=random.uniform(0, 0.01)), Stairs(seed)]
     for cost, batch in itertools.product(costs, (1, 2, 7, 12)):
         options = {"batch": batch, "seed": seed, "repeats": 4}
-        bound = hindsight_bound(trace, cost, **options)
+        drawn = Replay.draws(trace, **options)
+        bound = np.array([hindsight.bound(each, cost) for each in drawn])
         for policy in policies:
             assert (simulate(trace, policy, cost, **options).seconds >= bound * (1 - 1e-12)).all()
-        assert (hindsight_schedule(trace, cost, **options) >= bound * (1 - 1e-12)).all()
+        assert ([hindsight.schedule(each, cost) for each in drawn] >= bound * (1 - 1e-12)).all()
 
 
 def test_regret_compares_with_the_bound_on_the_same_replays():
@@ -101,7 +102,7 @@ def test_regret_compares_with_the_bound_on_the_same_replays():
     table = regret(trace, policies, Linear(), batches=[1, 8], repeats=6, seed=4)
     assert table[["batch", "policy"]].values.tolist() == [[1, "two"], [1, "paper"], [8, "two"], [8, "paper"]]
     runs = simulate(trace, 2, Linear(), batch=8, repeats=6, seed=4)
-    bound = hindsight_bound(trace, Linear(), batch=8, repeats=6, seed=4)
+    bound = np.array([hindsight.bound(drawn, Linear()) for drawn in Replay.draws(trace, batch=8, repeats=6, seed=4)])
     line = table.iloc[2]
     assert line.regret == pytest.approx((runs.seconds / bound - 1).mean())
     assert line.low < line.regret < line.high
@@ -116,6 +117,7 @@ def test_hindsight_alone_beats_fixed_lengths_when_rows_are_few():
     for batch in (1, 32):
         options = {"batch": batch, "repeats": 12}
         best = min(simulate(trace, k, Linear(per_draft=0.05), **options).seconds.mean() for k in range(3, 12))
-        gain[batch] = best / hindsight_schedule(trace, Linear(per_draft=0.05), **options).mean() - 1
+        drawn = Replay.draws(trace, **options)
+        gain[batch] = best / np.mean([hindsight.schedule(each, Linear(per_draft=0.05)) for each in drawn]) - 1
     assert 0.2 < gain[1] < 0.45
     assert 0 < gain[32] < 0.08

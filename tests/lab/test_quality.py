@@ -32,6 +32,17 @@ def short(jobs) -> list[tuple[bool, str]]:
     return [(len(text) < 90, f"{len(text)} characters") for _, text in jobs]
 
 
+def noting(seen: list):
+    """`short`, under its name, that notes the task_id of each problem it grades."""
+
+    def note(jobs):
+        seen.append(jobs[0][0].task_id)
+        return short(jobs)
+
+    note.__name__ = "short"
+    return note
+
+
 @pytest.fixture(scope="module")
 def pair():
     return bass.load_pair(dtype="float32")
@@ -52,13 +63,7 @@ def stored(runs, tmp_path) -> Path:
 def again(pair, file, problems=PROBLEMS, **changes):
     """A second start beside the file, and the task_ids that it decoded and graded."""
     ran = []
-
-    def noting(jobs):
-        ran.append(jobs[0][0].task_id)
-        return short(jobs)
-
-    noting.__name__ = "short"
-    found = evaluate(pair, problems, grade=noting, folder=file.parent, **OPTIONS | changes)
+    found = evaluate(pair, problems, grade=noting(ran), folder=file.parent, **OPTIONS | changes)
     return found, ran
 
 
@@ -142,11 +147,11 @@ def test_rows_are_cut_off_at_the_budget(pair):
 def test_equal_texts_are_graded_once(pair):
     seen = []
 
-    def noting(jobs):
+    def note_texts(jobs):
         seen.extend(text for _, text in jobs)
         return short(jobs)
 
-    found = evaluate(pair, PROBLEMS[:2], grade=noting, **OPTIONS | {"temperature": 0.0})
+    found = evaluate(pair, PROBLEMS[:2], grade=note_texts, **OPTIONS | {"temperature": 0.0})
     assert len(seen) == 2 and len(found.samples) == 2 * ROWS
     for _, rows in found.samples.groupby("problem"):
         assert rows.text.nunique() == 1 and rows.passed.nunique() == 1
@@ -202,12 +207,7 @@ def test_scores_need_neither_texts_nor_reasons(pair, runs, tmp_path):
 
 def test_methods_take_turns_problem_by_problem(pair):
     seen = []
-
-    def noting(jobs):
-        seen.append(jobs[0][0].task_id)
-        return short(jobs)
-
-    compare(pair, PROBLEMS[:2], methods=["batched", "regular"], grade=noting, **OPTIONS)
+    compare(pair, PROBLEMS[:2], methods=["batched", "regular"], grade=noting(seen), **OPTIONS)
     assert seen == ["mini/0", "mini/0", "mini/1", "mini/1"]
 
 
@@ -215,13 +215,7 @@ def test_one_method_that_lacks_a_problem_runs_it_alone(pair, runs, tmp_path):
     for method in ("single", "batched"):
         shutil.copy(runs[1] / f"{method}.jsonl", tmp_path)
     seen = []
-
-    def noting(jobs):
-        seen.append(jobs[0][0].task_id)
-        return short(jobs)
-
-    noting.__name__ = "short"
-    compare(pair, PROBLEMS[:2], grade=noting, folder=tmp_path, **OPTIONS)
+    compare(pair, PROBLEMS[:2], grade=noting(seen), folder=tmp_path, **OPTIONS)
     assert seen == ["mini/0", "mini/1"]
     assert list(load(tmp_path)) == list(METHODS)
 
@@ -324,11 +318,11 @@ import sys, time, torch
 torch.set_num_threads(1)
 import bass_core as bass
 from bass_lab.evaluation import evaluate, load_problems
-def graded(jobs):
+def short(jobs):
     print("graded", jobs[0][0].task_id, flush=True)
     return [(True, "") for _ in jobs]
 pair = bass.load_pair(dtype="float32")
-evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, folder=sys.argv[1], grade=graded)
+evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, folder=sys.argv[1], grade=short)
 """
 
 
@@ -340,12 +334,7 @@ def test_a_kill_loses_at_most_the_problem_in_flight(pair, tmp_path):
     assert seen == [f"graded mini/{i}\n" for i in range(3)]
     kept = load(path).samples
     assert kept.problem.nunique() >= 2
-
-    def graded(jobs):
-        ran.append(jobs[0][0].task_id)
-        return [(True, "") for _ in jobs]
-
-    evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, folder=tmp_path, grade=graded)
+    evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, folder=tmp_path, grade=noting(ran))
     assert ran == [f"mini/{i}" for i in range(kept.problem.nunique(), 8)]
     samples = load(path).samples
     assert samples.iloc[: len(kept)].equals(kept)  # nothing lost, nothing twice

@@ -194,14 +194,19 @@ EXACT = [
 NESTED = [[(1, [2.0])], {1: "a", (2, None): {3}}, {"tuple": [1]}, {1, "a"}, frozenset({b"x"}), [True, 1, 1.0, "1"]]
 
 
+def sent(value: object) -> object:
+    """As it comes through the channel."""
+    return values.decode(json.loads(json.dumps(values.encode(value))))
+
+
 @pytest.mark.parametrize("value", EXACT + NESTED)
 def test_values_come_back_exactly(value):
-    found = values.loads(values.dumps(value))
+    found = sent(value)
     assert found == value and repr(found) == repr(value) and type(found) is type(value)
 
 
 def test_nan_comes_back():
-    assert math.isnan(values.loads(values.dumps([math.nan]))[0])
+    assert math.isnan(sent([math.nan])[0])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,7 @@ def test_nan_comes_back():
 )
 def test_other_types_are_refused(value):
     with pytest.raises(TypeError, match="is not one of the built-in types"):
-        values.dumps(value)
+        values.encode(value)
 
 
 def test_what_is_too_large_deep_or_cyclic_is_refused():
@@ -220,7 +225,7 @@ def test_what_is_too_large_deep_or_cyclic_is_refused():
         wide = [wide, wide]
     for value in (cycle, wide, [0] * 100_001, 1 << 10**6):
         with pytest.raises(ValueError, match=r"cyclic|bits"):
-            values.dumps(value)
+            values.encode(value)
 
 
 FORGED = [
@@ -245,8 +250,8 @@ MORE_FORGED = [
 
 @pytest.mark.parametrize("text", FORGED + MORE_FORGED, ids=lambda text: text[:20])
 def test_other_text_is_no_value(text):
-    with pytest.raises((ValueError, TypeError)):
-        values.loads(text)
+    with pytest.raises((ValueError, TypeError, RecursionError)):
+        values.decode(json.loads(text))
 
 
 # ---------------------------------------------------------------------------------------------------------- attacks

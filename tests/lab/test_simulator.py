@@ -12,25 +12,18 @@ from trial_policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
 import bass_core as bass
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.show import plots
-from bass_lab.study import recorded_acceptance
+from bass_lab.study import hindsight, recording
 from bass_lab.study.modelled_costs import modelled_costs, predict
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode
-from bass_lab.study.simulator import (
-    compare_with_real,
-    hindsight_bound,
-    regret,
-    simulate,
-    simulate_steps,
-    simulate_trace,
-)
+from bass_lab.study.simulator import compare_with_real, regret, simulate, simulate_trace
 from bass_lab.texts.prompt_sets import prompt_set
 
 COUNTS = ["step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length"]
 
 
 def steps_of(trace, policy, batch=(0,), cost=None, **options):
-    steps = simulate_steps(trace, policy, cost or Linear(), batch=list(batch), **options)
+    steps = simulate_trace(trace, policy, cost or Linear(), batch=list(batch), **options).steps
     return steps[steps.kind == "decode"]
 
 
@@ -109,7 +102,7 @@ def test_a_text_of_one_token_takes_no_step():
     both = steps_of(trace, 3, (0, 1))
     assert both.row.tolist() == [1]
     assert simulate(trace, 3, Linear(), batch=[0], repeats=1).seconds.item() == 0
-    assert hindsight_bound(trace, Linear(), batch=[0, 0], repeats=1).item() == 0
+    assert hindsight.bound(Replay.draw(trace, [0, 0]), Linear()) == 0
 
 
 def test_the_limit_cuts_texts():
@@ -166,7 +159,7 @@ def test_a_policy_that_chooses_is_told_of_the_text_the_rejected_token_and_the_ro
     after[0, 3] = np.array([0.31, 0.32, *[0.33] * 6])
     trace = replace(trace, maximum=places + 0.5, chance=places, rejected_chance=places + 0.2)
     policy = Submit(6, 6)
-    decode(Replay.draw(replace(trace, rollout_maximum=after + 0.5, rollout_chance=after), [0], 8, 0, 0), policy)
+    decode(Replay.draw(replace(trace, rollout_maximum=after + 0.5, rollout_chance=after), [0], 8), policy)
     maxima, chances = np.array(policy.told[:6]).T
     assert chances == pytest.approx([0.01, 0.02, 0.23, 0.31, 0.32, 0.33], abs=1e-3)
     assert maxima == pytest.approx([0.51, 0.52, 0.53, 0.81, 0.82, 0.83], abs=1e-3)
@@ -177,7 +170,7 @@ def test_beyond_the_rollout_its_last_probabilities_repeat():
     after = np.broadcast_to(np.array([0.25, 0.125], np.float16), (1, 12, 2))
     trace = replace(made, q=np.zeros_like(made.q), rollout_chance=after)
     policy = Submit(6, 6)
-    decode(Replay.draw(trace, [0], None, 0, 0), policy)
+    decode(Replay.draw(trace, [0]), policy)
     assert [chance for _, chance in policy.told[:6]] == [0.5, 0.25, 0.125, 0.125, 0.125, 0.125]
 
 
@@ -219,9 +212,7 @@ def tiny_pair():
 
 @pytest.fixture(scope="module")
 def greedy(tiny_pair):
-    return recorded_acceptance.record(
-        tiny_pair, ragged_prompts(4, 9, 6, 13), max_new_tokens=40, temperature=0.0, rollout=8
-    )
+    return recording.record(tiny_pair, ragged_prompts(4, 9, 6, 13), max_new_tokens=40, temperature=0.0, rollout=8)
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -243,7 +234,7 @@ def greedy(tiny_pair):
 def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
     prompts = ragged_prompts(4, 9, 6, 13)[:batch]
     real = bass.generate(tiny_pair, prompts, max_new_tokens=40, draft_length=policy, eos_token_id=()).trace.steps
-    found = simulate_steps(replace(greedy, lengths=np.full(4, 40)), policy, Linear(), batch=range(batch))
+    found = simulate_trace(replace(greedy, lengths=np.full(4, 40)), policy, Linear(), batch=range(batch)).steps
     pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
     assert (real.accepted.sum() > 0) == (policy != bass.FixedLength(0))
     if batch == 4 and isinstance(policy, bass.RaggedBudget):
@@ -253,7 +244,7 @@ def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
 def test_greedy_replay_of_texts_that_end_is_the_engines_run():
     """The embedded pair, whose texts end at EOS at different times."""
     pair, prompts = bass.load_pair(dtype="float32"), prompt_set("mini", 4)
-    trace = recorded_acceptance.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
+    trace = recording.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
     assert len(set(trace.lengths)) > 1
     budgets = bass.MarginalValue(CHEAP, limit=8), bass.RaggedBudget(CHEAP, limit=8), bass.RaggedBudget(Line(0.02, 0.5))
     for policy in (
@@ -264,7 +255,7 @@ def test_greedy_replay_of_texts_that_end_is_the_engines_run():
         *budgets,
     ):
         real = bass.generate(pair, prompts, max_new_tokens=48, draft_length=policy).trace.steps
-        found = simulate_steps(trace, policy, Linear(), batch=range(4))
+        found = simulate_trace(trace, policy, Linear(), batch=range(4)).steps
         pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
 
 
@@ -362,7 +353,7 @@ def test_costs_of_the_library_price_a_replay_as_they_price_a_run():
     for policy in (0, 5, bass.BassHeuristic()):
         found = simulate_trace(trace, policy, cost, batch=4)
         assert simulate(trace, policy, cost, batch=4, repeats=1).seconds.item() == pytest.approx(predict(cost, found))
-    table = regret(trace, [0, 5], cost, batches=[1, 4], repeats=3)
+    table = regret(trace, {"regular": 0, "five": 5}, cost, batches=[1, 4], repeats=3)
     assert (table.regret > 0).all() and (table.schedule_s >= table.bound_s).all()
 
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bass_lab.evaluation import load_problems
-from bass_lab.pair import data_card, training
+from bass_lab.pair import data_card, fitting, training
 from bass_lab.pair.windows import Windows, train_tokenizer
 from bass_lab.texts import corpus
 from bass_lab.texts.prompt_sets import prompt_set
@@ -78,7 +78,7 @@ def test_windows_stay_unpadded_after_a_padded_batch(tokenizer, texts):
 
 def test_training_attention_equals_sdpa(tokenizer):
     torch.manual_seed(0)
-    model = training.new_model(TINY.target, TINY, tokenizer)
+    model = fitting.new_model(TINY.target, tokenizer)
     windows = torch.randint(0, TINY.vocab_size, (2, 40))
     ours = model(windows, use_cache=False).logits
     model.set_attn_implementation("sdpa")
@@ -87,7 +87,7 @@ def test_training_attention_equals_sdpa(tokenizer):
 
 def test_training_norm_equals_the_models_own(tokenizer):
     torch.manual_seed(0)
-    model = training.new_model(TINY.target, TINY, tokenizer)
+    model = fitting.new_model(TINY.target, tokenizer)
     plain = LlamaForCausalLM(model.config)
     plain.load_state_dict(model.state_dict())
     windows = torch.randint(0, TINY.vocab_size, (2, 40))
@@ -96,15 +96,17 @@ def test_training_norm_equals_the_models_own(tokenizer):
 
 def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
     torch.manual_seed(0)
-    model = training.new_model(TINY.target, TINY, tokenizer)
-    report = training.fit(
+    model = fitting.new_model(TINY.target, tokenizer)
+    report = fitting.fit(
         model,
-        lambda rows: training.next_token_loss(model, rows),
+        lambda rows: fitting.next_token_loss(model, rows),
         lambda progress, generator: windows.take(8, 64, generator),
         tokens=tokens,
         lr=1e-2,
         name="tiny",
-        recipe=TINY,
+        data=TINY.data,
+        seed=TINY.seed,
+        threads=TINY.threads,
         folder=folder,
         save_every=0.0,
     )
@@ -170,10 +172,10 @@ def test_the_recipe_writes_models_and_a_card_of_what_was_measured(tmp_path, monk
 
 def test_alignment_lowers_the_distance_to_the_target(tokenizer):
     torch.manual_seed(0)
-    target, draft = (training.new_model(getattr(TINY, name), TINY, tokenizer) for name in ("target", "draft"))
+    target, draft = (fitting.new_model(getattr(TINY, name), tokenizer) for name in ("target", "draft"))
     windows = torch.randint(0, TINY.vocab_size, (2, 40))
-    assert training.distillation_loss([target], target, windows, (1.0, 0.4)).item() == pytest.approx(0, abs=1e-5)
-    assert training.distillation_loss([draft], target, windows, (1.0, 0.4)) > 0
+    assert fitting.distillation_loss([target], target, windows, (1.0, 0.4)).item() == pytest.approx(0, abs=1e-5)
+    assert fitting.distillation_loss([draft], target, windows, (1.0, 0.4)) > 0
 
 
 def test_recipe_says_what_it_accepts():

@@ -15,15 +15,16 @@ def synthetic(alpha, seed=0):
 
 
 def test_learned_finds_the_best_length_and_remembers_it_per_task():
-    policy, sure, doubtful = bass.Learned(CHEAP), synthetic(0.95), synthetic(0.2)
-    for task, trace in (("sure", sure), ("doubtful", doubtful)):
-        policy.task = task
-        decode(Replay.draw(trace, 4, None, 0, 0), policy)
-    favourite = {}
-    for task in ("sure", "doubtful"):
-        policy.task = task
-        favourite[task] = policy.experts[policy.weights().argmax()]
-    assert favourite["sure"] >= 8 and favourite["doubtful"] <= 2
+    favourites = {"sure": [], "doubtful": []}
+    for seed in range(9):
+        policy = bass.Learned(CHEAP)
+        for task, trace in (("sure", synthetic(0.95)), ("doubtful", synthetic(0.2))):
+            policy.task = task
+            decode(Replay.draw(trace, 4, None, seed, 0), policy)
+        for task, found in favourites.items():
+            policy.task = task
+            found.append(policy.experts[policy.weights().argmax()])
+    assert np.median(favourites["sure"]) >= 8 and max(favourites["doubtful"]) <= 2
     assert policy.task == "doubtful" and set(policy.memories) == {"sure", "doubtful"}
 
 
@@ -54,14 +55,13 @@ def test_learned_is_near_the_best_length_of_another_task_within_200_steps(before
 
 def test_learned_sees_how_every_shorter_length_would_have_done():
     policy = bass.Learned(CHEAP, lengths=(0, 1, 2, 4))
-    slots = policy.memories[""].acceptance
-    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), slots).sum(1)
+    alpha = 0.7
+    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), alpha).sum(1)
     assert seen.tolist() == [2, 4, 2 + 3, 2 + 5]
-    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), slots).sum(1)
+    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), alpha).sum(1)
     assert drafted_two[:3].tolist() == [2, 4, 5]
-    s = slots.survival()
-    more = (s[3] + s[4]) / s[2]  # what was accepted as far as it went would have gone on
-    assert drafted_two[3] == pytest.approx(5 + more)
+    # what was accepted as far as it went would have gone on
+    assert drafted_two[3] == pytest.approx(5 + alpha + alpha**2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The mini evaluation set: 164 functions whose composition the embedded pair has never met, with tests.
 
-`python -m bass_lab.evaluation.mini_set` writes `assets/mini_set.jsonl` anew, always the same. A problem's expected
+`python -m bass_lab.texts.mini_set` writes `assets/mini_set.jsonl` anew, always the same. A problem's expected
 values are what *all* the ways to write it (as far as the grammar knows them) agree on; inputs where they differ, or
 raise, are left out. A function without its filter, or without its map, must fail the tests.
 """

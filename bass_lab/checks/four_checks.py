@@ -1,0 +1,239 @@
+"""The four checks of a pair: greedy, sampled, coupled and half-precision text, each against what it must equal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bass_core import attention, inputs, probe
+from bass_core.draft_length import DraftLengthPolicy, RowsView
+from bass_core.drafters import NgramDrafter
+from bass_core.generation import generate
+from bass_core.models import ModelPair, in_dtype
+from bass_core.sampling import SamplingParams
+from bass_lab.checks import plain_decoding
+from bass_lab.checks.goodness_of_fit import POWER, detectable, g_test, holm
+
+ALPHA = 1e-4  # chance that healthy models fail the sampled check
+TOKENS, TOP_K = 5, 3  # the sampled check's text: top_k 3 leaves 3^5 = 243 outcomes, whatever the vocabulary
+TEMPERATURES = (0.7, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # not 1, where the raw and the processed law are too alike
+
+Finding = tuple[bool, str, dict]  # passed, tested, details
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a check runs on; new: tokens to generate per row of it."""
+
+    original: ModelPair
+    dtype: torch.dtype
+    prompts: list[Tensor]
+    new: int
+    samples: int
+    seed: int
+    compile: str
+
+    @cached_property
+    def pair(self) -> ModelPair:
+        """The pair in this dtype, copied if one of its models has another."""
+        return in_dtype(self.original, self.dtype)
+
+    @property
+    def note(self) -> str:
+        if self.pair is self.original:
+            return name_of_dtype(self.dtype)
+        return f"{name_of_dtype(self.dtype)} copies (the target is {name_of_dtype(self.original.target.dtype)})"
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _divergences(found: Sequence[Tensor], alone: Sequence[tuple[Tensor, Tensor]]) -> list[dict]:
+    """Where rows first differ from the row alone; gap: how far the token found was below the best logit there."""
+    lines = []
+    for row, (tokens, (expected, logits)) in enumerate(zip(found, alone, strict=True)):
+        differing = (tokens != expected).nonzero()
+        if len(differing):
+            first = int(differing[0])
+            best = logits[first].topk(2).values
+            gap, top2 = float(best[0] - logits[first, tokens[first]]), float(best[0] - best[1])
+            lines.append({"row": row, "position": first, "gap": gap, "top2_gap": top2})
+    return lines
+
+
+def greedy(subject: Subject) -> Finding:
+    """Every row of every batch equals `transformers.generate` of the row alone, token for token."""
+    pair, rows = subject.pair, len(subject.prompts)
+    alone = [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in subject.prompts]
+    paths, refused = _paths(pair)
+    runs = []
+    for path, k in [("auto", k) for k in (1, 3, 8, None)] + [(path, 3) for path in paths]:
+        options = {"attention": path, "compile": "off" if path == "split" else subject.compile, "eos_token_id": ()}
+        out = generate(pair, subject.prompts, max_new_tokens=subject.new, draft_length=k, **options)
+        different = _divergences(out.sequences, alone)
+        meta = out.trace.meta
+        run = {"attention": path, "path": meta["attention"], "compile": meta["compile"], "draft_length": k}
+        runs.append(run | _counts(out.trace.steps) | {"identical": rows - len(different), "divergences": different})
+    identical, of = sum(run["identical"] for run in runs), rows * len(runs)
+    lengths = [len(prompt) for prompt in subject.prompts]
+    tested = (
+        f"{identical} of {of} rows equal transformers.generate of the row alone; {rows} prompts of {min(lengths)} to "
+        f"{max(lengths)} tokens, {subject.new} new ones, {_total(runs)}; draft lengths 1, 3, 8 and default; attention "
+        f"auto (= {runs[0]['path']}) and {', '.join(paths)}; {subject.note}"
+    )
+    return identical == of, tested, {"rows": rows, "runs": runs, "refused": refused}
+
+
+def _paths(pair: ModelPair) -> tuple[list[str], dict[str, str]]:
+    """Attention paths that all models can take, and why the others cannot."""
+    paths, refused = [], {}
+    for path in attention.PATHS:
+        try:
+            for model in pair.models:
+                probe.resolve(model, path)
+            paths.append(path)
+        except ValueError as error:
+            refused[path] = str(error)
+    return paths, refused
+
+
+def _counts(steps: pd.DataFrame) -> dict[str, int]:
+    """How many tokens came about in which way (no row ended early, so every step emitted accepted + 1)."""
+    drafting, full = steps.drafted > 0, steps.accepted == steps.drafted
+    counts = {"accepted": steps.accepted, "recovered": ~full, "bonus": drafting & full, "regular": ~drafting}
+    return {kind: int(count.sum()) for kind, count in counts.items()}
+
+
+def _total(runs: Sequence[dict]) -> str:
+    return ", ".join(f"{sum(run[kind] for run in runs)} {kind}" for kind in ("accepted", "recovered", "bonus"))
+
+
+class _ByRow(DraftLengthPolicy):
+    """Draft lengths 1, 2 and 3 side by side in one batch."""
+
+    def plan(self, rows: RowsView) -> Tensor:
+        return torch.from_numpy(1 + rows.ids % 3)
+
+
+def sampled(subject: Subject) -> Finding:
+    """G-tests of the joint law of the first tokens, for token and block verification, with Holm's correction.
+
+    An outcome is the text by position; what one step emitted is not looked at (conditioning on it would shift a
+    correct sampler).
+    """
+    pair, samples = subject.pair, subject.samples
+    prompt, params, law = _spread_law(pair.target, _beginnings(subject))
+    batch = min(samples, 512, max(8, 2**24 // pair.target.config.get_text_config().vocab_size))
+    options = {"temperature": params.temperature, "top_k": TOP_K, "max_new_tokens": TOKENS, "eos_token_id": ()}
+    options |= {"num_return_sequences": samples, "max_batch_size": batch, "draft_length": _ByRow()}
+    options |= {"compile": subject.compile}
+    tests = {}
+    for number, rule in enumerate(("token", "block")):
+        out = generate(pair, [prompt], verification=rule, seed=subject.seed + number, **options)
+        tests[rule] = g_test([tuple(row.tolist()) for row in out.sequences], law) | _counts(out.trace.steps)
+    p_values = {rule: test["p_value"] for rule, test in tests.items()}
+    rejected = holm(p_values, ALPHA)
+    tested = (
+        f"G-test of the first {TOKENS} tokens, {len(law)} outcomes, {samples} rows each: "
+        f"{', '.join(f'{rule} p = {p:.2g}' for rule, p in p_values.items())} (alpha {ALPHA:g}, Holm); "
+        f"{_total(list(tests.values()))}; temperature {params.temperature:g}, top_k {TOP_K} for both models, draft "
+        f"lengths 1, 2, 3 side by side, one prompt of {len(prompt)} tokens; a total variation of "
+        f"{detectable(law, samples, ALPHA / 2):.3f} would be found with {POWER:.0%}; {subject.note}"
+    )
+    return not rejected, tested, {"rejected": rejected, "temperature": params.temperature, "tests": tests}
+
+
+def _beginnings(subject: Subject) -> list[Tensor]:
+    """Prompts to choose from: short beginnings. n-gram drafting gets one whose ending occurred before, or it would not
+    draft."""
+    room = int(min(inputs.context_of(subject.pair), 64)) - TOKENS
+    if isinstance(subject.pair.draft, PreTrainedModel):
+        return [prompt[: min(size, room)] for prompt in subject.prompts[:4] for size in (1, 2, 4, 8)]
+    start = subject.prompts[0][: min(6, max(1, room // 3))]
+    follows, _ = plain_decoding.greedy(subject.pair.target, start, max(1, min(5, room - 2 * len(start))))
+    return [torch.cat([start, follows, start])]
+
+
+def _spread_law(
+    target: PreTrainedModel, beginnings: Sequence[Tensor]
+) -> tuple[Tensor, SamplingParams, dict[tuple[int, ...], float]]:
+    """The beginning after which the target chooses between two tokens at a time or more at the lowest temperature.
+
+    Returns it with that temperature's parameters and the target's law of what follows. A law that is nearly certain
+    tests nothing (tokens drawn wrongly must have somewhere else to go), and so does one that heat has made flat, where
+    target and draft agree.
+    """
+    for temperature in TEMPERATURES:
+        params = SamplingParams(temperature=temperature, top_k=TOP_K)
+        entropies = [_entropy(plain_decoding.exact_law(target, prompt, params, 3)) for prompt in beginnings]
+        widest = max(range(len(beginnings)), key=entropies.__getitem__)
+        if entropies[widest] >= 3 * math.log(2):
+            break
+    return beginnings[widest], params, plain_decoding.exact_law(target, beginnings[widest], params, TOKENS)
+
+
+def _entropy(law: dict[tuple[int, ...], float]) -> float:
+    """In nats."""
+    return -sum(p * math.log(p) for p in law.values() if p > 0)
+
+
+def coupled(subject: Subject) -> Finding:
+    """Coupled verification: sampled text equals that without speculation, whatever drafts, how far, in what batch."""
+    pair, rows = subject.pair, len(subject.prompts)
+    other = NgramDrafter() if isinstance(pair.draft, PreTrainedModel) else pair.target
+    pairs = {"own": pair, "other": replace(pair, draft=other)}
+    options = {"max_new_tokens": subject.new, "temperature": 0.8, "verification": "coupled", "eos_token_id": ()}
+    options |= {"compile": subject.compile}
+    regular = generate(pair, subject.prompts, draft_length=0, seed=subject.seed, **options).sequences
+    runs = []
+    for draft, k, batch in (
+        *(("own", 1, rows), ("own", 3, rows), ("own", None, rows), ("own", 5, 1), ("own", 2, 3)),
+        *(("other", 3, rows), ("other", 4, 3)),
+    ):
+        out = generate(
+            pairs[draft], subject.prompts, draft_length=k, max_batch_size=batch, seed=subject.seed, **options
+        )
+        same = sum(map(torch.equal, out.sequences, regular))
+        run = {"draft": draft, "draft_length": k, "batch": batch, "identical": same}
+        runs.append(run | _counts(out.trace.steps))
+    identical, of = sum(run["identical"] for run in runs), rows * len(runs)
+    tested = (
+        f"{identical} of {of} rows equal draft length 0; temperature 0.8, {subject.new} new tokens, {_total(runs)}; "
+        f"draft lengths 1 to 5 and default; batches of 1, 3 and {rows}; the pair's draft and "
+        f"{'an n-gram lookup' if isinstance(other, NgramDrafter) else 'the target itself'}; {subject.note}"
+    )
+    return identical == of, tested, {"rows": rows, "runs": runs}
+
+
+def half(subject: Subject) -> Finding:
+    """In half precision a row may leave the row alone where two logits are as close as their noise, nowhere else.
+
+    The noise is transformers' own, so that no fault of the engine can hide in it: how far a good logit moves between
+    decoding the row, one pass over it, and one pass over the padded batch. Two tokens change places if both move by
+    half their gap; gaps of up to twice the largest move are allowed.
+    """
+    pair, prompts = subject.pair, subject.prompts
+    alone = [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in prompts]
+    allowed = 2 * plain_decoding.numeric_noise(pair.target, prompts, alone)
+    lines = []
+    for decoding, k in (("no speculation", 0), ("draft length 3", 3), ("default policy", None)):
+        options = {"max_new_tokens": subject.new, "compile": subject.compile, "eos_token_id": (), "trace": "off"}
+        out = generate(pair, prompts, draft_length=k, **options)
+        lines += [{"decoding": decoding} | line for line in _divergences(out.sequences, alone)]
+    beyond = sum(line["gap"] > allowed for line in lines)
+    control = sum(line["decoding"] == "no speculation" for line in lines)
+    tested = (
+        f"{len(lines) - control} of {2 * len(prompts)} speculative rows leave the row alone, without speculation "
+        f"{control} of {len(prompts)}; {beyond} of these where the gap is beyond the noise (largest gap "
+        f"{max((line['gap'] for line in lines), default=0):.3g}, allowed {allowed:.3g}: twice what transformers' own "
+        f"passes differ by); {subject.new} new tokens; {subject.note}"
+    )
+    return beyond == 0, tested, {"allowed_gap": allowed, "divergences": lines}

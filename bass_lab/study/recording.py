@@ -1,0 +1,191 @@
+"""Recording an `AcceptanceTrace`: the target writes texts, and one teacher-forced pass of each model says the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bass_core import inputs, probe, randomness, sampling
+from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
+from bass_core.drafters import Context, ModelDrafter
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_core.randomness import Key, Purpose, StepKeys
+from bass_core.runner import Runner
+from bass_core.sampling import SamplingParams
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+ROWS_AT_ONCE = 64  # of a recording's passes
+
+
+def record(
+    pair: ModelPair,
+    prompts: str | Sequence[str] | Sequence[Tensor],
+    *,
+    samples: int = 1,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int = 0,
+    rollout: int = 8,
+) -> AcceptanceTrace:
+    """The acceptance trace of `samples` texts per prompt (prompt-major), written by the target alone.
+
+    The embedded pair records 32 texts of 64 tokens in some ten seconds on a laptop's core. rollout: how many drafts
+    after a rejected one are recorded for policies that look at them. Raises ValueError for a pair whose draft is no
+    model, and as `generate` does.
+    """
+    prompts = inputs.prompt_list(prompts)
+    inputs.require_draft_model(pair)
+    texts = generate(
+        pair,
+        prompts,
+        num_return_sequences=inputs.integer("samples", samples, least=1),
+        max_new_tokens=inputs.integer("max_new_tokens", max_new_tokens, least=1),
+        temperature=temperature,
+        seed=seed,
+        draft_length=0,
+        max_batch_size=min(len(prompts) * samples, ROWS_AT_ONCE),
+        eos_token_id=(),
+        trace="off",
+    ).sequences
+    prompts = [prompt for prompt in prompts for _ in range(samples)]
+    return teacher_forced(pair, prompts, texts, temperature=temperature, seed=seed, rollout=rollout)
+
+
+@torch.inference_mode()
+def teacher_forced(
+    pair: ModelPair,
+    prompts: Sequence[str | Tensor],
+    texts: Sequence[Tensor],
+    *,
+    temperature: float,
+    seed: int = 0,
+    rollout: int = 8,
+) -> AcceptanceTrace:
+    """The acceptance trace of given texts, one per prompt, all of the same length, written at that temperature.
+
+    Texts have the target's law, and go on after EOS: of `generate(…, eos_token_id=())`, with any draft.
+    """
+    inputs.require_draft_model(pair)
+    if len({len(text) for text in texts}) != 1:
+        raise ValueError(f"texts must have one length, got {sorted({len(text) for text in texts})}")
+    params = SamplingParams(temperature)
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    ids = inputs.token_ids(pair, prompts)
+    eos = sorted(inputs.eos_ids(pair.target, None, vocabulary))
+    runner = Runner(pair.draft, probe.resolve(pair.draft, "auto"), ROWS_AT_ONCE)
+    drafter = ModelDrafter(runner, params, vocabulary, coupled=False, keep_q=False)
+    lines = []
+    with runner:
+        drafter.grow(max(map(len, ids)) + len(texts[0]))
+        for row, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
+            # The text may have used the streams of (seed, row): rollouts have others.
+            stream = randomness.stream(seed, len(texts) + row)
+            lines.append(_recorded(pair, drafter, prompt, text, stream, inputs.integer("rollout", rollout, least=1)))
+    ends = [torch.isin(text, torch.tensor(eos, dtype=torch.int64)).nonzero()[:1, 0] for text in texts]
+    meta = {"temperature": temperature, "seed": seed, "rows": len(texts), "max_new_tokens": len(texts[0])}
+    return AcceptanceTrace(
+        **{name: np.stack([line[name] for line in lines]) for name in lines[0]},
+        prompt_lengths=np.array([len(prompt) for prompt in ids]),
+        lengths=np.array([int(end[0]) + 1 if len(end) else len(texts[0]) for end in ends]),
+        meta=meta,
+    )
+
+
+def _recorded(
+    pair: ModelPair, drafter: ModelDrafter, prompt: Tensor, text: Tensor, stream: int, rollout: int
+) -> dict[str, np.ndarray]:
+    """One text's line of each array of the trace."""
+    ids = torch.cat([prompt, text]).to(pair.device)
+    written = ids[len(prompt) :, None]  # [T, 1]
+    known = ids.clamp(max=drafter.draft_vocabulary - 1)  # ids that only the target has, as ModelDrafter feeds them
+    logits = pair.draft(input_ids=known[None], use_cache=False).logits[0, len(prompt) - 1 : -1, : drafter.vocabulary]
+    q = _law(logits, drafter.params, logits.argmax(-1))
+    q = F.pad(q, (0, drafter.vocabulary - q.shape[-1]))  # [T, V]
+    own = logits.double().softmax(-1)  # at temperature 1
+    entropy, maximum = torch.special.entr(own).sum(-1), own.amax(-1)  # [T] each
+    own = F.pad(own, (0, drafter.vocabulary - own.shape[-1]))  # [T, V]
+    logits = pair.target(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+    p = _law(logits, drafter.params, written[:, 0])
+    p_text, q_text = p.gather(-1, written)[:, 0], q.gather(-1, written)[:, 0]
+    chance, rejected_chance = own.gather(-1, written)[:, 0], np.full(len(text), np.nan, np.float16)
+    after = np.full((3, len(text), rollout), np.nan, np.float16)
+    # The first token is the prefill's; a step keeps one place for the target's token, so that no draft stands last.
+    rejected = (q_text < p_text).nonzero()[:, 0]
+    rejected = rejected[(rejected >= 1) & (rejected <= len(text) - 2)]
+    if len(rejected):
+        excess = (q[rejected] - p[rejected]).clamp(min=0)
+        excess = torch.where(excess.sum(-1, keepdim=True) > 0, excess, q[rejected])  # p = q up to rounding
+        keys = Key(torch.full_like(rejected, stream), rejected, Purpose.TARGET)
+        drawn = randomness.draw(excess, keys)[:, None]
+        rejected_chance[rejected.cpu().numpy()] = own[rejected].gather(-1, drawn)[:, 0].cpu().numpy()
+        followed = rejected <= len(text) - 3
+        rejected, drawn = rejected[followed], drawn[followed]
+    if len(rejected):
+        at = len(prompt) + rejected
+        tokens = known.repeat(len(at), 1).scatter(1, at[:, None], drawn)
+        lengths = (len(text) - 2 - rejected).clamp(max=rollout)
+        found = _rollouts(drafter, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
+        after[:, rejected.cpu().numpy(), : found.shape[-1]] = found
+    line = {"p": p_text, "q": q_text, "entropy": entropy, "maximum": maximum, "chance": chance}
+    line = {name: each.float().cpu().numpy() for name, each in line.items()} | {"rejected_chance": rejected_chance}
+    return line | dict(zip(("rollout_entropy", "rollout_maximum", "rollout_chance"), after, strict=True))
+
+
+def _law(logits: Tensor, params: SamplingParams, chosen: Tensor) -> Tensor:
+    """Processed distribution [T, V]; at temperature 0 one-hot at the chosen ids [T]."""
+    if params.greedy:
+        return F.one_hot(chosen, logits.shape[-1]).float()
+    return sampling.probabilities(logits, params)
+
+
+class _Listener(DraftLengthPolicy):
+    """Notes the signals before each draft, never stops, and submits every draft to learn its probability."""
+
+    def __init__(self):
+        self.heard: list[Tensor] = []
+        self.chances: np.ndarray | None = None
+
+    def plan(self, rows: RowsView) -> int:
+        raise NotImplementedError("it listens to a drafter, not to an engine")
+
+    def keep_drafting(self, signals: Signals) -> Tensor:
+        self.heard.append(torch.stack([signals.entropy, signals.maximum]).cpu())
+        return torch.ones_like(signals.drafting)
+
+    def choose(self, hidden: HiddenDraft) -> None:
+        for row, length in enumerate(hidden.lengths):
+            for _ in range(length):
+                hidden.submit(row)
+        self.chances = hidden.chances
+
+
+def _rollouts(
+    drafter: ModelDrafter, text: Tensor, tokens: Tensor, at: np.ndarray, lengths: np.ndarray, stream: int
+) -> np.ndarray:
+    """Entropy and maximum before each of the drafts that follow token at[n] of row n, and that draft's own chance:
+    [3, n, R], NaN beyond lengths.
+
+    text: the ids [S] that all rows [n, S] begin with, up to their token `at`. The draft reads it once; rows start from
+    copies of its cache.
+    """
+    found = np.full((3, len(at), int(lengths.max())), np.nan)
+    drafter.prefill(text[None], [len(text)], range(1))
+    cached = drafter.save_row(0, len(text))
+    for first in range(0, len(at), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        ends = torch.as_tensor(at[rows] + 1, device=text.device)
+        for place, end in enumerate(at[rows].tolist()):
+            drafter.load_row(range(place, place + 1), cached, end)
+        keys = StepKeys(torch.full_like(ends, stream), ends, int(lengths[rows].max()))
+        listener = _Listener()
+        context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, seen=None)
+        drafter.draft(context, lengths[rows], listener)
+        heard = np.concatenate([torch.stack(listener.heard, -1).numpy(), listener.chances[None]])  # [3, rows, slots]
+        beyond = np.arange(heard.shape[-1]) >= lengths[rows, None]
+        found[:, rows, : heard.shape[-1]] = np.where(beyond, np.nan, heard)
+    return found
