@@ -32,6 +32,7 @@ from bass_core.environment import describe_environment
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import Trace
+from bass_lab.checks import exactness
 from bass_lab.measure import records
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.gpu_plan import DRY, REGULAR, Group, Way, plan, policy_of
@@ -262,7 +263,7 @@ class Bench:
         }
 
 
-def exactness(device: str, compile: str, **options) -> dict:
+def checked(device: str, compile: str, **options) -> dict:
     """`bass verify` of the embedded pair on this device, its passes made in that way: greedy and coupled identity, and
     the G-tests of its law. It has failed, too, where some pass was made in another way."""
     report = exactness.verify(load_pair(device=device), compile=compile, **options)
@@ -302,7 +303,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"{here['device']}: a copy moves {peaks.bandwidth / 1e9:.0f} GB/s, a matrix product "
           f"{peaks.flops / 1e12:.3g} TFLOP/s", flush=True)  # fmt: skip
     fewer = {"samples": 1000, "max_new_tokens": 8} if dry else {}
-    verdict = exactness(name, "off" if dry else REGULAR.compile, **fewer)
+    verdict = checked(name, "off" if dry else REGULAR.compile, **fewer)
     print(f"exactness of {verdict['attention']} with compile={verdict['compile']} on the embedded pair: "
           f"{'PASS' if verdict['passed'] else 'FAIL'} {verdict['checks']}", flush=True)  # fmt: skip
     small = {"context": 24, "spread": 6, "new": 12} if dry else {}

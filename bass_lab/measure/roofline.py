@@ -71,6 +71,22 @@ class Workload:
             element=(dtype or model.dtype).itemsize,
         )
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    def cache_bytes(self, positions: Number) -> Number:
+        """Of the keys and values of so many positions, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.element * positions
+
+    def attention_intensity(self, query_length: Number) -> Number:
+        """Flop per byte of attention alone over a long cache: Q · G in bf16.
+
+        A key and its value take 2 · D · `element` bytes, and serve Q · G queries with 2 · D flop each in QKᵀ and in PV.
+        """
+        return 2 * query_length * self.group / self.element
+
     def flops(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """Multiplications and additions of a pass over `query_length` new tokens of each row.
 
@@ -86,8 +102,7 @@ class Workload:
         kv_length: mean keys of a row that are read from the cache.
         Activations and logits are left out: on a GPU they stay in caches or are small beside the weights.
         """
-        per_key = 2 * self.layers * self.kv_heads * self.head_dim
-        return self.element * (self.weights + per_key * batch * (kv_length + query_length))
+        return self.element * self.weights + self.cache_bytes(batch * (kv_length + query_length))
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,10 @@ class Device:
         """Flop per byte from which on arithmetic, not memory, is the limit."""
         return self.flops / self.bandwidth
 
+    def attainable(self, intensity: Number) -> Number:
+        """Flop/s at most of work with so many flop per byte."""
+        return np.minimum(self.flops, intensity * self.bandwidth)
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -111,20 +130,26 @@ class Roofline:
     work: Workload
     device: Device
 
-    def seconds(self, batch: int, query_length: int, kv_length: float) -> float:
+    def seconds(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """No pass is faster than its bytes, nor than its operations."""
         shape = batch, query_length, kv_length
-        return max(self.work.bytes(*shape) / self.device.bandwidth, self.work.flops(*shape) / self.device.flops)
+        return np.maximum(self.work.bytes(*shape) / self.device.bandwidth, self.work.flops(*shape) / self.device.flops)
 
-    def intensity(self, batch: int, query_length: int, kv_length: float) -> float:
+    def intensity(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """Flop per byte of a pass; memory is the limit below the device's ridge."""
         return self.work.flops(batch, query_length, kv_length) / self.work.bytes(batch, query_length, kv_length)
 
 
-# The paper's 7.8B target with its 310M draft (4 layers × 2048) in bf16, and an H100 SXM, all from data sheets.
+# From data sheets, models in bf16. The paper's are the 7.8B target and its 310M draft (4 layers × 2048).
+A100_BANDWIDTH = (1.55e12, 2.0e12)  # of the 40 GB and the 80 GB variant; the paper does not say which it used
 H100 = Device("NVIDIA H100 80GB HBM3 (data sheet)", bandwidth=3.35e12, flops=989e12)
 TARGET_8B = Workload(int(7.8e9), int(7.8e9), layers=32, heads=32, kv_heads=32, head_dim=128, element=2)
 DRAFT_310M = Workload(int(310e6), int(310e6), layers=4, heads=16, kv_heads=16, head_dim=128, element=2)
+MODELS = {  # the targets whose attention is looked at
+    "Llama-8B": Workload(int(8.03e9), int(8.03e9), layers=32, heads=32, kv_heads=8, head_dim=128, element=2),
+    "MHA-7.8B": TARGET_8B,
+    "OPT-13B": Workload(int(12.85e9), int(12.85e9), layers=40, heads=40, kv_heads=40, head_dim=128, element=2),
+}
 
 
 @dataclass(frozen=True)
