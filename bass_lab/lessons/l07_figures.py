@@ -1,7 +1,7 @@
 """Figures and a widget of lesson 07: who reads which keys, what that costs, and where the limit lies.
 
-Reads are counted by `bass_kernels.accounting`, bytes and bounds by `bass_lab.measure.roofline`; nothing is counted here.
-Beside colour, hatching says what is wasted.
+Reads are counted by `bass_kernels.accounting`, bytes and bounds by `bass_lab.measure.roofline`. Beside colour,
+hatching says what is wasted.
 """
 
 from __future__ import annotations

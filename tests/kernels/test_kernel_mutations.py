@@ -64,11 +64,7 @@ BUGS = {
         "tl.minimum(end, first + 1) - begin, 0)",
         "tl.minimum(end, first + BLOCK_N) - begin, 0)",
     ),
-    "positions start one late": (
-        "ragged",
-        "= tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)\n    q =",
-        "= tile_rows(block, start + 1, kv_length, query_length, GROUP, BLOCK_M)\n    q =",
-    ),
+    "positions start one late": ("online_softmax", "positions = start + rows", "positions = start + 1 + rows"),
     "the last piece is not added": ("ragged", "for _ in range(splits):", "for _ in range(splits - 1):"),
     "pieces are added without their weight": ("ragged", "part * weight[:, None]", "part"),
     "the partial sum goes to the wrong piece": (
@@ -96,29 +92,29 @@ BUGS = {
 
 
 BUGS |= {
-    "the residual is the target's law": ("verification", "tl.maximum(p - q_ids, 0.0)", "p"),
+    "the residual is the target's law": ("fused_verification", "tl.maximum(p - q_ids, 0.0)", "p"),
     "a row that submitted less has a residual": (
-        "verification",
+        "fused_verification",
         "rejected = slot < length",
         "rejected = slot < drafts",
     ),
     "tokens that were not submitted are kept": (
-        "verification",
+        "fused_verification",
         "(slots < length) & (slots < drafts)",
         "slots < drafts",
     ),
-    "a uniform number at the boundary accepts": ("verification", "drafted_at) < ratio", "drafted_at) <= ratio"),
+    "a uniform number at the boundary accepts": ("fused_verification", "drafted_at) < ratio", "drafted_at) <= ratio"),
     "p of the drafted token has no temperature": (
-        "verification",
+        "fused_verification",
         "- shift) * inverse_temperature) / mass",
         "- shift)) / mass",
     ),
     "the first block has no mass": (
-        "verification",
+        "fused_verification",
         "tl.sum(residual.to(tl.float64))",
         "tl.sum(residual.to(tl.float64)) * (block > 0)",
     ),
-    "NaN counts as a number": ("verification", "(total > 0).to(tl.int8)", "(total != 0).to(tl.int8)"),
+    "NaN counts as a number": ("fused_verification", "(total > 0).to(tl.int8)", "(total != 0).to(tl.int8)"),
     "keys go to the first places": ("kv_write", "((first_place + b) *", "(b *"),
     "keys are written for values": ("kv_write", "* VALUE_DIM + d, v, mask", "* VALUE_DIM + d, k, mask"),
 }
@@ -167,7 +163,7 @@ def write_is_wrong(package) -> bool:
     return not all(map(torch.equal, *caches))
 
 
-CHECKS = {"verification": verification_is_wrong, "kv_write": write_is_wrong}
+CHECKS = {"fused_verification": verification_is_wrong, "kv_write": write_is_wrong}
 
 
 @pytest.mark.parametrize("is_wrong", [attention_is_wrong, *CHECKS.values()])
