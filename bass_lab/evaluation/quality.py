@@ -35,7 +35,7 @@ from bass_core.models import ModelPair, fingerprints
 from bass_core.policies.goodput import policy_for
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem
-from bass_lab.measure.timed_runs import Clock
+from bass_lab.measure.clocks import Clock
 
 METHODS = ("regular", "single", "batched")
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)

@@ -17,7 +17,6 @@ work. `transformers.generate` is quoted beside it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,8 +35,10 @@ from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair, in_dtype
 from bass_core.policies.costs import costs_like
 from bass_lab.checks import plain_decoding
-from bass_lab.measure import timed_runs
-from bass_lab.measure.timed_runs import LATENCIES, Clock, Way
+from bass_lab.measure import records, timed_runs
+from bass_lab.measure.clocks import LATENCIES, Clock, passes_marked
+from bass_lab.measure.ratios import Ratio
+from bass_lab.measure.timed_runs import Method
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 DRAFTING = ("single", "batched")  # those with a draft length
@@ -52,21 +53,18 @@ class Comparison:
 
     runs: pd.DataFrame
 
-    def ratio(self, method: str = "batched", to: str = "regular") -> tuple[float, float, float]:
-        """Speed of one method over another: median of the paired ratios, and its 95% interval (bootstrap)."""
+    def ratio(self, method: str = "batched", to: str = "regular") -> Ratio:
+        """Speed of one method over another."""
         seconds = self.runs.pivot(index="repeat", columns="method", values="seconds")
-        ratios = (seconds[to] / seconds[method]).to_numpy()
-        resamples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-        low, high = np.quantile(np.median(resamples, axis=1), [0.025, 0.975])
-        return float(np.median(ratios)), float(low), float(high)
+        return Ratio.of(seconds[method], seconds[to])
 
     def summary(self) -> pd.DataFrame:
         """One line per method: medians of tokens/s, latencies and counts; speed over regular decoding, interval."""
         lines = []
         for method, runs in self.runs.groupby("method", sort=False):
-            middle, low, high = self.ratio(method)
+            ratio = self.ratio(method)
             line = {"method": method, "k": runs.k.iloc[0], "tokens_per_second": runs.tokens_per_second.median()}
-            line |= {"over_regular": middle, "low": low, "high": high}
+            line |= {"over_regular": ratio.median, "low": ratio.low, "high": ratio.high}
             lines.append(line | {name: runs[name].median() for name in (*LATENCIES, *COUNTS)})
         return pd.DataFrame(lines)
 
@@ -99,7 +97,7 @@ def compare(
     pool, lines = inputs.token_ids(pair, prompts), []
     for repeat in range(repeats + 1):
         ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
-        ways = _ways(
+        called = _methods(
             pair,
             ids,
             methods,
@@ -114,17 +112,17 @@ def compare(
             progress(f"repeat {repeat} of {repeats}: {doing}")
 
         timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
-        for method, run in timed(pair, ids, ways, seed=repeat, progress=tell):
-            line = {"repeat": repeat, "method": method, "k": ways[method].k, "seconds": run.seconds}
+        for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat, progress=tell):
+            line = {"repeat": repeat, "method": method, "k": called[method].k, "seconds": seconds}
             line["tokens"] = len(ids) * max_new_tokens
-            summary = {} if run.trace is None else run.trace.summary()
+            summary = {} if trace is None else trace.summary()
             counts = {name: summary.get(name, float("nan")) for name in COUNTS}
-            lines.append(line | run.clock.latencies(max_new_tokens) | counts)
+            lines.append(line | clock.latencies(max_new_tokens) | counts)
     runs = pd.DataFrame(lines).query("repeat > 0")
     return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
 
 
-def _ways(
+def _methods(
     pair: ModelPair,
     ids: Sequence[Tensor],
     methods: Sequence[str],
@@ -134,7 +132,7 @@ def _ways(
     temperature: float,
     draft_length: int | None,
     verification: str = "token",
-) -> dict[str, Way]:
+) -> dict[str, Method]:
     """What `compare` times, by name. Raises ValueError as it does."""
     for method in methods:
         inputs.one_of("methods", method, METHODS)
@@ -142,21 +140,21 @@ def _ways(
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
 
-    def ours(k: int | None, **more: object) -> Way:
+    def ours(k: int | None, **more: object) -> Method:
         own = options | {"draft_length": k, "verification": verification} | more
-        return Way(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
+        return Method(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
 
-    ways = {
-        "transformers": Way(
+    known = {
+        "transformers": Method(
             None, lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock)
         ),
-        "assisted": Way(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
+        "assisted": Method(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
         "regular": ours(0)._replace(k=None),
         "single": ours(draft_length, max_batch_size=1),
         "batched": ours(draft_length),
     }
     others = {"batched default" if k is None else f"batched k={k}": ours(k) for k in other_lengths}
-    return {method: ways[method] for method in methods} | others
+    return {method: known[method] for method in methods} | others
 
 
 def bench(
@@ -214,7 +212,7 @@ def bench(
                 progress=progress,
             )
             alone = alone or greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
-            greedy = _ways(
+            greedy = _methods(
                 exact,
                 inputs.token_ids(exact, prompts[:batch]),
                 taken,
@@ -223,7 +221,7 @@ def bench(
                 temperature=0.0,
                 draft_length=draft_length,
             )
-            identical = {method: _identical(way.decode(Clock(), 0), alone[:batch]) for method, way in greedy.items()}
+            identical = {name: _identical(one.decode(Clock(), 0), alone[:batch]) for name, one in greedy.items()}
             spent = {
                 method: step_overhead(
                     pair, prompts[:batch], max_new_tokens=max_new_tokens, temperature=temperature, draft_length=k
@@ -245,13 +243,12 @@ def bench(
 def _record(line: dict, comparison: Comparison) -> dict:
     """A line of the summary in the names and types of `records`."""
     runs = comparison.runs[comparison.runs.method == line["method"]]
-    ratio = {"median": line["over_regular"], "low": line["low"], "high": line["high"]}
     numbers = {name: None if np.isnan(line[name]) else line[name] for name in (*LATENCIES, *COUNTS)}
     return {
         "method": line["method"].split()[0],
         "k": None if pd.isna(line["k"]) else int(line["k"]),
         "seconds": runs.seconds.tolist(),
-        "over_regular": ratio,
+        "over_regular": comparison.ratio(line["method"])._asdict(),
         "tokens_per_second": line["tokens_per_second"],
         **numbers,
     }
@@ -259,28 +256,24 @@ def _record(line: dict, comparison: Comparison) -> dict:
 
 def table(lines: Sequence[dict]) -> str:
     """The records of one prompt set and batch as text for people."""
-    first, shown = lines[0], []
-    for line in lines:
-        ratio = line["over_regular"]
-        shown.append(
-            {
-                "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
-                "tokens/s": f"{line['tokens_per_second']:.0f}",
-                "over regular": f"{ratio['median']:.2f}× ({ratio['low']:.2f}-{ratio['high']:.2f})",
-                **{
-                    name.replace("_ms", ", ms/token"): "" if line[name] is None else f"{line[name]:.2f}"
-                    for name in (*LATENCIES, *COUNTS)
-                },
-                "outside passes": f"{line['step_overhead']:.1%}" if "step_overhead" in line else "",
-                "exact rows": "{identical} of {rows}".format(**line["exactness"]),
-            }
-        )
+    first = lines[0]
     heading = (
-        f"{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, {first['dtype']}, "
-        f"{first['repeats']} repeats"
+        f"\n{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, "
+        f"{first['dtype']}, {first['repeats']} repeats\n"
+        f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
     )
-    exact = f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
-    return f"\n{heading}\n{exact}\n{pd.DataFrame(shown).to_string(index=False)}"
+    rows = [
+        {
+            "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
+            "tokens/s": f"{line['tokens_per_second']:.0f}",
+            "over regular": str(Ratio(**line["over_regular"])),
+            **{name.replace("_ms", ", ms/token"): records.text(line[name], ".2f") for name in (*LATENCIES, *COUNTS)},
+            "outside passes": records.text(line.get("step_overhead"), ".1%"),
+            "exact rows": "{identical} of {rows}".format(**line["exactness"]),
+        }
+        for line in lines
+    ]
+    return records.text_table(heading, rows).rstrip()
 
 
 def methods_of(pair: ModelPair) -> list[str]:
@@ -380,24 +373,16 @@ def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: in
 
     options: as in `generate`. Prefill is left out of both.
     """
-    started, inside, steps = [], [], []
-    models = pair.models
-    hooks = [model.register_forward_pre_hook(lambda *_: started.append(time.perf_counter())) for model in models]
-    hooks += [
-        model.register_forward_hook(lambda *_: inside.append(time.perf_counter() - started[-1]))
-        for model in pair.models
-    ]
-    try:
-        with Session(pair, max_batch_size=len(prompts), eos_token_id=(), **options) as session, session.prepared():
-            for prompt in prompts:
-                session.submit(prompt, max_new_tokens=max_new_tokens)
-            session.step()  # prefill
-            inside.clear()
-            while not session.idle:
-                before = time.perf_counter()
-                session.step()
-                steps.append(time.perf_counter() - before)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return 1 - sum(inside) / sum(steps)
+    outside, whole = 0.0, 0.0
+    options = {"max_batch_size": len(prompts), "eos_token_id": ()} | options
+    with passes_marked(pair) as watch, Session(pair, **options) as session, session.prepared():
+        for prompt in prompts:
+            session.submit(prompt, max_new_tokens=max_new_tokens)
+        session.step()  # prefill
+        while not session.idle:
+            watch.start()
+            session.step()
+            watch.mark()
+            parts = watch.intervals()  # outside, a pass, outside, a pass, …, outside
+            outside, whole = outside + sum(parts[::2]), whole + sum(parts)
+    return outside / whole

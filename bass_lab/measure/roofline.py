@@ -8,8 +8,7 @@ bytes and at least the time of its operations. Counts and bounds, never predicti
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bass_core.environment import processor, synchronize
+from bass_core.environment import processor
+from bass_lab.measure.clocks import best_seconds
 
 Number = float | np.ndarray | pd.Series
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configs call the number of experts
@@ -234,26 +234,11 @@ def measure_device(
     count = (copied or (2**30 if on_cuda else 2**26)) // dtype.itemsize
     source = torch.ones(count, dtype=dtype, device=device)
     target = torch.empty_like(source)
-    bandwidth = 2 * count * dtype.itemsize / _best(lambda: target.copy_(source), device, seconds)
+    bandwidth = 2 * count * dtype.itemsize / best_seconds(lambda: target.copy_(source), device, seconds)
     rates = []
     for side in sides or ((4096, 8192) if on_cuda else (512, 1024)):
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
-        rates.append(2 * side**3 / _best(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, seconds))
+        rates.append(2 * side**3 / best_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, seconds))
     name = torch.cuda.get_device_name(device) if on_cuda else processor()
     return Device(name, bandwidth, max(rates))
-
-
-def _best(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Shortest time of a call after one that warms up; on CUDA of ten in a row, so that launching is not counted."""
-    inner = 10 if device.type == "cuda" else 1
-    call()
-    synchronize(device)
-    times, end = [], time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        started = time.perf_counter()
-        for _ in range(inner):
-            call()
-        synchronize(device)
-        times.append((time.perf_counter() - started) / inner)
-    return float(np.min(times))

@@ -14,10 +14,10 @@ from bass_core.engine import Session
 from bass_core.policies.goodput import Goodput
 from bass_core.shapes import SHAPES, named_config
 from bass_lab.checks import exactness
-from bass_lab.measure import gpu_benchmark, records
+from bass_lab.measure import gpu_benchmark, gpu_command, records
+from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.roofline import H100, Roofline, Workload
-from bass_lab.measure.timed_runs import Clock
 from bass_lab.study.modelled_costs import modelled_costs
 
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
@@ -73,7 +73,7 @@ def test_a_wrong_record_is_refused(dry_run, change):
 
 def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_benchmark.main([]) == gpu_benchmark.NO_GPU
+    assert gpu_benchmark.main([]) == gpu_command.NO_GPU
     assert "--dry-run" in capsys.readouterr().err
 
 
@@ -133,7 +133,7 @@ def clock(first, last):
 
 def peer():
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    return gpu_benchmark.Runs(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
+    return gpu_benchmark.Repeats(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
 
 
 def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
@@ -155,7 +155,7 @@ def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
 
 def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    runs = gpu_benchmark.Runs(pair, replace(batched(0.8, 3), attention="pad", compile="off"), ragged_prompts(9, 5),
+    runs = gpu_benchmark.Repeats(pair, replace(batched(0.8, 3), attention="pad", compile="off"), ragged_prompts(9, 5),
                               roofline_costs(), new=8)  # fmt: skip
     seconds = runs.once()
     announced = []
@@ -186,24 +186,24 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
             self.done.append(self.recordings)
             return float(len(self.done))
 
-    bench = gpu_benchmark.Bench(H100, {}, {}, repeats=2)
+    compared = gpu_benchmark.Comparisons(H100, {}, {}, repeats=2)
     way = Recording([1, 2, 2, 3, 3])
-    assert bench._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
+    assert compared._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
     restless = Recording(range(1, 50))
-    pairs, disturbed = bench._paired(restless, Recording([1]))
+    pairs, disturbed = compared._paired(restless, Recording([1]))
     assert (len(pairs), disturbed) == (2, 2)
 
 
 def test_a_way_that_cannot_be_gone_leaves_the_others(capsys, monkeypatch):
     monkeypatch.setattr(exactness, "verify", lambda pair, **options: exactness.Report("embedded", []))
-    once = gpu_benchmark.Runs.once
+    once = gpu_benchmark.Repeats.once
 
     def failing(self):
         if self.way.draft == "goodput":
             raise torch.OutOfMemoryError("no room")
         return once(self)
 
-    monkeypatch.setattr(gpu_benchmark.Runs, "once", failing)
+    monkeypatch.setattr(gpu_benchmark.Repeats, "once", failing)
     assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
     out = capsys.readouterr().out
     assert "FAILED embedded, batch 2" in out and "no room" in out
