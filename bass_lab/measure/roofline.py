@@ -215,6 +215,17 @@ def _done(work: Workload, rows: pd.DataFrame) -> tuple[float, float]:
     return float(flops), float(work.bytes(passes.batch, passes.tokens, passes.cached).sum())
 
 
+def copy_bandwidth(device: torch.device, copied: int | None = None, seconds: float = 0.5) -> float:
+    """Bytes read and written by a copy, per second.
+
+    copied: bytes of the tensor that is copied (None: 1 GB on CUDA, 64 MB elsewhere). On a CPU whose cache holds the
+        weights, copy as many bytes as they are: the roof then is the cache's.
+    """
+    source = torch.ones(copied or (2**30 if device.type == "cuda" else 2**26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / best_seconds(lambda: target.copy_(source), device, seconds)
+
+
 def measure_device(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -223,18 +234,14 @@ def measure_device(
     sides: Sequence[int] | None = None,
     seconds: float = 0.5,
 ) -> Device:
-    """The peaks of a device: a copy counts the bytes read and written, a square matrix product 2 n³ operations.
+    """The peaks of a device: `copy_bandwidth`, and the rate of square matrix products of 2 n³ operations.
 
-    copied: bytes of the tensor that is copied (None: 1 GB on CUDA, 64 MB elsewhere). On a CPU whose cache holds the
-        weights, copy as many bytes as they are: the roof then is the cache's. sides: n of the products, the best
-        counts (None: 4096 and 8192 on CUDA, 512 and 1024 elsewhere). seconds: spent on each measurement.
+    sides: n of the products, the best counts (None: 4096 and 8192 on CUDA, 512 and 1024 elsewhere). seconds: spent on
+        each measurement.
     """
     device = torch.device(device)
     on_cuda = device.type == "cuda"
-    count = (copied or (2**30 if on_cuda else 2**26)) // dtype.itemsize
-    source = torch.ones(count, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    bandwidth = 2 * count * dtype.itemsize / best_seconds(lambda: target.copy_(source), device, seconds)
+    bandwidth = copy_bandwidth(device, copied, seconds)
     rates = []
     for side in sides or ((4096, 8192) if on_cuda else (512, 1024)):
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
