@@ -58,15 +58,21 @@ class Comparison:
         seconds = self.runs.pivot(index="repeat", columns="method", values="seconds")
         return Ratio.of(seconds[method], seconds[to])
 
-    def summary(self) -> pd.DataFrame:
-        """One line per method: medians of tokens/s, latencies and counts; speed over regular decoding, interval."""
-        lines = []
+    def lines(self) -> list[dict]:
+        """For each method what `records` has of it: medians of tokens/s, latencies and counts, the speed over regular
+        decoding, and the seconds of all repeats."""
+        found = []
         for method, runs in self.runs.groupby("method", sort=False):
-            ratio = self.ratio(method)
-            line = {"method": method, "k": runs.k.iloc[0], "tokens_per_second": runs.tokens_per_second.median()}
-            line |= {"over_regular": ratio.median, "low": ratio.low, "high": ratio.high}
-            lines.append(line | {name: runs[name].median() for name in (*LATENCIES, *COUNTS)})
-        return pd.DataFrame(lines)
+            medians = runs[["tokens_per_second", *LATENCIES, *COUNTS]].median()
+            line = {"method": method, "k": None if pd.isna(runs.k.iloc[0]) else int(runs.k.iloc[0])}
+            line |= {"seconds": runs.seconds.tolist(), "over_regular": self.ratio(method)._asdict()}
+            found.append(line | {name: None if np.isnan(value) else float(value) for name, value in medians.items()})
+        return found
+
+    def summary(self) -> pd.DataFrame:
+        """The same as a table, without the seconds; over_regular with the columns low and high."""
+        numbers = dict.fromkeys((*LATENCIES, *COUNTS), float)
+        return records.frame(self.lines()).drop(columns="seconds").astype(numbers)
 
 
 def compare(
@@ -79,7 +85,6 @@ def compare(
     temperature: float = 0.0,
     draft_length: int | None = 5,
     other_lengths: Sequence[int | None] = (),
-    verification: str = "token",
     batch: int | None = None,
     take_turns: bool = False,
     progress: Callable[[str], None] = lambda message: None,
@@ -97,16 +102,8 @@ def compare(
     pool, lines = inputs.token_ids(pair, prompts), []
     for repeat in range(repeats + 1):
         ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
-        called = _methods(
-            pair,
-            ids,
-            methods,
-            other_lengths,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            draft_length=draft_length,
-            verification=verification,
-        )
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        called = _methods(pair, ids, methods, draft_length=draft_length, other_lengths=other_lengths, **options)
 
         def tell(doing: str, repeat: int = repeat) -> None:
             progress(f"repeat {repeat} of {repeats}: {doing}")
@@ -126,22 +123,19 @@ def _methods(
     pair: ModelPair,
     ids: Sequence[Tensor],
     methods: Sequence[str],
-    other_lengths: Sequence[int | None] = (),
     *,
-    max_new_tokens: int,
-    temperature: float,
     draft_length: int | None,
-    verification: str = "token",
+    other_lengths: Sequence[int | None],
+    **options,
 ) -> dict[str, Method]:
-    """What `compare` times, by name. Raises ValueError as it does."""
+    """What `compare` times, by name; all arguments are its own. Raises ValueError as it does."""
     for method in methods:
         inputs.one_of("methods", method, METHODS)
     if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
 
     def ours(k: int | None, **more: object) -> Method:
-        own = options | {"draft_length": k, "verification": verification} | more
+        own = options | {"draft_length": k} | more
         return Method(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
 
     known = {
@@ -165,93 +159,48 @@ def bench(
     batches: Sequence[int] = (1, 2, 4, 8, 16),
     methods: Sequence[str],
     repeats: int = 7,
-    max_new_tokens: int = 128,
-    temperature: float = 0.2,
-    draft_length: int | None = 5,
-    other_lengths: Sequence[int | None] = (),
     vary_prompts: bool = False,
     take_turns: bool = False,
     progress: Callable[[str], None] = lambda message: None,
+    **options,
 ) -> Iterator[list[dict]]:
     """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
 
     sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
-    set rather than its first. take_turns: as in `compare`. models: what to call the pair. One row has no `single`
-    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises
-    ValueError as `compare` does, and without the method `regular`.
+    set rather than its first. models: what to call the pair. options: max_new_tokens (128), temperature (0.2),
+    draft_length (5) and other_lengths; these and take_turns as in `compare`. One row has no `single` beside `batched`.
+    exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises ValueError as
+    `compare` does, and without the method `regular`.
     """
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
-    exact = in_dtype(pair, torch.float32)
-    common = describe_environment() | {
-        "models": models,
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
-        "repeats": repeats,
-        "seed": 0,
-    }
-    common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": pair.synthetic}
+    options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
+    decoding = {name: options[name] for name in ("max_new_tokens", "temperature")}
+    exact, new = in_dtype(pair, torch.float32), decoding["max_new_tokens"]
+    common = describe_environment() | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    common |= {"repeats": repeats, "seed": 0, **decoding, "synthetic": pair.synthetic}
     common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
     cost = costs_like(pair)
     costs = None if cost is None else {name: cost.measured.get(name) for name in COSTS}
+    how = {"repeats": repeats, "take_turns": take_turns, "progress": progress, **options}
     for name, prompts in sets.items():
-        alone: list[Tensor] = []
+        alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=new)
         for batch in batches:
             progress(f"{name}, batch {batch}")
-            taken = [method for method in methods if batch > 1 or method != "single"]
-            comparison = compare(
-                pair,
-                prompts if vary_prompts else prompts[:batch],
-                batch=batch,
-                methods=taken,
-                repeats=repeats,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                draft_length=draft_length,
-                other_lengths=other_lengths,
-                take_turns=take_turns,
-                progress=progress,
-            )
-            alone = alone or greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
-            greedy = _methods(
-                exact,
-                inputs.token_ids(exact, prompts[:batch]),
-                taken,
-                other_lengths,
-                max_new_tokens=max_new_tokens,
-                temperature=0.0,
-                draft_length=draft_length,
-            )
-            identical = {name: _identical(one.decode(Clock(), 0), alone[:batch]) for name, one in greedy.items()}
-            spent = {
-                method: step_overhead(
-                    pair, prompts[:batch], max_new_tokens=max_new_tokens, temperature=temperature, draft_length=k
-                )
-                for method, k in (("regular", 0), ("batched", draft_length))
-                if method in methods
-            }
-            yield [
-                common
-                | {"prompt_set": name, "batch": batch}
-                | {"exactness": {"dtype": "float32", "rows": batch, "identical": identical[line["method"]]}}
-                | _record(line, comparison)
-                | ({"step_overhead": spent[line["method"]]} if line["method"] in spent else {})
-                | ({"costs": costs} if line["method"].split()[0] in DRAFTING and pd.isna(line["k"]) else {})
-                for line in comparison.summary().to_dict("records")
-            ]
-
-
-def _record(line: dict, comparison: Comparison) -> dict:
-    """A line of the summary in the names and types of `records`."""
-    runs = comparison.runs[comparison.runs.method == line["method"]]
-    numbers = {name: None if np.isnan(line[name]) else line[name] for name in (*LATENCIES, *COUNTS)}
-    return {
-        "method": line["method"].split()[0],
-        "k": None if pd.isna(line["k"]) else int(line["k"]),
-        "seconds": runs.seconds.tolist(),
-        "over_regular": comparison.ratio(line["method"])._asdict(),
-        "tokens_per_second": line["tokens_per_second"],
-        **numbers,
-    }
+            taken, first = [method for method in methods if batch > 1 or method != "single"], prompts[:batch]
+            found = compare(pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how).lines()
+            greedy = _methods(exact, inputs.token_ids(exact, first), taken, **options | {"temperature": 0.0})
+            spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
+            for line in found:
+                method, called = line["method"], greedy[line["method"]]
+                identical = _identical(called.decode(Clock(), 0), alone[:batch])
+                line |= {"exactness": {"dtype": "float32", "rows": batch, "identical": identical}}
+                if method in spent:
+                    line["step_overhead"] = step_overhead(pair, first, draft_length=spent[method], **decoding)
+                if method.split()[0] in DRAFTING and line["k"] is None:
+                    line["costs"] = costs
+                line |= common | {"method": method.split()[0], "prompt_set": name, "batch": batch}
+            yield found
 
 
 def table(lines: Sequence[dict]) -> str:

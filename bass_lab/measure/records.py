@@ -123,13 +123,13 @@ def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
 
 def frame(lines: Sequence[dict]) -> pd.DataFrame:
     """Lines of `FIELDS` as a table: one line each, `over_regular` as the columns over_regular (its median), low, high,
-    `exactness` as identical and rows."""
+    `exactness` (if they have it) as identical and rows."""
     flat = []
     for line in lines:
-        ratio, exactness = line["over_regular"], line["exactness"]
+        ratio, exactness = line["over_regular"], line.get("exactness", {})
         spread = {"over_regular": ratio["median"], "low": ratio["low"], "high": ratio["high"]}
-        flat.append({**line, **spread, "identical": exactness["identical"], "rows": exactness["rows"]})
-    return pd.DataFrame(flat).drop(columns=["exactness"])
+        flat.append(line | spread | {name: exactness[name] for name in ("identical", "rows") if name in exactness})
+    return pd.DataFrame(flat).drop(columns="exactness", errors="ignore")
 
 
 def load_records(path: str | Path) -> pd.DataFrame:
