@@ -66,7 +66,7 @@ check = partial(records.check_speed, fields=FIELDS)
 # --- one way ------------------------------------------------------------------------------------------------
 
 
-class Repeats:
+class RepeatedWay:
     """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings.
 
     Times are of decoding: from the first tokens, which the prefill gives, to the last.
@@ -160,7 +160,7 @@ def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int 
 
 
 @dataclass(frozen=True)
-class Comparisons:
+class GpuBenchmark:
     """What all groups share. exactness: the embedded pair's verdict; out_of_time: asked before each way."""
 
     device: Device
@@ -179,14 +179,14 @@ class Comparisons:
         draft = None if pair.draft is None else Workload.of(pair.draft)
         cost = modelled_costs(Roofline(target, self.device), draft and Roofline(draft, self.device))
         prompts = prompts_of(pair, group.batch, self.context, self.spread)
-        regular = Repeats(pair, self._here(pair, REGULAR), prompts, cost, self.new)
+        regular = RepeatedWay(pair, self._here(pair, REGULAR), prompts, cost, self.new)
         try:
             for way in group.ways:
                 if self.out_of_time():
                     return
                 runs = None
                 try:
-                    runs = Repeats(pair, self._here(pair, way), prompts, cost, self.new)
+                    runs = RepeatedWay(pair, self._here(pair, way), prompts, cost, self.new)
                     yield self._line(group, runs, *self._paired(runs, regular), (target, draft))
                 except (RuntimeError, ValueError) as error:  # out of memory, not to be compiled: the others go on
                     self.failed.append(f"{group.shape}, batch {group.batch}, {way}: {error}")
@@ -204,7 +204,7 @@ class Comparisons:
         attention = "pad" if way.attention == "ragged" else way.attention
         return replace(way, attention=attention, compile="off")
 
-    def _paired(self, runs: Repeats, regular: Repeats) -> tuple[list[tuple[float, float]], int]:
+    def _paired(self, runs: RepeatedWay, regular: RepeatedWay) -> tuple[list[tuple[float, float]], int]:
         """Seconds of the way and of regular decoding, repeat by repeat. Those in which something was compiled or
         recorded are made again, but not for ever, since policies may ask for a new length at any time: also returns
         how many such repeats were kept."""
@@ -225,7 +225,7 @@ class Comparisons:
     def _line(
         self,
         group: Group,
-        runs: Repeats,
+        runs: RepeatedWay,
         pairs: Sequence[tuple[float, float]],
         disturbed: int,
         work: tuple[Workload, Workload | None],
@@ -316,7 +316,7 @@ def run(options: argparse.Namespace) -> int:
     print(f"exactness of {verdict['attention']} with compile={verdict['compile']} on the embedded pair: "
           f"{'PASS' if verdict['passed'] else 'FAIL'} {verdict['checks']}", flush=True)  # fmt: skip
     small = {"context": 24, "spread": 6, "new": 12} if dry else {}
-    compared = Comparisons(
+    benchmark = GpuBenchmark(
         peaks, verdict, here, repeats=options.repeats, out_of_time=lambda: lines.out_of_time, **small
     )
     groups = [DRY] if dry else plan(options.quick)
@@ -328,9 +328,9 @@ def run(options: argparse.Namespace) -> int:
             pair = None
             gc.collect()
             pair, shape = _load(group.shape, name), group.shape
-        if found := [lines.add(line) for line in compared.group(pair, group)]:
-            print(f"{table(found)}{bounds(pair, group, compared)}\n", flush=True)
-    planned, ways, failed = sum(len(group.ways) for group in groups), len(lines.written), len(compared.failed)
+        if found := [lines.add(line) for line in benchmark.group(pair, group)]:
+            print(f"{table(found)}{bounds(pair, group, benchmark)}\n", flush=True)
+    planned, ways, failed = sum(len(group.ways) for group in groups), len(lines.written), len(benchmark.failed)
     counts = {"ways": ways, "failed": failed, "left_out": planned - ways - failed}
     lines.end(counts | {"passed": verdict["passed"]})
     return 0 if verdict["passed"] and not failed else 1
@@ -368,10 +368,10 @@ def table(lines: Sequence[dict]) -> str:
     return records.text_table(f"{batch}; synthetic: dummy weights", rows)
 
 
-def bounds(pair: ModelPair, group: Group, compared: Comparisons) -> str:
+def bounds(pair: ModelPair, group: Group, benchmark: GpuBenchmark) -> str:
     """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
-    keys, bandwidth = compared.context + compared.new / 2, compared.device.bandwidth
-    roof = 1e3 * Roofline(Workload.of(pair.target), compared.device).seconds(group.batch, 1, keys)
+    keys, bandwidth = benchmark.context + benchmark.new / 2, benchmark.device.bandwidth
+    roof = 1e3 * Roofline(Workload.of(pair.target), benchmark.device).seconds(group.batch, 1, keys)
     text = f"roofline of regular decoding at the measured bandwidth: {roof:.2f} ms per token"
     if group.shape == "paper-7.8b" and group.batch == 8:
         low, high = (PAPER_MS * a100 / bandwidth for a100 in A100_BANDWIDTH)

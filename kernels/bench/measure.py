@@ -14,7 +14,7 @@ from bench import tensors
 from bench.cases import Case
 from bench.peers import PEERS, Unavailable
 from bench.tensors import TOLERANCES, Inputs
-from bench.timing import CALLS, Timer, Timing, replayed
+from bench.timing import Timer, Timing, replayed
 
 
 class DeviceLost(Exception):
@@ -79,7 +79,7 @@ def attempt(kernel: str, inputs: Inputs, wanted: Tensor, timer: Timer) -> Outcom
                 again = replayed(timing)
                 if again is None or _right(outcome, again, wanted):
                     outcome.timing = timing
-                    outcome.shared = timer.prepare([prepared.shared] * CALLS) if prepared.shared else None
+                    outcome.shared = timer.prepare([prepared.shared] * timer.calls) if prepared.shared else None
         except Unavailable as unavailable:
             outcome.reason = str(unavailable)
         except Exception as error:  # whatever a foreign kernel raises is the answer

@@ -69,6 +69,7 @@ class Timer:
     def __init__(self, device: torch.device) -> None:
         self.device, self._pool = device, None
         self._on_cuda = device.type == "cuda"
+        self.calls, self._most = (CALLS, REPLAYS) if self._on_cuda else (1, 1)
 
     def new_case(self) -> None:
         """Forget the graphs' memory. Graphs of one case share it: they run one at a time and keep nothing."""
@@ -81,7 +82,7 @@ class Timer:
         """Launch every call once, then capture them, in turn as often as it takes for about `CALLS` of them."""
         _one_by_one(calls)
         once = self._milliseconds(partial(_one_by_one, calls))
-        rounds = max(1, min(ceil(CALLS / len(calls)), int(GRAPH_MS / once)))
+        rounds = max(1, min(ceil(self.calls / len(calls)), int(GRAPH_MS / once)))
         calls = calls * rounds
         return self._capture(calls) if self._on_cuda else Timing(partial(_one_by_one, calls), calls, captured=False)
 
@@ -89,9 +90,9 @@ class Timer:
         """Fill in the samples of all of them, round robin."""
         for timing in timings:
             self._milliseconds(timing.launch)  # the first replay uploads the graph
-            timing.replays = int(min(REPLAYS, max(FEWEST_REPLAYS, BUDGET_MS / self._milliseconds(timing.launch))))
+            timing.replays = int(min(self._most, max(FEWEST_REPLAYS, BUDGET_MS / self._milliseconds(timing.launch))))
         events = [[] for _ in timings]
-        for turn in range(REPLAYS):
+        for turn in range(self._most):
             for timing, pairs in zip(timings, events, strict=True):
                 if turn < timing.replays:
                     pairs.append(self._recorded(timing.launch))

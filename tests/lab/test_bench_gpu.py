@@ -133,7 +133,7 @@ def clock(first, last):
 
 def peer():
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    return gpu_benchmark.Repeats(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
+    return gpu_benchmark.RepeatedWay(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
 
 
 def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
@@ -155,8 +155,8 @@ def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
 
 def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    runs = gpu_benchmark.Repeats(pair, replace(batched(0.8, 3), attention="pad", compile="off"), ragged_prompts(9, 5),
-                              roofline_costs(), new=8)  # fmt: skip
+    way = replace(batched(0.8, 3), attention="pad", compile="off")
+    runs = gpu_benchmark.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
     seconds = runs.once()
     announced = []
     monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
@@ -186,24 +186,24 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
             self.done.append(self.recordings)
             return float(len(self.done))
 
-    compared = gpu_benchmark.Comparisons(H100, {}, {}, repeats=2)
+    benchmark = gpu_benchmark.GpuBenchmark(H100, {}, {}, repeats=2)
     way = Recording([1, 2, 2, 3, 3])
-    assert compared._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
+    assert benchmark._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
     restless = Recording(range(1, 50))
-    pairs, disturbed = compared._paired(restless, Recording([1]))
+    pairs, disturbed = benchmark._paired(restless, Recording([1]))
     assert (len(pairs), disturbed) == (2, 2)
 
 
 def test_a_way_that_cannot_be_gone_leaves_the_others(capsys, monkeypatch):
     monkeypatch.setattr(exactness, "verify", lambda pair, **options: exactness.Report("embedded", []))
-    once = gpu_benchmark.Repeats.once
+    once = gpu_benchmark.RepeatedWay.once
 
     def failing(self):
         if self.way.draft == "goodput":
             raise torch.OutOfMemoryError("no room")
         return once(self)
 
-    monkeypatch.setattr(gpu_benchmark.Repeats, "once", failing)
+    monkeypatch.setattr(gpu_benchmark.RepeatedWay, "once", failing)
     assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
     out = capsys.readouterr().out
     assert "FAILED embedded, batch 2" in out and "no room" in out
