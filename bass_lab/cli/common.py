@@ -11,7 +11,7 @@ import typer
 
 Target = Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")]
 TargetOption = Annotated[str | None, typer.Option("--target", help="hub name or folder; none: the embedded pair")]
-Draft = Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")]
+Draft = Annotated[str | None, typer.Option(help="hub name or folder; with a target alone: n-gram drafting")]
 Dtype = Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")]
 Rows = Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")]
 NewTokens = Annotated[int, typer.Option(min=1)]
