@@ -37,6 +37,15 @@ def started(path):
     return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def until_all_have_ended(log):
+    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+
+
+def swept(notebook, out, *values, executor=None, **options):
+    """What became of the runs of these values, done at once where no executor is named."""
+    return planning.run(planning.plan(notebook, values), out, executor or sweeps.Instant(), **options)
+
+
 def sizes(folder):
     return [result.parameters["size"] for result in store.finished_runs(folder)]
 
@@ -334,16 +343,16 @@ def test_a_failing_cell_is_shown_and_the_other_runs_are_done(notebook, tmp_path)
 
 def test_a_run_that_takes_too_long_is_killed_with_its_kernel(notebook, tmp_path):
     log = tmp_path / "started"
-    plan = planning.plan(notebook, ["pause=60", f"started={log}"])
-    table = planning.run(plan, tmp_path / "out", executors.LocalExecutor(), timeout=4)
+    local = executors.LocalExecutor()
+    table = swept(notebook, tmp_path / "out", "pause=60", f"started={log}", executor=local, timeout=4)
     assert list(table.status) == ["timeout"] and list(table.attempts) == [1]
-    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+    until_all_have_ended(log)
 
 
 def test_a_run_whose_process_was_killed_is_started_again(notebook, tmp_path):
     log, out = tmp_path / "started", tmp_path / "out"
-    plan = planning.plan(notebook, ["size=1,2", "pause=1.0", f"started={log}"])
-    child = sweeps.forked(lambda: planning.run(plan, out, executors.LocalExecutor()))
+    values, local = ("size=1,2", "pause=1.0", f"started={log}"), executors.LocalExecutor()
+    child = sweeps.forked(lambda: swept(notebook, out, *values, executor=local))
     until(lambda: started(log))
     ((_, kernel, run),) = started(log)
     os.kill(run, signal.SIGKILL)
@@ -354,9 +363,8 @@ def test_a_run_whose_process_was_killed_is_started_again(notebook, tmp_path):
 
 
 def test_a_run_that_cannot_start_is_tried_again_and_then_given_up(notebook, tmp_path):
-    plan = planning.plan(notebook, ["size=1,2"])
     executor = sweeps.Instant("died", "died", "done", "died", "died", "died")
-    table = planning.run(plan, tmp_path / "out", executor, retries=2)
+    table = swept(notebook, tmp_path / "out", "size=1,2", executor=executor, retries=2)
     assert list(table.status) == ["done", "died"] and list(table.attempts) == [3, 3]
     taken = OSError(98, "Address already in use")
     assert run_process._obstacle(taken, tmp_path)["status"] == run_process.DIED
@@ -364,9 +372,8 @@ def test_a_run_that_cannot_start_is_tried_again_and_then_given_up(notebook, tmp_
 
 def test_code_that_changes_while_a_sweep_runs_ends_it(notebook, tmp_path, monkeypatch):
     monkeypatch.setattr(run_process, "code_version", lambda: "as it was")
-    plan = planning.plan(notebook, ["size=1,2"])
     with pytest.raises(planning.SweepStopped, match=r"code changed: .* do not change the code while a sweep runs"):
-        planning.run(plan, tmp_path / "out", executors.LocalExecutor())
+        swept(notebook, tmp_path / "out", "size=1,2", executor=executors.LocalExecutor())
 
 
 def test_ctrl_c_ends_all_and_says_how_to_go_on(notebook, tmp_path):
@@ -381,23 +388,22 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(notebook, tmp_path):
     os.kill(child, signal.SIGINT)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
     assert "interrupted: 1 of 3 runs are done; the same command goes on with what is missing" in said.read_text()
-    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+    until_all_have_ended(log)
     assert sizes(out) == [1] and sorted(path.name for path in out.iterdir())[-1] == "sweep.json"
 
 
 def test_two_sweeps_do_not_share_a_folder(notebook, tmp_path):
-    plan, out = planning.plan(notebook, ["size=1"]), tmp_path / "out"
-    with store.Store(out, notebook.name, plan.runs) as held:
+    out = tmp_path / "out"
+    with store.Store(out, notebook.name, {"key": {}}) as held:
         scratch = held.scratch("key", 1)
         with pytest.raises(ValueError, match="another sweep is writing"):
-            planning.run(plan, out, sweeps.Instant())
+            swept(notebook, out, "size=1")
         assert scratch.exists()  # what the other one is writing
-    planning.run(plan, out, sweeps.Instant())
-    other = planning.plan(sweeps.stub(tmp_path, name="other"), ["size=1"])
+    swept(notebook, out, "size=1")
     with pytest.raises(ValueError, match=r"is a sweep of stub.ipynb, not of other.ipynb; give another folder"):
-        planning.run(other, out, sweeps.Instant())
+        swept(sweeps.stub(tmp_path, name="other"), out, "size=1")
     with pytest.raises(ValueError, match="holds other files and no sweep"):
-        planning.run(plan, tmp_path, sweeps.Instant())
+        swept(notebook, tmp_path, "size=1")
 
 
 def test_gpus_that_are_not_there_are_an_error(notebook, tmp_path, monkeypatch):
@@ -427,8 +433,8 @@ def test_runs_at_a_time_have_gpus_of_their_own(tmp_path, monkeypatch):
 
 def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path):
     out = tmp_path / "out"
-    planning.run(planning.plan(notebook, ["size=1,2", "length=auto"]), out, sweeps.Instant())
-    planning.run(planning.plan(notebook, ["size=3", "length=4"]), out, sweeps.Instant())  # the folder grows
+    swept(notebook, out, "size=1,2", "length=auto")
+    swept(notebook, out, "size=3", "length=4")  # the folder grows
     table = lab.load_records(out)
     assert list(table["size"]) == [1, 2, 3] and list(table.length) == ["auto", "auto", 4]
     assert set(table.factors) == {"[1, 2]"} and (table.found == 2).all() and table.run.is_unique
@@ -442,9 +448,9 @@ def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path
 
 def test_a_new_version_of_the_code_replaces_the_runs_of_the_old_one(notebook, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    planning.run(planning.plan(notebook, ["size=1,2"]), out, sweeps.Instant())
+    swept(notebook, out, "size=1,2")
     monkeypatch.setattr(run_process, "code_version", lambda: "newer")
-    planning.run(planning.plan(notebook, ["size=1"]), out, sweeps.Instant())
+    swept(notebook, out, "size=1")
     assert sorted(lab.load_records(out)["size"]) == [1, 2]  # none twice
     assert sorted(result.mark["code"] == "newer" for result in store.finished_runs(out)) == [False, True]
 
@@ -461,7 +467,7 @@ def test_all_records_that_ship_are_one_table():
 
 def test_records_that_are_no_json_make_a_run_fail(tmp_path):
     stub = sweeps.stub(tmp_path, 'if output:\n    open(output, "w").write("{half\\n")')
-    table = planning.run(planning.plan(stub), tmp_path / "out", executors.LocalExecutor())
+    table = swept(stub, tmp_path / "out", executor=executors.LocalExecutor())
     assert list(table.status) == ["failed"] and table.error[0].startswith("records.jsonl, line 1 is not JSON")
 
 
