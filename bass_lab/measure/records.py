@@ -16,7 +16,6 @@ import pandas as pd
 
 from bass_core import inputs
 from bass_lab.sweep import store
-from bass_lab.sweep.parameters import in_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -157,7 +156,7 @@ def _tables(path: Path) -> Iterator[tuple[Path, pd.DataFrame]]:
     if path.is_file():
         yield path, _table(path)
     elif (path / store.SWEEP).exists():
-        for result in store.results(path):
+        for result in store.finished_runs(path):
             for file in result.files:
                 yield file, _with_parameters(_table(file), result)
     else:
@@ -182,10 +181,10 @@ def _table(path: Path) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _with_parameters(table: pd.DataFrame, result: store.Result) -> pd.DataFrame:
+def _with_parameters(table: pd.DataFrame, result: store.FinishedRun) -> pd.DataFrame:
     columns = {"run": result.key}
     for name, value in result.parameters.items():
-        columns[name] = in_table(value)
+        columns[name] = store.in_table(value)
     same = [name for name in columns if name in table and (table[name] == columns[name]).all()]
     differ = {name: f"{name}_recorded" for name in columns if name in table and name not in same}
     left = pd.DataFrame({name: [value] * len(table) for name, value in columns.items()})
