@@ -190,6 +190,14 @@ def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy
     )
 
 
+def expected_tokens(alpha: float | np.ndarray, most: int) -> np.ndarray:
+    """Tokens that a step with 0, 1, … `most` drafts yields on average, the target's own included: [..., most + 1].
+
+    alpha [...]: chance that a draft is accepted if all before it in the step were (Leviathan et al. 2023, equation 1).
+    """
+    return np.cumsum(np.asarray(alpha, dtype=float)[..., None] ** np.arange(most + 1), axis=-1)
+
+
 def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.ndarray]:
     """Draft length per row as the policy planned it, and cut to what the row may still emit. int64 [B] each.
 

@@ -158,6 +158,12 @@ class Trace:
         return trace
 
 
+def alpha(drafted: np.ndarray, accepted: np.ndarray) -> float:
+    """Chance that a draft is accepted if all before it in its step were, from counts per row and step; NaN if none."""
+    tried = int(accepted.sum() + (accepted < drafted).sum())
+    return int(accepted.sum()) / tried if tried else float("nan")
+
+
 def token_columns(step: int, lengths: np.ndarray, draft: Draft, p: Tensor, commit: Commit) -> dict[str, np.ndarray]:
     """A step's tokens as the columns of `Trace.tokens`: first the emitted ones, then the rejected drafts.
 

@@ -3,8 +3,19 @@
 from bass_lab.checks.exactness import verify
 from bass_lab.measure.profiling import Profile, profile
 from bass_lab.measure.records import load_records
+from bass_lab.show.source import show_source
 from bass_lab.study.recorded_acceptance import AcceptanceTrace, record
 from bass_lab.study.simulator import simulate
 from bass_lab.sweep.parameters import check_parameters
 
-__all__ = ["AcceptanceTrace", "Profile", "check_parameters", "load_records", "profile", "record", "simulate", "verify"]
+__all__ = [
+    "AcceptanceTrace",
+    "Profile",
+    "check_parameters",
+    "load_records",
+    "profile",
+    "record",
+    "show_source",
+    "simulate",
+    "verify",
+]

@@ -349,7 +349,7 @@ def _load(shape: str, device: str) -> ModelPair:
 
 def bounds(pair: ModelPair, group: Group, bench: Bench) -> str:
     """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
-    from bass_lab.lessons.l08_figures import scaled_to
+    from bass_lab.lessons.l08_demonstrations import scaled_to
 
     keys = bench.context + bench.new / 2
     roof = 1e3 * Roofline(Workload.of(pair.target), bench.device).seconds(group.batch, 1, keys)

@@ -66,7 +66,7 @@ def test_own_models_are_recorded(monkeypatch, traces):
         asked.append((pair, len(prompts), options))
         return traces["easy"]
 
-    monkeypatch.setattr(views.acceptance, "record", record)
+    monkeypatch.setattr(views.recorded_acceptance, "record", record)
     recorded = views.recordings("a pair", True, 0.2, 3)
     assert asked == [("a pair", 32, {"max_new_tokens": 128, "temperature": 0.2, "seed": 3})] * 2
     assert list(recorded) == ["mini", "library"]
