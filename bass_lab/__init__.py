@@ -3,6 +3,7 @@
 from bass_lab.checks.exactness import verify
 from bass_lab.measure.profiling import Profile, profile
 from bass_lab.measure.records import load_records
+from bass_lab.show.source import show_source
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.recording import record
 from bass_lab.study.simulator import simulate
@@ -17,6 +18,7 @@ __all__ = [
     "profile",
     "record",
     "settle_threads",
+    "show_source",
     "simulate",
     "verify",
 ]

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+import ipywidgets
 import pandas as pd
+from IPython import get_ipython
+from IPython.display import display
 
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_lab.show import plots
-from bass_lab.show.live_figures import live_figure, redraw, stacked
-
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import ipywidgets
+from bass_lab.show.live_figures import live, slider
 
 
 class Race:
@@ -80,9 +79,8 @@ class Race:
 
     def _repr_html_(self) -> str:
         regular, speculative = (self._column(name) for name in ("regular", "speculative"))
-        return f"{self._headline()}<div style='display:flex;gap:24px;flex-wrap:wrap'>{regular}{speculative}</div>" + (
-            f"<p style='font-size:90%'>{plots.legend()}</p>"
-        )
+        columns = plots.SIDE_BY_SIDE.format(regular + speculative)
+        return f"{self._headline()}{columns}<p style='font-size:90%'>{plots.legend()}</p>"
 
     def _headline(self) -> str:
         if self.speculative is None:
@@ -99,10 +97,8 @@ class Race:
             detail = f"{self.draft_length} drafted per row and pass"
             if self.speculative is not None:
                 detail += f", {self.speculative.trace.summary()['tokens_per_step']:.2f} tokens per step"
-        return (
-            f"<div style='flex:1;min-width:280px'><h4 style='margin:8px 0'>{name} decoding · "
-            f"{self.seconds[name]:.2f} s</h4><p style='margin:4px 0;font-size:90%'>{detail}</p>{self._text[name]}</div>"
-        )
+        text = f"<p style='margin:4px 0;font-size:90%'>{detail}</p>{self._text[name]}"
+        return plots.COLUMN.format(f"{name} decoding · {self.seconds[name]:.2f} s", text)
 
 
 class _LiveHtml:
@@ -110,11 +106,8 @@ class _LiveHtml:
 
     def __init__(self, content: Race):
         self._content, self._last = content, 0.0
-        self._handle = None
-        if _in_notebook():
-            from IPython.display import display
-
-            self._handle = display(content, display_id=True)
+        in_notebook = hasattr(get_ipython(), "kernel")
+        self._handle = display(content, display_id=True) if in_notebook else None
 
     def due(self) -> bool:
         return self._handle is not None and time.perf_counter() - self._last > 0.1
@@ -125,12 +118,13 @@ class _LiveHtml:
             self._last = time.perf_counter()
 
 
-def _in_notebook() -> bool:
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    return get_ipython() is not None and hasattr(get_ipython(), "kernel")
+def _timed(pair: ModelPair, prompts: Sequence[str], k: int, **options) -> tuple[Generation, dict[str, float]]:
+    """A run with this draft length, and its figures as both views below show them."""
+    started = time.perf_counter()
+    out = generate(pair, prompts, draft_length=k, **options)
+    seconds, summary = time.perf_counter() - started, out.trace.summary()
+    found = {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]}
+    return out, found | {"tokens/s": summary["tokens"] / seconds}
 
 
 def draft_length_slider(
@@ -141,47 +135,22 @@ def draft_length_slider(
     Its children are the slider, a sentence with the figures of the run, and the figure; setting `slider.value` decodes
     again and redraws. Text is the same at every setting (greedy decoding), and a check says so.
     """
-    import ipywidgets
-
     reference = generate(pair, prompts, draft_length=0, **options).sequences
-    style = {"description_width": "initial"}
-    slider = ipywidgets.IntSlider(value, 1, max(most, value), description="draft length", style=style)
-    slider.continuous_update = False
-    sentence = ipywidgets.HTML()
-    figure = live_figure()
 
-    def decode(k: int) -> None:
-        started = time.perf_counter()
-        out = generate(pair, prompts, draft_length=k, **options)
-        seconds = time.perf_counter() - started
+    def draw(k: int):
+        out, found = _timed(pair, prompts, k, **options)
         same = all(a.tolist() == b.tolist() for a, b in zip(reference, out.sequences, strict=True))
-        summary = out.trace.summary()
-        sentence.value = (
-            f"<b>k = {k}</b>: {summary['tokens_per_step']:.2f} tokens per step, α = {summary['alpha']:.2f}, "
-            f"{summary['tokens'] / seconds:,.0f} tokens/s · "
+        sentence = (
+            f"<b>k = {k}</b>: {found['tokens per step']:.2f} tokens per step, α = {found['α']:.2f}, "
+            f"{found['tokens/s']:,.0f} tokens/s · "
             + ("same text as regular decoding ✓" if same else "the text differs from regular decoding ✗")
         )
-        redraw(figure, plots.acceptance_raster(out.trace))
+        return sentence, plots.acceptance_raster(out.trace)
 
-    slider.observe(lambda change: decode(change.new), names="value")
-    decode(slider.value)
-    return stacked(slider, sentence, figure)
+    return live(draw, k=slider(value, 1, max(most, value), "draft length"))
 
 
 def draft_length_table(pair: ModelPair, prompts: Sequence[str], lengths: Sequence[int], **options) -> pd.DataFrame:
     """What `draft_length_slider` shows, as a table: tokens per step, alpha and tokens/s per draft length."""
-    lines = []
-    for k in lengths:
-        started = time.perf_counter()
-        out = generate(pair, prompts, draft_length=k, **options)
-        seconds = time.perf_counter() - started
-        summary = out.trace.summary()
-        lines.append(
-            {
-                "draft length": k,
-                "tokens per step": summary["tokens_per_step"],
-                "α": summary["alpha"],
-                "tokens/s": summary["tokens"] / seconds,
-            }
-        )
-    return pd.DataFrame(lines).set_index("draft length")
+    lines = {k: _timed(pair, prompts, k, **options)[1] for k in lengths}
+    return pd.DataFrame.from_dict(lines, orient="index").rename_axis("draft length")

@@ -16,15 +16,17 @@ import torch
 from torch import Tensor
 
 from bass_core import inputs, randomness, sampling
-from bass_core.draft_length import DraftLengthPolicy, RowsView
+from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
 from bass_core.engine import Session
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.randomness import Key, Purpose
 from bass_core.sampling import SamplingParams
+from bass_core.trace import alpha
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import benchmark
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Workload
+from bass_lab.show import token_views
 
 # --- what a step costs ----------------------------------------------------------------------------
 
@@ -93,14 +95,6 @@ def predicted(curves: Mapping[str, pd.DataFrame], k: int, tokens_per_step: float
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def expected_tokens(alpha: float, k: int) -> float:
-    """Tokens per step if every draft is accepted with chance alpha, given that all before it were, slot by slot alike.
-
-    (1 - alpha^(k + 1)) / (1 - alpha): Leviathan et al. 2023, equation 1.
-    """
-    return sum(alpha**i for i in range(k + 1))
-
-
 # --- what a step decides --------------------------------------------------------------------------
 
 
@@ -109,8 +103,8 @@ class Story:
     """One sequence, draft by draft.
 
     prompt: its ids. lines: step, slot (from 1; the prompt's own pass: 0), position, token, text, p, q, accept (the
-    smaller of 1 and p/q), u, verdict. Verdicts: accepted, rejected, unread (a draft after the rejected one); and for
-    a step's last token, the target's own, which has neither accept nor u: recovered, bonus or regular.
+    smaller of 1 and p/q), u, verdict. Verdicts: accepted, rejected, not reached (a draft after the rejected one); and
+    for a step's last token, the target's own, which has neither accept nor u: recovered, bonus or regular.
     """
 
     prompt: Tensor
@@ -118,9 +112,13 @@ class Story:
 
     def before(self, position: int) -> Tensor:
         """Ids of the text that ends before this position."""
-        committed = self.lines[~self.lines.verdict.isin(["rejected", "unread"])]
-        generated = committed[committed.position < position].sort_values("position").token
+        generated = self.committed[self.committed.position < position].token
         return torch.cat([self.prompt, torch.tensor(generated.to_numpy(), dtype=torch.int64)])
+
+    @property
+    def committed(self) -> pd.DataFrame:
+        """The lines of the tokens that are in the text, in its order."""
+        return self.lines[~self.lines.verdict.isin(["rejected", "not reached"])].sort_values("position")
 
     @property
     def disagreement(self) -> pd.Series:
@@ -151,15 +149,12 @@ def story(
     if not temperature > 0:
         raise ValueError(f"the story needs temperature > 0 (greedy decoding draws nothing), got {temperature!r}")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "tokens"}
-    lines = generate(pair, [prompt], draft_length=draft_length, **options).trace.tokens
-    drafted = lines.kind.isin(["accepted", "rejected"])
-    ends = drafted.groupby(lines.step).transform("all")  # on EOS among its drafts: what came after it is no story
-    lines = lines[~(ends & (lines.kind == "rejected"))].assign(own=~drafted)
-    lines = lines.sort_values(["step", "own", "position"], ignore_index=True)  # the target's token stands last
+    lines = token_views.outcomes(generate(pair, [prompt], draft_length=draft_length, **options).trace)
+    lines = lines.rename(columns={"outcome": "verdict"}).assign(own=~lines.kind.isin(["accepted", "rejected"]))
+    ends = ~lines.own.groupby(lines.step).transform("any")  # on EOS among its drafts: what came after it is no story
+    lines = lines[~(ends & (lines.kind == "rejected"))].reset_index(drop=True)
     lines["slot"] = np.where(lines.step > 0, lines.groupby("step").cumcount() + 1, 0)
     lines["accept"] = (lines.p / lines.q).clip(upper=1).mask(lines.own)
-    rejected = lines.kind == "rejected"
-    lines["verdict"] = lines.kind.mask(rejected & (rejected.groupby(lines.step).cumsum() > 1), "unread")
     lines["u"] = np.where(lines.own, np.nan, _acceptance_numbers(seed, lines.step, lines["slot"]))
     lines["text"] = [pair.tokenizer.decode([token]) for token in lines.token]
     columns = ["step", "slot", "position", "token", "text", "p", "q", "accept", "u", "verdict"]
@@ -219,17 +214,12 @@ def tokens_table(runs: pd.DataFrame) -> pd.DataFrame:
     """
     lines = {}
     for name, part in runs.groupby("prompts", sort=False):
-        whole = _alpha(part)
+        formula = expected_tokens(alpha(part.k, part.accepted), part.k.max())
         for k, steps in part.groupby("k"):
             mean, error = steps.accepted.mean(), 1.96 * steps.accepted.sem()
-            line = {"acceptance rate": mean / k, "α": _alpha(steps), "measured": mean + 1, "error": error}
-            lines[name, k] = line | {"formula": expected_tokens(whole, k)}
+            line = {"acceptance rate": mean / k, "α": alpha(steps.k, steps.accepted), "measured": mean + 1}
+            lines[name, k] = line | {"error": error, "formula": formula[k]}
     return pd.DataFrame.from_dict(lines, orient="index").rename_axis(["prompts", "k"])
-
-
-def _alpha(steps: pd.DataFrame) -> float:
-    """Chance that a draft is accepted, given that all before it in its step were."""
-    return float(steps.accepted.sum() / (steps.accepted.sum() + (steps.accepted < steps.k).sum()))
 
 
 def acceptance_by_slot(runs: pd.DataFrame) -> pd.DataFrame:

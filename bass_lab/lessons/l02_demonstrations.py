@@ -14,26 +14,21 @@ import torch
 from torch import Tensor
 
 from bass_core import inputs
+from bass_core.draft_length import expected_tokens
 from bass_core.engine import Session
 from bass_core.models import ModelPair
-from bass_lab.lessons import l01_demonstrations
 
 # --- lock-step against rows at their own pace -----------------------------------------------------
 
 
-def expected_tokens(alpha: float, k: int, batch: int = 1) -> float:
-    """Tokens per step and row where a step ends at the first rejection in any of `batch` rows.
-
-    alpha: chance that a draft token is accepted given that all before it were, independently in every row. k: draft
-    length. The target's own token is counted. batch=1 is a row at its own pace, in a batch of any size.
-    """
-    return l01_demonstrations.expected_tokens(alpha**batch, k)  # all rows have to accept, each by its own coin
-
-
 def expected_speed(alpha: float, k: int, batch: int = 1, draft_cost: float = 0.05) -> float:
-    """Speed over regular decoding. A model: a pass of the target takes 1 whatever the number of tokens it checks, a
-    pass of the draft `draft_cost`."""
-    return expected_tokens(alpha, k, batch) / (1 + k * draft_cost)
+    """Speed over regular decoding where a step ends at the first rejection in any of `batch` rows.
+
+    alpha: chance that a draft is accepted if all before it were, independently in every row; all of them accept with
+    chance alpha^batch. batch=1 is a row at its own pace, in a batch of any size. A model: a pass of the target takes 1
+    whatever the number of tokens it checks, a pass of the draft `draft_cost`.
+    """
+    return float(expected_tokens(alpha**batch, k)[k] / (1 + k * draft_cost))
 
 
 @torch.inference_mode()

@@ -4,7 +4,7 @@ An ordinary `DynamicCache` of a padded batch, attention masks and position ids, 
 keeps the cache slots of what it committed, and all rows are aligned at the right edge again. Correct without a bug, and
 slow: aligning copies the whole cache (the engine of `bass_core.engine` never does). The bugs are those that
 "Batch Speculative Decoding Done Right" (EQSPEC, arXiv 2510.22876) finds in public implementations, each in a form of
-ours that is one line here: search for `bug ==`.
+ours that is one or two lines here: search for `bug ==`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from bass_core import inputs
+from bass_core import inputs, trace
 from bass_core.models import ModelPair
 
 BUGS = {
@@ -48,9 +49,8 @@ class NaiveRun:
     @property
     def alpha(self) -> float:
         """Chance that a draft token is accepted if all before it in its step were."""
-        counts = [count for step in self.accepted for count in step if count >= 0]
-        rejections = sum(count < self.draft_length for count in counts)
-        return sum(counts) / (sum(counts) + rejections)
+        counts = np.array([count for step in self.accepted for count in step if count >= 0])
+        return trace.alpha(np.full_like(counts, self.draft_length), counts)
 
 
 class PaddedModel:
@@ -119,8 +119,8 @@ def naive_generate(
         ended = torch.tensor([len(row) >= limit for row, limit in zip(rows, limits, strict=True)], device=pair.device)
         accepted[ended] = -1  # an ended row commits and keeps nothing, and is fed the same again
         run.accepted.append(accepted.tolist())
-        target.keep(_kept(accepted, draft_length + 1, bug, is_target=True))
-        draft.keep(_kept(accepted, draft_length - 1 + unread, bug, is_target=False))
+        target.keep(kept_entries(accepted, draft_length + 1, bug, is_target=True))
+        draft.keep(kept_entries(accepted, draft_length - 1 + unread, bug, is_target=False))
         for row, tokens, count in zip(rows, choices.tolist(), run.accepted[-1], strict=True):
             row += tokens[: count + 1]  # accepted drafts equal the target's choices; then one more of the target's
         run.slots.append(target.own.shape[1])
@@ -129,7 +129,7 @@ def naive_generate(
     return run
 
 
-def _kept(accepted: Tensor, fed: int, bug: str | None, is_target: bool) -> Tensor:
+def kept_entries(accepted: Tensor, fed: int, bug: str | None, is_target: bool) -> Tensor:
     """Which of a step's `fed` slots hold committed tokens: bool [B, fed]. (The first of them was committed before.)"""
     slots = torch.arange(fed, device=accepted.device)
     kept = slots <= accepted[:, None]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
+import plotly.graph_objects as go
+from ipywidgets import HTML, Box, Button, Dropdown, FloatSlider, IntSlider, IntText, VBox, Widget
+from transformers import PreTrainedTokenizerBase
 
 from bass_core import inputs
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, HuggingFaceHeuristic
@@ -18,15 +20,10 @@ from bass_core.environment import describe_environment
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_core.trace import Trace
-from bass_lab.show import plots
+from bass_lab.show import live_figures
+from bass_lab.show.looks import LOOKS
 from bass_lab.show.trace_explorer import WRAPPED, TraceExplorer
 from bass_lab.texts import prompt_sets
-
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import ipywidgets
-    import plotly.graph_objects as go
-    from IPython.display import HTML
-    from transformers import PreTrainedTokenizerBase
 
 POLICIES: dict[str, Callable[[int], DraftLengthPolicy | None]] = {
     "fixed": FixedLength,
@@ -68,8 +65,6 @@ class AcceptanceExplorer:
 
         Raises ValueError or TypeError for a setting that no control could take.
         """
-        from ipywidgets import HTML, Box, VBox
-
         self.pair = pair
         self.prompts = dict(prompts or {name: prompt_sets.prompt_set(name) for name in prompt_sets.PROMPT_SETS})
         self.options = {"max_new_tokens": max_new_tokens, **options}
@@ -127,9 +122,8 @@ class AcceptanceExplorer:
             self._run()
             self.message.value = ""
         except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:  # as `generate` raises; memory too
-            colour = plots.COLOURS["recovered"]
             self.message.value = (
-                f'<span style="color:{colour}"><b>Not decoded:</b> {html.escape(str(error))} '
+                f'<span style="color:{LOOKS["recovered"].colour}"><b>Not decoded:</b> {html.escape(str(error))} '
                 f"({type(error).__name__}). What stands below is older.</span>"
             )
 
@@ -191,14 +185,13 @@ class AcceptanceExplorer:
             **describe_environment(),
         }
 
-    def static(self) -> tuple[HTML, go.Figure, go.Figure, HTML]:
+    def static(self) -> tuple:
         """What is seen now without widgets, as `TraceExplorer.static`, with the settings and the badge."""
-        from IPython.display import HTML
-
         names = ("prompt_set", "batch_size", "policy", "draft_length", "temperature", "verification", "seed")
         shown = [f"{name.replace('_', ' ')} {self.controls[name].value}" for name in names]
         sentence, *rest = self.view.static()
-        return HTML(f"{', '.join(shown)}.<br>{self.badge.value}<br>{sentence.data}"), *rest
+        above = live_figures.static(f"{', '.join(shown)}.<br>{self.badge.value}<br>{sentence.data}")
+        return *above, *rest
 
     def _repr_mimebundle_(self, **options):
         return self.widget._repr_mimebundle_(**options)
@@ -224,10 +217,8 @@ def acceptance_table(
     return pd.DataFrame(lines)
 
 
-def _settings(values: dict, sets: Sequence[str], live: bool) -> dict[str, ipywidgets.Widget]:
+def _settings(values: dict, sets: Sequence[str], live: bool) -> dict[str, Widget]:
     """The controls of a run, with these values. Raises as `AcceptanceExplorer` does: a slider would cut in silence."""
-    from ipywidgets import Button, Dropdown, FloatSlider, IntSlider, IntText
-
     k = inputs.integer("draft_length", values["draft_length"])
     batch_size = inputs.integer("batch_size", values["batch_size"], least=1)
     seed = inputs.integer("seed", values["seed"], least=None)
@@ -253,5 +244,5 @@ def _settings(values: dict, sets: Sequence[str], live: bool) -> dict[str, ipywid
 
 
 def _badge(symbol: str, kind: str, text: str) -> str:
-    style = f"color:{plots.COLOURS[kind]};border:2px solid;border-radius:6px;padding:1px 8px"
+    style = f"color:{LOOKS[kind].colour};border:2px solid;border-radius:6px;padding:1px 8px"
     return f'<span style="{style}"><b>{symbol} {text}</b></span>'

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import pandas as pd
+import plotly.graph_objects as go
+from ipywidgets import Box, Dropdown, FloatSlider, IntSlider, Widget
 
 from bass_core import inputs
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, HuggingFaceHeuristic
@@ -19,33 +20,24 @@ from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue, Ragged
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
 from bass_core.trace import Trace
-from bass_lab.show import plots, token_views
-from bass_lab.show.live_figures import live_figure, redraw, stacked
+from bass_lab.show import live_figures, token_views
+from bass_lab.show.live_figures import live
+from bass_lab.show.looks import bars, empty_figure
 from bass_lab.show.trace_explorer import WRAPPED
 from bass_lab.study import simulator
-from bass_lab.study.modelled_costs import modelled_h100
+from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import ipywidgets
-    import plotly.graph_objects as go
-    from IPython.display import HTML
-
-KINDS = {  # what a policy looks at: colour, hatching
-    "nothing": (plots.COLOURS["regular"], "/"),
-    "what was accepted": (plots.COLOURS["recovered"], "\\"),
-    "the draft's distributions": (plots.COLOURS["rejected"], "x"),
-    "costs": (plots.COLOURS["accepted"], ""),
+KINDS = {  # what a policy looks at, and the look of such policies
+    "nothing": "regular",
+    "what was accepted": "recovered",
+    "the draft's distributions": "rejected",
+    "costs": "accepted",
 }
 LOOKS_AT = {
-    "Algorithm 1": "what was accepted",
-    "transformers": "what was accepted",
-    "AdaEDL": "the draft's distributions",
-    "SVIP": "the draft's distributions",
-    "Learned": "costs",
-    "Goodput": "costs",
-    "MarginalValue": "costs",
-    "RaggedBudget": "costs",
+    **dict.fromkeys(("Algorithm 1", "transformers"), "what was accepted"),
+    **dict.fromkeys(("AdaEDL", "SVIP"), "the draft's distributions"),
+    **dict.fromkeys(("Learned", "Goodput", "MarginalValue", "RaggedBudget"), "costs"),
 }
 REGULAR = "regular"
 ALIKE, DRIFTING = "all alike", "easy and hard"
@@ -90,31 +82,21 @@ def contest(
     return found.assign(speed=regular / found.seconds_per_token)
 
 
+def policy_looks(policies: pd.Series) -> list[str]:
+    """The look of each of these policies, by what it looks at."""
+    return [KINDS[LOOKS_AT.get(name, "nothing")] for name in policies]
+
+
 def speed_figure(table: pd.DataFrame, title: str) -> go.Figure:
     """Bars of `speed` per line of a `contest`, coloured by what the policy looks at, labelled with its regret."""
-    import plotly.graph_objects as go
-
-    looks = [KINDS[LOOKS_AT.get(name, "nothing")] for name in table.policy]
-    figure = plots.empty_figure(title, "times as fast as regular decoding", "", height=140 + 30 * len(table))
-    figure.add_trace(
-        go.Bar(
-            orientation="h",
-            y=table.policy,
-            x=table.speed,
-            marker={
-                "color": [colour for colour, _ in looks],
-                "pattern": {"shape": [hatching for _, hatching in looks], "fgcolor": "white", "size": 5},
-            },
-            text=[f"{line.speed:.2f}×, regret {line.regret:.0%}" for line in table.itertuples()],
-            textposition="outside",
-            cliponaxis=False,
-            customdata=table.k,
-            hovertemplate="%{y}: %{x:.2f}×, k planned on average %{customdata:.1f}<extra></extra>",
-        )
-    )
+    figure = empty_figure(title, "times as fast as regular decoding", "", height=140 + 30 * len(table))
+    drawn = bars("", table.speed, table.policy, policy_looks(table.policy), orientation="h", cliponaxis=False)
+    texts = [f"{line.speed:.2f}×, regret {line.regret:.0%}" for line in table.itertuples()]
+    hover = "%{y}: %{x:.2f}×, k planned on average %{customdata:.1f}<extra></extra>"
+    figure.add_trace(drawn.update(text=texts, textposition="outside", customdata=table.k, hovertemplate=hover))
     figure.add_vline(x=1, line={"color": "black", "width": 1})
     figure.update_xaxes(range=[0, 1.4 * max(1.0, table.speed.max())])
-    return figure.update_yaxes(autorange="reversed").update_layout(margin={"l": 110})
+    return figure.update_yaxes(autorange="reversed")
 
 
 class LengthExplorer:
@@ -139,47 +121,32 @@ class LengthExplorer:
         repeats: int = REPEATS,
     ):
         """Raises ValueError or TypeError for a setting that no control could take."""
-        from ipywidgets import HTML, Box, VBox
-
         self.seed, self.repeats = inputs.integer("seed", seed), inputs.integer("repeats", repeats, least=2)
         values = {"alpha": alpha, "variation": variation, "spread": spread, "batch": batch, "costs": costs}
         self.controls = _controls(values | {"launch": launch})
-        self.sentence = HTML()
-        self.bars, self.steps = live_figure(), live_figure()
+        self.widget = live(self._drawn, **self.controls)
+        *_, self.sentence, self.bars, self.steps, resizer = self.widget.children
         above = Box(list(self.controls.values()), layout=WRAPPED)
-        self.widget: VBox = stacked(above, self.sentence, self.bars, self.steps)
-        for control in self.controls.values():
-            control.observe(lambda _: self.run(), names="value")
-        self.run()
+        self.widget.children = [above, self.sentence, self.bars, self.steps, resizer]
 
-    def run(self) -> None:
-        """Replay with the controls' values and redraw."""
-        now = {name: control.value for name, control in self.controls.items()}
-        drifting = now["variation"] == DRIFTING
-        self.controls["spread"].disabled = not drifting
-        self.controls["launch"].disabled = not now["costs"].startswith("H100")
-        spread = min(now["spread"], now["alpha"], 1 - now["alpha"]) if drifting else 0.0
-        trace = AcceptanceTrace.synthetic(
-            alpha=now["alpha"],
-            length=LENGTH,
-            sequences=SEQUENCES,
-            seed=self.seed,
-            regimes=(spread, 32.0) if drifting else None,
-        )
-        cost = modelled_h100(now["launch"]) if now["costs"].startswith("H100") else measured_cpu()
-        self.table = contest(trace, cost, now["batch"], repeats=self.repeats, seed=self.seed)
-        self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=now["batch"], seed=self.seed)
-        self.sentence.value = _sentence(self.table, self.path, now["alpha"], spread)
-        redraw(self.bars, speed_figure(self.table, f"Speed over regular decoding, batch {now['batch']}"))
-        redraw(self.steps, path_figure(self.path))
+    def _drawn(self, alpha: float, variation: str, spread: float, batch: int, costs: str, launch: float):
+        """Replays with the controls' values: the sentence and both figures."""
+        drifting, modelled = variation == DRIFTING, costs.startswith("H100")
+        self.controls["spread"].disabled, self.controls["launch"].disabled = not drifting, not modelled
+        spread = min(spread, alpha, 1 - alpha) if drifting else 0.0
+        made_up = {"alpha": alpha, "length": LENGTH, "sequences": SEQUENCES, "seed": self.seed}
+        trace = AcceptanceTrace.synthetic(**made_up, regimes=(spread, 32.0) if drifting else None)
+        cost = modelled_h100(launch) if modelled else measured_cpu()
+        self.table = contest(trace, cost, batch, repeats=self.repeats, seed=self.seed)
+        self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=batch, seed=self.seed)
+        sentence = _sentence(self.table, self.path, alpha, spread)
+        title = f"Speed over regular decoding, batch {batch}"
+        return sentence, speed_figure(self.table, title), path_figure(self.path)
 
-    def static(self) -> tuple[HTML, go.Figure, go.Figure]:
+    def static(self) -> tuple:
         """What is seen now without widgets: the settings and the sentence, and both figures."""
-        import plotly.graph_objects as go
-        from IPython.display import HTML
-
         shown = ", ".join(f"{name} {control.value}" for name, control in self.controls.items() if not control.disabled)
-        return HTML(f"{shown}.<br>{self.sentence.value}"), go.Figure(self.bars), go.Figure(self.steps)
+        return live_figures.static(f"{shown}.<br>{self.sentence.value}", self.bars, self.steps)
 
     def _repr_mimebundle_(self, **options):
         return self.widget._repr_mimebundle_(**options)
@@ -202,34 +169,25 @@ def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> 
     )
 
 
-def _controls(values: dict) -> dict[str, ipywidgets.Widget]:
+def _controls(values: dict) -> dict[str, Widget]:
     """The controls with these values. Raises as `LengthExplorer` does: a slider would cut in silence."""
-    from ipywidgets import Dropdown, FloatSlider, IntSlider
-
-    within = {"alpha": (0.3, 0.95), "spread": (0.0, 0.3), "launch": (0.0, 10.0), "batch": (1, 128)}
     inputs.integer("batch", values["batch"], least=1)
-    for name, (least, most) in within.items():
-        if not least <= values[name] <= most:
-            raise ValueError(f"{name} must be from {least} to {most}, got {values[name]!r}")
-    choices = {"variation": (ALIKE, DRIFTING), "costs": ("H100 (modelled)", "CPU (measured)")}
-    for name, accepted in choices.items():
-        inputs.one_of(name, values[name], accepted)
     common = {"style": {"description_width": "85px"}, "layout": {"width": "270px"}}
 
-    def slider(kind, name: str, description: str, step: float):
-        least, most = within[name]
-        control = kind(value=values[name], min=least, max=most, step=step, description=description, **common)
-        control.continuous_update = False
-        return control
+    def slider(kind: type[Widget], name: str, description: str, least: float, most: float, step: float) -> Widget:
+        if not least <= values[name] <= most:
+            raise ValueError(f"{name} must be from {least} to {most}, got {values[name]!r}")
+        return kind(value=values[name], min=least, max=most, step=step, description=description, **common)
 
-    def dropdown(name: str, description: str):
-        return Dropdown(options=choices[name], value=values[name], description=description, **common)
+    def dropdown(name: str, description: str, *options: str) -> Widget:
+        value = inputs.one_of(name, values[name], options)
+        return Dropdown(options=options, value=value, description=description, **common)
 
     return {
-        "alpha": slider(FloatSlider, "alpha", "alpha", 0.05),
-        "variation": dropdown("variation", "passages"),
-        "spread": slider(FloatSlider, "spread", "spread", 0.05),
-        "batch": slider(IntSlider, "batch", "batch size", 1),
-        "costs": dropdown("costs", "costs"),
-        "launch": slider(FloatSlider, "launch", "launch, ms", 0.5),
+        "alpha": slider(FloatSlider, "alpha", "alpha", 0.3, 0.95, 0.05),
+        "variation": dropdown("variation", "passages", ALIKE, DRIFTING),
+        "spread": slider(FloatSlider, "spread", "spread", 0.0, 0.3, 0.05),
+        "batch": slider(IntSlider, "batch", "batch size", 1, 128, 1),
+        "costs": dropdown("costs", "costs", "H100 (modelled)", "CPU (measured)"),
+        "launch": slider(FloatSlider, "launch", "launch, ms", 0.0, 10.0, 0.5),
     }

@@ -5,33 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
-from bass_core.draft_length import DraftLengthPolicy, FixedLength
+from bass_core.draft_length import DraftLengthPolicy, FixedLength, expected_tokens
 from bass_core.models import ModelPair
 from bass_core.policies import costs
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Objective, first_finished, last_finished
-from bass_lab.lessons.l04_explorer import KINDS, LOOKS_AT, REGULAR, contest, measured_cpu
-from bass_lab.show import plots
+from bass_lab.lessons.l04_explorer import KINDS, REGULAR, contest, measured_cpu, policy_looks
+from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
 from bass_lab.study import recorded_acceptance, recording, simulator
-from bass_lab.study.modelled_costs import modelled_h100
+from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
 from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
 
-if TYPE_CHECKING:  # plotly is optional; imported where a figure is made
-    import plotly.graph_objects as go
-
-BATCH_STYLES = (
-    (plots.COLOURS["accepted"], "solid", "circle"),
-    (plots.COLOURS["recovered"], "dash", "diamond"),
-    (plots.COLOURS["bonus"], "dot", "square"),
-    (plots.COLOURS["rejected"], "dashdot", "triangle-up"),
-)
 HINDSIGHT = "best fixed k"
 SWEPT = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 CLOSE = 1.1  # times the best fixed length's time: recovered
@@ -73,7 +64,7 @@ def predicted_lengths(
         for batch in _within(cost, batches):
             seconds = cost.step(batch, lengths, kv_length)
             for prompts, alpha in alphas.items():
-                speed = np.cumsum(alpha**lengths) * seconds[0] / seconds
+                speed = expected_tokens(alpha, lengths[-1]) * seconds[0] / seconds
                 part = {"costs": name, "set": prompts, "batch": batch, "k": lengths, "speed": speed}
                 lines.append(pd.DataFrame(part))
     return pd.concat(lines, ignore_index=True)
@@ -243,125 +234,78 @@ def _within(cost: CostModel, batches: Sequence[int]) -> list[int]:
 
 def lengths_figure(table: pd.DataFrame, title: str) -> go.Figure:
     """Speed over regular decoding against k: a column per costs, a line of panels per set; the best k marked."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    names, sets = list(table.costs.unique()), list(table.set.unique())
+    names, sets, batches = (list(table[column].unique()) for column in ("costs", "set", "batch"))
     titles = [f"{prompts}: {name}" for prompts in sets for name in names]
     shared = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.1, "horizontal_spacing": 0.04}
-    figure = make_subplots(len(sets), len(names), subplot_titles=titles, **shared)
+    figure = panels(len(sets), len(names), titles, title, 130 + 260 * len(sets), **shared)
     for (prompts, name, batch), part in table.groupby(["set", "costs", "batch"], sort=False):
-        colour, dash, symbol = BATCH_STYLES[list(table.batch.unique()).index(batch) % len(BATCH_STYLES)]
-        best = part.speed.to_numpy() == part.speed.max()
-        line = go.Scatter(
-            name=f"batch {batch}",
-            legendgroup=str(batch),
-            showlegend=(prompts, name) == (sets[0], names[0]),
-            x=part.k,
-            y=part.speed,
-            mode="lines+markers",
-            line={"color": colour, "dash": dash, "width": 2},
-            marker={"symbol": symbol, "size": np.where(best, 11, 0.1)},
-            hovertemplate=f"{prompts}, batch {batch}, k = %{{x}}: %{{y:.2f}}×<extra></extra>",
-        )
-        figure.add_trace(line, row=sets.index(prompts) + 1, col=names.index(name) + 1)
+        line = curve(f"batch {batch}", part.k, part.speed, CURVES[batches.index(batch) % len(CURVES)])
+        sizes = np.where(part.speed == part.speed.max(), 11, 0.1)
+        hover = f"{prompts}, batch {batch}, k = %{{x}}: %{{y:.2f}}×<extra></extra>"
+        line.update(legendgroup=str(batch), showlegend=(prompts, name) == (sets[0], names[0]))
+        line.update(marker_size=sizes, hovertemplate=hover)
+        figure.add_trace(line, sets.index(prompts) + 1, names.index(name) + 1)
     figure.add_hline(1, line={"color": "#444444", "width": 1})
-    figure.update_layout(plots.house(title, 130 + 260 * len(sets))).update_layout(plots.LEGEND_BELOW)
-    figure.update_xaxes(title="draft length k", row=len(sets)).update_xaxes(dtick=2, zeroline=False)
-    figure.update_yaxes(title="times as fast", col=1).update_yaxes(rangemode="tozero", zeroline=False)
-    figure.update_layout(margin={"b": 100})
-    return figure.update_annotations(font_size=13)
+    figure.update_xaxes(title="draft length k", row=len(sets)).update_xaxes(dtick=2)
+    return figure.update_yaxes(title="times as fast", col=1).update_yaxes(rangemode="tozero")
 
 
 def regret_figure(table: pd.DataFrame, title: str) -> go.Figure:
     """Regret of every policy with its interval, a panel per batch size; the dashed line is what foresight reached."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
     batches = list(table.batch.unique())
     titles = [f"batch {batch}" for batch in batches]
-    figure = make_subplots(1, len(batches), subplot_titles=titles, shared_yaxes=True, horizontal_spacing=0.04)
+    shared = {"shared_yaxes": True, "horizontal_spacing": 0.04}
+    figure = panels(1, len(batches), titles, title, 190 + 26 * table.policy.nunique(), **shared)
     for column, batch in enumerate(batches, 1):
         part = table[(table.batch == batch) & (table.policy != REGULAR)]
-        looks = [KINDS[LOOKS_AT.get(name, "nothing")] for name in part.policy]
-        bars = go.Bar(
-            orientation="h",
-            y=part.policy,
-            x=part.regret,
-            showlegend=False,
-            error_x={"type": "data", "symmetric": False, "array": part.high - part.regret,
-                     "arrayminus": part.regret - part.low, "thickness": 1.2, "width": 3},
-            marker={"color": [colour for colour, _ in looks],
-                    "pattern": {"shape": [hatching for _, hatching in looks], "fgcolor": "white", "size": 5}},
-            customdata=np.stack([part.speed, part.k], axis=1),
-            hovertemplate=f"batch {batch}, %{{y}}: regret %{{x:.0%}}, %{{customdata[0]:.2f}} times regular decoding, "
-            "k %{customdata[1]:.1f}<extra></extra>",
-        )  # fmt: skip
-        figure.add_trace(bars, row=1, col=column)
+        drawn = bars("", part.regret, part.policy, policy_looks(part.policy), orientation="h", showlegend=False)
+        hover = f"batch {batch}, %{{y}}: regret %{{x:.0%}}, %{{customdata[0]:.2f}} times regular decoding, "
+        drawn.update(error_x=interval(part.regret, part.low, part.high, thickness=1.2, width=3))
+        drawn.update(customdata=part[["speed", "k"]], hovertemplate=hover + "k %{customdata[1]:.1f}<extra></extra>")
+        figure.add_trace(drawn, 1, column)
         reached = float((part.schedule_s / part.bound_s).iloc[0]) - 1
         figure.add_vline(reached, line={"color": "black", "dash": "dash", "width": 1.5}, row=1, col=column)
-    for kind, (colour, hatching) in KINDS.items():
-        marker = {"color": colour, "pattern": {"shape": hatching, "fgcolor": "white", "size": 5}}
-        figure.add_trace(go.Bar(name=f"looks at {kind}", x=[None], y=[None], marker=marker))
-    height = 190 + 26 * table.policy.nunique()
-    figure.update_layout(plots.house(title, height)).update_layout(plots.LEGEND_BELOW)
-    figure.update_layout(margin={"l": 110, "b": 90})
+    for kind, look in KINDS.items():
+        figure.add_trace(bars(f"looks at {kind}", [None], [None], look))
     figure.update_xaxes(tickformat=".0%", rangemode="tozero", title="regret", nticks=4, tickfont={"size": 11})
-    return figure.update_yaxes(autorange="reversed").update_annotations(font_size=13)
+    return figure.update_yaxes(autorange="reversed")
 
 
 def ends_figure(found: pd.DataFrame, title: str) -> go.Figure:
     """Throughput against the first row's end: points that no other beats are filled, the others hollow."""
-    import plotly.graph_objects as go
-
-    figure = plots.empty_figure(title, "the first row is done after, ms", "tokens per second", 460)
-    styles = {"fixed": ("regular", "square"), "first": ("recovered", "triangle-left"), "last": ("accepted", "circle")}
-    names = {"fixed": "fixed k", "first": "first_finished(sharpness)", "last": "last_finished(sharpness)"}
-    for family, (colour, symbol) in styles.items():
+    figure = empty_figure(title, "the first row is done after, ms", "tokens per second", 460)
+    families = {"fixed": ("fixed k", "regular"), "first": ("first_finished(sharpness)", "recovered")}
+    families |= {"last": ("last_finished(sharpness)", "accepted")}
+    for family, (name, look) in families.items():
         part = found[found.family == family]
-        figure.add_trace(
-            go.Scatter(
-                name=names[family],
-                x=1e3 * part.first_s,
-                y=part.throughput,
-                mode="lines+markers+text",
-                text=[f"{setting:g}" for setting in part.setting],
-                textposition="bottom right" if family == "fixed" else "top left",
-                textfont={"size": 11},
-                line={"color": plots.COLOURS[colour], "width": 1, "dash": "dot"},
-                marker={"symbol": [symbol if best else f"{symbol}-open" for best in part.best], "size": 10},
-                customdata=np.stack([part.k, 1e3 * part.last_s], axis=1),
-                hovertemplate=f"{names[family]}, %{{text}}: first %{{x:.0f}} ms, last %{{customdata[1]:.0f}} ms, "
-                "%{y:,.0f} tokens/s, k %{customdata[0]:.1f}<extra></extra>",
-            )
+        points = curve(name, 1e3 * part.first_s, part.throughput, look, "lines+markers+text", line_dash="dot")
+        symbols = [LOOKS[look].symbol + ("" if best else "-open") for best in part.best]
+        points.update(marker={"symbol": symbols, "size": 10}, line_width=1, textfont_size=11)
+        points.update(textposition="bottom right" if family == "fixed" else "top left")
+        points.update(text=[f"{setting:g}" for setting in part.setting])
+        points.update(
+            customdata=np.stack([part.k, 1e3 * part.last_s], axis=1),
+            hovertemplate=f"{name}, %{{text}}: first %{{x:.0f}} ms, last %{{customdata[1]:.0f}} ms, "
+            "%{y:,.0f} tokens/s, k %{customdata[0]:.1f}<extra></extra>",
         )
-    return figure.update_layout(plots.LEGEND_BELOW)
+        figure.add_trace(points)
+    return figure
 
 
 def switch_figure(found: pd.DataFrame, least: Mapping[str, float], title: str) -> go.Figure:
     """Draft length (above) and a row's time per token (below) over the steps, the stages beside each other. The grey
     line is the best fixed length of each set: `least` in ms."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
     stages = found.drop_duplicates("stage")[["stage", "set"]].to_numpy().tolist()
     titles = [f"{stage + 1}: {label}" for stage, label in stages]
     shared = {"shared_xaxes": True, "shared_yaxes": True, "vertical_spacing": 0.06, "horizontal_spacing": 0.03}
-    figure = make_subplots(2, len(stages), subplot_titles=titles, **shared)
-    for place, (policy, runs) in enumerate(found.groupby("policy", sort=False)):
-        colour, dash, symbol = BATCH_STYLES[place]
+    figure = panels(2, len(stages), titles, title, 520, **shared)
+    for (policy, runs), look in zip(found.groupby("policy", sort=False), CURVES, strict=False):
         for stage, part in runs.groupby("stage"):
             for row, values in ((1, part.k), (2, part.ms.rolling(WINDOW, min_periods=1).mean())):
-                line = go.Scatter(
-                    name=policy, legendgroup=policy, showlegend=row == 1 and stage == 0, x=part.step, y=values,
-                    mode="lines+markers", line={"color": colour, "dash": dash}, marker={"symbol": symbol, "size": 5},
-                    hovertemplate=f"{policy}, step %{{x}}: %{{y:.2f}}<extra></extra>",
-                )  # fmt: skip
-                figure.add_trace(line, row=row, col=stage + 1)
+                line = curve(policy, part.step, values, look, legendgroup=policy, marker_size=5)
+                line.update(hovertemplate=f"{policy}, step %{{x}}: %{{y:.2f}}<extra></extra>")
+                figure.add_trace(line.update(showlegend=row == 1 and stage == 0), row, stage + 1)
     for stage, label in stages:
         figure.add_hline(least[label], line={"color": "#444444", "width": 1.5, "dash": "dash"}, row=2, col=stage + 1)
-    figure.update_layout(plots.house(title, 520)).update_layout(plots.LEGEND_BELOW)
-    figure.update_layout(margin={"b": 100})
-    figure.update_xaxes(title="step of the decode", row=2).update_yaxes(rangemode="tozero", zeroline=False)
-    figure.update_yaxes(title="planned k", row=1, col=1).update_yaxes(title="ms per token", row=2, col=1)
-    return figure.update_annotations(font_size=13)
+    figure.update_xaxes(title="step of the decode", row=2).update_yaxes(rangemode="tozero")
+    return figure.update_yaxes(title="planned k", row=1, col=1).update_yaxes(title="ms per token", row=2, col=1)

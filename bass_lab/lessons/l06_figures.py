@@ -1,34 +1,22 @@
 """Timelines of a profile: when each kernel of a step ran, what a step costs, and a browser over the steps.
 
-Nothing is measured here: `bass_lab.measure.profiling` does. Phases differ by colour and pattern and have names in their
-bars; kernels stand below the phase that launched them.
+Nothing is measured here: `bass_lab.measure.profiling` does. Phases have names in their bars; kernels stand below the
+phase that launched them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+import ipywidgets
 import pandas as pd
+import plotly.graph_objects as go
 
 from bass_core.trace import Trace
 from bass_lab.measure.profiling import PHASES, Profile
-from bass_lab.show import plots
-from bass_lab.show.live_figures import live_figure, redraw, stacked
-from bass_lab.show.plots import COLOURS
+from bass_lab.show.live_figures import live, slider
+from bass_lab.show.looks import LOOKS, bars, empty_figure, panels
 
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import plotly.graph_objects as go
-
-STYLES = {  # colour, pattern
-    "prefill": (COLOURS["rejected"], "."),
-    "plan": ("#8C8C8C", "-"),
-    "draft": ("#E69F00", "/"),
-    "verify": ("#56B4E9", ""),
-    "commit": (COLOURS["bonus"], "x"),
-}
-GAP = {"color": "#EDEDED", "pattern": {"shape": "\\", "fgcolor": "#999999", "size": 5}}
-LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal", "itemclick": False}
 MOST = 2500  # kernels drawn at once; of more, the shortest are left out
 
 
@@ -48,19 +36,20 @@ def timeline_figure(
     left_out = f", the longest {MOST:,} drawn" if len(kernels) > MOST else ""
     title = f"{name}: {len(kernels):,} {'kernels' if profile.on_gpu else 'operators'}{left_out}"
     lanes = [*(["host"] if profile.on_gpu else []), "phase", *sorted(kernels.lane.unique())]
-    figure = plots.empty_figure(title, f"ms since step {first} began", "", height=220 + 60 * len(lanes))
+    figure = empty_figure(title, f"ms since step {first} began", "", height=220 + 60 * len(lanes))
     zero, width = spans.start_ms.min(), (spans.start_ms + spans.duration_ms).max() - spans.start_ms.min()
     for phase in PHASES:
         part = spans[spans.phase == phase]
-        figure.add_trace(_phase_bars(phase, "phase", part.start_ms - zero, part.duration_ms, width))
-        if profile.on_gpu:
-            figure.add_trace(_phase_bars(phase, "host", part.host_start_ms - zero, part.host_ms, width))
+        places = {"phase": (part.start_ms, part.duration_ms), "host": (part.host_start_ms, part.host_ms)}
+        for lane in ("phase", "host") if profile.on_gpu else ("phase",):
+            starts, times = places[lane]
+            named = _phase_bars(phase, times, [lane] * len(part), times > width / 12, "<b>{phase}</b>")
+            figure.add_trace(named.update(base=starts - zero, showlegend=lane == "phase" and len(part) > 0))
         figure.add_trace(_kernel_bars(phase, drawn[drawn.phase == phase], zero))
-    figure.update_layout(barmode="overlay", bargap=0.15, margin={"t": 90, "l": 120}, legend=LEGEND)
+    figure.update_layout(barmode="overlay", bargap=0.15, legend_itemclick=False)
     figure.update_xaxes(range=zoom or [0, width])
-    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], fixedrange=True, showgrid=False)
-    figure.update_yaxes(ticksuffix=" ")
-    return figure
+    lanes = {"categoryorder": "array", "categoryarray": lanes[::-1]}
+    return figure.update_yaxes(**lanes, fixedrange=True, showgrid=False, ticksuffix=" ")
 
 
 def _shown(profile: Profile, first: int | None, last: int | None) -> tuple[int, int]:
@@ -72,30 +61,12 @@ def _shown(profile: Profile, first: int | None, last: int | None) -> tuple[int, 
     return first, last
 
 
-def _marker(phase: str) -> dict:
-    colour, pattern = STYLES[phase]
-    return {"color": colour, "pattern": {"shape": pattern, "fgcolor": "white", "size": 7}, "line": {"width": 0}}
-
-
-def _phase_bars(phase: str, lane: str, starts: pd.Series, times: pd.Series, width: float) -> go.Bar:
-    """One lane's bars of a phase, with its name where a bar has a twelfth of the width or more."""
-    import plotly.graph_objects as go
-
-    return go.Bar(
-        name=phase,
-        orientation="h",
-        y=[lane] * len(starts),
-        base=starts.to_numpy(),
-        x=times.to_numpy(),
-        text=[f"<b>{phase}</b>" if time > width / 12 else "" for time in times],
-        textposition="inside",
-        insidetextanchor="middle",
-        textfont={"color": "black"},
-        marker=_marker(phase),
-        hovertemplate=f"{phase}: %{{x:.2f}} ms<extra></extra>",
-        legendgroup=phase,
-        showlegend=lane == "phase" and len(starts) > 0,
-    )
+def _phase_bars(phase: str, times: pd.Series, lanes: list[str], named: pd.Series, text: str) -> go.Bar:
+    """A phase's bars along time; in those that are `named` stands the text, which may have {phase} and {time}."""
+    drawn = bars(phase, times, lanes, phase, orientation="h", legendgroup=phase, insidetextanchor="middle")
+    texts = [text.format(phase=phase, time=time) if long else "" for time, long in zip(times, named, strict=True)]
+    drawn.update(text=texts, textposition="inside", textfont_color="black")
+    return drawn.update(hovertemplate=f"{phase}: %{{x:.2f}} ms<extra></extra>")
 
 
 def _nearly_opaque(colour: str) -> str:
@@ -105,21 +76,11 @@ def _nearly_opaque(colour: str) -> str:
 
 
 def _kernel_bars(phase: str, kernels: pd.DataFrame, zero: float) -> go.Bar:
-    import plotly.graph_objects as go
-
-    return go.Bar(
-        name=phase,
-        orientation="h",
-        y=kernels.lane.to_numpy(),
-        base=(kernels.start_ms - zero).to_numpy(),
-        x=kernels.duration_ms.to_numpy(),
-        marker={"color": _nearly_opaque(STYLES[phase][0]), "line": {"width": 0}},
-        customdata=[*zip(kernels.name, 1e3 * kernels.duration_ms, kernels.step, strict=True)],
-        hovertemplate="%{customdata[0]}<br>%{customdata[1]:.1f} µs, "
-        f"{phase} of step %{{customdata[2]}}<extra></extra>",
-        legendgroup=phase,
-        showlegend=False,
-    )
+    hover = "%{customdata[0]}<br>%{customdata[1]:.1f} µs, " + f"{phase} of step %{{customdata[2]}}<extra></extra>"
+    drawn = bars(phase, kernels.duration_ms, kernels.lane, phase, orientation="h", base=kernels.start_ms - zero)
+    drawn.marker = {"color": _nearly_opaque(LOOKS[phase].colour)}  # hatching would hide them
+    about = [*zip(kernels.name, 1e3 * kernels.duration_ms, kernels.step, strict=True)]
+    return drawn.update(customdata=about, hovertemplate=hover, legendgroup=phase, showlegend=False)
 
 
 def step_table(profile: Profile) -> pd.DataFrame:
@@ -169,51 +130,28 @@ def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
 
 def cost_figure(profiles: Mapping[str, Profile]) -> go.Figure:
     """A bar per profile: the median milliseconds of each phase of its full steps."""
-    import plotly.graph_objects as go
-
-    figure = plots.empty_figure("What one decode step costs", "ms (median over steps)", "", 170 + 60 * len(profiles))
+    figure = empty_figure("What one decode step costs", "ms (median over steps)", "", 190 + 60 * len(profiles))
     spans = {name: profile.spans[profile.spans.step.isin(full_steps(profile))] for name, profile in profiles.items()}
     times = pd.DataFrame({name: part.groupby("phase").duration_ms.median() for name, part in spans.items()})
     for phase in PHASES[1:]:
-        texts = [f"<b>{phase}</b> {time:.1f}" if time > times.sum().max() / 8 else "" for time in times.loc[phase]]
-        bars = go.Bar(
-            name=phase,
-            orientation="h",
-            y=list(times),
-            x=times.loc[phase].to_numpy(),
-            text=texts,
-            textposition="inside",
-            insidetextanchor="middle",
-            textfont={"color": "black"},
-            marker=_marker(phase),
-            hovertemplate=f"{phase}: %{{x:.2f}} ms<extra></extra>",
-        )
-        figure.add_trace(bars)
-    figure.update_layout(barmode="stack", margin={"t": 90, "l": 110}, legend=LEGEND)
-    figure.update_yaxes(autorange="reversed", ticksuffix=" ")
-    return figure
+        named = times.loc[phase] > times.sum().max() / 8
+        figure.add_trace(_phase_bars(phase, times.loc[phase], list(times), named, "<b>{phase}</b> {time:.1f}"))
+    figure.update_layout(barmode="stack", legend_itemclick=False)
+    return figure.update_yaxes(autorange="reversed", ticksuffix=" ")
 
 
 def gap_figure(profile: Profile) -> go.Figure:
     """A bar per phase of a decode step, mean: how long some kernel of it ran, and hatched how long none did."""
-    import plotly.graph_objects as go
-
     table = profile.phases.loc["decode"]
     what = "kernel" if profile.on_gpu else "operator"
     title = f"{what.capitalize()}s and gaps, per phase of a decode step"
-    figure = plots.empty_figure(title, "ms (mean over steps)", "", height=320)
+    figure = empty_figure(title, "ms (mean over steps)", "", height=340)
+    figure.add_trace(bars(f"some {what} runs", table.busy_ms, table.index, "accepted"))
     shares = [f"{share:.0%} gaps" for share in table.gap_share]
-    for name, values, marker, texts in (
-        (f"some {what} runs", table.busy_ms, {"color": COLOURS["accepted"]}, None),
-        ("gap", table.gap_ms, GAP, shares),
-    ):
-        bars = go.Bar(name=name, orientation="h", y=table.index, x=values, marker=marker, text=texts)
-        bars.update(textposition="outside", hovertemplate=f"%{{y}}, {name}: %{{x:.2f}} ms<extra></extra>")
-        figure.add_trace(bars)
-    figure.update_layout(barmode="stack", margin={"t": 90}, legend=LEGEND)
-    figure.update_xaxes(range=[0, 1.15 * table.ms.max()])
-    figure.update_yaxes(autorange="reversed", ticksuffix=" ")
-    return figure
+    figure.add_trace(bars("gap", table.gap_ms, table.index, "nothing", text=shares, textposition="outside"))
+    figure.update_traces(orientation="h", hovertemplate="%{y}, %{fullData.name}: %{x:.2f} ms<extra></extra>")
+    figure.update_layout(barmode="stack").update_xaxes(range=[0, 1.15 * table.ms.max()])
+    return figure.update_yaxes(autorange="reversed", ticksuffix=" ")
 
 
 def profiler_cost(plain: Trace, profiled: Trace) -> pd.DataFrame:
@@ -245,74 +183,48 @@ def launch_schedule(kernel_us: float, launch_us: float, count: int = 8, graph: b
 
 def launch_figure(large_us: float = 20, small_us: float = 2, launch_us: float = 6) -> go.Figure:
     """`launch_schedule` three times: large kernels, small ones, and the small ones as a CUDA graph. A model."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    panels = {
+    models = {
         f"large kernels ({large_us:g} µs): the GPU is the limit, the host runs ahead": (large_us, False),
         f"small kernels ({small_us:g} µs): the GPU waits for every launch": (small_us, False),
         "the same small kernels as one CUDA graph: one launch": (small_us, True),
     }
-    figure = make_subplots(3, 1, shared_xaxes=True, subplot_titles=list(panels), vertical_spacing=0.12)
-    for row, (kernel_us, graph) in enumerate(panels.values(), start=1):
-        schedule = launch_schedule(kernel_us, launch_us, graph=graph)
-        for lane, colour, pattern in (("host", "#B0B0B0", "/"), ("GPU", COLOURS["accepted"], "")):
-            part = schedule[schedule.lane == lane]
-            bars = go.Bar(
-                name=lane,
-                orientation="h",
-                y=part.lane,
-                base=part.start,
-                x=part.duration,
-                marker={"color": colour, "pattern": {"shape": pattern}, "line": {"color": "white", "width": 1}},
-                hovertemplate=f"{lane}: %{{x:g}} µs from %{{base:g}} µs<extra></extra>",
-            )
-            figure.add_trace(bars, row=row, col=1)
     title = f"Modelled: eight kernels, a launch costs the host {launch_us:g} µs"
-    figure.update_layout(plots.house(title, 430), barmode="overlay", showlegend=False)
-    figure.update_yaxes(autorange="reversed", showgrid=False)
-    figure.update_xaxes(title="µs", row=3, col=1)
-    figure.update_annotations(x=0, xanchor="left", font_size=13)
-    return figure
+    figure = panels(3, 1, list(models), title, 430, shared_xaxes=True, vertical_spacing=0.12)
+    for row, (kernel_us, graph) in enumerate(models.values(), start=1):
+        schedule = launch_schedule(kernel_us, launch_us, graph=graph)
+        for lane, look in (("host", "regular"), ("GPU", "accepted")):
+            part = schedule[schedule.lane == lane]
+            drawn = bars(lane, part.duration, part.lane, look, orientation="h", base=part.start)
+            drawn.update(hovertemplate=f"{lane}: %{{x:g}} µs from %{{base:g}} µs<extra></extra>")
+            figure.add_trace(drawn.update(marker_line={"color": "white", "width": 1}), row, 1)
+    figure.update_layout(barmode="overlay", showlegend=False).update_yaxes(autorange="reversed", showgrid=False)
+    return figure.update_xaxes(title="µs", row=3, col=1)
 
 
-class TimelineBrowser:
+def timeline_browser(
+    profile: Profile, trace: Trace | None = None, step: int | None = None, most: int = 4
+) -> ipywidgets.VBox:
     """A step to choose, and how many from it on, above their timeline and what the batch made of them.
 
-    step, count: the sliders; setting their `.value` redraws. figure: the timeline. sentence: the counts, as HTML; with
-    the trace of the run also row by row. A cell that ends with the browser shows it.
+    trace: of the one run that was profiled. most: steps drawn at once. Children: both sliders, the timeline, and the
+    counts as HTML, with the trace also row by row; setting a slider's value redraws.
     """
 
-    def __init__(self, profile: Profile, trace: Trace | None = None, step: int | None = None, most: int = 4):
-        """trace: of the one run that was profiled. most: steps drawn at once."""
-        import ipywidgets
+    def draw(step: int, count: int):
+        last = min(step + count, len(profile.steps)) - 1
+        table = step_table(profile).loc[step:last].dropna(axis="columns", how="all")
+        counts = table.to_html(border=0, float_format="{:.2f}".format)
+        return timeline_figure(profile, step, last), counts + _rows_html(profile, trace, step, last)
 
-        self.profile, self.trace = profile, trace
-        first, _ = _shown(profile, step, None)
-        options = {"continuous_update": False, "style": {"description_width": "initial"}}
-        self.step = ipywidgets.IntSlider(first, 0, len(profile.steps) - 1, description="step", **options)
-        self.count = ipywidgets.IntSlider(1, 1, most, description="how many", **options)
-        self.sentence, self.figure = ipywidgets.HTML(), live_figure()
-        self._box = stacked(ipywidgets.HBox([self.step, self.count]), self.figure, self.sentence)
-        for slider in (self.step, self.count):
-            slider.observe(self._redraw, names="value")
-        self._redraw()
+    first, _ = _shown(profile, step, None)
+    sliders = {"step": slider(first, 0, len(profile.steps) - 1, "step"), "count": slider(1, 1, most, "how many")}
+    return live(draw, **sliders)
 
-    def _redraw(self, _=None) -> None:
-        first = self.step.value
-        last = min(first + self.count.value, len(self.profile.steps)) - 1
-        redraw(self.figure, timeline_figure(self.profile, first, last))
-        table = step_table(self.profile).loc[first:last].dropna(axis="columns", how="all")
-        self.sentence.value = table.to_html(border=0, float_format="{:.2f}".format) + self._rows(first, last)
 
-    def _rows(self, first: int, last: int) -> str:
-        """HTML: what each row had accepted, if the trace is there."""
-        if self.trace is None:
-            return ""
-        numbers = self.profile.steps.number.loc[first:last]
-        steps = self.trace.steps[self.trace.steps.step.isin(numbers)]
-        table = steps.pivot(index="step", columns="row", values="accepted").astype("Int64")
-        return f"<p><b>accepted drafts per row</b></p>{table.to_html(border=0, na_rep='ended')}"
-
-    def _repr_mimebundle_(self, **options) -> dict:
-        return self._box._repr_mimebundle_(**options)
+def _rows_html(profile: Profile, trace: Trace | None, first: int, last: int) -> str:
+    """What each row had accepted, if the trace is there."""
+    if trace is None:
+        return ""
+    steps = trace.steps[trace.steps.step.isin(profile.steps.number.loc[first:last])]
+    table = steps.pivot(index="step", columns="row", values="accepted").astype("Int64")
+    return f"<p><b>accepted drafts per row</b></p>{table.to_html(border=0, na_rep='ended')}"

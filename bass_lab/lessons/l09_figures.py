@@ -1,33 +1,23 @@
 """Figures and a widget of lesson 09: what is done, and what is right, at which moment.
 
-Samples come from `bass_lab.evaluation`; nothing is scored here. Methods differ by colour, dash and symbol, and the
-states of a row by colour and hatching.
+Samples come from `bass_lab.evaluation`; nothing is scored here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+import ipywidgets
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
 
-from bass_lab.show import plots
-from bass_lab.show.live_figures import live_figure, redraw, stacked
-from bass_lab.show.plots import COLOURS
-
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import ipywidgets
-    import plotly.graph_objects as go
-
-    from bass_lab.evaluation import Evaluation
+from bass_lab.evaluation import Evaluation
+from bass_lab.show.live_figures import live
+from bass_lab.show.looks import LOOKS, bars, curve, interval, panels
 
 BUDGETS = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1, 1.6, 2.2, 3.2)  # seconds, fixed before the record
-STATES = {
-    "right, in time": {"color": COLOURS["bonus"]},
-    "wrong, in time": {"color": COLOURS["rejected"], "pattern": {"shape": "x", "fgcolor": "white", "size": 6}},
-    "too late": {"color": "#E4E4E4", "pattern": {"shape": "/", "fgcolor": "#9A9A9A", "size": 6}},
-}
+STATES = {"right, in time": "bonus", "wrong, in time": "rejected", "too late": "nothing"}  # of a row, and their looks
 
 
 def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", "Pass@All")) -> go.Figure:
@@ -35,46 +25,17 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
 
     scores: as of `Evaluation.scores`, with a column `method`.
     """
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(1, len(metrics), shared_yaxes=True, subplot_titles=metrics, horizontal_spacing=0.05)
-    for (metric, method), part in scores.groupby(["metric", "method"], sort=False):
-        if metric not in metrics:
-            continue
-        colour, dash, symbol, _ = plots.METHODS[method]
-        panel = {"row": 1, "col": metrics.index(metric) + 1}
-        band = go.Scatter(
-            x=[*part.budget, *part.budget[::-1]],
-            y=[*part.high, *part.low[::-1]],
-            mode="lines",
-            fill="toself",
-            fillcolor=colour,
-            opacity=0.15,
-            line_width=0,
-            hoverinfo="skip",
-            showlegend=False,
-            legendgroup=method,
-        )
-        line = go.Scatter(
-            name=method,
-            x=part.budget,
-            y=part.value,
-            mode="lines+markers",
-            line={"color": colour, "dash": dash},
-            marker={"symbol": symbol, "size": 7},
-            legendgroup=method,
-            showlegend=metric == metrics[0],
-            customdata=np.stack([part.low, part.high], axis=1),
-            hovertemplate="%{x:.2f} s: %{y:.1%} (%{customdata[0]:.1%} to %{customdata[1]:.1%})",
-        )
-        figure.add_traces([band, line], rows=[1, 1], cols=[panel["col"]] * 2)
-    figure.update_layout(plots.house("Problems solved within a time budget, with 95% intervals", 470))
-    figure.update_layout(plots.LEGEND_BELOW)
-    figure.update_xaxes(type="log", title="budget, seconds per problem", tickformat=".2~f")
-    figure.update_yaxes(range=[0, 1], tickformat=".0%")
-    figure.update_yaxes(title="share of problems", col=1)
-    return figure
+    figure = _metric_panels("Problems solved within a time budget, with 95% intervals", metrics)
+    shown = scores[scores.metric.isin(metrics)]
+    for (metric, method), part in shown.groupby(["metric", "method"], sort=False):
+        column = metrics.index(metric) + 1
+        band = go.Scatter(x=[*part.budget, *part.budget[::-1]], y=[*part.high, *part.low[::-1]], mode="lines")
+        band.update(fill="toself", fillcolor=LOOKS[method].colour, opacity=0.15, line_width=0, hoverinfo="skip")
+        line = curve(method, part.budget, part.value, method, customdata=part[["low", "high"]], marker_size=7)
+        line.update(hovertemplate="%{x:.2f} s: %{y:.1%} (%{customdata[0]:.1%} to %{customdata[1]:.1%})")
+        figure.add_trace(band.update(showlegend=False, legendgroup=method), 1, column)
+        figure.add_trace(line.update(showlegend=column == 1, legendgroup=method), 1, column)
+    return figure.update_yaxes(range=[0, 1], tickformat=".0%")
 
 
 def difference_figure(differences: pd.DataFrame) -> go.Figure:
@@ -83,41 +44,23 @@ def difference_figure(differences: pd.DataFrame) -> go.Figure:
     differences: as of `scores.difference`, with the columns `gain` (what is gained, in words) and `over` (the
     method that is left behind).
     """
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
+    shown = differences[differences.metric.isin(["Pass@First", "Pass@All"])]
+    metrics, gains = list(shown.metric.unique()), list(shown.gain.unique())
+    figure = _metric_panels("What is gained, problem by problem, with 95% intervals", metrics)
+    for (metric, gain), part in shown.groupby(["metric", "gain"], sort=False):
+        beside = part.budget * 1.04 ** (2 * gains.index(gain) - len(gains) + 1)  # each other, not over each other
+        points = curve(gain, beside, part.value, part.over.iloc[0], "markers", legendgroup=gain, marker_size=8)
+        points.update(error_y=interval(part.value, part.low, part.high), showlegend=metric == metrics[0])
+        hover = "%{customdata[0]:.2f} s: %{y:+.1%} (%{customdata[1]:+.1%} to %{customdata[2]:+.1%})"
+        points.update(customdata=part[["budget", "low", "high"]], hovertemplate=hover)
+        figure.add_trace(points, 1, metrics.index(metric) + 1)
+    return figure.update_yaxes(tickformat="+.0%", zeroline=True, zerolinecolor="#444444")
 
-    metrics = [metric for metric in differences.metric.unique() if metric in ("Pass@First", "Pass@All")]
-    gains = list(differences.gain.unique())
-    figure = make_subplots(1, len(metrics), shared_yaxes=True, subplot_titles=metrics, horizontal_spacing=0.05)
-    for (metric, gain), part in differences.groupby(["metric", "gain"], sort=False):
-        if metric not in metrics:
-            continue
-        place = gains.index(gain)
-        colour, _, symbol, _ = plots.METHODS[part.over.iloc[0]]
-        points = go.Scatter(
-            name=gain,
-            x=part.budget * 1.04 ** (2 * place - len(gains) + 1),  # beside each other, not over each other
-            y=part.value,
-            mode="markers",
-            marker={"color": colour, "symbol": symbol, "size": 8},
-            error_y={
-                "type": "data",
-                "symmetric": False,
-                "array": part.high - part.value,
-                "arrayminus": part.value - part.low,
-            },
-            legendgroup=gain,
-            showlegend=metric == metrics[0],
-            customdata=np.stack([part.budget, part.low, part.high], axis=1),
-            hovertemplate="%{customdata[0]:.2f} s: %{y:+.1%} (%{customdata[1]:+.1%} to %{customdata[2]:+.1%})",
-        )
-        figure.add_trace(points, row=1, col=metrics.index(metric) + 1)
-    figure.update_layout(plots.house("What is gained, problem by problem, with 95% intervals", 470))
-    figure.update_layout(plots.LEGEND_BELOW)
+
+def _metric_panels(title: str, metrics: Sequence[str]) -> go.Figure:
+    figure = panels(1, len(metrics), metrics, title, 470, shared_yaxes=True, horizontal_spacing=0.05)
     figure.update_xaxes(type="log", title="budget, seconds per problem", tickformat=".2~f")
-    figure.update_yaxes(tickformat="+.0%", zeroline=True, zerolinecolor="#444444")
-    figure.update_yaxes(title="share of problems", col=1)
-    return figure
+    return figure.update_yaxes(title="share of problems", col=1)
 
 
 def standing(samples: pd.DataFrame, problem: str, budget: float) -> pd.DataFrame:
@@ -136,53 +79,31 @@ def standing(samples: pd.DataFrame, problem: str, budget: float) -> pd.DataFrame
 
 def finish_figure(runs: Mapping[str, Evaluation], problem: str, budget: float) -> go.Figure:
     """One panel per method: a bar per row of the problem until it was done, and what it is worth at the budget."""
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    titles = [f"<b>{method}</b>" for method in runs]
-    figure = make_subplots(len(runs), 1, shared_xaxes=True, subplot_titles=titles, vertical_spacing=0.07)
-    rows_in_all = 0
-    for panel, (method, run) in enumerate(runs.items(), start=1):
-        rows = standing(run.samples, problem, budget)
+    standings = {method: standing(run.samples, problem, budget) for method, run in runs.items()}
+    titles, height = [f"<b>{method}</b>" for method in runs], 200 + 20 * sum(map(len, standings.values()))
+    stacked = {"shared_xaxes": True, "vertical_spacing": 0.07}
+    figure = panels(len(runs), 1, titles, "When the rows of one problem are done", height, **stacked)
+    star = {"symbol": "star", "size": 13, "color": "#F0E442", "line": {"color": "black", "width": 1}}
+    for panel, (method, rows) in enumerate(standings.items(), start=1):
         if method == "single":
             rows["start"] = rows.finish.shift(fill_value=0.0)
-        rows_in_all += len(rows)
-        for state, marker in STATES.items():
+        for state, look in STATES.items():
             part = rows[rows.state == state]
-            bars = go.Bar(
-                name=state,
-                orientation="h",
-                y=part.row,
-                base=part.start,
-                x=part.finish - part.start,
-                marker=marker,
-                showlegend=False,
-                hovertemplate=f"{method}, row %{{y}}: done after %{{customdata:.3f}} s, {state}<extra></extra>",
-                customdata=part.finish,
-            )
-            figure.add_trace(bars, row=panel, col=1)
+            drawn = bars(state, part.finish - part.start, part.row, look, orientation="h", base=part.start)
+            hover = f"{method}, row %{{y}}: done after %{{customdata:.3f}} s, {state}<extra></extra>"
+            figure.add_trace(drawn.update(customdata=part.finish, hovertemplate=hover, showlegend=False), panel, 1)
         chosen = rows[rows.chosen]
-        star = go.Scatter(
-            name="most confident, in time",
-            x=chosen.finish,
-            y=chosen.row,
-            mode="markers",
-            marker={"symbol": "star", "size": 13, "color": "#F0E442", "line": {"color": "black", "width": 1}},
-            showlegend=False,
-            hovertemplate="row %{y}: the one that Pass@First grades<extra></extra>",
-        )
-        figure.add_trace(star, row=panel, col=1)
-    for name, marker in STATES.items():  # a legend that does not depend on which states there are
-        figure.add_trace(go.Bar(name=name, x=[None], y=[None], marker=marker), row=1, col=1)
+        mark = go.Scatter(x=chosen.finish, y=chosen.row, mode="markers", marker=star, showlegend=False)
+        hover = "row %{y}: the one that Pass@First grades<extra></extra>"
+        figure.add_trace(mark.update(name="most confident, in time", hovertemplate=hover), panel, 1)
+    for state, look in STATES.items():  # a legend that does not depend on which states there are
+        figure.add_trace(bars(state, [None], [None], look), 1, 1)
     figure.add_vline(budget, line={"color": "black", "dash": "dash"})
-    figure.update_layout(plots.house("When the rows of one problem are done", 200 + 20 * rows_in_all))
-    figure.update_layout(plots.LEGEND_BELOW, barmode="overlay", bargap=0.15)
+    figure.update_layout(barmode="overlay", bargap=0.15)
     figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False, title="row")
     longest = max(run.samples[run.samples.problem == problem].finish_seconds.max() for run in runs.values())
     figure.update_xaxes(range=[0, longest * 1.05])
-    figure.update_xaxes(title="seconds since the call; the dashed line is the budget", row=len(runs), col=1)
-    figure.update_annotations(x=0, xanchor="left", font_size=13)
-    return figure
+    return figure.update_xaxes(title="seconds since the call; the dashed line is the budget", row=len(runs), col=1)
 
 
 def verdicts(runs: Mapping[str, Evaluation], problem: str, budget: float) -> pd.DataFrame:
@@ -203,28 +124,16 @@ def budget_explorer(runs: Mapping[str, Evaluation], steps: int = 25) -> ipywidge
     Its children are the two controls, the figure and the verdicts as HTML; setting `children[1].value`, seconds of
     `children[1].options`, redraws.
     """
-    import ipywidgets
-
     samples = pd.concat([run.samples for run in runs.values()])
     seconds = samples.finish_seconds.dropna()
-    grid = np.geomspace(seconds.min() * 0.9, seconds.max(), steps)
+    grid = [(f"{value:.3f} s", float(value)) for value in np.geomspace(seconds.min() * 0.9, seconds.max(), steps)]
+
+    def draw(problem: str, budget: float):
+        marks = verdicts(runs, problem, budget).replace({True: "✓", False: "✗"})
+        return finish_figure(runs, problem, budget), marks.to_html(border=0)
+
     style = {"description_width": "initial"}
     problem = ipywidgets.Dropdown(options=list(samples.problem.unique()), description="problem", style=style)
-    budget = ipywidgets.SelectionSlider(
-        options=[(f"{value:.3f} s", float(value)) for value in grid],
-        value=float(grid[steps // 2]),
-        description="budget",
-        continuous_update=False,
-        style=style,
-    )
-    sentence, figure = ipywidgets.HTML(), live_figure()
-
-    def draw(_=None) -> None:
-        redraw(figure, finish_figure(runs, problem.value, budget.value))
-        marks = verdicts(runs, problem.value, budget.value).replace({True: "✓", False: "✗"})
-        sentence.value = marks.to_html(border=0)
-
-    for control in (problem, budget):
-        control.observe(draw, names="value")
-    draw()
-    return stacked(problem, budget, figure, sentence)
+    middle = grid[steps // 2][1]
+    budget = ipywidgets.SelectionSlider(options=grid, value=middle, description="budget", style=style)
+    return live(draw, problem=problem, budget=budget)

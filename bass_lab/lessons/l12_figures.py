@@ -6,26 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pandas as pd
+import plotly.graph_objects as go
 
 from bass_core import inputs
-from bass_lab.show import plots
+from bass_lab.show.looks import CURVES, curve, empty_figure, interval
 from bass_lab.sweep.store import FAILED, MARK, in_table, read_sweep
 
-if TYPE_CHECKING:  # plotly is optional; imported where a figure is made
-    import plotly.graph_objects as go
-
-VALUES = (
-    "over_regular",
-    "tokens_per_second",
-    "tokens_per_step",
-    "alpha",
-    "passed",
-)  # what a sweep is about, first first
-STYLES = [(colour, dash, symbol) for colour, dash, symbol, _ in reversed(plots.METHODS.values())]
-UNITS = {
+VALUES = {  # what a sweep is about, the first that was recorded; and its unit
     "over_regular": "times as fast as regular decoding",
     "tokens_per_second": "tokens per second",
     "tokens_per_step": "tokens per step",
@@ -132,27 +121,15 @@ def best(view: View) -> pd.DataFrame:
 
 def figure(view: View) -> go.Figure:
     """The value along the axis, a line for each combination; with intervals where the records have one."""
-    import plotly.graph_objects as go
-
-    drawn = plots.empty_figure(view.title, view.across, UNITS.get(view.value, view.value), 440)
+    drawn = empty_figure(view.title, view.across, VALUES.get(view.value, view.value), 440)
     wide, named = summary(view), view.table.assign(line=view.lines)
-    for place, line in enumerate(wide):
-        colour, dash, symbol = STYLES[place % len(STYLES)]
-        trace = go.Scatter(
-            name=line,
-            x=wide.index.astype(str),
-            y=wide[line],
-            mode="lines+markers",
-            line={"color": colour, "dash": dash},
-            marker={"symbol": symbol, "size": 9},
-            hovertemplate=f"{view.across} %{{x}}, {line}: %{{y:.3g}}<extra></extra>",
-        )
-        part = named[named.line == line].set_index(view.across)
+    for place, name in enumerate(wide):
+        line = curve(name, wide.index.astype(str), wide[name], CURVES[place % len(CURVES)])
+        part = named[named.line == name].set_index(view.across)
         if view.value == "over_regular" and part.index.is_unique:
             part = part.reindex(wide.index)
-            spread = {"array": part.high - part.over_regular, "arrayminus": part.over_regular - part.low}
-            trace.update(error_y={"type": "data", "symmetric": False, **spread})
-        drawn.add_trace(trace)
+            line.update(error_y=interval(part.over_regular, part.low, part.high))
+        drawn.add_trace(line.update(hovertemplate=f"{view.across} %{{x}}, {name}: %{{y:.3g}}<extra></extra>"))
     if view.value == "over_regular":
         drawn.add_hline(1, line={"color": "#444444", "width": 1})
-    return drawn.update_layout(plots.LEGEND_BELOW).update_xaxes(type="category").update_yaxes(rangemode="tozero")
+    return drawn.update_xaxes(type="category").update_yaxes(rangemode="tozero")

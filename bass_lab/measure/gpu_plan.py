@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Goodput
-from bass_lab.study.modelled_costs import best_fixed_length
+from bass_lab.measure.modelled_costs import best_fixed_length
 
 USELESS = 0.02  # α of a draft that is next to never right
 POLICIES = {"algorithm 1": lambda cost: BassHeuristic(), "goodput": Goodput}

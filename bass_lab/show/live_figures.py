@@ -1,21 +1,20 @@
-"""Figures that live in a notebook: redrawn in place, as wide as the page lets them be.
+"""Figures that live in a notebook: redrawn in place by controls, as wide as the page lets them be.
 
 A plotly FigureWidget by itself is 700 pixels wide for good, and empty after a page is loaded again.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import ipywidgets
-    import plotly.graph_objects as go
+import anywidget
+import ipywidgets
+import plotly.graph_objects as go
+from IPython.display import HTML
 
 
 def live_figure() -> go.FigureWidget:
     """An empty one, for `redraw`; to be placed in `stacked`."""
-    import plotly.graph_objects as go
-
     figure = go.FigureWidget()
     figure._config = figure._config | {"responsive": True, "displayModeBar": False}
     return figure
@@ -32,33 +31,65 @@ def redraw(widget: go.FigureWidget, figure: go.Figure) -> None:
     widget._repr_mimebundle_()  # updates the state that a page gets when it is loaded again
 
 
+def live(draw: Callable[..., Sequence[str | go.Figure]], **controls: ipywidgets.Widget) -> ipywidgets.VBox:
+    """The controls, and below them what `draw` makes of their values (by name): texts of HTML, and figures.
+
+    Its children are the controls and the views in this order; setting the value of a control draws them anew.
+    """
+    views: list[ipywidgets.Widget] = []
+
+    def update(_=None) -> None:
+        shown = draw(**{name: control.value for name, control in controls.items()})
+        if not views:
+            views.extend(ipywidgets.HTML() if isinstance(each, str) else live_figure() for each in shown)
+        for view, each in zip(views, shown, strict=True):
+            if isinstance(each, str):
+                view.value = each
+            else:
+                redraw(view, each)
+
+    for control in controls.values():
+        if control.has_trait("continuous_update"):
+            control.continuous_update = False  # one drawing per move, when the mouse lets go
+        control.observe(update, names="value")
+    update()
+    return stacked(*controls.values(), *views)
+
+
+def slider(value: float, least: float, most: float, name: str, step: float | None = None) -> ipywidgets.Widget:
+    """A slider of whole numbers, or, with a step, of others."""
+    kind, stepped = (ipywidgets.IntSlider, {}) if step is None else (ipywidgets.FloatSlider, {"step": step})
+    return kind(value=value, min=least, max=most, description=name, style={"description_width": "initial"}, **stepped)
+
+
+def static(*views: str | ipywidgets.Widget) -> tuple[HTML | go.Figure, ...]:
+    """What figures and texts (widgets, or as they are) show now, without widgets."""
+    return tuple(
+        go.Figure(view) if isinstance(view, go.FigureWidget) else HTML(getattr(view, "value", view)) for view in views
+    )
+
+
 def stacked(*children: ipywidgets.Widget) -> ipywidgets.VBox:
     """The children below each other; figures anywhere in them take the column's width. Its last child is no sight."""
-    from ipywidgets import VBox
-
-    return VBox([*children, _resizer()])
+    return ipywidgets.VBox([*children, _Resizer(layout={"width": "100%"})])
 
 
-def _resizer() -> ipywidgets.DOMWidget:
+class _Resizer(anywidget.AnyWidget):
     """An empty line that makes the figures above it as wide as itself, now and whenever its own width changes.
 
     As an anywidget a figure is not told of its place in the page, and every new layout with a height fixes the width.
     """
-    import anywidget
 
-    class Resizer(anywidget.AnyWidget):
-        _esm = """
-        export default { render({ el }) {
-            const fit = () => {
-                const figures = el.parentElement?.querySelectorAll(".js-plotly-plot") ?? [];
-                figures.forEach(figure => delete figure.layout?.width);
-                window.dispatchEvent(new Event("resize"));  // responsive figures take the width of their place
-            };
-            const observer = new ResizeObserver(fit);
-            observer.observe(el);
-            document.addEventListener("plotlywidget-after-render", fit);
-            return () => { observer.disconnect(); document.removeEventListener("plotlywidget-after-render", fit); };
-        } };
-        """
-
-    return Resizer(layout={"width": "100%"})
+    _esm = """
+    export default { render({ el }) {
+        const fit = () => {
+            const figures = el.parentElement?.querySelectorAll(".js-plotly-plot") ?? [];
+            figures.forEach(figure => delete figure.layout?.width);
+            window.dispatchEvent(new Event("resize"));  // responsive figures take the width of their place
+        };
+        const observer = new ResizeObserver(fit);
+        observer.observe(el);
+        document.addEventListener("plotlywidget-after-render", fit);
+        return () => { observer.disconnect(); document.removeEventListener("plotlywidget-after-render", fit); };
+    } };
+    """

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
+import plotly.graph_objects as go
+from transformers import PreTrainedTokenizerBase
 
 from bass_core.trace import Trace
 from bass_lab.show import plots
-from bass_lab.show.plots import COLOURS
-
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import plotly.graph_objects as go
-    from transformers import PreTrainedTokenizerBase
+from bass_lab.show.looks import CURVES, FAINT, LOOKS, bars, curve, empty_figure, panels, titled
 
 SYMBOLS = {"accepted": "✓", "rejected": "✗", "not reached": "–", "recovered": "↳", "bonus": "+", "regular": "·"}
-_BARS = COLOURS | {"not reached": "#E3BDD1"}  # the colour of rejected, lighter
-_INKS = COLOURS | {"not reached": "#767676"}
+_INKS = {kind: LOOKS[kind].colour for kind in SYMBOLS} | {"not reached": "#767676"}  # of words
 _CHIP = "border:1px solid;border-radius:4px;padding:0 4px"
 _VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FEW = 12  # bars up to which each carries its value as a number
@@ -72,10 +68,15 @@ def surest_rejection(trace: Trace) -> tuple[int, int]:
 # --- words ---
 
 
-def label(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token's text in which blanks show, cut to 14 characters."""
-    text = tokenizer.decode([token]).translate(_VISIBLE)
+def visible(text: str) -> str:
+    """A token's text in which blanks show, cut to 14 characters; ∅ where it is empty."""
+    text = text.translate(_VISIBLE) or "∅"
     return text if len(text) <= 14 else text[:13] + "…"
+
+
+def label(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A token's text, visible."""
+    return visible(tokenizer.decode([token]))
 
 
 def headline(trace: Trace) -> str:
@@ -149,9 +150,11 @@ def why(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBase) ->
 
 def legend() -> str:
     """What colours, underlines and symbols mean in `row_html`, `step_html` and `step_figure`."""
-    drafts = {"rejected": "drafted, refused", "not reached": "drafted behind a refusal, never judged"}
-    signs = " &nbsp; ".join(f"{SYMBOLS[kind]} {kind}" for kind in ("accepted", "recovered", "bonus", "regular"))
-    words = [f'<span style="color:{_INKS[kind]}">{SYMBOLS[kind]} {kind}</span> {drafts[kind]}' for kind in drafts]
+    signs = " &nbsp; ".join(f"{SYMBOLS[kind]} {kind}" for kind in plots.UNDERLINES)
+    words = [
+        f'<span style="color:{_INKS[kind]}">{SYMBOLS[kind]} {kind}</span> {plots.MEANINGS[kind]}'
+        for kind in ("rejected", "not reached")
+    ]
     return f"{plots.legend()}<br>{signs} &nbsp; {' &nbsp; '.join(words)}"
 
 
@@ -167,7 +170,7 @@ def step_html(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBa
     ]
     tail = html.escape("\n".join(before.split("\n")[-4:]).lstrip("\n"))
     style = f"{plots.CODE}line-height:1.9;margin:4px 0"
-    return f'<pre style="{style}"><span style="color:#707070">{tail}</span> {" ".join(chips)}</pre>'
+    return f'<pre style="{style}"><span style="color:{plots.GREY}">{tail}</span> {" ".join(chips)}</pre>'
 
 
 def row_html(
@@ -195,79 +198,55 @@ def _hover(line) -> str:
 def marked_cell(row: int, nth: int) -> dict:
     """A frame around one cell of the raster, as a shape of plotly's layout."""
     edges = {"x0": nth - 0.5, "x1": nth + 0.5, "y0": row - 0.5, "y1": row + 0.5}
-    return {"type": "rect", "line": {"color": COLOURS["recovered"], "width": 3}, **edges}
+    return {"type": "rect", "line": {"color": LOOKS["recovered"].colour, "width": 3}, **edges}
 
 
 def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBase) -> go.Figure:
     """p and q of a step's tokens side by side: the drafted ones in order, last the target's own."""
-    import plotly.graph_objects as go
-
     part = step_tokens(trace, row, nth)
-    few = len(part) <= _FEW
-    colours = [_BARS[outcome] for outcome in part.outcome]
     at = " (at temperature 1)" if trace.meta.get("verification") == "greedy" else ""
-    title = f"Row {row}, step {nth}: p and q of its tokens{at}"
-    figure = plots.empty_figure(plots.titled(title, trace), "", "probability", height=330)
-    hatched = {"shape": "/", "fgcolor": "white", "size": 6}
-    for name, values, pattern in (("p", part.p, {"shape": ""}), ("q", part.q, hatched)):
-        bars = go.Bar(
-            name=name,
-            x=np.arange(1, len(part) + 1),
-            y=values.astype(object).where(values.notna(), None),  # NaN is no JSON
+    title = titled(f"Row {row}, step {nth}: p and q of its tokens{at}", trace)
+    figure = empty_figure(title, "", "probability", height=360)
+    places = np.arange(1, len(part) + 1)
+    for name, values, hatch in (("p", part.p, ""), ("q", part.q, "/")):
+        few = len(part) <= _FEW
+        drawn = bars(name, places, values.astype(object).where(values.notna(), None), list(part.outcome))  # no NaN
+        drawn.marker.pattern = {"shape": hatch, "fgcolor": "white"}
+        drawn.update(
             offsetgroup=name,
-            marker={"color": colours, "pattern": pattern},
+            showlegend=False,
             text=[f"{value:.2f}" if few and value >= 0.005 else "" for value in values],
             textposition="outside",
+            textfont_size=10,
             textangle=0,
-            textfont={"size": 10},
             cliponaxis=False,
             customdata=part.outcome,
             hovertemplate=f"{name} = %{{y:.3f}}, %{{customdata}}<extra></extra>",
-            showlegend=False,
         )
-        figure.add_trace(bars)
-    for name, key, pattern in (("p: the target", "p", {"shape": ""}), ("q: the draft", "q", hatched)):  # a grey legend
-        marker = {"color": "#707070", "pattern": pattern}
-        figure.add_trace(go.Bar(name=name, x=[None], y=[None], offsetgroup=key, marker=marker))
+        figure.add_trace(drawn)
+    for name, key, hatch in (("p: the target", "p", ""), ("q: the draft", "q", "/")):  # a grey legend
+        figure.add_trace(bars(name, [None], [None], "plan", offsetgroup=key).update(marker_pattern_shape=hatch))
     ticks = [
         f'{html.escape(label(line.token, tokenizer), quote=False)}<br><span style="color:{_INKS[line.outcome]}">'
         f"{SYMBOLS[line.outcome]}</span>"
         for line in part.itertuples()
     ]
-    figure.update_xaxes(tickvals=np.arange(1, len(part) + 1), ticktext=ticks, automargin=True)
-    figure.update_yaxes(range=[0, 1.2], tickvals=[0, 0.25, 0.5, 0.75, 1])
-    figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}, margin={"t": 80, "b": 20})
-    return figure
+    figure.update_xaxes(tickvals=places, ticktext=ticks)
+    return figure.update_yaxes(range=[0, 1.2], tickvals=[0, 0.25, 0.5, 0.75, 1])
 
 
 def p_against_q(trace: Trace) -> go.Figure:
     """Every drafted token that was judged: the draft's q, the target's p, and the verdict."""
-    import plotly.graph_objects as go
-
-    figure = plots.empty_figure(
-        plots.titled("Every verdict of the run", trace), "q: the draft's probability", "p: the target's", 430
-    )
-    figure.add_trace(
-        go.Scatter(
-            name="p = q", x=[0, 1], y=[0, 1], mode="lines", line={"color": "black", "dash": "dot"}, hoverinfo="skip"
-        )
-    )
+    title = titled("Every verdict of the run", trace)
+    figure = empty_figure(title, "q: the draft's probability", "p: the target's", 460)
+    figure.add_scatter(name="p = q", x=[0, 1], y=[0, 1], mode="lines", line=FAINT | {"dash": "dot"}, hoverinfo="skip")
     tokens = outcomes(trace)
     for outcome, symbol in (("accepted", "circle-open"), ("rejected", "x")):
         part = tokens[tokens.outcome == outcome].dropna(subset=["q"])
-        points = go.Scatter(
-            name=f"{outcome} ({len(part)})",
-            x=part.q,
-            y=part.p,
-            mode="markers",
-            marker={"color": COLOURS[outcome], "symbol": symbol, "size": 7},
-            customdata=part[["row", "nth"]],
-            hovertemplate="row %{customdata[0]}, step %{customdata[1]}: q = %{x:.2f}, p = %{y:.2f}",
-        )
-        figure.add_trace(points)
-    figure.update_xaxes(range=[-0.03, 1.03])
-    figure.update_yaxes(range=[-0.03, 1.03])
-    return figure
+        hover = "row %{customdata[0]}, step %{customdata[1]}: q = %{x:.2f}, p = %{y:.2f}"
+        points = curve(f"{outcome} ({len(part)})", part.q, part.p, outcome, "markers", hovertemplate=hover)
+        figure.add_trace(points.update(customdata=part[["row", "nth"]], marker={"symbol": symbol, "size": 7}))
+    return figure.update_xaxes(range=[-0.03, 1.03]).update_yaxes(range=[-0.03, 1.03])
 
 
 def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
@@ -275,56 +254,36 @@ def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
 
     A disc's area says how many rows accepted that many tokens.
     """
-    import plotly.graph_objects as go
-    from plotly.subplots import make_subplots
-
-    figure = make_subplots(len(traces), 1, shared_xaxes=True, subplot_titles=list(traces), vertical_spacing=0.09)
+    title = titled("What each policy drafted, and what was accepted of it", *traces.values())
+    stacked = {"shared_xaxes": True, "vertical_spacing": 0.09}
+    figure = panels(len(traces), 1, list(traces), title, 160 + 210 * len(traces), **stacked)
     for panel, trace in enumerate(traces.values(), start=1):
         decode = trace.steps.query("kind == 'decode'")
         lengths = decode.groupby("step").k.max()
         rows = decode.groupby(["step", "accepted"]).size().rename("rows").reset_index()
-        line = go.Scatter(
-            name="draft length k", x=lengths.index, y=lengths, mode="lines", showlegend=panel == 1,
-            line={"shape": "hvh", "color": COLOURS["recovered"], "width": 2},
-            hovertemplate="step %{x}: k = %{y}<extra></extra>",
-        )  # fmt: skip
-        discs = go.Scatter(
-            name="rows, by accepted tokens", x=rows.step, y=rows.accepted, mode="markers", showlegend=panel == 1,
-            marker={"color": COLOURS["accepted"], "size": 5 * np.sqrt(rows.rows), "opacity": 0.7},
-            customdata=rows.rows, hovertemplate="step %{x}: %{customdata} rows accepted %{y}<extra></extra>",
-        )  # fmt: skip
-        figure.add_traces([line, discs], rows=[panel] * 2, cols=[1] * 2)
-    height = 160 + 210 * len(traces)
-    below_title = {"orientation": "h", "x": 0, "yref": "container", "y": 1 - 60 / height, "yanchor": "top"}
-    title = plots.titled("What each policy drafted, and what was accepted of it", *traces.values())
-    figure.update_layout(plots.house(title, height))
-    figure.update_layout(legend=below_title, margin={"t": 105})
-    for panel, trace in enumerate(traces.values(), start=1):  # from below 0, so that no disc is cut
-        figure.update_yaxes(title="tokens", range=[-0.8, trace.steps.k.max() + 0.8], row=panel, col=1)
-    figure.update_xaxes(title="step of the batch", row=len(traces), col=1)
-    figure.update_annotations(x=0, xanchor="left", font_size=13)
-    return figure
+        line = curve("draft length k", lengths.index, lengths, "recovered", "lines", showlegend=panel == 1)
+        line.update(line={"shape": "hvh", "dash": "solid"}, hovertemplate="step %{x}: k = %{y}<extra></extra>")
+        discs = curve("rows, by accepted tokens", rows.step, rows.accepted, "accepted", "markers")
+        hover = "step %{x}: %{customdata} rows accepted %{y}<extra></extra>"
+        discs.update(showlegend=panel == 1, customdata=rows.rows, hovertemplate=hover)
+        figure.add_traces([line, discs.update(marker={"size": 5 * np.sqrt(rows.rows), "opacity": 0.7})], panel, 1)
+        edge = trace.steps.k.max() + 0.8  # and from below 0, so that no disc is cut
+        figure.update_yaxes(title="tokens", range=[-0.8, edge], row=panel, col=1)
+    return figure.update_xaxes(title="step of the batch", row=len(traces), col=1)
 
 
 def rates_figure(table: pd.DataFrame) -> go.Figure:
     """Acceptance rate and α against the draft length, a pair of lines per prompt set.
 
-    table: columns "prompt set", "draft length", "acceptance rate" and "α" (as of `explorer.acceptance_table`).
+    table: columns "prompt set", "draft length", "acceptance rate" and "α" (as of `l03_figures.acceptance_table`).
     """
-    import plotly.graph_objects as go
-
     title = "Two rates of the same runs, against the draft length"
-    figure = plots.empty_figure(title, "draft length k", "rate", height=380)
-    colours = (COLOURS["accepted"], COLOURS["recovered"], COLOURS["bonus"])
+    figure = empty_figure(title, "draft length k", "rate", height=410)
     styles = {"α": ("solid", "circle"), "acceptance rate": ("dash", "diamond-open")}
-    for number, (name, part) in enumerate(table.groupby("prompt set", sort=False)):
+    for (name, part), look in zip(table.groupby("prompt set", sort=False), CURVES, strict=False):
         for column, (dash, symbol) in styles.items():
-            line = go.Scatter(
-                name=f"{column}, {name}", x=part["draft length"], y=part[column], mode="lines+markers",
-                line={"dash": dash, "color": colours[number % 3]}, marker={"symbol": symbol, "size": 9},
-                hovertemplate=f"{name}, k = %{{x}}: {column} %{{y:.2f}}<extra></extra>",
-            )  # fmt: skip
-            figure.add_trace(line)
+            hover = f"{name}, k = %{{x}}: {column} %{{y:.2f}}<extra></extra>"
+            line = curve(f"{column}, {name}", part["draft length"], part[column], look, hovertemplate=hover)
+            figure.add_trace(line.update(line_dash=dash, marker_symbol=symbol))
     figure.update_yaxes(range=[0, 1.05], tickformat=".1f")
-    figure.update_xaxes(tickvals=sorted(table["draft length"].unique()))
-    return figure
+    return figure.update_xaxes(tickvals=sorted(table["draft length"].unique()))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from ipywidgets import HTML, Box, IntSlider, Play, VBox, Widget, link
+from transformers import PreTrainedTokenizerBase
 
 from bass_core.trace import Trace
-from bass_lab.show import plots, token_views
+from bass_lab.show import live_figures, plots, token_views
 from bass_lab.show.live_figures import live_figure, redraw, stacked
-
-if TYPE_CHECKING:  # optional packages; imported where they are used
-    import ipywidgets
-    import plotly.graph_objects as go
-    from IPython.display import HTML
-    from transformers import PreTrainedTokenizerBase
 
 WRAPPED = {"display": "flex", "flex_flow": "row wrap", "align_items": "center"}
 _HALF = {"flex": "1 1 420px", "min_width": "0"}
@@ -27,8 +23,6 @@ class TraceExplorer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        from ipywidgets import HTML
-
         self.tokenizer = tokenizer
         self.trace: Trace | None = None  # nothing is drawn before `show`
         self.prompts: list[str] = []
@@ -40,9 +34,7 @@ class TraceExplorer:
             self.controls[name].observe(self._moved, names="value")
         self.widget = self._arranged()
 
-    def _arranged(self) -> ipywidgets.VBox:
-        from ipywidgets import HTML, Box, VBox
-
+    def _arranged(self) -> VBox:
         choice = Box([self.controls[name] for name in ("row", "step", "play")], layout=WRAPPED)
         magnifier = VBox([self.bars, self.reason], layout=_HALF)
         below = Box([magnifier, VBox([self.text], layout=_HALF)], layout=WRAPPED | {"align_items": "flex-start"})
@@ -99,24 +91,17 @@ class TraceExplorer:
         text = token_views.row_html(self.trace, row, self.tokenizer, prompt, nth)
         return reason, f'<b>Row {row}, the tokens of step {nth} marked</b><div style="line-height:1.5">{text}</div>'
 
-    def static(self) -> tuple[HTML, go.Figure, go.Figure, HTML]:
+    def static(self) -> tuple:
         """What is seen now without widgets: the headline, the raster, the step's tokens, and words and text."""
-        import plotly.graph_objects as go
-        from IPython.display import HTML
-
         if self.trace is None:
             raise ValueError("nothing was decoded yet: press Run, or call run()")
-        reason, text = self._words()
-        figures = [go.Figure(figure.to_dict()) for figure in (self.raster, self.bars)]
-        return HTML(self.headline.value), *figures, HTML(f"{reason}<br>{text}")
+        return live_figures.static(self.headline, self.raster, self.bars, "<br>".join(self._words()))
 
     def _repr_mimebundle_(self, **options):
         return self.widget._repr_mimebundle_(**options)
 
 
-def _step_controls() -> dict[str, ipywidgets.Widget]:
-    from ipywidgets import IntSlider, Play, link
-
+def _step_controls() -> dict[str, Widget]:
     common = {"style": {"description_width": "40px"}, "layout": {"width": "300px"}, "continuous_update": False}
     row, step = IntSlider(0, 0, 0, description="row", **common), IntSlider(1, 1, 1, description="step", **common)
     play = Play(value=1, min=1, max=1, interval=1000, show_repeat=False)

@@ -34,7 +34,7 @@ from bass_core.trace import Stopwatch
 from bass_lab.measure.clocks import passes_marked
 from bass_lab.study import mixed_model
 from bass_lab.study.mixed_model import Sample
-from bass_lab.study.modelled_costs import best_fixed_length, predict
+from bass_lab.measure.modelled_costs import best_fixed_length, predict
 from bass_lab.texts.prompt_sets import prompt_set
 
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context

@@ -18,7 +18,7 @@ from bass_lab.measure import gpu_benchmark, gpu_command, records
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.roofline import H100, Roofline, Workload
-from bass_lab.study.modelled_costs import modelled_costs
+from bass_lab.measure.modelled_costs import modelled_costs
 
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
 

@@ -309,10 +309,8 @@ def test_step_kernels_compile_for_a_gpu_without_spilling(tmp_path):
     header = "import triton\nimport triton.language as tl\n"
     (tmp_path / "steps.py").write_text("\n\n\n".join([header, *cells]))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {
-        "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests/support'}:{ROOT / 'kernels'}",
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
+    places = (tmp_path, ROOT / "tests/support", ROOT / "kernels")
+    environment |= {"PYTHONPATH": ":".join(map(str, places)), "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines()]

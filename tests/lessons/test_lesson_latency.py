@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 import bass_core as bass
-from bass_lab.lessons import exercises, l08_figures
+from bass_lab.lessons import exercises, l08_demonstrations, l08_figures
 from bass_lab.measure import records
 from bass_lab.measure.roofline import Device, Roofline, Workload
 from bass_lab.texts.prompt_sets import prompt_set
@@ -22,7 +22,7 @@ def pair():
 @pytest.fixture(scope="module")
 def phases(pair):
     options = {"repeats": 2, "max_new_tokens": 16, "temperature": 0.2}
-    return l08_figures.step_phases(pair, prompt_set("mini", 3), [1, 3], [0, 4], **options)
+    return l08_demonstrations.step_phases(pair, prompt_set("mini", 3), [1, 3], [0, 4], **options)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_phases_are_those_of_steps_with_all_rows_and_the_whole_draft(phases):
 
 def test_the_roof_stands_above_what_is_measured(pair, phases):
     roofline = Roofline(Workload.of(pair.target), DEVICE)
-    bound = l08_figures.bounds(phases, roofline)
+    bound = l08_demonstrations.bounds(phases, roofline)
     for line, phase in zip(bound.itertuples(), phases.itertuples(), strict=True):
         shape = line.batch, line.k + 1, phase.kv + line.k + 1
         assert line.roof == pytest.approx(1e3 * roofline.seconds(*shape))
@@ -76,7 +76,7 @@ def test_phases_and_roofline_figures(pair, phases):
     assert [bar.name for bar in bars] == ["draft", "verify", "other"]
     assert sum(bar.x[3] for bar in bars) == pytest.approx(phases.step[3] / phases.tokens[3])
     roofline = Roofline(Workload.of(pair.target), DEVICE)
-    bound = l08_figures.bounds(phases, roofline)
+    bound = l08_demonstrations.bounds(phases, roofline)
     roof, regular, batched = l08_figures.roofline_figure(bound, roofline).data
     assert max(roof.y) == DEVICE.flops / 1e9 and list(regular.text) == list(batched.text) == ["1", "3"]
     shape = 3, 5, phases.kv[3] + 5
@@ -84,11 +84,11 @@ def test_phases_and_roofline_figures(pair, phases):
 
 
 def test_the_paper_stands_beside_with_its_hardware(record):
-    table = l08_figures.beside_the_paper(record)
+    table = l08_demonstrations.beside_the_paper(record)
     assert table.loc["the paper, abstract", "device"] == "one A100"
     assert table.loc["the paper, abstract", "mean ms per token"] == 5.8
     assert len(table) == 7 and table.device.str.contains("EPYC").sum() == 6
-    slow, fast = l08_figures.scaled_to(3.35e12)
+    slow, fast = l08_demonstrations.scaled_to(3.35e12)
     assert slow == pytest.approx(2.68, abs=0.01) and fast == pytest.approx(3.46, abs=0.01)
 
 

@@ -10,6 +10,7 @@ import torch
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
+from bass_core.draft_length import expected_tokens
 from bass_lab.lessons import l02_demonstrations, l02_figures, l02_naive_batches
 from bass_lab.lessons import l02_exercises as exercises
 from bass_lab.measure import benchmark
@@ -50,7 +51,7 @@ def enumerated_tokens(alpha, k, batch):
 @pytest.mark.parametrize("batch, k", [(1, 1), (1, 4), (2, 3), (3, 2), (4, 3)])
 def test_lock_step_formula_equals_enumeration(batch, k):
     for alpha in (0.3, 0.9):
-        assert l02_demonstrations.expected_tokens(alpha, k, batch) == pytest.approx(enumerated_tokens(alpha, k, batch))
+        assert expected_tokens(alpha**batch, k)[k] == pytest.approx(enumerated_tokens(alpha, k, batch))
 
 
 def test_speed_divides_tokens_by_the_cost_of_a_step():

@@ -12,6 +12,7 @@ import bass_core as bass
 from bass_lab.lessons import l06_figures
 from bass_lab.lessons.l06_exercises import check_gaps, check_owner
 from bass_lab.measure.profiling import PHASES, Profile, profile
+from bass_lab.show.looks import LOOKS
 
 plotly = pytest.importorskip("plotly")
 
@@ -72,9 +73,8 @@ def test_timeline_has_every_phase_and_operator_of_the_step_in_its_place(speculat
 
 
 def test_phases_are_told_apart_by_colour_and_by_pattern():
-    assert set(l06_figures.STYLES) == set(PHASES)
-    assert len({colour for colour, _ in l06_figures.STYLES.values()}) == len(PHASES)
-    assert len({pattern for _, pattern in l06_figures.STYLES.values()}) == len(PHASES)
+    assert len({LOOKS[phase].colour for phase in PHASES}) == len(PHASES)
+    assert len({LOOKS[phase].hatch for phase in PHASES}) == len(PHASES)
 
 
 def test_gpu_timeline_shows_the_host_ahead_of_the_device(gpu):
@@ -107,29 +107,30 @@ def test_first_decode_step_is_shown_unless_asked_and_others_are_refused(speculat
 def test_browser_moves_with_its_sliders(speculative):
     pytest.importorskip("ipywidgets")
     found, trace = speculative
-    browser = l06_figures.TimelineBrowser(found, trace)
-    assert browser.step.value == 1 and "prefill" not in browser.sentence.value
-    before = bars(browser.figure, "phase")["draft"]
-    browser.step.value = 2
-    after = bars(browser.figure, "phase")["draft"]
+    step, count, figure, sentence, _ = l06_figures.timeline_browser(found, trace).children
+    assert step.value == 1 and "prefill" not in sentence.value
+    before = bars(figure, "phase")["draft"]
+    step.value = 2
+    after = bars(figure, "phase")["draft"]
     assert after != before and after == bars(l06_figures.timeline_figure(found, 2), "phase")["draft"]
     accepted = trace.steps.query("step == 2").accepted
-    assert "accepted drafts per row" in browser.sentence.value
-    assert all(f"<td>{count}</td>" in browser.sentence.value for count in accepted)
-    browser.count.value = 3
-    assert len(bars(browser.figure, "phase")["draft"]) == 3
-    browser.step.value = len(found.steps) - 1  # nothing lies beyond the last step
-    assert len(bars(browser.figure, "phase")["draft"]) == 1
-    browser.step.value = 0
-    assert "prefill" in bars(browser.figure, "phase")
+    assert "accepted drafts per row" in sentence.value
+    assert all(f"<td>{drafts}</td>" in sentence.value for drafts in accepted)
+    count.value = 3
+    assert len(bars(figure, "phase")["draft"]) == 3
+    step.value = len(found.steps) - 1  # nothing lies beyond the last step
+    assert len(bars(figure, "phase")["draft"]) == 1
+    step.value = 0
+    assert "prefill" in bars(figure, "phase")
 
 
 def test_browser_of_a_recording_needs_no_trace(gpu):
     pytest.importorskip("ipywidgets")
-    browser = l06_figures.TimelineBrowser(gpu)
-    browser.step.value = 1
-    assert browser.figure.layout.title.text == "Step 1: 4 kernels"
-    assert "accepted drafts per row" not in browser.sentence.value
+    browser = l06_figures.timeline_browser(gpu)
+    step, _, figure, sentence, _ = browser.children
+    step.value = 1
+    assert figure.layout.title.text == "Step 1: 4 kernels"
+    assert "accepted drafts per row" not in sentence.value
     assert "application/vnd.jupyter.widget-view+json" in browser._repr_mimebundle_()
 
 

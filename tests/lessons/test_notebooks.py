@@ -15,6 +15,7 @@ import bass_core as bass
 from bass_lab.lessons import l00_figures
 from bass_lab.measure import benchmark
 from bass_lab.show import pages, plots
+from bass_lab.show.looks import LOOKS
 from bass_lab.texts.prompt_sets import prompt_set
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +143,7 @@ def test_race_shows_both_texts_and_counts_identical_rows(pair, prompts):
     assert race.identical == 3
     picture = race._repr_html_()
     assert "3 of 3 rows have identical tokens" in picture
-    assert picture.count("<pre") == 2 and plots.COLOURS["accepted"] in picture
+    assert picture.count("<pre") == 2 and LOOKS["accepted"].colour in picture
 
 
 def test_raster_has_a_cell_per_decode_step(pair, prompts):

@@ -5,7 +5,7 @@ import pytest
 from trial_policies import CHEAP
 
 import bass_core as bass
-from bass_lab.study.modelled_costs import modelled_h100
+from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
 from bass_lab.study.replay import Replay, decode, step_seconds
 

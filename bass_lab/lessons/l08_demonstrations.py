@@ -1,0 +1,113 @@
+"""Lesson 08: where a step's time goes, what bounds it, and how that stands beside the paper.
+
+Speeds come from `benchmark` and `records`, bounds from `roofline`; here they are put side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pandas as pd
+
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_lab.measure.roofline import Roofline, utilisation
+
+PAPER = {  # arXiv 2404.15778, abstract
+    "models": "7.8B target",
+    "device": "one A100",
+    "batch": 8,
+    "mean ms per token": 5.8,
+    "tokens/s": 1100.0,
+    "over regular": 2.15,
+}
+A100_BANDWIDTH = (1.55e12, 2.0e12)  # bytes/s: the 40 GB and the 80 GB variant; the abstract does not say which
+PHASES = ("draft", "verify", "other")
+
+
+def step_phases(
+    pair: ModelPair, prompts: Sequence[str], batches: Sequence[int], draft_lengths: Sequence[int | None],
+    repeats: int = 5, **options,
+) -> pd.DataFrame:  # fmt: skip
+    """Medians over the decode steps of several runs that take turns, one line per (batch, k).
+
+    Of the default policy (draft length None) those steps count that have its most frequent length.
+
+    Columns: batch, k; draft, verify, other: milliseconds of a step; step: their sum; tokens: emitted per row and step;
+    kv: mean keys of a row. options: as in `generate`.
+    """
+    parts = []
+    for repeat in range(repeats + 1):
+        for batch in batches:
+            for k in draft_lengths:
+                out = generate(pair, prompts[:batch], draft_length=k, eos_token_id=(), **options)
+                steps = out.trace.steps.query("kind == 'decode'" if k is None else "kind == 'decode' and k == @k")
+                whole = steps[steps.groupby("step").row.transform("size") == batch]  # before any row has ended
+                if repeat:  # the first warms up
+                    parts.append(whole.assign(batch=batch, policy=k is None, tokens=whole.accepted + 1))
+    steps = pd.concat(parts)
+    usual = steps.groupby(["batch", "policy"]).k.transform(lambda lengths: lengths.mode()[0])
+    grouped = steps[~steps.policy | (steps.k == usual)].groupby(["batch", "k"])
+    phases = grouped[["draft_ms", "verify_ms", "other_ms"]].median().rename(columns=lambda name: name[: -len("_ms")])
+    found = phases.assign(step=phases.sum(axis=1), tokens=grouped.tokens.mean(), kv=grouped.kv_length.mean())
+    return found.reset_index()
+
+
+def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
+    """The target's pass of each line of `step_phases` against its roof, and what of the device is used.
+
+    Columns: batch, k, verify (ms, measured), roof (ms, the least time), limit (what the roof is made of), share (of the
+    roof that is reached), intensity (flop per byte), verified and emitted: `roofline.utilisation` of such steps.
+    """
+    lines = []
+    for line in phases.itertuples():
+        shape = line.batch, line.k + 1, line.kv + line.k + 1
+        roof = 1e3 * roofline.seconds(*shape)
+        used = utilisation(_as_step(line), roofline.work, None, roofline.device)
+        lines.append(
+            {
+                "batch": line.batch,
+                "k": line.k,
+                "verify": line.verify,
+                "roof": roof,
+                "limit": "arithmetic" if roofline.intensity(*shape) > roofline.device.ridge else "memory",
+                "share": roof / line.verify,
+                "intensity": roofline.intensity(*shape),
+                "verified": used.verified,
+                "emitted": used.emitted,
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def _as_step(line: NamedTuple) -> pd.DataFrame:
+    """A line of `step_phases` as a trace's step in which every row drafts, emits and holds the mean."""
+    rows = {"step": 0, "row": range(line.batch), "kind": "decode", "drafted": line.k, "emitted": line.tokens}
+    return pd.DataFrame(rows | {"kv_length": line.kv} | {f"{phase}_ms": getattr(line, phase) for phase in PHASES})
+
+
+def beside_the_paper(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
+    """The abstract's figures and those of `batched` in the records at this batch size, hardware named."""
+    ours = records[(records.method == "batched") & (records.batch == batch)]
+    lines = [{"source": "the paper, abstract", **PAPER}]
+    for line in ours.itertuples():
+        lines.append(
+            {
+                "source": f"measured, {line.prompt_set} prompts, k {line.k:.0f}",
+                "models": line.models,
+                "device": f"{line.device} ({line.cores} CPU cores)",
+                "batch": line.batch,
+                "mean ms per token": line.mean_ms,
+                "tokens/s": line.tokens_per_second,
+                "over regular": line.over_regular,
+            }
+        )
+    return pd.DataFrame(lines).set_index("source")
+
+
+def scaled_to(bandwidth: float) -> tuple[float, float]:
+    """The paper's 5.8 ms per token at another memory bandwidth (bytes/s), from either A100: what it would be if bytes
+    were all that counts. For devices on which a 7.8B model fits."""
+    slow, fast = A100_BANDWIDTH
+    return PAPER["mean ms per token"] * slow / bandwidth, PAPER["mean ms per token"] * fast / bandwidth

@@ -1,0 +1,128 @@
+"""How all figures look: one table of colours, hatchings, dashes and symbols, one template, and the pieces of a figure.
+
+A light template, a colour-blind safe palette (Okabe & Ito), and never colour alone: bars are hatched, curves have a
+dash and a symbol, cells a number. Figures say what they show by a name of `LOOKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+import plotly.io as pio
+from plotly.subplots import make_subplots
+
+from bass_core.trace import Trace
+
+
+@dataclass(frozen=True)
+class Look:
+    """A colour, and beside it the hatching of bars (its own colour: ink), and the dash and symbol of curves."""
+
+    colour: str
+    hatch: str = ""
+    dash: str = "solid"
+    symbol: str = "circle"
+    ink: str = "white"
+
+
+LOOKS = {
+    # what became of a token
+    "accepted": Look("#0072B2"),
+    "recovered": Look("#D55E00", "-", "dash", "diamond"),
+    "bonus": Look("#009E73", ".", "dot", "square"),
+    "rejected": Look("#CC79A7", "x", "longdash", "cross"),
+    "not reached": Look("#E3BDD1", "/", ink="#9A6A86"),
+    "regular": Look("#5A5A5A", "/", "dot", "square"),  # and the method
+    # what is not there, wasted or too late
+    "nothing": Look("#E8E8E8", "/", ink="#9A9A9A"),
+    # phases of a step
+    "prefill": Look("#CC79A7", "."),
+    "plan": Look("#8C8C8C", "-"),
+    "draft": Look("#E69F00", "/"),
+    "verify": Look("#56B4E9"),
+    "commit": Look("#009E73", "x"),
+    "other": Look("#5A5A5A", "x"),
+    # ways to decode
+    "transformers": Look("#56B4E9", ".", "dashdot", "triangle-up"),
+}
+LOOKS |= {"batched": LOOKS["accepted"], "single": LOOKS["recovered"], "assisted": LOOKS["rejected"]}
+METHODS = ("transformers", "assisted", "regular", "single", "batched")
+CURVES = ("accepted", "recovered", "bonus", "rejected", "transformers")  # for things without a look of their own
+FAINT = {"color": "#9A9A9A", "width": 1}  # a line to compare with
+
+_CELLS = {"colorscale": "Cividis", "xgap": 2, "ygap": 2, "texttemplate": "%{text}"}
+pio.templates["bass"] = go.layout.Template(
+    layout={
+        "title": {"x": 0.01, "xanchor": "left", "font": {"size": 16}},
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "margin": {"l": 70, "r": 20, "t": 60, "b": 50},
+        "xaxis": {"zeroline": False},
+        "yaxis": {"zeroline": False},
+        # Below the figure a legend takes no width from a narrow window.
+        "legend": {
+            "orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "traceorder": "normal",
+        },
+        "coloraxis": {"colorscale": "Cividis", "colorbar": {"thickness": 14}},
+    },
+    data={
+        "bar": [{"marker": {"line": {"width": 0}, "pattern": {"size": 6}}}],
+        "scatter": [{"marker": {"size": 9}}],
+        "heatmap": [{**_CELLS, "colorbar": {"thickness": 14}}],
+    },
+)  # fmt: skip
+TEMPLATE = "plotly_white+bass"
+
+
+def titled(title: str, *sources: Trace | pd.DataFrame) -> str:
+    """The title, which says so where a trace or a table of records is synthetic."""
+    marked = any(
+        source.synthetic if isinstance(source, Trace) else "synthetic" in source and source.synthetic.any()
+        for source in sources
+    )
+    return f"{title} (synthetic)" if marked else title
+
+
+def empty_figure(title: str, x: str, y: str, height: int) -> go.Figure:
+    """A figure of one panel with named axes and nothing in it."""
+    axes = {"xaxis": {"title": x}, "yaxis": {"title": y}}
+    return go.Figure(layout={"template": TEMPLATE, "title": {"text": title}, "height": height, **axes})
+
+
+def panels(rows: int, columns: int, titles: Sequence[str], title: str, height: float, **options) -> go.Figure:
+    """A figure of empty panels, each with a title. options: of plotly's `make_subplots`."""
+    figure = make_subplots(rows, columns, subplot_titles=titles, **options)
+    figure.update_layout(template=TEMPLATE, title_text=title, height=height, margin_t=80)
+    return figure.update_annotations(font_size=13, **({"x": 0, "xanchor": "left"} if columns == 1 else {}))
+
+
+def bars(name: str, x: Sequence, y: Sequence, look: str | Sequence[str], **options) -> go.Bar:
+    """Bars that look like one thing, or each like its own. options: of plotly's `Bar`."""
+    looks = [LOOKS[each] for each in ([look] if isinstance(look, str) else look)]
+    parts = [look.colour for look in looks], [look.hatch for look in looks], [look.ink for look in looks]
+    colour, hatch, ink = (part[0] for part in parts) if isinstance(look, str) else parts
+    marker = {"color": colour, "pattern": {"shape": hatch, "fgcolor": ink}}
+    return go.Bar(name=name, x=x, y=y, marker=marker, **options)
+
+
+def curve(name: str, x: Sequence, y: Sequence, look: str, mode: str = "lines+markers", **options) -> go.Scatter:
+    """Lines, markers or both. options: of plotly's `Scatter`."""
+    colour, dash, symbol = LOOKS[look].colour, LOOKS[look].dash, LOOKS[look].symbol
+    line, marker = {"color": colour, "dash": dash}, {"color": colour, "symbol": symbol}
+    return go.Scatter(name=name, x=x, y=y, mode=mode, line=line, marker=marker, **options)
+
+
+def cells(matrix: pd.DataFrame, **options) -> go.Heatmap:
+    """A cell with its number for every value, none where it is NaN. options: of plotly's `Heatmap`."""
+    values = matrix.astype(object).where(matrix.notna(), None).to_numpy()  # NaN is no JSON
+    text = matrix.map(lambda value: "" if np.isnan(value) else f"{value:.0f}").to_numpy()
+    drawn = {"x": matrix.columns.to_numpy(), "y": matrix.index.to_numpy(), "z": values, "text": text}
+    return go.Heatmap(drawn | options)
+
+
+def interval(value: pd.Series, low: pd.Series, high: pd.Series, **options) -> dict:
+    """Whiskers from low to high around a value."""
+    return {"type": "data", "symmetric": False, "array": high - value, "arrayminus": value - low, **options}

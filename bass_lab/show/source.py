@@ -1,0 +1,86 @@
+"""The code that a lesson talks about, as it stands in the file: shown from its source, so that it cannot go stale."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+Mark = str | re.Pattern  # text that stands in a line, or an expression that matches in it
+
+
+class Source:
+    """Lines of a file, some of them marked; a cell that ends with it shows them.
+
+    place: file, line numbers and name. lines: the code by line number, without the indentation that all lines share;
+    marked: the numbers of the marked lines; shown: those of the lines that are shown.
+    """
+
+    def __init__(self, place: str, lines: Mapping[int, str], marked: Collection[int], shown: Collection[int]):
+        self.place, self.lines, self.marked, self.shown = place, dict(lines), sorted(marked), sorted(shown)
+
+    def __repr__(self) -> str:
+        return "\n".join([self.place, *self._listed(self.lines, "{margin}{code}", "     ⋮")])
+
+    def _repr_html_(self) -> str:
+        from pygments import highlight
+        from pygments.formatters import HtmlFormatter
+        from pygments.lexers import PythonLexer
+
+        code, formatter = "\n".join(self.lines.values()), HtmlFormatter(noclasses=True, nowrap=True)
+        coloured = highlight(code, PythonLexer(stripnl=False), formatter).splitlines()
+        line = '<span style="{style}"><span style="color:#666666;user-select:none">{margin}</span>{code}\n</span>'
+        listed = "".join(self._listed(dict(zip(self.lines, coloured, strict=True)), line, "     ⋮\n"))
+        # Its own ground and ink: readable on light and on dark pages.
+        style = "background:#f7f7f7;color:#1b1f24;border:1px solid #d6dade;border-radius:6px;padding:8px 0;margin:0"
+        return (
+            f'<div style="font-size:85%;margin-bottom:2px"><code>{html.escape(self.place)}</code></div>'
+            f'<pre style="{style};overflow-x:auto;white-space:pre;line-height:1.4">{listed}</pre>'
+        )
+
+    def _listed(self, lines: Mapping[int, str], form: str, gap: str) -> Iterator[str]:
+        """The lines that are shown, each in this form, and a sign where some are left out."""
+        before = min(self.lines) - 1
+        for number in self.shown:
+            if number > before + 1:
+                yield gap
+            marked, before = number in self.marked, number
+            bar, ground = ("#D55E00", "#FFF3B0") if marked else ("transparent", "transparent")
+            style = f"display:block;border-left:5px solid {bar};background:{ground};min-width:max-content"
+            yield form.format(margin=f"{'▶' if marked else ' '}{number:5}  ", code=lines[number], style=style).rstrip(
+                " "
+            )
+        if before < max(self.lines):
+            yield gap
+
+
+def show_source(thing: Callable | type, highlight: Mark | Sequence[Mark] = (), around: int | None = None) -> Source:
+    """The source of a function, method or class, under its decorators, with the lines marked that `highlight` names.
+
+    highlight: a piece of text, a compiled regular expression, or several: every line is marked in which one of them is
+    found. around: show only so many lines before and after each marked one; None: all. Raises ValueError for a
+    highlight that is found in no line, and TypeError for what has no source in Python.
+    """
+    thing = inspect.unwrap(thing)
+    found, first = inspect.getsourcelines(thing)
+    lines = dict(enumerate(textwrap.dedent("".join(found)).splitlines(), start=first))
+    marked: set[int] = set()
+    for mark in [highlight] if isinstance(highlight, Mark) else highlight:
+        expression = re.compile(re.escape(mark)) if isinstance(mark, str) else mark
+        hits = {number for number, line in lines.items() if expression.search(line)}
+        if not hits:
+            raise ValueError(f"no line of {thing.__qualname__} has {mark!r}: what should be highlighted?")
+        marked |= hits
+    place = f"{_named(thing)}, lines {first} to {max(lines)}: {thing.__qualname__}"
+    near = [number for number in lines if around is None or any(abs(number - mark) <= around for mark in marked)]
+    return Source(place, lines, marked, near)
+
+
+def _named(thing: Callable | type) -> str:
+    """The file of a thing, from its package's folder on."""
+    path, package = Path(inspect.getsourcefile(thing)), thing.__module__.partition(".")[0]
+    parts = path.parts
+    return "/".join(parts[len(parts) - parts[::-1].index(package) - 1 :]) if package in parts[:-1] else path.name
