@@ -92,17 +92,6 @@ def token_ids(pair: ModelPair, prompts: Iterable[str | Tensor]) -> list[Tensor]:
     return [prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in prompts]
 
 
-def require_draft_model(pair: ModelPair) -> None:
-    """Raises ValueError for a pair without a draft model."""
-    if not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError(f"this needs a draft model, got draft={pair.draft!r}: name one, or use the embedded pair")
-
-
-def context_of(pair: ModelPair) -> float:
-    """Tokens that fit into the shorter of the models' contexts; infinite where neither has an end."""
-    return min(pair.contexts.values(), default=math.inf)
-
-
 def check_context(pair: ModelPair, prompt: int, new: int) -> None:
     """Raises ValueError if prompt + new tokens do not fit into the target's or the draft's context."""
     for role, limit in pair.contexts.items():

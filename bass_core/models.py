@@ -15,8 +15,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -190,18 +189,6 @@ def _stored_config(folder: str | Path, trust_remote_code: bool) -> PreTrainedCon
         raise ValueError(f"cannot read the config of {str(folder)!r}: {error}") from error
 
 
-def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
-    """The pair with its models in that dtype: itself, or a pair of copies."""
-    models = pair.models
-    if all(model.dtype == dtype for model in models):
-        return pair
-    target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
-    for model in (target, draft):
-        if isinstance(model, PreTrainedModel):
-            model.to(dtype)
-    return replace(pair, target=target, draft=draft)
-
-
 def _load_model(
     name: str | Path, dtype: str | torch.dtype, device: torch.device, trust_remote_code: bool
 ) -> PreTrainedModel:
@@ -272,16 +259,6 @@ def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
                 f"the tokenizers differ: id {index} is {token!r} for the target and {theirs[index]!r} for the draft. "
                 "Use a draft of the same family, or draft=None (n-gram drafting)"
             )
-
-
-def name_of(model: PreTrainedModel | NgramDrafter | None) -> str:
-    """For people: the class, the hub name or the last part of the folder that it was loaded from, and whether its
-    weights are dummies."""
-    if not isinstance(model, PreTrainedModel):
-        return "n-gram lookup"
-    path = Path(model.name_or_path)
-    name = f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
-    return f"{name} (dummy weights)" if has_dummy_weights(model) else name
 
 
 def fingerprints(pair: ModelPair) -> dict[str, str]:

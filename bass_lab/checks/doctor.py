@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import attention, probe
-from bass_core.environment import describe_environment
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies import default_policy
 from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
+from bass_lab.provenance import describe_environment
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 OPTIONAL = {  # package: what there is not without it

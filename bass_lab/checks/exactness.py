@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from bass_core import inputs
-from bass_core.models import ASSETS, ModelPair, name_of
+from bass_core.models import ASSETS, ModelPair
 from bass_lab.checks import four_checks
 from bass_lab.checks.four_checks import TOKENS, Finding, Subject, name_of_dtype
+from bass_lab.pairs import context_of, name_of
 from bass_lab.texts.prompt_sets import prompt_set
 
 FAULTS = (FloatingPointError, ValueError, RuntimeError, MemoryError)  # raised during a check, they fail it
@@ -122,7 +123,7 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
 
     What is added and what is cut is of different lengths, so that the batch stays ragged.
     """
-    room = inputs.context_of(pair)
+    room = context_of(pair)
     if room < TOKENS + 3:
         raise ValueError(f"a context of {room} positions is too short for the checks; they need {TOKENS + 3}")
     if prompts is None and pair.tokenizer is None:

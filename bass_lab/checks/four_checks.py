@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import attention, inputs, probe
+from bass_core import attention, probe
 from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.drafters import NgramDrafter
 from bass_core.generation import generate
-from bass_core.models import ModelPair, in_dtype
+from bass_core.models import ModelPair
 from bass_core.sampling import SamplingParams
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.goodness_of_fit import POWER, detectable, g_test, holm
+from bass_lab.pairs import context_of, in_dtype
 
 ALPHA = 1e-4  # chance that healthy models fail the sampled check
 TOKENS, TOP_K = 5, 3  # the sampled check's text: top_k 3 leaves 3^5 = 243 outcomes, whatever the vocabulary
@@ -154,7 +155,7 @@ def sampled(subject: Subject) -> Finding:
 def _beginnings(subject: Subject) -> list[Tensor]:
     """Prompts to choose from: short beginnings. n-gram drafting gets one whose ending occurred before, or it would not
     draft."""
-    room = int(min(inputs.context_of(subject.pair), 64)) - TOKENS
+    room = int(min(context_of(subject.pair), 64)) - TOKENS
     if isinstance(subject.pair.draft, PreTrainedModel):
         return [prompt[: min(size, room)] for prompt in subject.prompts[:4] for size in (1, 2, 4, 8)]
     start = subject.prompts[0][: min(6, max(1, room // 3))]

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from bass_core.environment import describe_environment
 from bass_lab.cli import common, sweep
 from bass_lab.cli.common import user_errors
+from bass_lab.pairs import name_of
+from bass_lab.provenance import describe_environment
 from bass_lab.threads import settle_threads
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Batched speculative decoding, hands on.")
@@ -241,7 +242,7 @@ def record(
     seed: int = 0,
 ) -> None:
     """Record what these models' drafts would have had accepted, for `bass_lab.simulate`; the last line is JSON."""
-    from bass_core.models import load_pair, name_of
+    from bass_core.models import load_pair
     from bass_lab.study import recording
     from bass_lab.texts.prompt_sets import prompt_set
 

@@ -29,12 +29,13 @@ from tqdm.auto import tqdm
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
-from bass_core.environment import describe_environment, synchronize
+from bass_core.environment import synchronize
 from bass_core.generation import generate
 from bass_core.models import ModelPair, fingerprints
 from bass_core.policies import policy_for
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem
+from bass_lab.provenance import describe_environment
 
 METHODS = ("regular", "single", "batched")
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)

@@ -26,6 +26,7 @@ from bass_core.trace import alpha
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import benchmark
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Workload
+from bass_lab.pairs import require_draft_model
 from bass_lab.show import token_views
 
 # --- what a step costs ----------------------------------------------------------------------------
@@ -48,7 +49,7 @@ def measured_costs(
 
     Columns n, target_ms (one target pass over n tokens of every row), draft_ms (drafting n - 1 of them).
     """
-    inputs.require_draft_model(pair)
+    require_draft_model(pair)
     limit = (repeats + 1) * (most + 1) * (most + 2) // 2  # no row ends before the last repeat
     options = {"temperature": temperature, "draft_length": _Cycle(most), "eos_token_id": ()}
     with Session(pair, max_batch_size=len(prompts), **options) as session, session.prepared():
@@ -73,7 +74,7 @@ def roofline_ms(work: Workload, rows: int, n: int, context: int) -> float:
     return 1e3 * max(read / H100.bandwidth, work.flops(rows, n, context) / H100.flops)
 
 
-def modelled_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
+def h100_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
     """As `measured_costs`, for `TARGET_8B` and `DRAFT_310M` on an H100, by `roofline_ms`."""
     n = np.arange(1, most + 2)
     target = [roofline_ms(TARGET_8B, rows, tokens, context) for tokens in n.tolist()]
@@ -145,7 +146,7 @@ def story(
     u is hashed again from (seed, row, step, slot, purpose). Raises ValueError at temperature 0, which leaves nothing to
     chance, and without a draft model.
     """
-    inputs.require_draft_model(pair)
+    require_draft_model(pair)
     if not temperature > 0:
         raise ValueError(f"the story needs temperature > 0 (greedy decoding draws nothing), got {temperature!r}")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "tokens"}
@@ -172,7 +173,7 @@ def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.nda
 @torch.inference_mode()
 def next_logits(pair: ModelPair, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Target's and draft's logits [V] after these ids, by plain forward passes; ids that the draft lacks get -inf."""
-    inputs.require_draft_model(pair)
+    require_draft_model(pair)
     found = []
     for model in (pair.target, pair.draft):
         with plain_decoding.plain(model):

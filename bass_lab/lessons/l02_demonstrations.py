@@ -17,6 +17,7 @@ from bass_core import inputs
 from bass_core.draft_length import expected_tokens
 from bass_core.engine import Session
 from bass_core.models import ModelPair
+from bass_lab.pairs import require_draft_model
 
 # --- lock-step against rows at their own pace -----------------------------------------------------
 
@@ -36,7 +37,7 @@ def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Seque
     """bool [T] per row: whether the draft, having read the text before it, would have chosen each generated token.
 
     Raises ValueError without a draft model."""
-    inputs.require_draft_model(pair)
+    require_draft_model(pair)
     agreed = []
     for ids, sequence in zip(inputs.token_ids(pair, prompts), sequences, strict=True):
         text = torch.cat([ids, sequence])[None].to(pair.device)

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from bass_core import inputs, trace
 from bass_core.models import ModelPair
+from bass_lab.pairs import require_draft_model
 
 BUGS = {
     "positions": "(a) position ids drift",
@@ -98,7 +99,7 @@ def naive_generate(
     if bug is not None:
         inputs.one_of("bug", bug, BUGS)
     inputs.integer("draft_length", draft_length, least=1)
-    inputs.require_draft_model(pair)
+    require_draft_model(pair)
     rows = token_lists(pair, prompts)  # committed tokens, prompt included
     limits = [len(row) + max_new_tokens for row in rows]
     target, draft = (PaddedModel(model, len(rows), bug) for model in (pair.target, pair.draft))

@@ -16,10 +16,10 @@ from transformers import PreTrainedTokenizerBase
 
 from bass_core import inputs
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, HuggingFaceHeuristic
-from bass_core.environment import describe_environment
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_core.trace import Trace
+from bass_lab.provenance import describe_environment
 from bass_lab.show import live_figures
 from bass_lab.show.looks import LOOKS
 from bass_lab.show.trace_explorer import WRAPPED, TraceExplorer

@@ -20,12 +20,12 @@ from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue, Ragged
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
 from bass_core.trace import Trace
+from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.show import live_figures, token_views
 from bass_lab.show.live_figures import live
 from bass_lab.show.looks import bars, empty_figure
 from bass_lab.show.trace_explorer import WRAPPED
 from bass_lab.study import simulator
-from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 KINDS = {  # what a policy looks at, and the look of such policies

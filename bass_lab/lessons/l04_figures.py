@@ -16,9 +16,9 @@ from bass_core.policies import costs
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Objective, first_finished, last_finished
 from bass_lab.lessons.l04_explorer import KINDS, REGULAR, contest, measured_cpu, policy_looks
+from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
 from bass_lab.study import recorded_acceptance, recording, simulator
-from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
 from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set

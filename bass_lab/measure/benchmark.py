@@ -30,15 +30,17 @@ from transformers.utils import logging as transformers_logging
 
 from bass_core import inputs
 from bass_core.engine import Session, StepEvent
-from bass_core.environment import describe_environment, synchronize
+from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
-from bass_core.models import ModelPair, in_dtype
+from bass_core.models import ModelPair
 from bass_core.policies.costs import costs_like
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import records, timed_runs
 from bass_lab.measure.clocks import LATENCIES, Clock, passes_marked
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.timed_runs import Method
+from bass_lab.pairs import in_dtype
+from bass_lab.provenance import describe_environment
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 DRAFTING = ("single", "batched")  # those with a draft length

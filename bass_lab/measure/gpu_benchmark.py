@@ -35,9 +35,9 @@ from bass_lab.measure import gpu_command, records
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import DRY, REGULAR, Group, Way, plan, policy_of
+from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
-from bass_lab.measure.modelled_costs import modelled_costs
 
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
 NEW = 128  # tokens per row

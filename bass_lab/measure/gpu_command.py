@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from bass_core.environment import describe_environment
 from bass_lab.measure import records
+from bass_lab.provenance import describe_environment
 
 NO_GPU = 2  # exit code
 

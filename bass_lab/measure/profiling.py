@@ -30,9 +30,9 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from bass_core.engine import FIRST_PHASES, Session
-from bass_core.environment import describe_environment
 from bass_core.trace import Trace
 from bass_lab.measure import kernel_events
+from bass_lab.provenance import describe_environment
 
 PHASES = ("prefill", "plan", "draft", "verify", "commit")
 COUNTS = ("rows", "k", "drafted", "accepted", "emitted")

@@ -32,9 +32,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from bass_core.environment import describe_environment
 from bass_lab.pair.fitting import distillation_loss, fit, new_model, next_token_loss, say, workers, write_texts
 from bass_lab.pair.windows import Windows, train_tokenizer
+from bass_lab.provenance import describe_environment
 from bass_lab.texts import corpus
 
 WORK = Path("build/embedded_pair")

@@ -25,16 +25,17 @@ from transformers import PreTrainedModel
 from bass_core import inputs, probe
 from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.engine import Session
-from bass_core.environment import describe_environment
 from bass_core.generation import generate
-from bass_core.models import ModelPair, fingerprints, name_of
+from bass_core.models import ModelPair, fingerprints
 from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
 from bass_core.runner import Runner
 from bass_core.trace import Stopwatch
 from bass_lab.measure.clocks import passes_marked
+from bass_lab.measure.modelled_costs import best_fixed_length, predict
+from bass_lab.pairs import context_of, name_of
+from bass_lab.provenance import describe_environment
 from bass_lab.study import mixed_model
 from bass_lab.study.mixed_model import Sample
-from bass_lab.measure.modelled_costs import best_fixed_length, predict
 from bass_lab.texts.prompt_sets import prompt_set
 
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
@@ -113,7 +114,7 @@ def _axes(
     """The grid of each table by its name. Raises ValueError where it is beyond the context or not increasing."""
     batches, query_lengths = _increasing("batches", batches), _increasing("query_lengths", query_lengths)
     most = max(query_lengths)
-    context = inputs.context_of(pair)
+    context = context_of(pair)
     room = context - (_growth(_recorded_lengths(query_lengths)) if recorded else max(most, 2))
     kv_lengths = _increasing("kv_lengths", kv_lengths or [n for n in KV_LENGTHS if n <= room] or [max(room // 2, 1)])
     if max(kv_lengths) > room:

@@ -17,6 +17,7 @@ from bass_core.models import ModelPair
 from bass_core.randomness import Key, Purpose, StepKeys
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
+from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 ROWS_AT_ONCE = 64  # of a recording's passes
@@ -39,7 +40,7 @@ def record(
     model, and as `generate` does.
     """
     prompts = inputs.prompt_list(prompts)
-    inputs.require_draft_model(pair)
+    require_draft_model(pair)
     texts = generate(
         pair,
         prompts,
@@ -70,7 +71,7 @@ def teacher_forced(
 
     Texts have the target's law, and go on after EOS: of `generate(…, eos_token_id=())`, with any draft.
     """
-    inputs.require_draft_model(pair)
+    require_draft_model(pair)
     if len({len(text) for text in texts}) != 1:
         raise ValueError(f"texts must have one length, got {sorted({len(text) for text in texts})}")
     params = SamplingParams(temperature)

@@ -13,9 +13,9 @@ from itertools import product
 import torch
 
 import bass_kernels
-from bass_core.environment import describe_environment
 from bass_kernels import plan, tiles
 from bass_lab.measure.roofline import copy_bandwidth
+from bass_lab.provenance import describe_environment
 from bench import cases, measure, report, schema
 from bench.__main__ import environment
 from bench.peers import PEERS, Prepared

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import bass_core as bass
 from bass_core import models
-from bass_core.models import SHAPES, in_dtype, name_of
+from bass_core.models import SHAPES
 from bass_lab.measure.roofline import Workload
+from bass_lab.pairs import in_dtype, name_of
 
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.ids]
 ROLES = ("target", "draft")

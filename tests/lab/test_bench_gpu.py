@@ -17,8 +17,8 @@ from bass_lab.checks import exactness
 from bass_lab.measure import gpu_benchmark, gpu_command, records
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
-from bass_lab.measure.roofline import H100, Roofline, Workload
 from bass_lab.measure.modelled_costs import modelled_costs
+from bass_lab.measure.roofline import H100, Roofline, Workload
 
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
 

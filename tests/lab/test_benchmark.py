@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from bass_core import ModelPair, inputs, load_pair
 from bass_core.drafters import NgramDrafter
-from bass_core.models import in_dtype
 from bass_core.policies.costs import costs_like
 from bass_lab.cli import main
 from bass_lab.measure import benchmark, clocks, records, timed_runs
+from bass_lab.pairs import in_dtype
 from bass_lab.texts.prompt_sets import prompt_set
 
 PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]

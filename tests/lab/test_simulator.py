@@ -10,10 +10,10 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
 
 import bass_core as bass
+from bass_lab.measure.modelled_costs import modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.show import plots
 from bass_lab.study import hindsight, recording
-from bass_lab.measure.modelled_costs import modelled_costs, predict
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode
 from bass_lab.study.simulator import compare_with_real, regret, simulate, simulate_trace

@@ -14,8 +14,8 @@ from bass_core.policies.learned import Learned
 from bass_lab.lessons import exercises, l04_explorer
 from bass_lab.lessons import l04_figures as views
 from bass_lab.lessons.l04_explorer import ALIKE, LengthExplorer
-from bass_lab.study import simulator
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100
+from bass_lab.study import simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 OPTIONS = {"max_new_tokens": 48, "repeats": 3, "seed": 1}

@@ -60,7 +60,7 @@ def test_roofline_waits_for_memory_until_the_batch_is_large():
     weights = 2 * 7.8e9 / 3.35e12
     cache = 2 * 2 * 512 * 32 * 32 * 128 / 3.35e12
     assert l01_demonstrations.roofline_ms(TARGET_8B, 1, 1, 512) == pytest.approx(1e3 * (weights + cache))
-    assert l01_demonstrations.modelled_costs(rows=8).target_ms.nunique() == 1
+    assert l01_demonstrations.h100_costs(rows=8).target_ms.nunique() == 1
     one, nine = (l01_demonstrations.roofline_ms(TARGET_8B, 256, n, context=1) for n in (1, 9))
     assert nine == pytest.approx(1e3 * 2 * 9 * 256 * 7.8e9 / 989e12, rel=1e-3) and one < nine / 4
 

@@ -13,9 +13,9 @@ import bass_core as bass
 from bass_core.policies import costs
 from bass_core.policies.costs import CostModel, Table, costs_for, costs_like
 from bass_core.trace import Trace
+from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study import calibration
-from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
 
 GRID = {"batch": (1, 4), "query_length": (1, 2, 5), "kv_length": (10, 30)}
 SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "seconds": 0.0}

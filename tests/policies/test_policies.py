@@ -16,8 +16,8 @@ from bass_core.policies import costs, default_policy, goodput
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import Calibration
 from bass_core.policies.goodput import deadlines, first_finished, last_finished
-from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.measure.modelled_costs import modelled_costs
+from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
 from bass_lab.study.simulator import simulate
@@ -144,7 +144,7 @@ def test_a_probe_drafts_one_token_in_one_row_of_four():
 
 def test_goodput_drafts_again_once_drafts_are_accepted():
     policy = taught(bass.Goodput(Line(0.3, 0.2)), [0], of=1, steps=100)
-    planned = decided(policy, [9999], accept=1, steps=100)
+    planned = decided(policy, [9999], accept=1, steps=200)
     assert planned[0] == 0 and planned[-1] >= 8
 
 
