@@ -213,14 +213,6 @@ def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.nda
     return planned, np.minimum(planned, rows.remaining - 1)
 
 
-def expected_tokens(alpha: float | np.ndarray, most: int) -> np.ndarray:
-    """Tokens that a step with 0, 1, … `most` drafts yields on average, the target's own included: [..., most + 1].
-
-    alpha [...]: chance that a draft is accepted if all before it in the step were (Leviathan et al. 2023, equation 1).
-    """
-    return np.cumsum(np.asarray(alpha, dtype=float)[..., None] ** np.arange(most + 1), axis=-1)
-
-
 def cut_lengths(lengths: np.ndarray, answer: Tensor, slot: int) -> np.ndarray:
     """Draft lengths [B] after the answer of `keep_drafting` with `slot` tokens drafted: never longer than before."""
     answer = answer.cpu().numpy()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from bass_core.environment import describe_environment
-from bass_lab.cli import sweep
+from bass_lab.cli import common, sweep
+from bass_lab.cli.common import user_errors
 from bass_lab.threads import settle_threads
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Batched speculative decoding, hands on.")
@@ -68,10 +66,11 @@ def _lessons() -> list[Path]:
 
 
 @app.command()
+@user_errors()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="standard input if none")] = None,
-    target: Annotated[str | None, typer.Option(help="hub name or folder; the embedded pair if none")] = None,
-    draft: Annotated[str | None, typer.Option(help="hub name or folder; n-gram drafting if only --target")] = None,
+    target: common.TargetOption = None,
+    draft: common.Draft = None,
     max_new_tokens: int = 128,
     temperature: Annotated[float, typer.Option(help="0 = greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 = off")] = 0,
@@ -79,7 +78,7 @@ def generate(
     seed: int = 0,
     num_return_sequences: Annotated[int, typer.Option(help="samples per prompt")] = 1,
     draft_length: Annotated[int | None, typer.Option(help="0 = regular decoding; a policy decides if none")] = None,
-    verification: Annotated[str, typer.Option(help="token, block or coupled")] = "token",
+    verification: common.Verification = "token",
     attention: Annotated[str, typer.Option(help="auto, ragged, pad, split or eager")] = "auto",
     compile: Annotated[str, typer.Option(help="auto, off, compiled, graphs or compiled+graphs")] = "auto",
     stop: Annotated[list[str] | None, typer.Option(help="text that ends a row; may be given several times")] = None,
@@ -89,20 +88,19 @@ def generate(
     import bass_core as bass
     from bass_lab.show import terminal
 
-    with _one_line_errors():
-        prompts = prompts or [_standard_input()]
-        pair = bass.load_pair(target, draft)
-        options = {
-            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
-            "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
-            "attention": attention, "compile": compile, "stop": stop or (),
-        }  # fmt: skip
-        coloured = show_accepted and _is_terminal(sys.stdout)
-        if len(prompts) * num_return_sequences == 1 and not coloured:
-            out = terminal.stream(pair, prompts, **options)
-        else:
-            out = bass.generate(pair, prompts, **options, trace="tokens" if coloured else "steps")
-            terminal.print_rows(pair.tokenizer, prompts, out, options["stop"], coloured)
+    prompts = prompts or [_standard_input()]
+    pair = bass.load_pair(target, draft)
+    options = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
+        "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
+        "attention": attention, "compile": compile, "stop": stop or (),
+    }  # fmt: skip
+    coloured = show_accepted and _is_terminal(sys.stdout)
+    if len(prompts) * num_return_sequences == 1 and not coloured:
+        out = terminal.stream(pair, prompts, **options)
+    else:
+        out = bass.generate(pair, prompts, **options, trace="tokens" if coloured else "steps")
+        terminal.print_rows(pair.tokenizer, prompts, out, options["stop"], coloured)
     typer.echo(terminal.summary_line(out.trace), err=True)
 
 
@@ -117,22 +115,10 @@ def _is_terminal(stream) -> bool:
     return stream.isatty()
 
 
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What the user can mend ends the command with one line and exit status 2, not with a traceback."""
-    import torch
-
-    try:
-        yield
-    except (ValueError, TypeError, FileNotFoundError, FloatingPointError, MemoryError, torch.OutOfMemoryError) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
-
-
 @app.command()
 def doctor(
-    target: Annotated[str | None, typer.Argument(help="hub name or folder; the embedded pair if none")] = None,
-    draft: Annotated[str | None, typer.Option(help="hub name or folder; n-gram drafting if only TARGET")] = None,
+    target: common.Target = None,
+    draft: common.Draft = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON document as the last line")] = False,
 ) -> None:
     """What is installed here, what the devices can do, and which attention paths these models get."""
@@ -141,23 +127,24 @@ def doctor(
     document = diagnose(target, draft)
     typer.echo(report(document))
     if as_json:
-        typer.echo(json.dumps(document, allow_nan=False))
+        common.last_line(document)
     if document["problem"] is not None:
         typer.echo(f"error: {document['problem']}", err=True)
         raise typer.Exit(1)
 
 
 @app.command()
+@user_errors()
 def bench(
-    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
-    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16")] = None,
-    rows: Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")] = [1, 2, 4, 8, 16],  # noqa: B006
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
+    rows: common.Rows = [1, 2, 4, 8, 16],  # noqa: B006
     prompts: Annotated[list[str], typer.Option(help="prompt sets: mini, library")] = ["mini", "library"],  # noqa: B006
     methods: Annotated[list[str] | None, typer.Option(help="ways to decode; none: all that this pair can")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="interleaved repeats")] = 7,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
+    temperature: common.Temperature = 0.2,
     draft_length: Annotated[int, typer.Option(min=1)] = 5,
     also_length: Annotated[list[int] | None, typer.Option(min=1, help="batched again with this draft length")] = None,
     also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
@@ -171,47 +158,47 @@ def bench(
     from bass_lab.measure import benchmark, records
     from bass_lab.texts.prompt_sets import prompt_set
 
-    with _one_line_errors():
-        if check_only and record is None:
-            raise ValueError("--check-only checks a record: name it with --record FILE")
-        if record is not None and (check_only or record.exists()):
-            typer.echo(f"{record}: {len(records.read(record))} lines are as they should be", err=True)
-        if check_only:
-            return
-        sets = {name: prompt_set(name, max(rows)) for name in prompts}
-        if vary_prompts:
-            sets = {name: prompt_set(name) for name in prompts}
-        pair = load_pair(target, draft, dtype=dtype)
-        results = []
-        for lines in benchmark.bench(
-            pair,
-            sets,
-            models=f"{target} + {draft or 'n-gram'}" if target else "embedded pair",
-            batches=rows,
-            methods=methods or benchmark.methods_of(pair),
-            repeats=repeats,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            draft_length=draft_length,
-            other_lengths=[*(also_length or ()), *([None] if also_default else [])],
-            vary_prompts=vary_prompts,
-            take_turns=take_turns,
-            progress=lambda message: typer.echo(f"  {message}", err=True),
-        ):
-            typer.echo(benchmark.table(lines))
-            results += lines
-            if record is not None:
-                records.append(record, lines)
-    typer.echo(json.dumps({"results": results}, allow_nan=False))
+    if check_only and record is None:
+        raise ValueError("--check-only checks a record: name it with --record FILE")
+    if record is not None and (check_only or record.exists()):
+        typer.echo(f"{record}: {len(records.read(record))} lines are as they should be", err=True)
+    if check_only:
+        return
+    sets = {name: prompt_set(name, max(rows)) for name in prompts}
+    if vary_prompts:
+        sets = {name: prompt_set(name) for name in prompts}
+    pair = load_pair(target, draft, dtype=dtype)
+    results = []
+    for lines in benchmark.bench(
+        pair,
+        sets,
+        models=f"{target} + {draft or 'n-gram'}" if target else "embedded pair",
+        batches=rows,
+        methods=methods or benchmark.methods_of(pair),
+        repeats=repeats,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        draft_length=draft_length,
+        other_lengths=[*(also_length or ()), *([None] if also_default else [])],
+        vary_prompts=vary_prompts,
+        take_turns=take_turns,
+        progress=common.progress,
+    ):
+        typer.echo(benchmark.table(lines))
+        results += lines
+        if record is not None:
+            records.append(record, lines)
+    common.last_line({"results": results})
 
 
 @app.command()
+@user_errors()
 def calibrate(
-    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
-    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
+    target: common.Target = None,
+    draft: common.Draft = None,
     weights: Annotated[str, typer.Option(help="hub; or dummy: random ones in models of a known name")] = "hub",
-    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
-    rows: Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")] = [1, 2, 4, 8, 16, 32],  # noqa: B006
+    dtype: common.Dtype = None,
+    rows: common.Rows = [1, 2, 4, 8, 16, 32],  # noqa: B006
     seconds: Annotated[float, typer.Option(min=0, help="time to measure in")] = 42.0,
     output: Annotated[Path | None, typer.Option(help="file to save to; none: where policies look for it")] = None,
     check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
@@ -221,40 +208,36 @@ def calibrate(
     from bass_core.policies import costs
     from bass_lab.study import calibration
 
-    def progress(message: str) -> None:
-        typer.echo(f"  {message}", err=True)
-
-    with _one_line_errors():
-        pair = load_pair(target, draft, weights=weights, dtype=dtype)
-        cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=progress)
-        path = output or costs.cache_folder() / cost.file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cost.save(path)
-        found = calibration.summary(cost)
-        document = {"saved": str(path), "device": cost.device, "models": cost.models}
-        document["batches"] = found.to_dict("records")
-        typer.echo(f"{cost.device}, {calibration.SHOWN_KV} cached positions\n{found.round(2).to_string(index=False)}")
-        if (spread := cost.measured["spread"]) > calibration.QUIET:
-            typer.echo(f"warning: times varied by {spread:.0%}; measure again when the machine is idle", err=True)
-        if check:
-            compared = calibration.check(cost, pair, progress=progress)
-            document["check"] = compared.to_dict("records")
-            typer.echo(f"\npredicted and real decode time\n{compared.round(2).to_string(index=False)}")
+    pair = load_pair(target, draft, weights=weights, dtype=dtype)
+    cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=common.progress)
+    path = output or costs.cache_folder() / cost.file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cost.save(path)
+    found = calibration.summary(cost)
+    document = {"saved": str(path), "device": cost.device, "models": cost.models, "batches": found.to_dict("records")}
+    typer.echo(f"{cost.device}, {calibration.SHOWN_KV} cached positions\n{found.round(2).to_string(index=False)}")
+    if (spread := cost.measured["spread"]) > calibration.QUIET:
+        typer.echo(f"warning: times varied by {spread:.0%}; measure again when the machine is idle", err=True)
+    if check:
+        compared = calibration.check(cost, pair, progress=common.progress)
+        document["check"] = compared.to_dict("records")
+        typer.echo(f"\npredicted and real decode time\n{compared.round(2).to_string(index=False)}")
     typer.echo(f"saved {path}")
-    typer.echo(json.dumps(document, allow_nan=False))
+    common.last_line(document)
 
 
 @app.command()
+@user_errors()
 def record(
     output: Annotated[Path, typer.Argument(help="file to save to, such as trace.npz")],
-    target: Annotated[str | None, typer.Option(help="hub name or folder; none: the embedded pair")] = None,
+    target: common.TargetOption = None,
     draft: Annotated[str | None, typer.Option(help="hub name or folder of the draft model")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
+    dtype: common.Dtype = None,
     prompts: Annotated[str, typer.Option(help="prompt set: mini or library")] = "mini",
     count: Annotated[int, typer.Option(min=1, help="prompts of it")] = 96,
     samples: Annotated[int, typer.Option(min=1, help="texts per prompt")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
+    max_new_tokens: common.NewTokens = 128,
+    temperature: common.Temperature = 0.2,
     seed: int = 0,
 ) -> None:
     """Record what these models' drafts would have had accepted, for `bass_lab.simulate`; the last line is JSON."""
@@ -262,22 +245,22 @@ def record(
     from bass_lab.study import recording
     from bass_lab.texts.prompt_sets import prompt_set
 
-    with _one_line_errors():
-        texts = prompt_set(prompts, count)
-        pair = load_pair(target, draft, dtype=dtype)
-        limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        trace = recording.record(pair, texts, rollout=12, **limits)
-        models = [name_of(model) for model in (pair.target, pair.draft)]
-        trace.meta.update(describe_environment(), prompt_set=prompts, models=models)
-        trace.save(output)
-    typer.echo(json.dumps({"saved": str(output), "texts": len(trace.lengths), "alpha": trace.alpha}))
+    texts = prompt_set(prompts, count)
+    pair = load_pair(target, draft, dtype=dtype)
+    limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    trace = recording.record(pair, texts, rollout=12, **limits)
+    models = [name_of(model) for model in (pair.target, pair.draft)]
+    trace.meta.update(describe_environment(), prompt_set=prompts, models=models)
+    trace.save(output)
+    common.last_line({"saved": str(output), "texts": len(trace.lengths), "alpha": trace.alpha})
 
 
 @app.command("eval")
+@user_errors()
 def evaluate(
-    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
-    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
     problems: Annotated[
         str | None, typer.Option(help="file of JSON lines, or openai_humaneval; none: the mini set")
     ] = None,
@@ -290,10 +273,10 @@ def evaluate(
     cut_off: Annotated[
         float | None, typer.Option(min=0, help="seconds after which rows are cut off; none: all end")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0, help="0 = greedy")] = 0.2,
+    max_new_tokens: common.NewTokens = 128,
+    temperature: common.Temperature = 0.2,
     draft_length: Annotated[int | None, typer.Option(min=1, help="a policy decides if none")] = None,
-    verification: Annotated[str, typer.Option(help="token, block or coupled")] = "token",
+    verification: common.Verification = "token",
     seed: int = 0,
     output: Annotated[Path | None, typer.Option(help="folder for METHOD.jsonl; a second start goes on there")] = None,
     texts: Annotated[bool, typer.Option(help="store completions and reasons, too; scores need neither")] = True,
@@ -305,49 +288,31 @@ def evaluate(
     import pandas as pd
 
     from bass_core.models import load_pair
-    from bass_lab.evaluation import compare, load_problems, scores
+    from bass_lab.evaluation import SandboxUnavailable, compare, load_problems, scores
 
-    with _one_line_errors(), _sandbox_errors():
-        chosen = load_problems(problems)[:limit]
-        pair = load_pair(target, draft, dtype=dtype)
-        runs = compare(
-            pair,
-            chosen,
-            methods=methods,
-            n=samples,
-            budget=cut_off,
-            folder=output,
-            texts=texts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            draft_length=draft_length,
-            verification=verification,
-            unsafe=unsafe,
-        )
-        budgets = budgets or scores.quartiles(pd.concat([run.samples for run in runs.values()]), cut_off)
-        found = pd.concat([run.scores(budgets).assign(method=method) for method, run in runs.items()])
-    typer.echo(f"{len(chosen)} problems, {samples} rows each; share of problems (95% interval)\n{scores.table(found)}")
-    document = {"scores": found.to_dict("records"), "settings": {method: run.settings for method, run in runs.items()}}
-    typer.echo(json.dumps(document, allow_nan=False))
-
-
-@contextmanager
-def _sandbox_errors() -> Iterator[None]:
-    """Where programs cannot be run safely: what the user can mend."""
-    from bass_lab.evaluation.sandbox import SandboxUnavailable
-
+    chosen = load_problems(problems)[:limit]
+    pair = load_pair(target, draft, dtype=dtype)
+    options = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "draft_length": draft_length,
+        "verification": verification, "folder": output, "texts": texts, "unsafe": unsafe,
+    }  # fmt: skip
     try:
-        yield
+        runs = compare(pair, chosen, methods=methods, n=samples, budget=cut_off, **options)
     except SandboxUnavailable as error:
         raise ValueError(f"{error} (the option here is --unsafe; the results say so)") from error
+    budgets = budgets or scores.quartiles(pd.concat([run.samples for run in runs.values()]), cut_off)
+    found = pd.concat([run.scores(budgets).assign(method=method) for method, run in runs.items()])
+    typer.echo(f"{len(chosen)} problems, {samples} rows each; share of problems (95% interval)\n{scores.table(found)}")
+    settings = {method: run.settings for method, run in runs.items()}
+    common.last_line({"scores": found.to_dict("records"), "settings": settings})
 
 
 @app.command()
+@user_errors()
 def verify(
-    target: Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")] = None,
-    draft: Annotated[str | None, typer.Option(help="hub name or folder; none: n-gram drafting")] = None,
-    dtype: Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")] = None,
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
     prompt: Annotated[list[str] | None, typer.Option(help="may be repeated; none: some that come with it")] = None,
     samples: Annotated[int, typer.Option(min=1000, help="rows of each sampled test")] = 6144,
     seed: Annotated[int, typer.Option(help="of the sampled tests")] = 0,
@@ -356,11 +321,10 @@ def verify(
     from bass_core.models import load_pair
     from bass_lab.checks import exactness
 
-    with _one_line_errors():
-        pair = load_pair(target, draft, dtype=dtype)
-        report = exactness.verify(
-            pair, prompt, samples=samples, seed=seed, progress=lambda name: typer.echo(f"checking {name} …", err=True)
-        )
+    pair = load_pair(target, draft, dtype=dtype)
+    report = exactness.verify(
+        pair, prompt, samples=samples, seed=seed, progress=lambda name: typer.echo(f"checking {name} …", err=True)
+    )
     typer.echo(f"{report.models}\n")
     for check in report.checks:
         typer.echo(f"{'PASS' if check.passed else 'FAIL'}  {check.name} ({check.seconds:.1f} s)\n      {check.tested}")

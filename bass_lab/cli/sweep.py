@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from bass_lab.cli.common import user_errors
 from bass_lab.sweep import store
+from bass_lab.sweep.run_process import NOTEBOOK
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from bass_lab.sweep.executors import LocalExecutor, RayExecutor
-    from bass_lab.sweep.planning import Plan
+    from bass_lab.sweep.planning import SweepPlan
 
 SHOWN = 3  # failures told in full; the others lie in the folder
 LINES = 40  # of each
+SCRIPT = "plotly.min.js"  # 5 MB: once per sweep, not per page
+FIGURE = "application/vnd.plotly.v1+json"
 
 
-class Executor(StrEnum):
-    local = "local"
-    ray = "ray"
-
-
+@user_errors(OSError, one_line=False)
 def sweep(
     notebook: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="a notebook with a `parameters` cell")],
     out: Annotated[Path, typer.Option(help="folder of the results; a second start goes on there")],
@@ -40,7 +39,7 @@ def sweep(
     retries: Annotated[
         int, typer.Option(min=0, help="more attempts for a run whose process died or did not start")
     ] = 2,
-    executor: Annotated[Executor, typer.Option(help="where runs take place")] = Executor.local,
+    executor: Annotated[Literal["local", "ray"], typer.Option(help="where runs take place")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(help="of a Ray cluster; none: one on this machine, for the sweep")
     ] = None,
@@ -52,124 +51,114 @@ def sweep(
 
     Names and values are checked first. An interrupted or killed sweep goes on where it was when it is started again.
     """
-    try:
-        failed = _sweep(
-            notebook,
-            out,
-            values or [],
-            rows,
-            jobs,
-            timeout,
-            retries,
-            executor,
-            ray_address,
-            gpus_per_run,
-            html,
-            dry_run,
-        )
-    except (ValueError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
-    if failed:
-        raise typer.Exit(1)
-
-
-def _sweep(
-    notebook: Path, out: Path, values: list[str], rows: Path | None, jobs: int, timeout: float | None, retries: int,
-    executor: Executor, ray_address: str | None, gpus_per_run: int, html: bool, dry_run: bool,
-) -> bool:  # fmt: skip
-    """Whether a run has no result."""
-    from bass_lab.sweep import planning as sweeping
-    from bass_lab.sweep import run_pages
-
-    if ray_address and executor is not Executor.ray:
-        raise ValueError(f"--ray-address {ray_address} needs --executor ray")
-    plan = sweeping.plan(notebook, values, rows)
-    if dry_run:
-        table = plan.table(lambda key: (out / key / store.MARK).exists())
-        typer.echo(f"{table.to_string(index=False)}\n{_counts(table)}; nothing was run")
-        return False
-    if not plan.records:
-        typer.echo(f"note: {notebook.name} has no parameter `output`, so it leaves executed notebooks and no records")
-    place = _executor(executor, jobs, gpus_per_run, ray_address)
-    progress = _Progress(plan)
-    try:
-        found = sweeping.run(plan, out, place, timeout=timeout, retries=retries, progress=progress)
-    except sweeping.SweepStopped as stop:
-        progress.close()
-        typer.echo(f"stopped: {stop}", err=True)
-        return True
-    except KeyboardInterrupt:
-        progress.close()
-        typer.echo(f"interrupted: {progress.done} of {len(plan.runs)} runs are done; {sweeping.AGAIN}", err=True)
-        raise typer.Exit(130) from None
-    progress.close()
-    for page in run_pages.build(out) if html else ():
-        typer.echo(f"wrote {page}")
-    _report(found, plan, out)
-    return bool((~found.status.isin(sweeping.FINISHED)).any())
-
-
-def _executor(executor: Executor, jobs: int, gpus: int, address: str | None) -> LocalExecutor | RayExecutor:
+    from bass_lab.sweep import planning
     from bass_lab.sweep.executors import LocalExecutor, RayExecutor
 
-    return RayExecutor(jobs, gpus, address) if executor is Executor.ray else LocalExecutor(jobs, gpus)
+    if ray_address and executor != "ray":
+        raise ValueError(f"--ray-address {ray_address} needs --executor ray")
+    plan = planning.plan(notebook, values or [], rows)
+    if dry_run:
+        table = plan.table(out)
+        typer.echo(f"{table.to_string(index=False)}\n{_counts(table)}; nothing was run")
+        return
+    if not plan.records:
+        typer.echo(f"note: {notebook.name} has no parameter `output`, so it leaves executed notebooks and no records")
+    ray = executor == "ray"
+    place = RayExecutor(jobs, gpus_per_run, ray_address) if ray else LocalExecutor(jobs, gpus_per_run)
+    progress = _Progress(plan)
+    try:
+        with progress.bar:
+            found = planning.run(plan, out, place, timeout=timeout, retries=retries, progress=progress)
+    except planning.SweepStopped as stop:
+        typer.echo(f"stopped: {stop}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {progress.done} of {len(plan.runs)} runs are done; {planning.AGAIN}", err=True)
+        raise typer.Exit(130) from None
+    for page in _pages(out) if html else ():
+        typer.echo(f"wrote {page}")
+    failures = found[~found.status.isin(planning.FINISHED)]
+    _tell_failures(failures, plan, out)
+    _tell_all(found, plan, out)
+    if len(failures) < len(found):
+        typer.echo(f'read it: bass_lab.load_records("{out}"), or notebooks/12_sweep_report.ipynb')
+    if len(failures):
+        raise typer.Exit(1)
 
 
 class _Progress:
     """A bar in a terminal, a line per run elsewhere."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: SweepPlan):
         from tqdm import tqdm
 
         self._plan, self.done = plan, 0
-        self._bar = tqdm(total=len(plan.runs), unit="run", disable=None, smoothing=0)
+        self.bar = tqdm(total=len(plan.runs), unit="run", disable=None, smoothing=0)
         self._ended = 0
 
     def __call__(self, key: str, line: dict) -> None:
-        from bass_lab.sweep import planning as sweeping
+        from bass_lab.sweep import planning
 
         self._ended += 1
-        self._bar.update()
-        good = line["status"] in sweeping.FINISHED
-        self.done += good
-        said = ", ".join(
-            f"{name}={value}" for name, value in sweeping.shown(self._plan.runs[key], self._plan.varied).items()
-        )
-        if not good:
-            self._bar.write(f"{line['status']}: {said or key}: {line['error']}")
-        elif self._bar.disable and line["status"] == "done":
-            typer.echo(f"{self._ended} of {len(self._plan.runs)}: {said or key} ({line['seconds']:.1f} s)", err=True)
-
-    def close(self) -> None:
-        self._bar.close()
+        self.bar.update()
+        said = _named(self._plan.shown(key)) or key
+        if line["status"] not in planning.FINISHED:
+            self.bar.write(f"{line['status']}: {said}: {line['error']}")
+            return
+        self.done += 1
+        if self.bar.disable and line["status"] == "done":
+            typer.echo(f"{self._ended} of {len(self._plan.runs)}: {said} ({line['seconds']:.1f} s)", err=True)
 
 
-def _report(found: pd.DataFrame, plan: Plan, out: Path) -> None:
-    """What went wrong, then the summary."""
-    from bass_lab.sweep import planning as sweeping
-
-    failures = found[~found.status.isin(sweeping.FINISHED)]
+def _tell_failures(failures: pd.DataFrame, plan: SweepPlan, out: Path) -> None:
     for line in failures.head(SHOWN).to_dict("records"):
-        said = ", ".join(f"{name}={line[name]}" for name in plan.varied)
         details = line["details"].rstrip().splitlines()[-LINES:]
+        said = _named(plan.shown(line["run"]))
         typer.echo("\n".join([f"\n=== {line['run']} ({said}) {line['status']}: {line['error']}", *details]))
         typer.echo(f"=== kept in {line['kept']}")
     if len(failures) > SHOWN:
         typer.echo(f"=== {len(failures) - SHOWN} more failures lie in {out / store.FAILED}")
-    columns = ["run", *plan.varied, "status", *(name for name in ("seconds", "attempts", "error") if name in found)]
-    table = found[columns].copy()
-    if "error" in table:
-        table["error"] = table.error.fillna("").str.slice(0, 60)
-    for name, digits in (("seconds", 1), ("attempts", 0)):
-        if name in table:
-            table[name] = table[name].map(lambda value, digits=digits: "" if value != value else f"{value:.{digits}f}")
-    typer.echo(f"\n{table.to_string(index=False)}\n{_counts(table)} in {out}")
-    if len(failures) < len(found):
-        typer.echo(f'read it: bass_core.load_records("{out}"), or notebooks/12_sweep_report.ipynb')
+
+
+def _tell_all(found: pd.DataFrame, plan: SweepPlan, out: Path) -> None:
+    table = found.reindex(columns=["run", *plan.varied, "status", "seconds", "attempts", "error"])
+    table["attempts"] = table.attempts.map("{:.0f}".format, na_action="ignore")
+    table["error"] = table.error.map("{:.60}".format, na_action="ignore")
+    table = table.dropna(axis="columns", how="all")
+    shown = table.to_string(index=False, na_rep="", float_format="{:.1f}".format)
+    typer.echo(f"\n{shown}\n{_counts(table)} in {out}")
+
+
+def _named(parameters: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in parameters.items())
 
 
 def _counts(table: pd.DataFrame) -> str:
     return f"{len(table)} runs: " + ", ".join(
         f"{count} {status}" for status, count in table.status.value_counts().items()
     )
+
+
+def _pages(folder: Path) -> list[Path]:
+    """Write KEY/notebook.html for every finished run that has none. The pages share a script, and work offline."""
+    import nbformat
+    from nbconvert import HTMLExporter
+    from plotly.io import to_html
+    from plotly.offline import get_plotlyjs
+
+    written = []
+    for run in store.finished_runs(folder):
+        source = folder / run.key / NOTEBOOK
+        page = source.with_suffix(".html")
+        if page.exists() or not source.exists():
+            continue
+        notebook = nbformat.read(source, as_version=4)
+        for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
+            if figure := output.get("data", {}).get(FIGURE):
+                drawn = to_html(figure, full_html=False, include_plotlyjs=f"../{SCRIPT}", validate=False)
+                output.data = {"text/html": drawn}
+        page.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+        written.append(page)
+    if written and not (folder / SCRIPT).exists():
+        (folder / SCRIPT).write_text(get_plotlyjs(), encoding="utf-8")
+    return written

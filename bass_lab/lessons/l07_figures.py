@@ -1,17 +1,19 @@
 """Figures and a widget of lesson 07: who reads which keys, what that costs, and where the limit lies.
 
-What is read comes from `bass_kernels.accounting`; nothing is counted here. Beside colour, hatching says what is wasted.
+Reads are counted by `bass_kernels.accounting`, bytes and bounds by `bass_lab.measure.roofline`. Beside colour,
+hatching says what is wasted.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from bass_lab.measure.roofline import Device, Workload
 from bass_lab.show import plots
 from bass_lab.show.live_figures import live_figure, redraw, stacked
 from bass_lab.show.plots import COLOURS
@@ -20,7 +22,7 @@ if TYPE_CHECKING:  # optional packages; imported where they are used
     import ipywidgets
     import plotly.graph_objects as go
 
-    from bass_kernels.accounting import Account, Device, Model, Read
+    from bass_kernels.accounting import Account, Read
 
 # Okabe & Ito's, the dark ones lightened, so that numbers can be read on all of them.
 PROGRAMS = ("#56B4E9", "#E69F00", "#4DC0A0", "#D99BBD", "#F0E442", "#F08A4B", "#B8B8B8")
@@ -219,22 +221,20 @@ def spread_chart(
     return figure
 
 
-def floor_table(models: Sequence[Model], kv_lengths: Sequence[int], batch: int, device: Device) -> pd.DataFrame:
+def floor_table(models: Mapping[str, Workload], kv_lengths: Sequence[int], batch: int, device: Device) -> pd.DataFrame:
     """Per model and KV length: megabytes of keys and values per layer, the least time for them in µs, and attention's
     share of the bytes of a decode step."""
-    from bass_kernels import accounting
-
     lines = []
-    for model in models:
+    for name, model in models.items():
         for kv_length in kv_lengths:
-            keys = batch * kv_length
+            cache = model.cache_bytes(batch * kv_length)
             lines.append(
                 {
-                    "model": model.name,
+                    "model": name,
                     "KV length": kv_length,
-                    "MB per layer": accounting.kv_bytes(keys, model.kv_heads, model.head_dim) / 1e6,
-                    "floor µs per layer": accounting.floor_us(model, keys, device),
-                    "share of a step": accounting.attention_share(model, keys),
+                    "MB per layer": cache / model.layers / 1e6,
+                    "floor µs per layer": cache / model.layers / device.bandwidth * 1e6,
+                    "share of a step": cache / (cache + model.element * model.weights),
                 }
             )
     return pd.DataFrame(lines).set_index(["model", "KV length"])
@@ -256,25 +256,23 @@ def share_chart(table: pd.DataFrame) -> go.Figure:
     return figure
 
 
-def roofline(models: Sequence[Model], query_lengths: Sequence[int], device: Device) -> go.Figure:
+def roofline(models: Mapping[str, Workload], query_lengths: Sequence[int], device: Device) -> go.Figure:
     """Attainable flop/s over flop per byte, with bf16 attention of each model at these query lengths marked."""
     import plotly.graph_objects as go
 
-    from bass_kernels.accounting import attainable, intensity
-
-    title = f"Roofline of one {device.name} (data sheet): ridge at {device.ridge:.0f} flop per byte"
+    title = f"Roofline of one {device.name}: ridge at {device.ridge:.0f} flop per byte"
     figure = plots.empty_figure(title, "flop per byte read = query length × group", "Tflop/s at most", height=420)
     roof = [0.5, device.ridge, 2000.0]
-    line = [attainable(x, device) / 1e12 for x in roof]
+    line = [device.attainable(x) / 1e12 for x in roof]
     figure.add_trace(go.Scatter(x=roof, y=line, mode="lines", name="roof", line={"color": "black"}))
     symbols = ("circle", "diamond", "square")
-    for group in sorted({model.group for model in models}):
-        names = " and ".join(model.name for model in models if model.group == group)
-        x = [intensity(query_length, group) for query_length in query_lengths]
+    for group in sorted({model.group for model in models.values()}):
+        same = {name: model for name, model in models.items() if model.group == group}
+        x = [next(iter(same.values())).attention_intensity(query_length) for query_length in query_lengths]
         points = go.Scatter(
-            name=f"{names} (group {group})",
+            name=f"{' and '.join(same)} (group {group})",
             x=x,
-            y=[attainable(value, device) / 1e12 for value in x],
+            y=[device.attainable(value) / 1e12 for value in x],
             mode="markers+text",
             text=[f"Q = {query_length}" for query_length in query_lengths],
             textposition="bottom right" if group == 1 else "top left",

@@ -12,8 +12,7 @@ import pandas as pd
 
 from bass_core import inputs
 from bass_lab.show import plots
-from bass_lab.sweep.parameters import in_table
-from bass_lab.sweep.store import FAILED, MARK, read_sweep
+from bass_lab.sweep.store import FAILED, MARK, in_table, read_sweep
 
 if TYPE_CHECKING:  # plotly is optional; imported where a figure is made
     import plotly.graph_objects as go

@@ -17,7 +17,6 @@ work. `transformers.generate` is quoted beside it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,8 +35,10 @@ from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair, in_dtype
 from bass_core.policies.costs import costs_like
 from bass_lab.checks import plain_decoding
-from bass_lab.measure import timed_runs
-from bass_lab.measure.timed_runs import LATENCIES, Clock, Way
+from bass_lab.measure import records, timed_runs
+from bass_lab.measure.clocks import LATENCIES, Clock, passes_marked
+from bass_lab.measure.ratios import Ratio
+from bass_lab.measure.timed_runs import Method
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 DRAFTING = ("single", "batched")  # those with a draft length
@@ -52,23 +53,26 @@ class Comparison:
 
     runs: pd.DataFrame
 
-    def ratio(self, method: str = "batched", to: str = "regular") -> tuple[float, float, float]:
-        """Speed of one method over another: median of the paired ratios, and its 95% interval (bootstrap)."""
+    def ratio(self, method: str = "batched", to: str = "regular") -> Ratio:
+        """Speed of one method over another."""
         seconds = self.runs.pivot(index="repeat", columns="method", values="seconds")
-        ratios = (seconds[to] / seconds[method]).to_numpy()
-        resamples = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-        low, high = np.quantile(np.median(resamples, axis=1), [0.025, 0.975])
-        return float(np.median(ratios)), float(low), float(high)
+        return Ratio.of(seconds[method], seconds[to])
+
+    def lines(self) -> list[dict]:
+        """For each method what `records` has of it: medians of tokens/s, latencies and counts, the speed over regular
+        decoding, and the seconds of all repeats."""
+        found = []
+        for method, runs in self.runs.groupby("method", sort=False):
+            medians = runs[["tokens_per_second", *LATENCIES, *COUNTS]].median()
+            line = {"method": method, "k": None if pd.isna(runs.k.iloc[0]) else int(runs.k.iloc[0])}
+            line |= {"seconds": runs.seconds.tolist(), "over_regular": self.ratio(method)._asdict()}
+            found.append(line | {name: None if np.isnan(value) else float(value) for name, value in medians.items()})
+        return found
 
     def summary(self) -> pd.DataFrame:
-        """One line per method: medians of tokens/s, latencies and counts; speed over regular decoding, interval."""
-        lines = []
-        for method, runs in self.runs.groupby("method", sort=False):
-            middle, low, high = self.ratio(method)
-            line = {"method": method, "k": runs.k.iloc[0], "tokens_per_second": runs.tokens_per_second.median()}
-            line |= {"over_regular": middle, "low": low, "high": high}
-            lines.append(line | {name: runs[name].median() for name in (*LATENCIES, *COUNTS)})
-        return pd.DataFrame(lines)
+        """The same as a table, without the seconds; over_regular with the columns low and high."""
+        numbers = dict.fromkeys((*LATENCIES, *COUNTS), float)
+        return records.frame(self.lines()).drop(columns="seconds").astype(numbers)
 
 
 def compare(
@@ -81,7 +85,6 @@ def compare(
     temperature: float = 0.0,
     draft_length: int | None = 5,
     other_lengths: Sequence[int | None] = (),
-    verification: str = "token",
     batch: int | None = None,
     take_turns: bool = False,
     progress: Callable[[str], None] = lambda message: None,
@@ -99,64 +102,53 @@ def compare(
     pool, lines = inputs.token_ids(pair, prompts), []
     for repeat in range(repeats + 1):
         ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
-        ways = _ways(
-            pair,
-            ids,
-            methods,
-            other_lengths,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            draft_length=draft_length,
-            verification=verification,
-        )
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+        called = _methods(pair, ids, methods, draft_length=draft_length, other_lengths=other_lengths, **options)
 
         def tell(doing: str, repeat: int = repeat) -> None:
             progress(f"repeat {repeat} of {repeats}: {doing}")
 
         timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
-        for method, run in timed(pair, ids, ways, seed=repeat, progress=tell):
-            line = {"repeat": repeat, "method": method, "k": ways[method].k, "seconds": run.seconds}
+        for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat, progress=tell):
+            line = {"repeat": repeat, "method": method, "k": called[method].k, "seconds": seconds}
             line["tokens"] = len(ids) * max_new_tokens
-            summary = {} if run.trace is None else run.trace.summary()
+            summary = {} if trace is None else trace.summary()
             counts = {name: summary.get(name, float("nan")) for name in COUNTS}
-            lines.append(line | run.clock.latencies(max_new_tokens) | counts)
+            lines.append(line | clock.latencies(max_new_tokens) | counts)
     runs = pd.DataFrame(lines).query("repeat > 0")
     return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
 
 
-def _ways(
+def _methods(
     pair: ModelPair,
     ids: Sequence[Tensor],
     methods: Sequence[str],
-    other_lengths: Sequence[int | None] = (),
     *,
-    max_new_tokens: int,
-    temperature: float,
     draft_length: int | None,
-    verification: str = "token",
-) -> dict[str, Way]:
-    """What `compare` times, by name. Raises ValueError as it does."""
+    other_lengths: Sequence[int | None],
+    **options,
+) -> dict[str, Method]:
+    """What `compare` times, by name; all arguments are its own. Raises ValueError as it does."""
     for method in methods:
         inputs.one_of("methods", method, METHODS)
     if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
 
-    def ours(k: int | None, **more: object) -> Way:
-        own = options | {"draft_length": k, "verification": verification} | more
-        return Way(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
+    def ours(k: int | None, **more: object) -> Method:
+        own = options | {"draft_length": k} | more
+        return Method(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
 
-    ways = {
-        "transformers": Way(
+    known = {
+        "transformers": Method(
             None, lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock)
         ),
-        "assisted": Way(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
+        "assisted": Method(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
         "regular": ours(0)._replace(k=None),
         "single": ours(draft_length, max_batch_size=1),
         "batched": ours(draft_length),
     }
     others = {"batched default" if k is None else f"batched k={k}": ours(k) for k in other_lengths}
-    return {method: ways[method] for method in methods} | others
+    return {method: known[method] for method in methods} | others
 
 
 def bench(
@@ -167,120 +159,70 @@ def bench(
     batches: Sequence[int] = (1, 2, 4, 8, 16),
     methods: Sequence[str],
     repeats: int = 7,
-    max_new_tokens: int = 128,
-    temperature: float = 0.2,
-    draft_length: int | None = 5,
-    other_lengths: Sequence[int | None] = (),
     vary_prompts: bool = False,
     take_turns: bool = False,
     progress: Callable[[str], None] = lambda message: None,
+    **options,
 ) -> Iterator[list[dict]]:
     """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
 
     sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
-    set rather than its first. take_turns: as in `compare`. models: what to call the pair. One row has no `single`
-    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises
-    ValueError as `compare` does, and without the method `regular`.
+    set rather than its first. models: what to call the pair. options: max_new_tokens (128), temperature (0.2),
+    draft_length (5) and other_lengths; these and take_turns as in `compare`. One row has no `single` beside `batched`.
+    exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises ValueError as
+    `compare` does, and without the method `regular`.
     """
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
-    exact = in_dtype(pair, torch.float32)
-    common = describe_environment() | {
-        "models": models,
-        "dtype": str(pair.target.dtype).removeprefix("torch."),
-        "repeats": repeats,
-        "seed": 0,
-    }
-    common |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "synthetic": pair.synthetic}
+    options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
+    decoding = {name: options[name] for name in ("max_new_tokens", "temperature")}
+    exact, new = in_dtype(pair, torch.float32), decoding["max_new_tokens"]
+    common = describe_environment() | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    common |= {"repeats": repeats, "seed": 0, **decoding, "synthetic": pair.synthetic}
     common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
     cost = costs_like(pair)
     costs = None if cost is None else {name: cost.measured.get(name) for name in COSTS}
+    how = {"repeats": repeats, "take_turns": take_turns, "progress": progress, **options}
     for name, prompts in sets.items():
-        alone: list[Tensor] = []
+        alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=new)
         for batch in batches:
             progress(f"{name}, batch {batch}")
-            taken = [method for method in methods if batch > 1 or method != "single"]
-            comparison = compare(
-                pair,
-                prompts if vary_prompts else prompts[:batch],
-                batch=batch,
-                methods=taken,
-                repeats=repeats,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                draft_length=draft_length,
-                other_lengths=other_lengths,
-                take_turns=take_turns,
-                progress=progress,
-            )
-            alone = alone or greedy_alone(exact, prompts[: max(batches)], max_new_tokens=max_new_tokens)
-            greedy = _ways(
-                exact,
-                inputs.token_ids(exact, prompts[:batch]),
-                taken,
-                other_lengths,
-                max_new_tokens=max_new_tokens,
-                temperature=0.0,
-                draft_length=draft_length,
-            )
-            identical = {method: _identical(way.decode(Clock(), 0), alone[:batch]) for method, way in greedy.items()}
-            spent = {
-                method: step_overhead(
-                    pair, prompts[:batch], max_new_tokens=max_new_tokens, temperature=temperature, draft_length=k
-                )
-                for method, k in (("regular", 0), ("batched", draft_length))
-                if method in methods
-            }
-            yield [
-                common
-                | {"prompt_set": name, "batch": batch}
-                | {"exactness": {"dtype": "float32", "rows": batch, "identical": identical[line["method"]]}}
-                | _record(line, comparison)
-                | ({"step_overhead": spent[line["method"]]} if line["method"] in spent else {})
-                | ({"costs": costs} if line["method"].split()[0] in DRAFTING and pd.isna(line["k"]) else {})
-                for line in comparison.summary().to_dict("records")
-            ]
-
-
-def _record(line: dict, comparison: Comparison) -> dict:
-    """A line of the summary in the names and types of `records`."""
-    runs = comparison.runs[comparison.runs.method == line["method"]]
-    ratio = {"median": line["over_regular"], "low": line["low"], "high": line["high"]}
-    numbers = {name: None if np.isnan(line[name]) else line[name] for name in (*LATENCIES, *COUNTS)}
-    return {
-        "method": line["method"].split()[0],
-        "k": None if pd.isna(line["k"]) else int(line["k"]),
-        "seconds": runs.seconds.tolist(),
-        "over_regular": ratio,
-        "tokens_per_second": line["tokens_per_second"],
-        **numbers,
-    }
+            taken, first = [method for method in methods if batch > 1 or method != "single"], prompts[:batch]
+            found = compare(pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how).lines()
+            greedy = _methods(exact, inputs.token_ids(exact, first), taken, **options | {"temperature": 0.0})
+            spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
+            for line in found:
+                method, called = line["method"], greedy[line["method"]]
+                identical = _identical(called.decode(Clock(), 0), alone[:batch])
+                line |= {"exactness": {"dtype": "float32", "rows": batch, "identical": identical}}
+                if method in spent:
+                    line["step_overhead"] = step_overhead(pair, first, draft_length=spent[method], **decoding)
+                if method.split()[0] in DRAFTING and line["k"] is None:
+                    line["costs"] = costs
+                line |= common | {"method": method.split()[0], "prompt_set": name, "batch": batch}
+            yield found
 
 
 def table(lines: Sequence[dict]) -> str:
     """The records of one prompt set and batch as text for people."""
-    first, shown = lines[0], []
-    for line in lines:
-        ratio = line["over_regular"]
-        shown.append(
-            {
-                "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
-                "tokens/s": f"{line['tokens_per_second']:.0f}",
-                "over regular": f"{ratio['median']:.2f}× ({ratio['low']:.2f}-{ratio['high']:.2f})",
-                **{
-                    name.replace("_ms", ", ms/token"): "" if line[name] is None else f"{line[name]:.2f}"
-                    for name in (*LATENCIES, *COUNTS)
-                },
-                "outside passes": f"{line['step_overhead']:.1%}" if "step_overhead" in line else "",
-                "exact rows": "{identical} of {rows}".format(**line["exactness"]),
-            }
-        )
+    first = lines[0]
     heading = (
-        f"{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, {first['dtype']}, "
-        f"{first['repeats']} repeats"
+        f"\n{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, "
+        f"{first['dtype']}, {first['repeats']} repeats\n"
+        f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
     )
-    exact = f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
-    return f"\n{heading}\n{exact}\n{pd.DataFrame(shown).to_string(index=False)}"
+    rows = [
+        {
+            "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
+            "tokens/s": f"{line['tokens_per_second']:.0f}",
+            "over regular": str(Ratio(**line["over_regular"])),
+            **{name.replace("_ms", ", ms/token"): records.text(line[name], ".2f") for name in (*LATENCIES, *COUNTS)},
+            "outside passes": records.text(line.get("step_overhead"), ".1%"),
+            "exact rows": "{identical} of {rows}".format(**line["exactness"]),
+        }
+        for line in lines
+    ]
+    return records.text_table(heading, rows).rstrip()
 
 
 def methods_of(pair: ModelPair) -> list[str]:
@@ -380,24 +322,16 @@ def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: in
 
     options: as in `generate`. Prefill is left out of both.
     """
-    started, inside, steps = [], [], []
-    models = pair.models
-    hooks = [model.register_forward_pre_hook(lambda *_: started.append(time.perf_counter())) for model in models]
-    hooks += [
-        model.register_forward_hook(lambda *_: inside.append(time.perf_counter() - started[-1]))
-        for model in pair.models
-    ]
-    try:
-        with Session(pair, max_batch_size=len(prompts), eos_token_id=(), **options) as session, session.prepared():
-            for prompt in prompts:
-                session.submit(prompt, max_new_tokens=max_new_tokens)
-            session.step()  # prefill
-            inside.clear()
-            while not session.idle:
-                before = time.perf_counter()
-                session.step()
-                steps.append(time.perf_counter() - before)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return 1 - sum(inside) / sum(steps)
+    outside, whole = 0.0, 0.0
+    options = {"max_batch_size": len(prompts), "eos_token_id": ()} | options
+    with passes_marked(pair) as watch, Session(pair, **options) as session, session.prepared():
+        for prompt in prompts:
+            session.submit(prompt, max_new_tokens=max_new_tokens)
+        session.step()  # prefill
+        while not session.idle:
+            watch.start()
+            session.step()
+            watch.mark()
+            parts = watch.intervals()  # outside, a pass, outside, a pass, …, outside
+            outside, whole = outside + sum(parts[::2]), whole + sum(parts)
+    return outside / whole

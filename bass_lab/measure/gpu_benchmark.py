@@ -7,19 +7,17 @@ its passes made as those that are timed, compiled and recorded, and the verdict 
 
 Every repeat of a way is followed by one of regular decoding in the same minute; a speed-up is the ratio of the two. The
 bounds are measured in the same run: a copy's bandwidth and a matrix product's rate. Definitions: latencies as in
-`timed_runs.Clock`, utilisation as in `roofline.utilisation`.
+`Clock.latencies`, utilisation as in `roofline.utilisation`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -27,28 +25,48 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from bass_core import inputs
 from bass_core.engine import Session
-from bass_core.environment import describe_environment
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import Trace
-from bass_lab.measure import records
+from bass_lab.checks import exactness
+from bass_lab.measure import gpu_command, records
 from bass_lab.measure.benchmark import transformers_generate
+from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import DRY, REGULAR, Group, Way, plan, policy_of
-from bass_lab.measure.gpu_records import check, table
-from bass_lab.measure.roofline import Device, Roofline, Workload, measure_device, utilisation
-from bass_lab.measure.timed_runs import Clock
+from bass_lab.measure.ratios import Ratio
+from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
 from bass_lab.study.modelled_costs import modelled_costs
 
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
 NEW = 128  # tokens per row
 CYCLES = 2e9  # of a GPU in a second, at most
-NO_GPU = 2  # exit code
+PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: its 7.8B model, batch 8, an A100
+
+FIELDS: inputs.Kinds = records.SPEED | {
+    "shape": str,
+    "method": str,  # transformers, regular, single, batched
+    "policy": str,  # "k=5", a policy's name, or "" where nothing is drafted
+    "alpha": (float, type(None)),  # forced; null where nothing is drafted
+    "k": (float, type(None)),  # mean planned draft length
+    "attention": str,
+    "compile": str,
+    "context": int,  # mean tokens of a prompt
+    "seconds": list,  # of decoding, prefill left out, one per repeat
+    "disturbed": int,  # repeats in which something was compiled or recorded for the first time
+    "utilisation": (dict, type(None)),  # verified, emitted, draft, bandwidth: shares of the measured peaks
+    "host_share": (float, type(None)),  # of the decode time, in which the device works on no pass
+    "copy_gb_per_s": float,
+    "matrix_tflops": float,
+    "exactness": dict,  # of the embedded pair: passed, checks, attention, compile
+}
+check = partial(records.check_speed, fields=FIELDS)
 
 # --- one way ------------------------------------------------------------------------------------------------
 
 
-class Runs:
+class RepeatedWay:
     """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings.
 
     Times are of decoding: from the first tokens, which the prefill gives, to the last.
@@ -142,7 +160,7 @@ def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int 
 
 
 @dataclass(frozen=True)
-class Bench:
+class GpuBenchmark:
     """What all groups share. exactness: the embedded pair's verdict; out_of_time: asked before each way."""
 
     device: Device
@@ -161,14 +179,14 @@ class Bench:
         draft = None if pair.draft is None else Workload.of(pair.draft)
         cost = modelled_costs(Roofline(target, self.device), draft and Roofline(draft, self.device))
         prompts = prompts_of(pair, group.batch, self.context, self.spread)
-        regular = Runs(pair, self._here(pair, REGULAR), prompts, cost, self.new)
+        regular = RepeatedWay(pair, self._here(pair, REGULAR), prompts, cost, self.new)
         try:
             for way in group.ways:
                 if self.out_of_time():
                     return
                 runs = None
                 try:
-                    runs = Runs(pair, self._here(pair, way), prompts, cost, self.new)
+                    runs = RepeatedWay(pair, self._here(pair, way), prompts, cost, self.new)
                     yield self._line(group, runs, *self._paired(runs, regular), (target, draft))
                 except (RuntimeError, ValueError) as error:  # out of memory, not to be compiled: the others go on
                     self.failed.append(f"{group.shape}, batch {group.batch}, {way}: {error}")
@@ -186,7 +204,7 @@ class Bench:
         attention = "pad" if way.attention == "ragged" else way.attention
         return replace(way, attention=attention, compile="off")
 
-    def _paired(self, runs: Runs, regular: Runs) -> tuple[list[tuple[float, float]], int]:
+    def _paired(self, runs: RepeatedWay, regular: RepeatedWay) -> tuple[list[tuple[float, float]], int]:
         """Seconds of the way and of regular decoding, repeat by repeat. Those in which something was compiled or
         recorded are made again, but not for ever, since policies may ask for a new length at any time: also returns
         how many such repeats were kept."""
@@ -207,14 +225,13 @@ class Bench:
     def _line(
         self,
         group: Group,
-        runs: Runs,
+        runs: RepeatedWay,
         pairs: Sequence[tuple[float, float]],
         disturbed: int,
         work: tuple[Workload, Workload | None],
     ) -> dict:
         way, count = runs.way, len(pairs)
         seconds, regular = np.array(pairs).T
-        ratios = regular / seconds
         done = runs.done[-count:]
         latencies = pd.DataFrame([clock.latencies(self.new) for clock, _ in done]).median()
         line = {
@@ -234,11 +251,7 @@ class Bench:
             "tokens_per_second": float(np.median(group.batch * (self.new - 1) / seconds)),
             "tokens_per_step": None,
             "k": None,
-            "over_regular": {
-                "median": float(np.median(ratios)),
-                "low": float(ratios.min()),
-                "high": float(ratios.max()),
-            },
+            "over_regular": Ratio.of(seconds, regular)._asdict(),
             "utilisation": None,
             "host_share": None,
             "copy_gb_per_s": self.device.bandwidth / 1e9,
@@ -262,7 +275,7 @@ class Bench:
         }
 
 
-def exactness(device: str, compile: str, **options) -> dict:
+def checked(device: str, compile: str, **options) -> dict:
     """`bass verify` of the embedded pair on this device, its passes made in that way: greedy and coupled identity, and
     the G-tests of its law. It has failed, too, where some pass was made in another way."""
     report = exactness.verify(load_pair(device=device), compile=compile, **options)
@@ -279,66 +292,48 @@ def exactness(device: str, compile: str, **options) -> dict:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench-gpu", description="Time decoding at real sizes on a CUDA GPU.")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="the 7.8B shape alone, about three minutes")
-    size.add_argument("--dry-run", action="store_true", help="tiny models on the CPU: what would be done")
-    parser.add_argument("--seconds", type=float, help="start no way after this time (540, or 165 with --quick)")
+    parser = gpu_command.parser(
+        "gpu",
+        "Time decoding at real sizes on a CUDA GPU.",
+        quick="the 7.8B shape alone, about three minutes",
+        dry_run="tiny models on the CPU: what would be done",
+    )
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--commit", default="", help="of this tree, where it came without its repository")
-    parser.add_argument("--output", type=Path, help="JSON lines go here (notebooks/records/gpu_<device>.jsonl)")
     return parser.parse_args(given)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and write way by way, so that a run cut short keeps what it has. Returns the exit code."""
-    started, dry = time.monotonic(), options.dry_run
-    limit = options.seconds or (165 if options.quick else 540)
-    here = describe_environment()
-    environment = {name: here[name] for name in ("device", "torch", "transformers")}
-    environment["commit"] = here["commit"] or options.commit
+    """Measure and write way by way. Returns the exit code."""
+    dry = options.dry_run
+    lines = gpu_command.Lines("gpu", options, check, limit=165 if options.quick else 540)
+    here = {name: lines.environment[name] for name in ("device", "torch", "transformers", "commit")}
     name = "cpu" if dry else "cuda"
     peaks = measure_device(name, torch.float32 if dry else torch.bfloat16)
     print(f"{here['device']}: a copy moves {peaks.bandwidth / 1e9:.0f} GB/s, a matrix product "
           f"{peaks.flops / 1e12:.3g} TFLOP/s", flush=True)  # fmt: skip
     fewer = {"samples": 1000, "max_new_tokens": 8} if dry else {}
-    verdict = exactness(name, "off" if dry else REGULAR.compile, **fewer)
+    verdict = checked(name, "off" if dry else REGULAR.compile, **fewer)
     print(f"exactness of {verdict['attention']} with compile={verdict['compile']} on the embedded pair: "
           f"{'PASS' if verdict['passed'] else 'FAIL'} {verdict['checks']}", flush=True)  # fmt: skip
     small = {"context": 24, "spread": 6, "new": 12} if dry else {}
-    bench = Bench(
-        peaks,
-        verdict,
-        environment,
-        repeats=options.repeats,
-        out_of_time=lambda: time.monotonic() - started > limit,
-        **small,
+    benchmark = GpuBenchmark(
+        peaks, verdict, here, repeats=options.repeats, out_of_time=lambda: lines.out_of_time, **small
     )
-    output = options.output or (None if dry else records.device_file("gpu", here["device"]))
     groups = [DRY] if dry else plan(options.quick)
-    written, pair, shape = [], None, None
+    pair, shape = None, None
     for group in groups:
-        if bench.out_of_time():
+        if lines.out_of_time:
             break
         if group.shape != shape:
             pair = None
             gc.collect()
             pair, shape = _load(group.shape, name), group.shape
-        lines = []
-        for line in bench.group(pair, group):
-            if output is not None:
-                records.append(output, [line], check)
-            lines.append(line)
-        written += lines
-        if lines:
-            print(f"{table(lines)}{bounds(pair, group, bench)}\n", flush=True)
-    planned = sum(len(group.ways) for group in groups)
-    seconds = round(time.monotonic() - started, 1)
-    left_out = planned - len(written) - len(bench.failed)
-    print(json.dumps({"ways": len(written), "failed": len(bench.failed), "left_out": left_out,
-                      "passed": verdict["passed"], "output": None if output is None else str(output),
-                      "seconds": seconds}))  # fmt: skip
-    return 0 if verdict["passed"] and not bench.failed else 1
+        if found := [lines.add(line) for line in benchmark.group(pair, group)]:
+            print(f"{table(found)}{bounds(pair, group, benchmark)}\n", flush=True)
+    planned, ways, failed = sum(len(group.ways) for group in groups), len(lines.written), len(benchmark.failed)
+    counts = {"ways": ways, "failed": failed, "left_out": planned - ways - failed}
+    lines.end(counts | {"passed": verdict["passed"]})
+    return 0 if verdict["passed"] and not failed else 1
 
 
 def _load(shape: str, device: str) -> ModelPair:
@@ -347,25 +342,45 @@ def _load(shape: str, device: str) -> ModelPair:
     return load_pair(shape, weights="dummy", dtype="bfloat16", device=device)
 
 
-def bounds(pair: ModelPair, group: Group, bench: Bench) -> str:
-    """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
-    from bass_lab.lessons.l08_figures import scaled_to
+def table(lines: Sequence[dict]) -> str:
+    """The records of one group as text."""
+    first, rows = lines[0], []
+    for line in lines:
+        used = line["utilisation"] or {}
+        rows.append(
+            {
+                "way": " ".join(filter(None, (line["method"], line["policy"]))),
+                "α": records.text(line["alpha"], "g"),
+                "attention": line["attention"],
+                "compile": line["compile"],
+                "ms/token": f"{line['mean_ms']:.2f}",
+                "first-last": f"{line['first_ms']:.2f}-{line['last_ms']:.2f}",
+                "tokens/s": f"{line['tokens_per_second']:.0f}",
+                "over regular": str(Ratio(**line["over_regular"])),
+                "tokens/step": records.text(line["tokens_per_step"], ".2f"),
+                "of bandwidth": records.text(used.get("bandwidth"), ".0%"),
+                "verified": records.text(used.get("verified"), ".1%"),
+                "emitted": records.text(used.get("emitted"), ".1%"),
+                "host": records.text(line["host_share"], ".1%"),
+            }
+        )
+    batch = f"{first['shape']}, batch {first['batch']}, {first['context']} tokens of context"
+    return records.text_table(f"{batch}; synthetic: dummy weights", rows)
 
-    keys = bench.context + bench.new / 2
-    roof = 1e3 * Roofline(Workload.of(pair.target), bench.device).seconds(group.batch, 1, keys)
+
+def bounds(pair: ModelPair, group: Group, benchmark: GpuBenchmark) -> str:
+    """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
+    keys, bandwidth = benchmark.context + benchmark.new / 2, benchmark.device.bandwidth
+    roof = 1e3 * Roofline(Workload.of(pair.target), benchmark.device).seconds(group.batch, 1, keys)
     text = f"roofline of regular decoding at the measured bandwidth: {roof:.2f} ms per token"
     if group.shape == "paper-7.8b" and group.batch == 8:
-        low, high = scaled_to(bench.device.bandwidth)
-        text += f"; the paper's 5.8 ms (A100, batch 8, batched) scaled to it: {low:.2f} to {high:.2f} ms"
+        low, high = (PAPER_MS * a100 / bandwidth for a100 in A100_BANDWIDTH)
+        text += f"; the paper's {PAPER_MS} ms (A100, batch 8, batched) scaled to it: {low:.2f} to {high:.2f} ms"
     return text
 
 
 def main(given: list[str] | None = None) -> int:
-    options = arguments(given)
-    if not options.dry_run and not torch.cuda.is_available():
-        print("bench-gpu needs a CUDA GPU, and torch sees none here; --dry-run shows what it does", file=sys.stderr)
-        return NO_GPU
-    return run(options)
+    return gpu_command.main(run, arguments(given))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Measured results as JSON lines that pandas reads back, and that others can contribute.
 
-One line is one method on one prompt set at one batch size; `FIELDS` is the schema. A speed without a word on exactness
-is not a result: every line carries it.
+A line of `SPEED` is one way to decode, timed beside regular decoding; one of `FIELDS` (`bass bench`) is one method on
+one prompt set at one batch size. A speed without a word on exactness is not a result: every line carries it.
 """
 
 from __future__ import annotations
@@ -16,62 +16,68 @@ import pandas as pd
 
 from bass_core import inputs
 from bass_lab.sweep import store
-from bass_lab.sweep.parameters import in_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FIELDS: inputs.Kinds = {
+NUMBER, MAYBE = (int, float), (int, float, type(None))
+SPEED: inputs.Kinds = {
     "method": str,
-    "models": str,
     "dtype": str,
-    "prompt_set": str,
     "batch": int,
-    "k": (int, type(None)),  # null: nothing drafted, or the default policy
-    "temperature": (int, float),
+    "k": MAYBE,  # draft length
+    "alpha": MAYBE,
+    "tokens_per_step": MAYBE,
     "max_new_tokens": int,
-    "seed": int,
     "repeats": int,
     "seconds": list,  # one per repeat
-    "tokens_per_second": (int, float),
-    "first_ms": (int, float, type(None)),  # per token; see timed_runs.Clock.latencies. null: none came later
-    "last_ms": (int, float, type(None)),
-    "mean_ms": (int, float, type(None)),
-    "alpha": (int, float, type(None)),
-    "acceptance_rate": (int, float, type(None)),
-    "tokens_per_step": (int, float, type(None)),
-    "over_regular": dict,  # median, low, high of the paired ratios
-    "exactness": dict,  # dtype, rows, identical: how many equal transformers' greedy text of the row alone
+    "tokens_per_second": NUMBER,
+    "first_ms": MAYBE,  # per token of a row; see `Clock.latencies`. null: none came later
+    "last_ms": MAYBE,
+    "mean_ms": MAYBE,
+    "over_regular": dict,  # `Ratio` of the seconds of regular decoding to these
+    "exactness": dict,
     "synthetic": bool,  # acceptance forced rather than earned, or dummy weights
     "device": str,
-    "cores": int,
-    "python": str,
     "torch": str,
     "transformers": str,
     "commit": str,
+}
+FIELDS: inputs.Kinds = SPEED | {
+    "models": str,
+    "prompt_set": str,
+    "k": (int, type(None)),  # null: nothing drafted, or the default policy
+    "temperature": NUMBER,
+    "seed": int,
+    "acceptance_rate": MAYBE,
+    "exactness": dict,  # dtype, rows, identical: how many equal transformers' greedy text of the row alone
+    "cores": int,
+    "python": str,
 }
 PEERS = ("transformers", "assisted")  # methods that are not this engine's
 POSITIVE = ("batch", "max_new_tokens", "repeats", "tokens_per_second", "first_ms", "last_ms", "mean_ms")
 
 
 def check(line: dict) -> None:
-    """Raises ValueError naming the field that is missing, of the wrong type, or contradicts another."""
-    inputs.check_fields(line, FIELDS, POSITIVE)
+    """Raises ValueError naming the field of a line of `FIELDS` that is missing, wrong, or contradicts another."""
+    check_speed(line, FIELDS)
+    _check_exactness(line["exactness"], ours=line["method"] not in PEERS)
+
+
+def check_speed(line: dict, fields: inputs.Kinds) -> None:
+    """As `check`, for a line of these fields, those of `SPEED` among them."""
+    inputs.check_fields(line, fields, POSITIVE)
     if len(line["seconds"]) != line["repeats"] or not all(_positive(s) for s in line["seconds"]):
         raise ValueError(
             f"seconds must be {line['repeats']} positive numbers (one per repeat), got {line['seconds']!r}"
         )
-    if not line["first_ms"] <= line["mean_ms"] <= line["last_ms"]:
+    if line["first_ms"] is not None and not line["first_ms"] <= line["mean_ms"] <= line["last_ms"]:
         raise ValueError(
             f"first_ms ≤ mean_ms ≤ last_ms does not hold: {[line[n] for n in ('first_ms', 'mean_ms', 'last_ms')]}"
         )
     for name in ("alpha", "acceptance_rate"):
-        if line[name] is not None and not 0 <= line[name] <= 1:
+        if line.get(name) is not None and not 0 <= line[name] <= 1:
             raise ValueError(f"{name} must be in [0, 1] or null, got {line[name]!r}")
-    _check_ratio(line["over_regular"])
-    _check_exactness(line["exactness"], ours=line["method"] not in PEERS)
-
-
-def _check_ratio(ratio: dict) -> None:
+    ratio = line["over_regular"]
     if not all(_positive(ratio.get(name)) for name in ("low", "median", "high")):
         raise ValueError(f"over_regular must hold positive low, median and high, got {ratio!r}")
     if not ratio["low"] <= ratio["median"] <= ratio["high"]:
@@ -116,13 +122,13 @@ def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
 
 def frame(lines: Sequence[dict]) -> pd.DataFrame:
     """Lines of `FIELDS` as a table: one line each, `over_regular` as the columns over_regular (its median), low, high,
-    `exactness` as identical and rows."""
+    `exactness` (if they have it) as identical and rows."""
     flat = []
     for line in lines:
-        ratio, exactness = line["over_regular"], line["exactness"]
+        ratio, exactness = line["over_regular"], line.get("exactness", {})
         spread = {"over_regular": ratio["median"], "low": ratio["low"], "high": ratio["high"]}
-        flat.append({**line, **spread, "identical": exactness["identical"], "rows": exactness["rows"]})
-    return pd.DataFrame(flat).drop(columns=["exactness"])
+        flat.append(line | spread | {name: exactness[name] for name in ("identical", "rows") if name in exactness})
+    return pd.DataFrame(flat).drop(columns="exactness", errors="ignore")
 
 
 def load_records(path: str | Path) -> pd.DataFrame:
@@ -150,7 +156,7 @@ def _tables(path: Path) -> Iterator[tuple[Path, pd.DataFrame]]:
     if path.is_file():
         yield path, _table(path)
     elif (path / store.SWEEP).exists():
-        for result in store.results(path):
+        for result in store.finished_runs(path):
             for file in result.files:
                 yield file, _with_parameters(_table(file), result)
     else:
@@ -175,14 +181,24 @@ def _table(path: Path) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def _with_parameters(table: pd.DataFrame, result: store.Result) -> pd.DataFrame:
+def _with_parameters(table: pd.DataFrame, result: store.FinishedRun) -> pd.DataFrame:
     columns = {"run": result.key}
     for name, value in result.parameters.items():
-        columns[name] = in_table(value)
+        columns[name] = store.in_table(value)
     same = [name for name in columns if name in table and (table[name] == columns[name]).all()]
     differ = {name: f"{name}_recorded" for name in columns if name in table and name not in same}
     left = pd.DataFrame({name: [value] * len(table) for name, value in columns.items()})
     return left.join(table.drop(columns=same).rename(columns=differ).reset_index(drop=True))
+
+
+def text_table(heading: str, rows: Sequence[dict[str, str]]) -> str:
+    """Lines for people, their columns under a heading."""
+    return f"{heading}\n{pd.DataFrame(rows).to_string(index=False)}\n"
+
+
+def text(value: float | None, form: str) -> str:
+    """A number in a table: formatted, or nothing where there is none."""
+    return "" if value is None else format(value, form)
 
 
 def device_file(kind: str, device: str) -> Path:

@@ -8,8 +8,7 @@ bytes and at least the time of its operations. Counts and bounds, never predicti
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bass_core.environment import processor, synchronize
+from bass_core.environment import processor
+from bass_lab.measure.clocks import best_seconds
 
 Number = float | np.ndarray | pd.Series
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what configs call the number of experts
@@ -71,6 +71,22 @@ class Workload:
             element=(dtype or model.dtype).itemsize,
         )
 
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    def cache_bytes(self, positions: Number) -> Number:
+        """Of the keys and values of so many positions, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.element * positions
+
+    def attention_intensity(self, query_length: Number) -> Number:
+        """Flop per byte of attention alone over a long cache: Q · G in bf16.
+
+        A key and its value take 2 · D · `element` bytes, and serve Q · G queries with 2 · D flop each in QKᵀ and in PV.
+        """
+        return 2 * query_length * self.group / self.element
+
     def flops(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """Multiplications and additions of a pass over `query_length` new tokens of each row.
 
@@ -86,8 +102,7 @@ class Workload:
         kv_length: mean keys of a row that are read from the cache.
         Activations and logits are left out: on a GPU they stay in caches or are small beside the weights.
         """
-        per_key = 2 * self.layers * self.kv_heads * self.head_dim
-        return self.element * (self.weights + per_key * batch * (kv_length + query_length))
+        return self.element * self.weights + self.cache_bytes(batch * (kv_length + query_length))
 
 
 @dataclass(frozen=True)
@@ -103,6 +118,10 @@ class Device:
         """Flop per byte from which on arithmetic, not memory, is the limit."""
         return self.flops / self.bandwidth
 
+    def attainable(self, intensity: Number) -> Number:
+        """Flop/s at most of work with so many flop per byte."""
+        return np.minimum(self.flops, intensity * self.bandwidth)
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -111,20 +130,26 @@ class Roofline:
     work: Workload
     device: Device
 
-    def seconds(self, batch: int, query_length: int, kv_length: float) -> float:
+    def seconds(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """No pass is faster than its bytes, nor than its operations."""
         shape = batch, query_length, kv_length
-        return max(self.work.bytes(*shape) / self.device.bandwidth, self.work.flops(*shape) / self.device.flops)
+        return np.maximum(self.work.bytes(*shape) / self.device.bandwidth, self.work.flops(*shape) / self.device.flops)
 
-    def intensity(self, batch: int, query_length: int, kv_length: float) -> float:
+    def intensity(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
         """Flop per byte of a pass; memory is the limit below the device's ridge."""
         return self.work.flops(batch, query_length, kv_length) / self.work.bytes(batch, query_length, kv_length)
 
 
-# The paper's 7.8B target with its 310M draft (4 layers × 2048) in bf16, and an H100 SXM, all from data sheets.
+# From data sheets, models in bf16. The paper's are the 7.8B target and its 310M draft (4 layers × 2048).
+A100_BANDWIDTH = (1.55e12, 2.0e12)  # of the 40 GB and the 80 GB variant; the paper does not say which it used
 H100 = Device("NVIDIA H100 80GB HBM3 (data sheet)", bandwidth=3.35e12, flops=989e12)
 TARGET_8B = Workload(int(7.8e9), int(7.8e9), layers=32, heads=32, kv_heads=32, head_dim=128, element=2)
 DRAFT_310M = Workload(int(310e6), int(310e6), layers=4, heads=16, kv_heads=16, head_dim=128, element=2)
+MODELS = {  # the targets whose attention is looked at
+    "Llama-8B": Workload(int(8.03e9), int(8.03e9), layers=32, heads=32, kv_heads=8, head_dim=128, element=2),
+    "MHA-7.8B": TARGET_8B,
+    "OPT-13B": Workload(int(12.85e9), int(12.85e9), layers=40, heads=40, kv_heads=40, head_dim=128, element=2),
+}
 
 
 @dataclass(frozen=True)
@@ -190,6 +215,17 @@ def _done(work: Workload, rows: pd.DataFrame) -> tuple[float, float]:
     return float(flops), float(work.bytes(passes.batch, passes.tokens, passes.cached).sum())
 
 
+def copy_bandwidth(device: torch.device, copied: int | None = None, seconds: float = 0.5) -> float:
+    """Bytes read and written by a copy, per second.
+
+    copied: bytes of the tensor that is copied (None: 1 GB on CUDA, 64 MB elsewhere). On a CPU whose cache holds the
+        weights, copy as many bytes as they are: the roof then is the cache's.
+    """
+    source = torch.ones(copied or (2**30 if device.type == "cuda" else 2**26), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * len(source) / best_seconds(lambda: target.copy_(source), device, seconds)
+
+
 def measure_device(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -198,37 +234,18 @@ def measure_device(
     sides: Sequence[int] | None = None,
     seconds: float = 0.5,
 ) -> Device:
-    """The peaks of a device: a copy counts the bytes read and written, a square matrix product 2 n³ operations.
+    """The peaks of a device: `copy_bandwidth`, and the rate of square matrix products of 2 n³ operations.
 
-    copied: bytes of the tensor that is copied (None: 1 GB on CUDA, 64 MB elsewhere). On a CPU whose cache holds the
-        weights, copy as many bytes as they are: the roof then is the cache's. sides: n of the products, the best
-        counts (None: 4096 and 8192 on CUDA, 512 and 1024 elsewhere). seconds: spent on each measurement.
+    sides: n of the products, the best counts (None: 4096 and 8192 on CUDA, 512 and 1024 elsewhere). seconds: spent on
+        each measurement.
     """
     device = torch.device(device)
     on_cuda = device.type == "cuda"
-    count = (copied or (2**30 if on_cuda else 2**26)) // dtype.itemsize
-    source = torch.ones(count, dtype=dtype, device=device)
-    target = torch.empty_like(source)
-    bandwidth = 2 * count * dtype.itemsize / _best(lambda: target.copy_(source), device, seconds)
+    bandwidth = copy_bandwidth(device, copied, seconds)
     rates = []
     for side in sides or ((4096, 8192) if on_cuda else (512, 1024)):
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)
-        rates.append(2 * side**3 / _best(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, seconds))
+        rates.append(2 * side**3 / best_seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, seconds))
     name = torch.cuda.get_device_name(device) if on_cuda else processor()
     return Device(name, bandwidth, max(rates))
-
-
-def _best(call: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Shortest time of a call after one that warms up; on CUDA of ten in a row, so that launching is not counted."""
-    inner = 10 if device.type == "cuda" else 1
-    call()
-    synchronize(device)
-    times, end = [], time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        started = time.perf_counter()
-        for _ in range(inner):
-            call()
-        synchronize(device)
-        times.append((time.perf_counter() - started) / inner)
-    return float(np.min(times))

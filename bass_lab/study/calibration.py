@@ -13,7 +13,7 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from bass_core.models import ModelPair, fingerprints, name_of
 from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
 from bass_core.runner import Runner
 from bass_core.trace import Stopwatch
+from bass_lab.measure.clocks import passes_marked
 from bass_lab.study import mixed_model
 from bass_lab.study.mixed_model import Sample
 from bass_lab.study.modelled_costs import best_fixed_length, predict
@@ -81,7 +82,7 @@ def calibrate(
         recorded = session.device_step.records
     axes = _axes(pair, batches, query_lengths, kv_lengths, recorded)
     with ExitStack() as stack:
-        watch = stack.enter_context(_watching(pair))
+        watch = stack.enter_context(passes_marked(pair))
         warm, longer = _turns(pair, axes, watch, stack, recorded)
         progress(f"timing passes and steps by {len(warm) + len(longer)} kinds of turns for {seconds:.0f} s")
         for turn in warm:
@@ -176,17 +177,6 @@ def _turns(
     first, *others = turns.values()
     steps = [Turn(partial(_steps, watch, pair, batch, draft_lengths), OFTEN) for batch in batches]
     return steps + first, list(itertools.chain(*others))
-
-
-@contextmanager
-def _watching(pair: ModelPair) -> Iterator[Stopwatch]:
-    """A stopwatch that is marked where a forward pass of the pair's models begins and where it ends."""
-    watch = Stopwatch(pair.device)
-    with ExitStack() as hooks:
-        for model in {id(model): model for model in pair.models}.values():  # one model may be both
-            hooks.callback(model.register_forward_pre_hook(lambda *_: watch.mark()).remove)
-            hooks.callback(model.register_forward_hook(lambda *_: watch.mark()).remove)
-        yield watch
 
 
 def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:

@@ -1,6 +1,7 @@
 """Where the runs of a sweep take place: processes of this machine, or the workers of a Ray cluster.
 
-Both start a run, say which have ended, and kill what still runs when they are left; `planning.run` decides all else.
+Both say how many `jobs` they take at a time and start a run, of which one asks `outcome()` until it has ended; what
+still runs when they are left is killed. `planning.run` decides all else.
 """
 
 from __future__ import annotations
@@ -8,16 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bass_lab.sweep import one_run
+from bass_lab.sweep import run_process
+from bass_lab.sweep.run_process import RunProcess
 
 QUIET = {"log_to_driver": False, "logging_level": "error"}  # `planning.run` says what became of each run
-PAUSE = 0.05  # seconds between two looks at what has ended
-Ended = list[tuple[str, Path, dict]]  # key, scratch folder, outcome
 
 
 class LocalExecutor:
@@ -27,44 +25,29 @@ class LocalExecutor:
     """
 
     def __init__(self, jobs: int = 1, gpus: int = 0):
-        self._free_gpus = _visible_gpus() if gpus else []
-        if jobs * gpus > len(self._free_gpus):
+        visible = _visible_gpus() if gpus else []
+        if jobs * gpus > len(visible):
             raise ValueError(
                 f"{jobs} runs at a time with {gpus} GPU(s) each need {jobs * gpus}, and there are "
-                f"{len(self._free_gpus)} here; give fewer --jobs or --gpus-per-run"
+                f"{len(visible)} here; give fewer --jobs or --gpus-per-run"
             )
-        self._jobs, self._gpus = jobs, gpus
-        self.running: dict[str, tuple[one_run.Run, list[str]]] = {}
+        self.jobs = jobs
+        self._gpus = [",".join(visible[job * gpus : (job + 1) * gpus]) for job in range(jobs)]
+        self._runs: list[RunProcess | None] = [None] * jobs
 
-    @property
-    def free(self) -> bool:
-        return len(self.running) < self._jobs
-
-    def start(self, key: str, job: dict, scratch: Path) -> None:
-        own, self._free_gpus = self._free_gpus[: self._gpus], self._free_gpus[self._gpus :]
-        if own:
-            job["environment"] |= {"CUDA_VISIBLE_DEVICES": ",".join(own)}
-        self.running[key] = one_run.Run(job, scratch), own
-
-    def ended(self) -> Ended:
-        """Runs that have ended since the last call; waits a moment if there are none."""
-        found: Ended = []
-        for key, (run, own) in list(self.running.items()):
-            if (outcome := run.outcome()) is not None:
-                del self.running[key]
-                self._free_gpus += own
-                found.append((key, run.folder, outcome))
-        if not found:
-            time.sleep(PAUSE)
-        return found
+    def start(self, job: dict, folder: Path) -> RunProcess:
+        place = next(i for i, run in enumerate(self._runs) if run is None or run.ended)
+        if self._gpus[place]:
+            job["environment"] |= {"CUDA_VISIBLE_DEVICES": self._gpus[place]}
+        self._runs[place] = RunProcess(job, folder)
+        return self._runs[place]
 
     def __enter__(self) -> LocalExecutor:
         return self
 
     def __exit__(self, *exc) -> None:
-        for run, _ in self.running.values():
+        for run in filter(None, self._runs):
             run.stop()
-        self.running.clear()
 
 
 def _visible_gpus() -> list[str]:
@@ -96,16 +79,17 @@ class RayExecutor:
             import ray  # which reads the variables, so they are set by now
         except ImportError:
             raise ValueError("--executor ray needs Ray: pip install 'bass-hands-on[sweep]'") from None
-        self._ray, self._jobs, self._gpus = ray, jobs, gpus
+        self._ray, self.jobs, self._gpus = ray, jobs, gpus
         if address is None:
             here = _visible_gpus() if gpus else []
             self._check_gpus([len(here)])
             ray.init("local", num_cpus=jobs, num_gpus=len(here), include_dashboard=False, **QUIET)
         else:
             self._connect(address)
-        self._source = Path(one_run.__file__).read_text(encoding="utf-8")
-        self._task = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)(_worker())  # planning.run counts attempts
-        self.running: dict[Any, tuple[str, Path]] = {}
+        ray.cloudpickle.register_pickle_by_value(run_process)  # a worker does not import this package, or torch
+        attempt = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)  # planning.run counts attempts
+        self._complete = attempt(run_process.complete)
+        self._runs: list[RayRun] = []
 
     def _connect(self, address: str) -> None:
         host, colon, port = address.split("://")[-1].rpartition(":")
@@ -129,38 +113,43 @@ class RayExecutor:
                 f"{max(machines, default=0):.0f}: it would wait for ever. Give a smaller --gpus-per-run"
             )
 
-    @property
-    def free(self) -> bool:
-        return len(self.running) < self._jobs
-
-    def start(self, key: str, job: dict, scratch: Path) -> None:
+    def start(self, job: dict, folder: Path) -> RayRun:
         job["environment"] |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}  # Ray would make it 1
-        self.running[self._task.remote(self._source, job)] = key, scratch
-
-    def ended(self) -> Ended:
-        """Runs that have ended since the last call; waits a moment if there are none."""
-        references, _ = self._ray.wait(list(self.running), timeout=PAUSE)
-        found: Ended = []
-        for reference in references:
-            key, scratch = self.running.pop(reference)
-            try:
-                outcome, files = self._ray.get(reference)
-                for name, content in files.items():
-                    (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-                    (scratch / name).write_bytes(content)
-            except self._ray.exceptions.RayError as error:  # its worker or its machine died
-                outcome = {"status": one_run.DIED, "error": str(error).splitlines()[0], "details": "", "seconds": 0.0}
-            found.append((key, scratch, outcome))
-        return found
+        self._runs.append(RayRun(self._ray, self._complete.remote(job), folder))
+        return self._runs[-1]
 
     def __enter__(self) -> RayExecutor:
         return self
 
     def __exit__(self, *exc) -> None:
-        for reference in self.running:
-            self._ray.cancel(reference, force=True)
-        self.running.clear()
+        for run in self._runs:
+            run.stop()
         self._ray.shutdown()
+
+
+class RayRun:
+    """A run that a worker of Ray does; `outcome()` is None until it has ended, and `folder` gets its files."""
+
+    def __init__(self, ray: Any, reference: Any, folder: Path):
+        self._ray, self._reference, self.folder = ray, reference, folder
+
+    def outcome(self) -> dict | None:
+        ended, _ = self._ray.wait([self._reference], timeout=0)
+        if not ended:
+            return None
+        self._reference = None  # Ray keeps what a reference stands for
+        try:
+            outcome, files = self._ray.get(ended[0])
+        except self._ray.exceptions.RayError as error:  # its worker or its machine died
+            return {"status": run_process.DIED, "error": str(error).splitlines()[0], "details": "", "seconds": 0.0}
+        for name, content in files.items():
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_bytes(content)
+        return outcome
+
+    def stop(self) -> None:
+        if self._reference is not None:
+            self._ray.cancel(self._reference, force=True)
 
 
 def _ask_for_a_token(address: str | None) -> None:
@@ -176,28 +165,3 @@ def _ask_for_a_token(address: str | None) -> None:
             f"a cluster at {address} must ask for a token, or anybody who reaches it runs code there: start it with "
             "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes one), and set the same here"
         )
-
-
-def _worker() -> Callable[[str, dict], tuple[dict, dict[str, bytes]]]:
-    """The task. A function within a function is sent by value: a worker does not import this package, or torch."""
-
-    def attempt(source: str, job: dict) -> tuple[dict, dict[str, bytes]]:
-        import importlib.util
-        import pathlib
-        import tempfile
-        import time
-
-        with tempfile.TemporaryDirectory(prefix="bass-") as folder:
-            script, results = pathlib.Path(folder, "sweep_run.py"), pathlib.Path(folder, "results")
-            script.write_text(source, encoding="utf-8")
-            results.mkdir()
-            spec = importlib.util.spec_from_file_location("sweep_run", script)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            run = module.Run(job, results)
-            while (outcome := run.outcome()) is None:
-                time.sleep(0.05)
-            found = [path for path in results.rglob("*") if path.is_file()]
-            return outcome, {str(path.relative_to(results)): path.read_bytes() for path in found}
-
-    return attempt

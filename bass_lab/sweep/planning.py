@@ -10,7 +10,10 @@ import csv
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,26 +21,29 @@ from typing import Any
 import pandas as pd
 
 from bass_core.models import ASSETS
-from bass_lab.sweep import one_run, parameters
+from bass_lab.sweep import parameters, run_process
 from bass_lab.sweep.executors import LocalExecutor, RayExecutor
-from bass_lab.sweep.parameters import AUTO
-from bass_lab.sweep.store import Store
+from bass_lab.sweep.parameters import Parameter
+from bass_lab.sweep.store import Store, in_table, is_done
 
 OUTPUT = "output"  # the parameter by which a notebook is told where to write what it measured
 STOPPING = {  # outcomes that every other run would meet, too; what to do
-    one_run.FULL: "free some space",
-    one_run.CHANGED: "do not change the code while a sweep runs",
+    run_process.FULL: "free some space",
+    run_process.CHANGED: "do not change the code while a sweep runs",
 }
-FINISHED = (one_run.DONE, "was done")  # statuses of runs that have a result
+FINISHED = (run_process.DONE, "was done")  # statuses of runs that have a result
 AGAIN = "the same command goes on with what is missing"
 
 
 class SweepStopped(Exception):
     """The sweep ended before all runs were tried; the message says why, and how to go on."""
 
+    def __init__(self, status: str, error: str):
+        super().__init__(f"{status}: {error}; {STOPPING[status]}, and {AGAIN}")
+
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """A sweep before it starts. runs: parameters by key, defaults filled in. varied: names with several values.
 
     notebook: its JSON; path: where it lies, and runs work. code: the version that the keys stand for.
@@ -51,7 +57,7 @@ class Plan:
     records: bool  # whether it takes `output`
 
     def job(self, key: str, timeout: float | None) -> dict:
-        """What `one_run.Run` needs to know."""
+        """What `RunProcess` needs to know."""
         return {
             "notebook": self.notebook,
             "parameters": self.runs[key],
@@ -62,16 +68,17 @@ class Plan:
             "timeout": timeout,
         }
 
-    def table(self, done: Callable[[str], bool]) -> pd.DataFrame:
-        """A line per run: its key, what varies, and whether it is done."""
-        lines = [
-            {"run": key, **shown(self.runs[key], self.varied), "status": "done" if done(key) else "to run"}
-            for key in self.runs
-        ]
-        return pd.DataFrame(lines)
+    def shown(self, key: str) -> dict[str, Any]:
+        """What varies, in a run, as people write it."""
+        return {name: in_table(self.runs[key][name]) for name in self.varied}
+
+    def table(self, folder: Path) -> pd.DataFrame:
+        """A line per run: its key, what varies, and whether it is done in `folder`."""
+        status = {key: "done" if is_done(folder, key) else "to run" for key in self.runs}
+        return pd.DataFrame([{"run": key, **self.shown(key), "status": status[key]} for key in self.runs])
 
 
-def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None = None) -> Plan:
+def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None = None) -> SweepPlan:
     """The runs of a notebook: every combination of the values, for each row if there are any.
 
     values: texts NAME=VALUE,VALUE,…. rows: a CSV or YAML file with a run's parameters in each row. Raises ValueError
@@ -83,25 +90,23 @@ def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None =
         known = parameters.of_notebook(notebook, path.name)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is no notebook: {type(error).__name__}: {error}") from None
+    output = known.pop(OUTPUT, None)
     grid = _grid(path.name, values, known)
     listed = _rows(path.name, Path(rows), known) if rows else [{}]
     if twice := [name for name in grid if any(name in row for row in listed)]:
         raise ValueError(f"{', '.join(twice)} stands both in {rows} and after -p; leave one out")
-    defaults = {name: parameter.default for name, parameter in known.items() if name != OUTPUT}
+    defaults = {name: parameter.default for name, parameter in known.items()}
     product = [dict(zip(grid, combination, strict=True)) for combination in itertools.product(*grid.values())]
     wanted = [defaults | row | chosen for row in listed for chosen in product]
-    code, cells = one_run.code_version(), [["".join(c["source"]), c["cell_type"]] for c in notebook["cells"]]
-    runs, models = {}, {}
-    for run in wanted:
-        names = run.get("target", ""), run.get("draft", "")
-        if names not in models:
-            models[names] = _models(*names, path.parent) if {"target", "draft"} & set(run) else []
-        runs[_hash([run, cells, code, models[names]])] = run
+    code, cells = run_process.code_version(), [["".join(c["source"]), c["cell_type"]] for c in notebook["cells"]]
+    pairs = [(run.get("target"), run.get("draft")) for run in wanted]
+    models = {names: _models(*names, path.parent) for names in set(pairs)}
+    runs = {_hash([run, cells, code, models[names]]): run for run, names in zip(wanted, pairs, strict=True)}
     varied = [name for name in defaults if len({json.dumps(run[name]) for run in wanted}) > 1]
-    return Plan(path, notebook, runs, varied or [*grid], code, OUTPUT in known)
+    return SweepPlan(path, notebook, runs, varied or [*grid], code, output is not None)
 
 
-def _grid(title: str, values: Sequence[str], known: parameters.Parameters) -> dict[str, list]:
+def _grid(title: str, values: Sequence[str], known: Mapping[str, Parameter]) -> dict[str, list]:
     grid = {}
     for text in values:
         name, equals, listed = text.partition("=")
@@ -109,12 +114,12 @@ def _grid(title: str, values: Sequence[str], known: parameters.Parameters) -> di
             raise ValueError(f"-p takes NAME=VALUE,VALUE,…; got {text!r}")
         if name in grid:
             raise ValueError(f"-p {name}=… was given twice; list its values after one, separated by commas")
-        parameter = _own(title, name, known)
+        parameter = _parameter(title, name, known)
         grid[name] = [parameter.parse(value) for value in parameters.split(listed)]
     return grid
 
 
-def _rows(title: str, file: Path, known: parameters.Parameters) -> list[dict]:
+def _rows(title: str, file: Path, known: Mapping[str, Parameter]) -> list[dict]:
     """The parameters in each row of a file; texts stand for values as they do after -p."""
     if file.suffix == ".csv":
         with file.open(newline="", encoding="utf-8") as lines:
@@ -135,29 +140,28 @@ def _rows(title: str, file: Path, known: parameters.Parameters) -> list[dict]:
         try:
             if None in row or (None in row.values() and file.suffix == ".csv"):
                 raise ValueError("it has not as many fields as the first line")
-            own = {str(name): (_own(title, str(name), known), value) for name, value in row.items()}
+            own = {str(name): (_parameter(title, str(name), known), value) for name, value in row.items()}
             found.append({name: p.parse(v) if isinstance(v, str) else p.check(v) for name, (p, v) in own.items()})
         except ValueError as error:
             raise ValueError(f"{file}, row {number}: {error}") from None
     return found
 
 
-def _own(title: str, name: str, known: parameters.Parameters) -> parameters.Parameter:
+def _parameter(title: str, name: str, known: Mapping[str, Parameter]) -> Parameter:
     """The parameter of that name; `output` is the sweep's."""
     if name == OUTPUT:
         raise ValueError(f"{OUTPUT} is set by the sweep, which collects what each run writes; say --out FOLDER")
-    return parameters.known(title, name, {other: parameter for other, parameter in known.items() if other != OUTPUT})
+    return parameters.known(title, name, known)
 
 
-def _models(target: str, draft: str, folder: Path) -> list[str]:
+def _models(target: str | None, draft: str | None, folder: Path) -> list[str]:
     """What tells the models of a run apart, by what is in their files. Raises ValueError for one that is nowhere."""
+    if target is None and draft is None:  # the notebook takes none
+        return []
     if not target:
         return [_folder_hash(ASSETS / "target"), _folder_hash(ASSETS / "draft")]
-    found = []
-    for name in filter(None, (target, draft)):
-        local = folder / name
-        found.append(_folder_hash(local) if local.is_dir() else f"{name}@{_revision(name)}")
-    return found
+    places = {name: folder / name for name in (target, draft) if name}
+    return [_folder_hash(place) if place.is_dir() else f"{name}@{_revision(name)}" for name, place in places.items()]
 
 
 def _folder_hash(folder: Path) -> str:
@@ -189,16 +193,11 @@ def _hash(document: object) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def shown(run: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Some of a run's parameters as people write them: None is `auto`."""
-    return {name: AUTO if run[name] is None else run[name] for name in names}
-
-
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
 def run(
-    plan: Plan,
+    plan: SweepPlan,
     folder: str | Path,
     executor: LocalExecutor | RayExecutor,
     *,
@@ -215,63 +214,58 @@ def run(
     Raises ValueError if the folder cannot be had; SweepStopped where no other run could succeed (the disk is full, the
     code was changed). Whatever ends it, finished runs stay.
     """
-    try:
-        lines = _lines(plan, Path(folder), executor, timeout, retries, progress)
-    except OSError as error:
-        if not one_run.is_full(error):
-            raise
-        raise _stopped(one_run.FULL, str(error)) from error
-    return pd.DataFrame([{"run": key, **shown(plan.runs[key], plan.varied), **lines[key]} for key in plan.runs])
-
-
-def _lines(
-    plan: Plan,
-    folder: Path,
-    executor: LocalExecutor | RayExecutor,
-    timeout: float | None,
-    retries: int,
-    progress: Callable[[str, dict], None],
-) -> dict[str, dict]:
+    folder = Path(folder)
     lines: dict[str, dict] = {}
-    with Store(folder, plan.path.name, plan.runs) as store:
-        waiting, attempts = [], dict.fromkeys(plan.runs, 0)
+
+    def settle(key: str, line: dict) -> None:
+        lines[key] = line
+        progress(key, line)
+        if line["status"] in STOPPING:
+            raise SweepStopped(line["status"], line["error"])
+
+    with _full_disk_stops(), Store(folder, plan.path.name, plan.runs) as store, executor:
+        waiting, running, attempts = [], {}, dict.fromkeys(plan.runs, 0)
         for key in plan.runs:
-            if store.done(key):
-                lines[key] = {"status": FINISHED[1]}
-                progress(key, lines[key])
+            if is_done(folder, key):
+                settle(key, {"status": FINISHED[1]})
             else:
                 waiting.append(key)
-        with executor:
-            while waiting or executor.running:
-                while waiting and executor.free:
-                    key = waiting.pop(0)
-                    attempts[key] += 1
-                    executor.start(key, plan.job(key, timeout), store.scratch(key, attempts[key]))
-                for key, scratch, outcome in executor.ended():
-                    if outcome["status"] == one_run.DIED and attempts[key] <= retries:
-                        store.discard(scratch)
-                        waiting.insert(0, key)
-                        continue
-                    lines[key] = outcome | {"attempts": attempts[key]}
-                    _settle(plan, store, key, scratch, lines[key])
-                    progress(key, lines[key])
-                    if lines[key]["status"] in STOPPING:
-                        raise _stopped(lines[key]["status"], lines[key]["error"])
-    return lines
+        while waiting or running:
+            while waiting and len(running) < executor.jobs:
+                key = waiting.pop(0)
+                attempts[key] += 1
+                running[key] = executor.start(plan.job(key, timeout), store.scratch(key, attempts[key]))
+            outcomes = {key: outcome for key, each in running.items() if (outcome := each.outcome()) is not None}
+            if not outcomes:
+                time.sleep(run_process.PAUSE)
+            for key, outcome in outcomes.items():
+                scratch = running.pop(key).folder
+                if outcome["status"] == run_process.DIED and attempts[key] <= retries:
+                    shutil.rmtree(scratch, ignore_errors=True)
+                    waiting.insert(0, key)
+                else:
+                    settle(key, _kept(plan, store, key, scratch, outcome | {"attempts": attempts[key]}))
+    return pd.DataFrame([{"run": key, **plan.shown(key), **lines[key]} for key in plan.runs])
 
 
-def _stopped(status: str, error: str) -> SweepStopped:
-    return SweepStopped(f"{status}: {error}; {STOPPING[status]}, and {AGAIN}")
-
-
-def _settle(plan: Plan, store: Store, key: str, scratch: Path, line: dict) -> None:
-    """Keep what an attempt left; if that fails, `line` becomes a failure."""
+@contextmanager
+def _full_disk_stops() -> Iterator[None]:
     try:
-        if line["status"] == one_run.DONE:
+        yield
+    except OSError as error:
+        if not run_process.is_full(error):
+            raise
+        raise SweepStopped(run_process.FULL, str(error)) from error
+
+
+def _kept(plan: SweepPlan, store: Store, key: str, scratch: Path, line: dict) -> dict:
+    """The line of a run after what its last attempt left was kept; a failure where it cannot be a result."""
+    try:
+        if line["status"] == run_process.DONE:
             mark = {"notebook": plan.path.name, "parameters": plan.runs[key], "code": plan.code}
             store.keep(key, scratch, mark | {name: line[name] for name in ("seconds", "attempts")})
-            return
+            return line
     except ValueError as error:
-        line |= {"status": one_run.FAILED, "error": str(error), "details": ""}
+        line |= {"status": run_process.FAILED, "error": str(error), "details": ""}
     report = f"{line['status']}: {line['error']}\n\n{line['details']}\n"
-    line["kept"] = str(store.keep_failed(key, scratch, report))
+    return line | {"kept": str(store.keep_failed(key, scratch, report))}

@@ -22,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bass_lab.sweep.one_run import RECORDS
+from bass_lab.sweep.run_process import RECORDS
 
 SWEEP, MARK, SCRATCH, FAILED = "sweep.json", "done.json", ".scratch", "failed"
+AUTO = "auto"  # what None is called on a command line and in tables: the library decides
 
 
 @dataclass(frozen=True)
-class Result:
-    """A finished run. files: what it recorded, as paths. mark: what `done.json` says."""
+class FinishedRun:
+    """files: what it recorded, as paths. mark: what `done.json` says."""
 
     key: str
     parameters: dict[str, Any]
@@ -50,31 +51,26 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ValueError(f"another sweep is writing {folder}; wait for it, or give another folder") from None
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._begin(notebook, runs)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            os.close(self._lock)
+            if isinstance(error, BlockingIOError):
+                raise ValueError(f"another sweep is writing {folder}; wait for it, or give another folder") from None
             raise
 
     def _begin(self, notebook: str, runs: Mapping[str, dict]) -> None:
-        asked = read_sweep(self.folder) if (self.folder / SWEEP).exists() else {"notebook": notebook, "runs": {}}
-        if not (self.folder / SWEEP).exists() and any(self.folder.glob("[!.]*")):
+        asked = {"notebook": notebook, "runs": {}}
+        if (self.folder / SWEEP).exists():
+            asked = read_sweep(self.folder)
+        elif any(self.folder.glob("[!.]*")):
             raise ValueError(f"{self.folder} holds other files and no sweep; give an empty or a new folder")
         if asked["notebook"] != notebook:
             raise ValueError(f"{self.folder} is a sweep of {asked['notebook']}, not of {notebook}; give another folder")
         kept = {key: parameters for key, parameters in asked["runs"].items() if parameters not in runs.values()}
-        asked["runs"] = kept | dict(runs)
-        write(self.folder / SWEEP, asked)
-        shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
-        for key in runs:
-            if not (self.folder / key / MARK).exists():
-                shutil.rmtree(self.folder / key, ignore_errors=True)
-
-    def done(self, key: str) -> bool:
-        return (self.folder / key / MARK).exists()
+        _write(self.folder / SWEEP, asked | {"runs": kept | dict(runs)})
+        for name in (SCRATCH, *(key for key in runs if not is_done(self.folder, key))):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def scratch(self, key: str, attempt: int) -> Path:
         """An empty folder for an attempt at a run."""
@@ -86,10 +82,10 @@ class Store:
         """Make the files of a successful attempt the run's result. Raises ValueError where a record is no JSON line."""
         records = scratch / RECORDS
         if records.is_file():
-            records = records.rename(records.with_suffix(".jsonl"))
-        hashes = {str(path.relative_to(scratch)): _checked_hash(path) for path in _recorded(scratch)}
+            records.rename(records.with_suffix(".jsonl"))
+        hashes = {str(path.relative_to(scratch)): _checked_hash(path) for path in sorted(scratch.rglob("*.jsonl"))}
         self._move(scratch, self.folder / key)
-        write(self.folder / key / MARK, {"key": key, **mark, "records": hashes})
+        _write(self.folder / key / MARK, {"key": key, **mark, "records": hashes})
         shutil.rmtree(self.folder / FAILED / key, ignore_errors=True)
 
     def keep_failed(self, key: str, scratch: Path, error: str) -> Path:
@@ -100,26 +96,25 @@ class Store:
         self._move(scratch, place)
         return place
 
-    def discard(self, scratch: Path) -> None:
-        shutil.rmtree(scratch, ignore_errors=True)
-
     def _move(self, scratch: Path, place: Path) -> None:
         for path in [*scratch.rglob("*"), scratch]:
-            sync(path)
+            _sync(path)
         shutil.rmtree(place, ignore_errors=True)
         scratch.rename(place)
-        sync(place.parent)
-
-    def close(self) -> None:
-        """Let go of the folder, and clear away what unfinished runs left."""
-        shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
-        os.close(self._lock)
+        _sync(place.parent)
 
     def __enter__(self) -> Store:
         return self
 
     def __exit__(self, *exc) -> None:
-        self.close()
+        """Let go of the folder, and clear away what unfinished runs left."""
+        shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
+        os.close(self._lock)
+
+
+def is_done(folder: Path, key: str) -> bool:
+    """Whether a run has a result in a sweep's folder."""
+    return (folder / key / MARK).exists()
 
 
 def read_sweep(folder: Path) -> dict:
@@ -134,46 +129,43 @@ def read_sweep(folder: Path) -> dict:
         raise ValueError(f"{path} is not of `bass sweep`: {type(error).__name__}: {error}") from None
 
 
-def results(folder: Path) -> Iterator[Result]:
-    """The finished runs of a sweep that were asked for, in that order, also while it is running.
+def finished_runs(folder: Path) -> Iterator[FinishedRun]:
+    """The runs of a sweep that were asked for and have a result, in that order, also while it is running.
 
     Raises ValueError for a folder of another kind, and where a record is not the one that the mark was made for.
     """
     for key, parameters in read_sweep(folder)["runs"].items():
-        place = folder / key
-        if not (place / MARK).exists():
+        if not is_done(folder, key):
             continue
+        place = folder / key
         mark = json.loads((place / MARK).read_text(encoding="utf-8"))
         for name, digest in mark["records"].items():
             if not (place / name).exists() or _hash(place / name) != digest:
                 raise ValueError(f"{place / name} is not what the run wrote: it was changed or lost afterwards")
-        yield Result(key, parameters, [place / name for name in mark["records"]], mark)
+        yield FinishedRun(key, parameters, [place / name for name in mark["records"]], mark)
 
 
-def write(path: Path, document: object) -> None:
+def in_table(value: Any) -> Any:
+    """A parameter's value as tables show it: None is `AUTO`, a list or a mapping its JSON."""
+    return AUTO if value is None else json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _write(path: Path, document: object) -> None:
     """Replace a JSON file: after a kill at any moment it is the old one or the new one, whole."""
     temporary = path.with_name(f".{path.name}.part")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=1, allow_nan=False)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    _sync(temporary)
     temporary.replace(path)
-    sync(path.parent)
+    _sync(path.parent)
 
 
-def sync(path: Path) -> None:
+def _sync(path: Path) -> None:
     """Wait until a file's content, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _recorded(place: Path) -> list[Path]:
-    """The JSON lines that a run left."""
-    return sorted([*place.glob(f"{RECORDS}.jsonl"), *(place / RECORDS).rglob("*.jsonl")])
 
 
 def _checked_hash(path: Path) -> str:

@@ -1,15 +1,15 @@
 """Triton kernels for attention over a ragged KV cache, and for what surrounds it in batched speculative decoding."""
 
+from bass_kernels.fused_verification import VerifyOutput, verify
 from bass_kernels.kv_write import write_kv
 from bass_kernels.launching import interpreted, runs_on
 from bass_kernels.paper import pad_attention, split_attention
 from bass_kernels.plan import Plan
 from bass_kernels.ragged import make_plan, ragged_attention
-from bass_kernels.verification import Verified, verify
 
 __all__ = [
     "Plan",
-    "Verified",
+    "VerifyOutput",
     "interpreted",
     "make_plan",
     "pad_attention",

@@ -1,8 +1,8 @@
-"""What a launch reads, counted: keys per program, bytes from memory, and the least time that they can take.
+"""Who reads which keys, counted: keys per program, those read in vain, and when the last program is done.
 
-Decoding is bound by memory, so that a kernel is as good as the bytes it does not read. Numbers here are counts and
-bounds, never measurements. A program reads the keys and values of one KV head; the counts are per KV head, the bytes
-of all of them. Several tiles of queries over the same keys read them from memory once (the others hit the L2 cache).
+Decoding is bound by memory, so that a kernel is as good as the bytes it does not read. Numbers here are counts, never
+measurements. A program reads the keys and values of one KV head; the counts are per KV head. Several tiles of queries
+over the same keys read them from memory once (the others hit the L2 cache).
 """
 
 from __future__ import annotations
@@ -13,43 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class Model(NamedTuple):
-    """What attention and the weights of a model weigh. parameters: their number."""
-
-    name: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int
-    parameters: float
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.heads // self.kv_heads
-
-
-class Device(NamedTuple):
-    """Peak memory bandwidth in bytes/s and peak dense bf16 rate in flop/s, both from the data sheet."""
-
-    name: str
-    bandwidth: float
-    flops: float
-
-    @property
-    def ridge(self) -> float:
-        """Flop per byte above which arithmetic, not memory, is the limit."""
-        return self.flops / self.bandwidth
-
-
-MODELS = (
-    Model("Llama-8B", 32, 8, 128, 32, 8.03e9),
-    Model("7.8B MHA", 32, 32, 128, 32, 7.8e9),
-    Model("OPT-13B", 40, 40, 128, 40, 12.85e9),
-)
-H100 = Device("H100 SXM", 3.35e12, 989e12)
 
 
 class Read(NamedTuple):
@@ -84,35 +47,6 @@ def keys_read(reads: Sequence[Read]) -> int:
 def keys_wasted(reads: Sequence[Read], lengths: Sequence[int]) -> int:
     """Of these, the ones that are not the row's."""
     return sum(max(0, read.end - max(read.begin, lengths[read.row])) for read in reads)
-
-
-def kv_bytes(keys: int, kv_heads: int, head_dim: int, itemsize: int = 2) -> int:
-    """Bytes of the keys and values of `keys` positions, one layer. itemsize: of a number (bfloat16: 2)."""
-    return 2 * kv_heads * head_dim * itemsize * keys
-
-
-def floor_us(model: Model, keys: int, device: Device = H100) -> float:
-    """Microseconds per layer below which no kernel gets: the bf16 keys and values at peak bandwidth."""
-    return 1e6 * kv_bytes(keys, model.kv_heads, model.head_dim) / device.bandwidth
-
-
-def attention_share(model: Model, keys: int) -> float:
-    """Of the bytes that a decode step reads (bf16 weights once, all rows' keys and values), the share of the latter."""
-    cache = model.layers * kv_bytes(keys, model.kv_heads, model.head_dim)
-    return cache / (cache + 2 * model.parameters)
-
-
-def intensity(query_length: int, group: int, itemsize: int = 2) -> float:
-    """Flop per byte of attention over a long cache: Q · G in bf16.
-
-    A key and its value take 2 · D · itemsize bytes, and serve Q · G queries with 2 · D flop each in QKᵀ and in PV.
-    """
-    return 4 * query_length * group / (2 * itemsize)
-
-
-def attainable(flop_per_byte: float, device: Device = H100) -> float:
-    """The roofline: flop/s that a kernel of this intensity can reach."""
-    return min(device.flops, flop_per_byte * device.bandwidth)
 
 
 def cut(lengths: Sequence[int], chunk: int) -> tuple[Tensor, Tensor]:

@@ -18,19 +18,27 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def tile_rows(block, start, kv_length, query_length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which queries this tile holds. Returns rows [BLOCK_M], their positions, which are live, the first and last live
-    position (first > last: none is).
+def tile_rows(block, starts, kv_lengths, row, query_length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Which queries of a batch row this tile holds. Returns rows [BLOCK_M], their positions, which are live, the first
+    and last live position (first > last: none is), and the row's KV length.
 
     Query token t stands at position start + t; it is live if that is one of 0 … kv_length - 1. The others are padding.
     """
+    start = tl.load(starts + row).to(tl.int32)
+    kv_length = tl.load(kv_lengths + row).to(tl.int32)
     rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     positions = start + rows // GROUP
     live = (rows < query_length * GROUP) & (positions >= 0) & (positions < kv_length)
     first = tl.maximum(start + block * BLOCK_M // GROUP, 0)
     last_token = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, query_length - 1)
     last = tl.minimum(start + last_token, kv_length - 1)
-    return rows, positions, live, first, last
+    return rows, positions, live, first, last, kv_length
+
+
+@triton.jit
+def nothing_seen(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, ACC: tl.constexpr):
+    """acc, top and mass of a tile before its first key, as in `attend`."""
+    return tl.zeros([BLOCK_M, BLOCK_D], ACC), tl.full([BLOCK_M], float("-inf"), ACC), tl.zeros([BLOCK_M], ACC)
 
 
 @triton.jit
@@ -126,31 +134,34 @@ def attend(
 
 
 @triton.jit
-def normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP: tl.constexpr, SINKS: tl.constexpr):
-    """acc / mass, exactly 0 in padding rows. A sink is one more logit per head that takes mass and gives no value."""
+def store_output(
+    out,
+    stride_q,
+    stride_h,
+    acc,  # [BLOCK_M, BLOCK_D]; this and the next two: as `attend` leaves them
+    top,
+    mass,
+    sinks,
+    kv_head,
+    rows,
+    live,
+    query_length,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Write acc / mass to this batch row's output [Q, H, D], exactly 0 in padding queries.
+
+    A sink is one more logit per head that takes mass and gives no value.
+    """
     if SINKS:
         sink = tl.load(sinks + kv_head * GROUP + rows % GROUP).to(top.dtype) * LOG2_E
         highest = tl.maximum(top, sink)
         shrink = tl.exp2(top - highest)
         mass = mass * shrink + tl.exp2(sink - highest)
         acc = acc * shrink[:, None]
-    return tl.where(live[:, None], acc / tl.where(mass > 0, mass, 1.0)[:, None], 0.0)
-
-
-@triton.jit
-def store_output(
-    out,
-    stride_q,
-    stride_h,
-    result,
-    kv_head,
-    rows,
-    query_length,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Write a tile [BLOCK_M, BLOCK_D] to this batch row's output [Q, H, D], padding queries too."""
+    result = tl.where(live[:, None], acc / tl.where(mass > 0, mass, 1.0)[:, None], 0.0)
     d = tl.arange(0, BLOCK_D)
     offsets = (kv_head * GROUP + rows % GROUP) * stride_h + rows // GROUP * stride_q
     inside = (rows < query_length * GROUP)[:, None] & (d < D)[None, :]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bass_kernels import launching, tiles
 from bass_kernels.launching import Flags
-from bass_kernels.online_softmax import attend, load_queries, normalised, store_output, tile_rows
+from bass_kernels.online_softmax import attend, load_queries, nothing_seen, store_output, tile_rows
 
 
 def pad_attention(
@@ -134,21 +134,17 @@ def _attend_rows(
 ):
     """One tile of one row's queries over the first `end` slots of its row."""
     block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(starts + row).to(tl.int32)
-    kv_length = tl.load(kv_lengths + row).to(tl.int32)
     b = row.to(tl.int64)
-    rows, positions, live, _, _ = tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)
+    rows, positions, live, _, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     q = load_queries(query + b * query_stride_b, query_stride_h, query_stride_q, kv_head, rows, live, D, GROUP, BLOCK_D)
     key += b * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
-    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    top = tl.full([BLOCK_M], float("-inf"), ACC)
-    mass = tl.zeros([BLOCK_M], ACC)
+    acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
     acc, top, mass = attend(
         acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, 0, end, end,
         True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
     )  # fmt: skip
-    result = normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP, SINKS)
     store_output(
-        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, query_length, GROUP, D, BLOCK_D
-    )
+        out + b * out_stride_b, out_stride_q, out_stride_h, acc, top, mass, sinks, kv_head, rows, live, query_length,
+        GROUP, D, BLOCK_D, SINKS,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bass_kernels import launching, plan, tiles
 from bass_kernels.launching import Flags
-from bass_kernels.online_softmax import attend, load_queries, normalised, store_output, tile_rows
+from bass_kernels.online_softmax import attend, load_queries, nothing_seen, store_output, tile_rows
 from bass_kernels.plan import Plan
 
 REDUCE_ROWS = 16
@@ -193,16 +193,14 @@ def _attend_pieces(
     begin = tl.load(items + item * 4 + 1)
     end = tl.load(items + item * 4 + 2)
     split = tl.load(items + item * 4 + 3)
-    start = tl.load(starts + row).to(tl.int32)
-    kv_length = tl.load(kv_lengths + row).to(tl.int32)
     b = row.to(tl.int64)
-    rows, positions, live, first, last = tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)
+    rows, positions, live, first, last, kv_length = tile_rows(
+        block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M
+    )
     q = load_queries(query + b * query_stride_b, query_stride_h, query_stride_q, kv_head, rows, live, D, GROUP, BLOCK_D)
     key += b * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
-    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    top = tl.full([BLOCK_M], float("-inf"), ACC)
-    mass = tl.zeros([BLOCK_M], ACC)
+    acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
 
     end = tl.minimum(end, last + 1)  # no query of this tile looks further
     if WINDOW > 0:
@@ -228,10 +226,10 @@ def _attend_pieces(
             tl.store(partial_top + at, top, mask=live)
             tl.store(partial_mass + at, mass, mask=live)
             return
-    result = normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP, SINKS)
     store_output(
-        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, query_length, GROUP, D, BLOCK_D
-    )
+        out + b * out_stride_b, out_stride_q, out_stride_h, acc, top, mass, sinks, kv_head, rows, live, query_length,
+        GROUP, D, BLOCK_D, SINKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["query_length"], do_not_specialize_on_alignment=["partial_mass"])
@@ -261,14 +259,10 @@ def _reduce(
     splits = tl.load(plan_rows + row * 2 + 1)
     if splits <= 1:
         return  # the piece itself has written the output
-    start = tl.load(starts + row).to(tl.int32)
-    kv_length = tl.load(kv_lengths + row).to(tl.int32)
-    rows, _, live, _, _ = tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)
+    rows, _, live, _, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     ACC = partial.dtype.element_ty
-    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    top = tl.full([BLOCK_M], float("-inf"), ACC)
-    mass = tl.zeros([BLOCK_M], ACC)
+    acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
     at = (first_split.to(tl.int64) * KV_HEADS + kv_head) * (query_length * GROUP) + rows
     for _ in range(splits):
         top_split = tl.load(partial_top + at, mask=live, other=float("-inf"))
@@ -281,8 +275,8 @@ def _reduce(
         acc = acc * shrink[:, None] + part * weight[:, None]
         top = top_next
         at += KV_HEADS * query_length * GROUP
-    result = normalised(acc, top, mass, sinks, kv_head, rows, live, GROUP, SINKS)
     b = row.to(tl.int64)
     store_output(
-        out + b * out_stride_b, out_stride_q, out_stride_h, result, kv_head, rows, query_length, GROUP, D, BLOCK_D
-    )
+        out + b * out_stride_b, out_stride_q, out_stride_h, acc, top, mass, sinks, kv_head, rows, live, query_length,
+        GROUP, D, BLOCK_D, SINKS,
+    )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bass_kernels.verification import Verified
+from bass_kernels.fused_verification import VerifyOutput
 
 
 def attention(
@@ -69,7 +69,7 @@ def verify(
     draw_uniform: Tensor,
     committed: Tensor,
     temperature: float,
-) -> Verified:
+) -> VerifyOutput:
     """As `bass_kernels.verify`, in float64."""
     x = logits.double()  # [B, K + 1, V]
     slots = torch.arange(x.shape[1], device=x.device)
@@ -97,4 +97,4 @@ def verify(
     log_sum = x.logsumexp(-1)
     logprobs = (x.gather(-1, tokens[..., None])[..., 0] - log_sum).where(sent, 0.0)
     finite = (log_sum.isfinite() | ~sent).all(1)
-    return Verified(accepted, next_token, tokens, logprobs.float(), finite, committed + accepted + 1)
+    return VerifyOutput(accepted, next_token, tokens, logprobs.float(), finite, committed + accepted + 1)

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import bass_kernels
-from bench.inputs import Inputs
-from bench.shapes import PAGE, Case
+from bench.cases import PAGE, Case
+from bench.tensors import Inputs
 
 OURS = ("ragged", "pad", "split")
 FLEX_BLOCK = 128  # keys per block of a block mask, and the most query rows that flex decoding holds

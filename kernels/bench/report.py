@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from bass_lab.measure import records
+from bench.cases import Case
 from bench.peers import OURS
-from bench.shapes import Case
 
 LARGE_GB = 64e-3  # from here on a kernel can be asked for bandwidth
 TARGETS = {1: 80.0, 4: 75.0}  # percent of the copy bandwidth, from this query length on
@@ -19,26 +20,24 @@ def best_peer(lines: list[dict]) -> dict | None:
 
 def table(case: Case, lines: list[dict]) -> str:
     """One case, fastest first."""
-    best = best_peer(lines)
-    rows = [f"\n{case}: {1000 * lines[0]['gb']:.1f} MB, floor {_floor(lines[0]):.1f} µs at the copy's bandwidth"]
-    rows.append(f"  {'kernel':22} {'µs':>9} {'GB/s':>7} {'% copy':>7} {'÷ peer':>7} {'error':>8}")
+    best, first, rows = best_peer(lines), lines[0], []
     for line in sorted(lines, key=lambda line: (line["us"] is None, line["us"] or 0.0)):
-        if line["us"] is None:
-            rows.append(f"  {line['kernel']:22} {line['reason'][:110]}")
-            continue
-        ratio = f"{line['us'] / best['us']:7.2f}" if best else f"{'':7}"
-        note = "" if line["captured"] else "  (not captured)"
-        if line["us_plan_share"] is not None:
-            note += f"  (plan share {line['us_plan_share']:.2f} µs)"
+        plan = records.text(line["us_plan_share"], ".2f")
+        notes = [line["reason"], "not captured" if line["captured"] is False else "", plan and f"plan share {plan} µs"]
         rows.append(
-            f"  {line['kernel']:22} {line['us']:9.1f} {line['gb_per_s']:7.0f} {line['percent_of_copy']:7.1f} "
-            f"{ratio} {line['error']:8.1e}{note}"
+            {
+                "kernel": line["kernel"],
+                "µs": records.text(line["us"], ".1f"),
+                "GB/s": records.text(line["gb_per_s"], ".0f"),
+                "% copy": records.text(line["percent_of_copy"], ".1f"),
+                "÷ peer": records.text(best and line["us"] and line["us"] / best["us"], ".2f"),
+                "error": records.text(line["us"] and line["error"], ".1e"),
+                "": ", ".join(filter(None, notes))[:110].ljust(110),
+            }
         )
-    return "\n".join(rows)
-
-
-def _floor(line: dict) -> float:
-    return line["gb"] / line["copy_gb_per_s"] * 1e6
+    floor = first["gb"] / first["copy_gb_per_s"] * 1e6
+    heading = f"\n{case}: {1000 * first['gb']:.1f} MB, floor {floor:.1f} µs at the copy's bandwidth"
+    return records.text_table(heading, rows)
 
 
 def summary(lines: list[dict]) -> dict:

@@ -3,43 +3,45 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 from bass_core import inputs
-from bass_lab.measure import records
+from bass_lab.measure.records import MAYBE, NUMBER
+from bench.cases import Case
+from bench.measure import Outcome
 
-NUMBER = (int, float)
-FIELDS: dict[str, tuple[type, ...]] = {
-    "kernel": (str,),
-    "model": (str,),
-    "heads": (int,),
-    "kv_heads": (int,),
-    "head_dim": (int,),
-    "batch": (int,),
-    "query_length": (int,),
-    "kv_length": (int,),  # mean of the rows
-    "distribution": (str,),
-    "total_kv": (int,),  # sum of the rows' lengths
-    "dtype": (str,),
+SHAPE = ("heads", "kv_heads", "head_dim")  # of a `Workload`
+CASE = ("model", "batch", "query_length", "kv_length", "distribution", "dtype")  # of a `Case`
+FIELDS: inputs.Kinds = {
+    "kernel": str,
+    "model": str,
+    "heads": int,
+    "kv_heads": int,
+    "head_dim": int,
+    "batch": int,
+    "query_length": int,
+    "kv_length": int,  # mean of the rows
+    "distribution": str,
+    "total_kv": int,  # sum of the rows' lengths
+    "dtype": str,
     "gb": NUMBER,  # keys and values of all rows, read once; 1e9 bytes
-    "seed": (int,),
-    "clock": (str,),  # cuda, or fake in a dry run, whose times mean nothing
+    "seed": int,
+    "clock": str,  # cuda, or cpu in a dry run, whose times mean nothing
     "copy_gb_per_s": NUMBER,  # of a large copy in the same run, bytes read and written
-    "error": (*NUMBER, type(None)),  # ‖out − ref‖ / ‖ref‖ against float64
+    "error": MAYBE,  # ‖out − ref‖ / ‖ref‖ against float64
     "reason": (str, type(None)),  # why there is no time, or null
-    "us": (*NUMBER, type(None)),  # of one call; of `ragged` with its share of the plan
-    "us_plan_share": (*NUMBER, type(None)),  # time of the plan alone by the number of layers that share it
-    "gb_per_s": (*NUMBER, type(None)),
-    "percent_of_copy": (*NUMBER, type(None)),
+    "us": MAYBE,  # of one call; of `ragged` with its share of the plan
+    "us_plan_share": MAYBE,  # time of the plan alone by the number of layers that share it
+    "gb_per_s": MAYBE,
+    "percent_of_copy": MAYBE,
     "captured": (bool, type(None)),  # whether in a CUDA graph; else launch gaps are in the time
     "calls": (int, type(None)),  # per replay, over all KV sets in turn
     "replays": (int, type(None)),  # whose median is given
-    "device": (str,),
-    "driver": (str,),
-    "torch": (str,),
-    "triton": (str,),
+    "device": str,
+    "driver": str,
+    "torch": str,
+    "triton": str,
     "flashinfer": (str, type(None)),
-    "commit": (str,),  # empty outside a repository
+    "commit": str,  # empty outside a repository
 }
 TIMES = ("us", "us_plan_share", "gb_per_s", "percent_of_copy", "captured", "calls", "replays")  # null with a reason
 POSITIVE = ("heads", "kv_heads", "head_dim", "batch", "query_length", "kv_length", "total_kv", "gb", "copy_gb_per_s")
@@ -72,4 +74,20 @@ def _check_timed(line: dict) -> None:
         raise ValueError(f"{line['percent_of_copy']:.0f}% of the copy bandwidth: the KV sets were in a cache")
 
 
-append = partial(records.append, check=check)
+def line(case: Case, outcome: Outcome, copy: float, clock: str, seed: int, environment: dict) -> dict:
+    """The record of one kernel. copy: bytes per second. clock: the kind of device that the times are of."""
+    gigabytes, timing = case.kv_bytes(seed) / 1e9, outcome.timing
+    found = {"kernel": outcome.kernel}
+    found |= {name: getattr(case, name) for name in CASE} | {name: getattr(case.work, name) for name in SHAPE}
+    found |= {"total_kv": sum(case.lengths(seed)), "gb": gigabytes, "seed": seed, "clock": clock}
+    found |= {"copy_gb_per_s": copy / 1e9, "error": outcome.error, "reason": outcome.reason}
+    found |= dict.fromkeys(TIMES) | environment
+    if timing is None:
+        return found
+    share = outcome.shared.us / case.work.layers if outcome.shared else None
+    us = timing.us + (share or 0.0)
+    percent = 100 * gigabytes / us * 1e15 / copy
+    if percent > MOST_PERCENT_OF_COPY:
+        return found | {"reason": f"implausible: {us:.2f} µs would be {percent:.0f}% of the copy bandwidth"}
+    times = us, share, gigabytes / us * 1e6, percent, timing.captured, timing.calls, timing.replays
+    return found | dict(zip(TIMES, times, strict=True))

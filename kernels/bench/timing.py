@@ -1,13 +1,14 @@
-"""Times by CUDA graph, all kernels of a case in turn.
+"""Times of all kernels of a case, in turn; on a GPU by CUDA graph.
 
 A graph holds calls over all KV sets, so that launch gaps and the L2 cache stay out of the numbers; graphs are replayed
-round robin, so that drift of the clocks hits all alike. What cannot be captured is timed as the same calls launched
-one by one, and says so.
+round robin, so that drift of the clocks hits all alike. What cannot be captured is timed as the same calls launched one
+by one, and says so; so is everything on a CPU, where times say nothing about a kernel.
 """
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,16 +18,17 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from bass_core.environment import synchronize
+
 CALLS = 20  # per graph, at least one per KV set
 GRAPH_MS = 3.0  # but no more than this takes, where one call per set takes less
 REPLAYS = 50
-BUDGET_MS = 300.0  # slower runs are replayed less often, in this time,
+BUDGET_MS = 300.0  # slower calls are replayed less often, in this time,
 FEWEST_REPLAYS = 5  # but this often
-COPIED_BYTES = 2**31
 
 
 @dataclass
-class Run:
+class Timing:
     """Calls launched together; `samples` are milliseconds of all of them."""
 
     launch: Callable[[], object] | None
@@ -51,54 +53,54 @@ class Run:
         self.launch, self.held = None, []
 
 
-class GraphClock:
-    """Measures on the current CUDA device."""
+class HostEvent:
+    """What a CUDA event is on a GPU."""
 
-    name = "cuda"
+    def record(self) -> None:
+        self.at = time.perf_counter()
 
-    def __init__(self) -> None:
-        self._pool = None
+    def elapsed_time(self, later: HostEvent) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+class Timer:
+    """Times calls on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._pool = device, None
+        self._on_cuda = device.type == "cuda"
+        self.calls, self._most = (CALLS, REPLAYS) if self._on_cuda else (1, 1)
 
     def new_case(self) -> None:
         """Forget the graphs' memory. Graphs of one case share it: they run one at a time and keep nothing."""
-        gc.collect()
-        torch.cuda.empty_cache()
-        self._pool = torch.cuda.graph_pool_handle()
+        if self._on_cuda:
+            gc.collect()
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()
 
-    def prepare(self, calls: list[Callable[[], object]]) -> Run:
+    def prepare(self, calls: list[Callable[[], object]]) -> Timing:
         """Launch every call once, then capture them, in turn as often as it takes for about `CALLS` of them."""
         _one_by_one(calls)
         once = self._milliseconds(partial(_one_by_one, calls))
-        rounds = max(1, min(ceil(CALLS / len(calls)), int(GRAPH_MS / once)))
-        return self._capture(calls * rounds)
+        rounds = max(1, min(ceil(self.calls / len(calls)), int(GRAPH_MS / once)))
+        calls = calls * rounds
+        return self._capture(calls) if self._on_cuda else Timing(partial(_one_by_one, calls), calls, captured=False)
 
-    def measure(self, runs: list[Run]) -> None:
-        """Fill in the samples of all runs, round robin."""
-        for run in runs:
-            self._milliseconds(run.launch)  # the first replay uploads the graph
-            run.replays = int(min(REPLAYS, max(FEWEST_REPLAYS, BUDGET_MS / self._milliseconds(run.launch))))
-        events = [[] for _ in runs]
-        for turn in range(REPLAYS):
-            for run, pairs in zip(runs, events, strict=True):
-                if turn < run.replays:
-                    pairs.append(_recorded(run.launch))
-        torch.cuda.synchronize()
-        for run, pairs in zip(runs, events, strict=True):
-            run.finish([start.elapsed_time(end) for start, end in pairs])
+    def measure(self, timings: list[Timing]) -> None:
+        """Fill in the samples of all of them, round robin."""
+        for timing in timings:
+            self._milliseconds(timing.launch)  # the first replay uploads the graph
+            timing.replays = int(min(self._most, max(FEWEST_REPLAYS, BUDGET_MS / self._milliseconds(timing.launch))))
+        events = [[] for _ in timings]
+        for turn in range(self._most):
+            for timing, pairs in zip(timings, events, strict=True):
+                if turn < timing.replays:
+                    pairs.append(self._recorded(timing.launch))
+        synchronize(self.device)
+        for timing, pairs in zip(timings, events, strict=True):
+            timing.finish([start.elapsed_time(end) for start, end in pairs])
 
-    def copy_bytes_per_second(self) -> float:
-        """Bytes read and written by a large copy on the device, per second."""
-        source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda").random_()
-        target = torch.empty_like(source)
-        copy = partial(target.copy_, source)
-        run = Run(copy, [copy], captured=False)
-        self.measure([run])
-        return 2 * COPIED_BYTES / (run.us * 1e-6)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-    def _capture(self, calls: list[Callable[[], object]]) -> Run:
+    def _capture(self, calls: list[Callable[[], object]]) -> Timing:
         torch.cuda.synchronize()
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         gc.disable()  # a graph or an event freed while another is captured spoils it
@@ -111,15 +113,22 @@ class GraphClock:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own stream behind
             torch.cuda.synchronize()  # raises if more than the capture is broken
             self._pool = torch.cuda.graph_pool_handle()
-            return Run(partial(_one_by_one, calls), calls, captured=False)
+            return Timing(partial(_one_by_one, calls), calls, captured=False)
         finally:
             gc.enable()
-        return Run(graph.replay, calls, captured=True, first=first if isinstance(first, Tensor) else None)
+        return Timing(graph.replay, calls, captured=True, first=first if isinstance(first, Tensor) else None)
 
     def _milliseconds(self, launch: Callable[[], object]) -> float:
-        start, end = _recorded(launch)
-        torch.cuda.synchronize()
+        start, end = self._recorded(launch)
+        synchronize(self.device)
         return start.elapsed_time(end)
+
+    def _recorded(self, launch: Callable[[], object]) -> tuple:
+        start, end = (torch.cuda.Event(enable_timing=True) if self._on_cuda else HostEvent() for _ in range(2))
+        start.record()
+        launch()
+        end.record()
+        return start, end
 
 
 def _one_by_one(calls: list[Callable[[], object]]) -> None:
@@ -127,46 +136,15 @@ def _one_by_one(calls: list[Callable[[], object]]) -> None:
         call()
 
 
-def _recorded(launch: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    launch()
-    end.record()
-    return start, end
-
-
-class FakeClock:
-    """For dry runs without a GPU: every call is made once and said to take a millisecond."""
-
-    name = "fake"
-
-    def new_case(self) -> None:
-        pass
-
-    def prepare(self, calls: list[Callable[[], object]]) -> Run:
-        return Run(partial(_one_by_one, calls), calls, captured=False)
-
-    def measure(self, runs: list[Run]) -> None:
-        for run in runs:
-            run.launch()
-            run.finish([float(run.calls)])
-
-    def copy_bytes_per_second(self) -> float:
-        return 1e9
-
-    def synchronize(self) -> None:
-        pass
-
-
-def replayed(run: Run) -> Tensor | None:
+def replayed(timing: Timing) -> Tensor | None:
     """What the captured first call writes in a replay, over NaN; None where nothing was captured.
 
     To be read before the next graph is captured, which may use the same memory.
     """
-    if run.first is None:
+    if timing.first is None:
         return None
-    run.first.fill_(nan)
-    run.launch()
+    timing.first.fill_(nan)
+    timing.launch()
     torch.cuda.synchronize()
-    out, run.first = run.first.clone(), None
+    out, timing.first = timing.first.clone(), None
     return out

@@ -41,7 +41,7 @@ def assert_agrees(found, expected, arguments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_decisions_on_the_gpu_are_those_of_the_reference(dtype, temperature, certain):
     from bass_kernels import reference, verify
-    from bass_kernels.verification import BLOCK
+    from bass_kernels.fused_verification import BLOCK
 
     for rows, drafts, vocabulary in ((1, 0, 1), (3, 5, BLOCK - 1), (5, 1, BLOCK), (2, 3, BLOCK + 1), (8, 7, 50257)):
         arguments = step(rows, drafts, vocabulary, dtype, temperature, certain, seed=vocabulary)
@@ -69,7 +69,7 @@ def test_a_captured_graph_replays_for_other_inputs(temperature, certain):
 
 
 def test_extreme_uniform_numbers_never_return_an_impossible_id():
-    from bass_kernels.verification import verify
+    from bass_kernels.fused_verification import verify
 
     for uniform in (0.0, LARGEST_UNIFORM):
         logits, drafted, submitted, _, u, v, committed, _ = step(64, 2, 50257, torch.float32, 1.0, True, seed=1)
@@ -81,7 +81,7 @@ def test_extreme_uniform_numbers_never_return_an_impossible_id():
 
 
 def test_a_slot_without_numbers_disturbs_no_other_row():
-    from bass_kernels.verification import verify
+    from bass_kernels.fused_verification import verify
 
     arguments = step(4, 3, 50257, torch.bfloat16, 0.7, False, seed=2)
     arguments[2].fill_(3)
@@ -95,7 +95,7 @@ def test_a_slot_without_numbers_disturbs_no_other_row():
 
 
 def test_the_same_inputs_give_the_same_bits():
-    from bass_kernels.verification import verify
+    from bass_kernels.fused_verification import verify
 
     arguments = step(8, 7, 128_256, torch.bfloat16, 0.7, False, seed=3)
     first = verify(*arguments)

@@ -15,40 +15,39 @@ sys.path.append(str(ROOT / "kernels"))  # the benchmark is run from the reposito
 
 from bass_lab.measure import records  # noqa: E402
 from bench import __main__ as command  # noqa: E402
-from bench import inputs as cases  # noqa: E402
-from bench import measure, peers, report, schema, shapes, timing  # noqa: E402
+from bench import cases, measure, peers, report, schema, tensors, timing  # noqa: E402
 
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa-flash", "sdpa-math", "sdpa-math-packed")
 
 
 def ragged_case(**changes):
-    return shapes.Case(**{"model": shapes.TINY, "batch": 4, "query_length": 3, "kv_length": 300,
+    return cases.Case(**{"model": "tiny", "batch": 4, "query_length": 3, "kv_length": 300,
                           "distribution": "ragged", "dtype": "float32"} | changes)  # fmt: skip
 
 
 def timed_line(**changes):
-    case, run = shapes.tiny_case(), timing.Run(None, [], captured=True)
-    run.calls, run.samples = 20, [2.0]
-    outcome = measure.Outcome("sdpa-math", error=1e-7, run=run)
+    case, found = cases.tiny_case(), timing.Timing(None, [], captured=True)
+    found.calls, found.samples = 20, [2.0]
+    outcome = measure.Outcome("sdpa-math", error=1e-7, timing=found)
     here = {"device": "a", "driver": "", "torch": "2", "triton": "3", "flashinfer": None, "commit": ""}
-    return measure.line(case, outcome, 1e9, timing.FakeClock(), 0, here) | changes
+    return schema.line(case, outcome, 1e9, "cpu", 0, here) | changes
 
 
 # --- shapes ---------------------------------------------------------------------------------------
 
 
 def test_bytes_are_those_counted_by_hand():
-    case = shapes.Case(shapes.MODELS["llama-8b"], 8, 5, 2048, "uniform")
+    case = cases.Case("Llama-8B", 8, 5, 2048, "uniform")
     assert case.kv_bytes(0) == 2 * 8 * 128 * 2 * 8 * 2048  # keys and values, heads, dimension, bytes, rows, length
     assert case.kv_bytes(0) == 67_108_864
     assert case.cache_bytes(0) == case.kv_bytes(0)
 
 
-@pytest.mark.parametrize("batch", shapes.BATCHES)
-@pytest.mark.parametrize("distribution", shapes.DISTRIBUTIONS)
+@pytest.mark.parametrize("batch", cases.BATCHES)
+@pytest.mark.parametrize("distribution", cases.DISTRIBUTIONS)
 def test_lengths_have_the_mean_asked_for(distribution, batch):
-    lengths = shapes.Case(shapes.MODELS["opt-13b"], batch, 5, 2048, distribution).lengths(1)
+    lengths = cases.Case("OPT-13B", batch, 5, 2048, distribution).lengths(1)
     assert len(lengths) == batch
     assert sum(lengths) == pytest.approx(batch * 2048, abs=batch)
 
@@ -58,15 +57,14 @@ def test_ragged_lengths_are_evenly_spread():
 
 
 def test_default_cases_are_some_of_all_and_none_comes_twice():
-    models = list(shapes.MODELS.values())
-    default, everything = shapes.default_cases(models), shapes.all_cases(models)
+    default, everything = cases.default_cases(cases.MODELS), cases.all_cases(cases.MODELS)
     assert len(set(default)) == len(default) and len(set(everything)) == len(everything)
-    assert set(default) | set(shapes.quick_cases()) <= set(everything)
+    assert set(default) | set(cases.quick_cases()) <= set(everything)
 
 
 def test_kv_sets_together_exceed_the_cache():
-    for case in shapes.all_cases(list(shapes.MODELS.values())):
-        sets = cases.number_of_sets(case, 0)
+    for case in cases.all_cases(cases.MODELS):
+        sets = tensors.number_of_sets(case, 0)
         assert sets >= 2 and sets * case.kv_bytes(0) >= 200e6
 
 
@@ -76,22 +74,22 @@ def test_kv_sets_together_exceed_the_cache():
 @pytest.mark.parametrize("query_length", [1, 5])
 @pytest.mark.parametrize("kernel", ON_CPU)
 def test_peer_equals_the_reference_on_every_kv_set(kernel, query_length):
-    inputs = cases.make(ragged_case(query_length=query_length), CPU, 0, sets=2)
+    inputs = tensors.make(ragged_case(query_length=query_length), CPU, 0, sets=2)
     for call, kv in zip(peers.PEERS[kernel](inputs).calls, inputs.sets, strict=True):
-        assert cases.relative_error(call(), cases.expected(replace(inputs, sets=[kv]))) < 1e-6
+        assert tensors.relative_error(call(), tensors.expected(replace(inputs, sets=[kv]))) < 1e-6
 
 
-def test_packed_rows_of_a_model_without_groups_are_not_timed_twice():
-    model = shapes.Model("ungrouped", 2, 2, 16, 2)
+def test_packed_rows_of_a_model_without_groups_are_not_timed_twice(monkeypatch):
+    monkeypatch.setitem(cases.WORK, "ungrouped", replace(cases.WORK["tiny"], heads=2))
     with pytest.raises(peers.Unavailable, match="same as unpacked"):
-        peers.PEERS["sdpa-math-packed"](cases.make(ragged_case(model=model), CPU, 0, sets=2))
+        peers.PEERS["sdpa-math-packed"](tensors.make(ragged_case(model="ungrouped"), CPU, 0, sets=2))
 
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_block_mask_lists_the_blocks_that_are_seen(separate):
     from torch.nn.attention.flex_attention import create_block_mask
 
-    inputs = cases.make(ragged_case(batch=5, query_length=5), CPU, 0, sets=1)
+    inputs = tensors.make(ragged_case(batch=5, query_length=5), CPU, 0, sets=1)
     mask, slots = peers.block_mask(inputs, separate), inputs.sets[0][0].shape[2]
     wanted = create_block_mask(mask.mask_mod, 5, None, 5, slots, device="cpu")
     assert torch.equal(mask.to_dense(), wanted.to_dense())
@@ -102,9 +100,9 @@ def test_block_mask_lists_the_blocks_that_are_seen(separate):
 
 def test_error_of_nan_and_of_another_shape_is_infinite():
     wanted = torch.ones(2, 3, dtype=torch.float64)
-    assert cases.relative_error(torch.tensor([[1.0, nan, 1.0]] * 2), wanted) == inf
-    assert cases.relative_error(torch.ones(3, 2), wanted) == inf
-    assert cases.relative_error(torch.ones(2, 3), wanted) == 0
+    assert tensors.relative_error(torch.tensor([[1.0, nan, 1.0]] * 2), wanted) == inf
+    assert tensors.relative_error(torch.ones(3, 2), wanted) == inf
+    assert tensors.relative_error(torch.ones(2, 3), wanted) == 0
 
 
 def test_kernel_that_is_wrong_or_fails_is_recorded_and_not_timed(monkeypatch):
@@ -113,8 +111,8 @@ def test_kernel_that_is_wrong_or_fails_is_recorded_and_not_timed(monkeypatch):
 
     wrong = lambda inputs: peers.Prepared([lambda: torch.zeros(4, 3, 4, 16)])  # noqa: E731
     monkeypatch.setattr(measure, "PEERS", {"wrong": wrong, "refuses": refuses} | peers.PEERS)
-    found = measure.measure(ragged_case(), ["wrong", "refuses", "sdpa-math"], CPU, 0, timing.FakeClock())
-    assert [outcome.run is None for outcome in found] == [True, True, False]
+    found = measure.measure(ragged_case(), ["wrong", "refuses", "sdpa-math"], 0, timing.Timer(CPU))
+    assert [outcome.timing is None for outcome in found] == [True, True, False]
     assert found[0].reason.startswith("wrong: off by 1.0e+00")
     assert found[1].reason == "RuntimeError: no kernel"
 
@@ -151,12 +149,12 @@ def test_runs_are_captured_replayed_in_turn_and_let_go(monkeypatch):
         "graph_pool_handle": object,
         "current_stream": object,
         "set_stream": lambda stream: None,
-        "synchronize": lambda: None,
+        "synchronize": lambda *device: None,
         "empty_cache": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    clock = timing.GraphClock()
-    clock.new_case()
+    timer = timing.Timer(torch.device("cuda"))
+    timer.new_case()
     out, wayward = torch.ones(3), []
 
     def fails_in_a_graph():
@@ -164,12 +162,12 @@ def test_runs_are_captured_replayed_in_turn_and_let_go(monkeypatch):
         if len(wayward) == 3:  # called, timed, captured
             raise RuntimeError("operation not permitted when stream is capturing")
 
-    runs = [clock.prepare([lambda: out, lambda: out]), clock.prepare([fails_in_a_graph])]
+    runs = [timer.prepare([lambda: out, lambda: out]), timer.prepare([fails_in_a_graph])]
     assert timing.replayed(runs[0]).isnan().all()  # this graph writes nothing
     assert timing.replayed(runs[1]) is None
     assert [run.captured for run in runs] == [True, False]
     assert [run.calls for run in runs] == [6, 3]  # 1 ms each time limits a graph to 3 rounds
-    clock.measure(runs)
+    timer.measure(runs)
     assert [run.us for run in runs] == [pytest.approx(1000 / 6), pytest.approx(1000 / 3)]
     assert [run.replays for run in runs] == [timing.REPLAYS] * 2
     assert runs[0].launch is None and runs[0].held == []
@@ -179,13 +177,13 @@ def test_runs_are_captured_replayed_in_turn_and_let_go(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @torch.no_grad()
 def test_kernels_are_right_and_captured_on_a_gpu():
-    case = shapes.Case(shapes.MODELS["llama-8b"], 3, 5, 512, "ragged")
+    case = cases.Case("Llama-8B", 3, 5, 512, "ragged")
     names = [name for name in peers.PEERS if not name.startswith(("flex", "flashinfer"))]
-    found = {o.kernel: o for o in measure.measure(case, names, torch.device("cuda"), 0, timing.GraphClock())}
+    found = {o.kernel: o for o in measure.measure(case, names, 0, timing.Timer(torch.device("cuda")))}
     assert [name for name, outcome in found.items() if (outcome.reason or "").startswith("wrong")] == []
     for name in ("ragged", "pad", "split", "sdpa-efficient", "sdpa-math", "varlen", "flash-seqused"):
-        assert found[name].run is not None, found[name].reason
-        assert found[name].run.captured and found[name].run.us > 0
+        assert found[name].timing is not None, found[name].reason
+        assert found[name].timing.captured and found[name].timing.us > 0
     assert found["ragged"].shared.captured
 
 
@@ -215,7 +213,7 @@ def test_timed_line_and_line_with_a_reason_pass():
 )
 def test_line_that_contradicts_itself_is_refused_and_nothing_written(changes, complaint, tmp_path):
     with pytest.raises(ValueError, match=complaint):
-        schema.append(tmp_path / "lines.jsonl", [timed_line(), timed_line(**changes)])
+        records.append(tmp_path / "lines.jsonl", [timed_line(), timed_line(**changes)], schema.check)
     assert not (tmp_path / "lines.jsonl").exists()
 
 
@@ -233,11 +231,11 @@ def test_line_without_a_field_is_refused():
 
 
 def test_time_faster_than_memory_becomes_a_reason():
-    run = timing.Run(None, [], captured=True)
-    run.calls, run.samples = 1, [1e-6]
+    fast = timing.Timing(None, [], captured=True)
+    fast.calls, fast.samples = 1, [1e-6]
     here = {name: "" for name in ("device", "driver", "torch", "triton", "flashinfer", "commit")}
-    outcome = measure.Outcome("pad", error=0.0, run=run)
-    found = measure.line(shapes.tiny_case(), outcome, 1e9, timing.FakeClock(), 0, here)
+    outcome = measure.Outcome("pad", error=0.0, timing=fast)
+    found = schema.line(cases.tiny_case(), outcome, 1e9, "cpu", 0, here)
     schema.check(found)
     assert found["reason"].startswith("implausible") and found["us"] is None
 
@@ -263,11 +261,11 @@ def test_dry_run_writes_valid_lines_for_every_kernel_and_ends_in_one_document(tm
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     for line in lines:
         schema.check(line)
-        assert line["clock"] == "fake"
+        assert line["clock"] == "cpu"
     assert {line["kernel"] for line in lines} == set(peers.PEERS)
     assert set(ON_CPU) <= {line["kernel"] for line in lines if line["us"] is not None}
     *before, last = capsys.readouterr().out.splitlines()
-    assert any("FAKE TIMES" in text for text in before)
+    assert any("dry run" in text for text in before)
     document = json.loads(last)
     assert document["cases"] == 1 and document["wrong"] == [] and document["output"] == str(path)
 

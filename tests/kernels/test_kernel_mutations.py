@@ -21,107 +21,80 @@ pytestmark = [
 ]
 SOURCE = Path(bass_kernels.__file__).parent
 
-BUGS = {
-    "a query does not see itself": ("online_softmax", "(n[None, :] <= positions", "(n[None, :] < positions"),
-    "a query sees the token after it": ("online_softmax", "(n[None, :] <= positions", "(n[None, :] <= 1 + positions"),
-    "hidden keys are zeroed, not masked": (
-        "online_softmax",
-        'tl.where(visible, scores, float("-inf"))',
-        "tl.where(visible, scores, 0.0)",
-    ),
-    "no guard for rows that saw no key": (
-        "online_softmax",
-        'base = tl.where(top_next == float("-inf"), 0.0, top_next)',
-        "base = top_next",
-    ),
-    "the window is one too long": ("online_softmax", "positions[:, None] - WINDOW", "positions[:, None] - WINDOW - 1"),
-    "values beyond the row are read": (
-        "online_softmax",
-        "(n < limit)[:, None] & (d < D)[None, :]",
-        "(n < limit + 2)[:, None] & (d < D)[None, :]",
-    ),
-    "the output is not rescaled": ("online_softmax", "acc = acc * shrink[:, None]\n        if MASKED", "if MASKED"),
-    "the sum is not rescaled": (
-        "online_softmax",
-        "mass = mass * shrink + tl.sum(weights, 1)",
-        "mass = mass + tl.sum(weights, 1)",
-    ),
-    "heads of a group are mixed up": (
-        "online_softmax",
-        "rows % GROUP) * stride_h + rows // GROUP * stride_q\n    return",
-        "(rows + 1) % GROUP) * stride_h + rows // GROUP * stride_q\n    return",
-    ),
-    "padding is not zero": (
-        "online_softmax",
-        "tl.where(live[:, None], acc /",
-        "tl.where(live[:, None] | True, 1e-3 + acc /",
-    ),
-    "the softcap is skipped": ("online_softmax", "capped(scores, SOFTCAP) *", "scores *"),
-    "the sink gives no mass": ("online_softmax", "mass * shrink + tl.exp2(sink - highest)", "mass * shrink"),
-    "the tail is one block short": ("ragged", "end = tl.minimum(end, last + 1)", "end = tl.minimum(end, last)"),
-    "a block that not all see is not masked": (
-        "ragged",
-        "tl.minimum(end, first + 1) - begin, 0)",
-        "tl.minimum(end, first + BLOCK_N) - begin, 0)",
-    ),
-    "positions start one late": (
-        "ragged",
-        "= tile_rows(block, start, kv_length, query_length, GROUP, BLOCK_M)\n    q =",
-        "= tile_rows(block, start + 1, kv_length, query_length, GROUP, BLOCK_M)\n    q =",
-    ),
-    "the last piece is not added": ("ragged", "for _ in range(splits):", "for _ in range(splits - 1):"),
-    "pieces are added without their weight": ("ragged", "part * weight[:, None]", "part"),
-    "the partial sum goes to the wrong piece": (
-        "ragged",
-        "at += KV_HEADS * query_length * GROUP",
-        "at += query_length * GROUP",
-    ),
-    "rows of one piece are reduced too": ("ragged", "if splits <= 1:", "if splits < 1:"),
-    "a piece of each row is left out": (
-        "plan",
-        "tl.maximum(index * chunk, row_first)",
-        "tl.maximum(index * chunk, row_first) + chunk",
-    ),
-    "rows without keys get no piece": (
-        "plan",
-        "tl.cdiv(last, chunk) - first // chunk, 1)",
-        "tl.cdiv(last, chunk) - first // chunk, 0)",
-    ),
-    "the window cuts a key too many": (
-        "plan",
-        "tl.maximum(start - WINDOW + 1, 0) // BLOCK_N",
-        "tl.maximum(start - WINDOW + 1 + BLOCK_N, 0) // BLOCK_N",
-    ),
+BUGS = {  # by module: what is wrong, the right code and the wrong one
+    "online_softmax": {
+        "a query does not see itself": ("(n[None, :] <= positions", "(n[None, :] < positions"),
+        "a query sees the token after it": ("(n[None, :] <= positions", "(n[None, :] <= 1 + positions"),
+        "hidden keys are zeroed, not masked": (
+            'tl.where(visible, scores, float("-inf"))',
+            "tl.where(visible, scores, 0.0)",
+        ),
+        "no guard for rows that saw no key": (
+            'base = tl.where(top_next == float("-inf"), 0.0, top_next)',
+            "base = top_next",
+        ),
+        "the window is one too long": ("positions[:, None] - WINDOW", "positions[:, None] - WINDOW - 1"),
+        "values beyond the row are read": (
+            "(n < limit)[:, None] & (d < D)[None, :]",
+            "(n < limit + 2)[:, None] & (d < D)[None, :]",
+        ),
+        "the output is not rescaled": ("acc = acc * shrink[:, None]\n        if MASKED", "if MASKED"),
+        "the sum is not rescaled": ("mass = mass * shrink + tl.sum(weights, 1)", "mass = mass + tl.sum(weights, 1)"),
+        "heads of a group are mixed up": (
+            "rows % GROUP) * stride_h + rows // GROUP * stride_q\n    return",
+            "(rows + 1) % GROUP) * stride_h + rows // GROUP * stride_q\n    return",
+        ),
+        "padding is not zero": ("tl.where(live[:, None], acc /", "tl.where(live[:, None] | True, 1e-3 + acc /"),
+        "the softcap is skipped": ("capped(scores, SOFTCAP) *", "scores *"),
+        "the sink gives no mass": ("mass * shrink + tl.exp2(sink - highest)", "mass * shrink"),
+        "positions start one late": ("positions = start + rows", "positions = start + 1 + rows"),
+    },
+    "ragged": {
+        "the tail is one block short": ("end = tl.minimum(end, last + 1)", "end = tl.minimum(end, last)"),
+        "a block that not all see is not masked": (
+            "tl.minimum(end, first + 1) - begin, 0)",
+            "tl.minimum(end, first + BLOCK_N) - begin, 0)",
+        ),
+        "the last piece is not added": ("for _ in range(splits):", "for _ in range(splits - 1):"),
+        "pieces are added without their weight": ("part * weight[:, None]", "part"),
+        "the partial sum goes to the wrong piece": (
+            "at += KV_HEADS * query_length * GROUP",
+            "at += query_length * GROUP",
+        ),
+        "rows of one piece are reduced too": ("if splits <= 1:", "if splits < 1:"),
+    },
+    "plan": {
+        "a piece of each row is left out": (
+            "tl.maximum(index * chunk, row_first)",
+            "tl.maximum(index * chunk, row_first) + chunk",
+        ),
+        "rows without keys get no piece": (
+            "tl.cdiv(last, chunk) - first // chunk, 1)",
+            "tl.cdiv(last, chunk) - first // chunk, 0)",
+        ),
+        "the window cuts a key too many": (
+            "tl.maximum(start - WINDOW + 1, 0) // BLOCK_N",
+            "tl.maximum(start - WINDOW + 1 + BLOCK_N, 0) // BLOCK_N",
+        ),
+    },
+    "fused_verification": {
+        "the residual is the target's law": ("tl.maximum(p - q_ids, 0.0)", "p"),
+        "a row that submitted less has a residual": ("rejected = slot < length", "rejected = slot < drafts"),
+        "tokens that were not submitted are kept": ("(slots < length) & (slots < drafts)", "slots < drafts"),
+        "a uniform number at the boundary accepts": ("drafted_at) < ratio", "drafted_at) <= ratio"),
+        "p of the drafted token has no temperature": ("- shift) * inverse_temperature) / mass", "- shift)) / mass"),
+        "the first block has no mass": (
+            "tl.sum(residual.to(tl.float64))",
+            "tl.sum(residual.to(tl.float64)) * (block > 0)",
+        ),
+        "NaN counts as a number": ("(total > 0).to(tl.int8)", "(total != 0).to(tl.int8)"),
+    },
+    "kv_write": {
+        "keys go to the first places": ("((first_place + b) *", "(b *"),
+        "keys are written for values": ("* VALUE_DIM + d, v, mask", "* VALUE_DIM + d, k, mask"),
+    },
 }
-
-
-BUGS |= {
-    "the residual is the target's law": ("verification", "tl.maximum(p - q_ids, 0.0)", "p"),
-    "a row that submitted less has a residual": (
-        "verification",
-        "rejected = slot < length",
-        "rejected = slot < drafts",
-    ),
-    "tokens that were not submitted are kept": (
-        "verification",
-        "(slots < length) & (slots < drafts)",
-        "slots < drafts",
-    ),
-    "a uniform number at the boundary accepts": ("verification", "drafted_at) < ratio", "drafted_at) <= ratio"),
-    "p of the drafted token has no temperature": (
-        "verification",
-        "- shift) * inverse_temperature) / mass",
-        "- shift)) / mass",
-    ),
-    "the first block has no mass": (
-        "verification",
-        "tl.sum(residual.to(tl.float64))",
-        "tl.sum(residual.to(tl.float64)) * (block > 0)",
-    ),
-    "NaN counts as a number": ("verification", "(total > 0).to(tl.int8)", "(total != 0).to(tl.int8)"),
-    "keys go to the first places": ("kv_write", "((first_place + b) *", "(b *"),
-    "keys are written for values": ("kv_write", "* VALUE_DIM + d, v, mask", "* VALUE_DIM + d, k, mask"),
-}
+CASES = [(module, bug) for module, bugs in BUGS.items() for bug in bugs]
 
 
 def cases():
@@ -167,7 +140,7 @@ def write_is_wrong(package) -> bool:
     return not all(map(torch.equal, *caches))
 
 
-CHECKS = {"verification": verification_is_wrong, "kv_write": write_is_wrong}
+CHECKS = {"fused_verification": verification_is_wrong, "kv_write": write_is_wrong}
 
 
 @pytest.mark.parametrize("is_wrong", [attention_is_wrong, *CHECKS.values()])
@@ -175,9 +148,9 @@ def test_without_a_bug_nothing_is_caught(is_wrong):
     assert not is_wrong(bass_kernels)
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_bug_is_caught(tmp_path, monkeypatch, bug):
-    module, right, wrong = BUGS[bug]
+@pytest.mark.parametrize(("module", "bug"), CASES, ids=[bug for _, bug in CASES])
+def test_bug_is_caught(tmp_path, monkeypatch, module, bug):
+    right, wrong = BUGS[module][bug]
     name = "mutant_" + re.sub(r"\W+", "_", bug)
     copy = shutil.copytree(SOURCE, tmp_path / name)
     for file in copy.glob("*.py"):

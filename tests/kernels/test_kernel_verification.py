@@ -5,8 +5,8 @@ import torch
 
 from bass_core import randomness, sampling, verification
 from bass_core.sampling import SamplingParams
+from bass_kernels import fused_verification as kernels
 from bass_kernels import reference, verify
-from bass_kernels import verification as kernels
 
 LARGEST_UNIFORM = 1 - 2.0**-52
 BLOCK = 1024
@@ -93,7 +93,7 @@ def assert_same(found, expected):
 
 
 def rows_of(result, rows):
-    return kernels.Verified(*(field[rows] for field in result))
+    return kernels.VerifyOutput(*(field[rows] for field in result))
 
 
 @pytest.mark.parametrize("draft", ["softmax", "equal", "certain"])

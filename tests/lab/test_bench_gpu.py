@@ -14,10 +14,10 @@ from bass_core.engine import Session
 from bass_core.models import SHAPES, named_config
 from bass_core.policies.goodput import Goodput
 from bass_lab.checks import exactness
-from bass_lab.measure import gpu_benchmark, records
+from bass_lab.measure import gpu_benchmark, gpu_command, records
+from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.roofline import H100, Roofline, Workload
-from bass_lab.measure.timed_runs import Clock
 from bass_lab.study.modelled_costs import modelled_costs
 
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
@@ -73,7 +73,7 @@ def test_a_wrong_record_is_refused(dry_run, change):
 
 def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_benchmark.main([]) == gpu_benchmark.NO_GPU
+    assert gpu_benchmark.main([]) == gpu_command.NO_GPU
     assert "--dry-run" in capsys.readouterr().err
 
 
@@ -133,7 +133,7 @@ def clock(first, last):
 
 def peer():
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    return gpu_benchmark.Runs(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
+    return gpu_benchmark.RepeatedWay(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
 
 
 def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
@@ -155,8 +155,8 @@ def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
 
 def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    runs = gpu_benchmark.Runs(pair, replace(batched(0.8, 3), attention="pad", compile="off"), ragged_prompts(9, 5),
-                              roofline_costs(), new=8)  # fmt: skip
+    way = replace(batched(0.8, 3), attention="pad", compile="off")
+    runs = gpu_benchmark.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
     seconds = runs.once()
     announced = []
     monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
@@ -186,24 +186,24 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
             self.done.append(self.recordings)
             return float(len(self.done))
 
-    bench = gpu_benchmark.Bench(H100, {}, {}, repeats=2)
+    benchmark = gpu_benchmark.GpuBenchmark(H100, {}, {}, repeats=2)
     way = Recording([1, 2, 2, 3, 3])
-    assert bench._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
+    assert benchmark._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
     restless = Recording(range(1, 50))
-    pairs, disturbed = bench._paired(restless, Recording([1]))
+    pairs, disturbed = benchmark._paired(restless, Recording([1]))
     assert (len(pairs), disturbed) == (2, 2)
 
 
 def test_a_way_that_cannot_be_gone_leaves_the_others(capsys, monkeypatch):
     monkeypatch.setattr(exactness, "verify", lambda pair, **options: exactness.Report("embedded", []))
-    once = gpu_benchmark.Runs.once
+    once = gpu_benchmark.RepeatedWay.once
 
     def failing(self):
         if self.way.draft == "goodput":
             raise torch.OutOfMemoryError("no room")
         return once(self)
 
-    monkeypatch.setattr(gpu_benchmark.Runs, "once", failing)
+    monkeypatch.setattr(gpu_benchmark.RepeatedWay, "once", failing)
     assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
     out = capsys.readouterr().out
     assert "FAILED embedded, batch 2" in out and "no room" in out
@@ -216,5 +216,5 @@ def test_a_pair_that_was_checked_in_another_way_has_not_passed(monkeypatch):
     run = {"attention": "auto", "path": "ragged", "compile": "off"}
     passed = exactness.Report("embedded", [exactness.Check("greedy identity", True, "", 0.0, {"runs": [run]})])
     monkeypatch.setattr(exactness, "verify", lambda pair, **options: passed)
-    assert gpu_benchmark.exactness("cpu", "off")["passed"]
-    assert not gpu_benchmark.exactness("cpu", "compiled+graphs")["passed"]
+    assert gpu_benchmark.checked("cpu", "off")["passed"]
+    assert not gpu_benchmark.checked("cpu", "compiled+graphs")["passed"]

@@ -15,7 +15,7 @@ from bass_core.drafters import NgramDrafter
 from bass_core.models import in_dtype
 from bass_core.policies.costs import costs_like
 from bass_lab.cli import main
-from bass_lab.measure import benchmark, records, timed_runs
+from bass_lab.measure import benchmark, clocks, records, timed_runs
 from bass_lab.texts.prompt_sets import prompt_set
 
 PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
@@ -129,7 +129,7 @@ def test_one_row_has_no_single_beside_batched(pair):
 
 
 def test_latency_is_from_the_rows_first_tokens_to_its_end():
-    clock = benchmark.Clock(first={0: (1.0, 1), 1: (2.0, 3)}, last={0: 3.0, 1: 8.0})
+    clock = clocks.Clock(first={0: (1.0, 1), 1: (2.0, 3)}, last={0: 3.0, 1: 8.0})
     assert clock.latencies(new=5) == {"first_ms": 500.0, "last_ms": 3000.0, "mean_ms": 1750.0}
     # what came at once has no latency per token: row 1 has none of its own, and then no row has
     assert clock.latencies(new=3) == {"first_ms": 1000.0, "last_ms": 1000.0, "mean_ms": 1000.0}
@@ -156,7 +156,7 @@ OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_l
 @pytest.fixture
 def counted_time(monkeypatch) -> None:
     """Time goes on by a second whenever it is asked for: at the two ends of a turn, and when its tokens are there."""
-    monkeypatch.setattr(timed_runs, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
 
 
 def test_a_turn_is_a_step_of_whoever_has_the_fewest_tokens(pair, monkeypatch):

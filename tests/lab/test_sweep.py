@@ -16,8 +16,9 @@ import sweeps
 from typer.testing import CliRunner
 
 import bass_lab as lab
+from bass_lab.cli import sweep
 from bass_lab.cli.main import app
-from bass_lab.sweep import executors, one_run, parameters, planning, run_pages, store
+from bass_lab.sweep import executors, parameters, planning, run_process, store
 
 LATENCY = lesson_runs.NOTEBOOKS / "08_latency_and_utilization.ipynb"
 
@@ -36,8 +37,17 @@ def started(path):
     return [tuple(map(int, line.split())) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def until_all_have_ended(log):
+    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+
+
+def swept(notebook, out, *values, executor=None, **options):
+    """What became of the runs of these values, done at once where no executor is named."""
+    return planning.run(planning.plan(notebook, values), out, executor or sweeps.Instant(), **options)
+
+
 def sizes(folder):
-    return [result.parameters["size"] for result in store.results(folder)]
+    return [result.parameters["size"] for result in store.finished_runs(folder)]
 
 
 def until(condition, seconds=30.0):
@@ -102,10 +112,8 @@ def test_every_lesson_checks_its_parameters_as_soon_as_it_can(path):
     known = parameters.of_notebook(notebook, path.name)
     assert all(parameter.check(parameter.default) == parameter.default for parameter in known.values())
     place = next(i for i, cell in enumerate(code) if "parameters" in cell.metadata.get("tags", []))
-    first = next(
-        cell for cell in code[place + 1 :] if re.search(r"^(import|from) bass_core", cell.source, re.MULTILINE)
-    )
-    assert re.search(r"^(bass\.)?check_parameters\(", first.source, re.MULTILINE)
+    first = next(cell for cell in code[place + 1 :] if re.search(r"^(import|from) bass_lab", cell.source, re.MULTILINE))
+    assert re.search(r"^(lab\.)?check_parameters\(", first.source, re.MULTILINE)
 
 
 def run_cells(*cells, **values):
@@ -144,7 +152,7 @@ def test_a_notebook_refuses_names_and_values_that_it_does_not_know():
 def test_papermill_alone_cannot_set_a_name_that_is_not_there(tmp_path):
     import papermill
 
-    stub = sweeps.stub(tmp_path, "import bass_core as bass\nbass.check_parameters()")
+    stub = sweeps.stub(tmp_path, "import bass_lab as lab\nlab.check_parameters()")
     with pytest.raises(papermill.PapermillExecutionError, match=r"has no parameter 'sise'\. Did you mean size"):
         papermill.execute_notebook(stub, tmp_path / "out.ipynb", {"sise": 2}, progress_bar=False)
 
@@ -181,7 +189,7 @@ def test_a_run_is_known_by_all_that_its_result_depends_on(notebook, tmp_path, mo
     assert keys("size=2", "length=5") == [own] and keys("size=2,2") == [own]  # a default that is written out
     assert own not in keys("size=3") and own not in keys("length=auto", "size=2")
     assert own not in keys("size=2", path=sweeps.stub(tmp_path, "changed = 1", name="other"))
-    monkeypatch.setattr(one_run, "code_version", lambda: "other code")
+    monkeypatch.setattr(run_process, "code_version", lambda: "other code")
     assert own not in keys("size=2")
 
 
@@ -227,7 +235,7 @@ def test_a_kill_at_any_step_of_writing_leaves_whole_results_and_the_rest_to_do(n
         done_before.add(len(survivors))
         executor = sweeps.Instant()
         table = planning.run(plan, folder, executor)
-        assert len(executor.started) == 3 - len(survivors)  # what was done stays done
+        assert executor.started == 3 - len(survivors)  # what was done stays done
         assert list(table.status).count("was done") == len(survivors)
         assert sorted(lab.load_records(folder)["size"]) == [1, 2, 3]  # hashes are checked here
         if status == 0:
@@ -294,7 +302,7 @@ def test_a_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
         filler.unlink()
         executor = sweeps.Instant()
         planning.run(plan, out, executor)
-        assert len(executor.started) == 4 - len(survivors)
+        assert executor.started == 4 - len(survivors)
         assert sorted(lab.load_records(out)["size"]) == [1, 2, 3, 4]
         subprocess.run(["rm", "-r", out], check=True)
     assert done_before >= {0, 1, 4}
@@ -335,39 +343,37 @@ def test_a_failing_cell_is_shown_and_the_other_runs_are_done(notebook, tmp_path)
 
 def test_a_run_that_takes_too_long_is_killed_with_its_kernel(notebook, tmp_path):
     log = tmp_path / "started"
-    plan = planning.plan(notebook, ["pause=60", f"started={log}"])
-    table = planning.run(plan, tmp_path / "out", executors.LocalExecutor(), timeout=4)
+    local = executors.LocalExecutor()
+    table = swept(notebook, tmp_path / "out", "pause=60", f"started={log}", executor=local, timeout=4)
     assert list(table.status) == ["timeout"] and list(table.attempts) == [1]
-    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+    until_all_have_ended(log)
 
 
 def test_a_run_whose_process_was_killed_is_started_again(notebook, tmp_path):
     log, out = tmp_path / "started", tmp_path / "out"
-    plan = planning.plan(notebook, ["size=1,2", "pause=1.0", f"started={log}"])
-    child = sweeps.forked(lambda: planning.run(plan, out, executors.LocalExecutor()))
+    values, local = ("size=1,2", "pause=1.0", f"started={log}"), executors.LocalExecutor()
+    child = sweeps.forked(lambda: swept(notebook, out, *values, executor=local))
     until(lambda: started(log))
     ((_, kernel, run),) = started(log)
     os.kill(run, signal.SIGKILL)
     until(lambda: not sweeps.alive(kernel), 1)  # it dies with the process that started it
     assert os.waitpid(child, 0)[1] == 0
     assert [size for size, _, _ in started(log)] == [1, 1, 2] and sizes(out) == [1, 2]
-    assert [result.mark["attempts"] for result in store.results(out)] == [2, 1]
+    assert [result.mark["attempts"] for result in store.finished_runs(out)] == [2, 1]
 
 
 def test_a_run_that_cannot_start_is_tried_again_and_then_given_up(notebook, tmp_path):
-    plan = planning.plan(notebook, ["size=1,2"])
     executor = sweeps.Instant("died", "died", "done", "died", "died", "died")
-    table = planning.run(plan, tmp_path / "out", executor, retries=2)
+    table = swept(notebook, tmp_path / "out", "size=1,2", executor=executor, retries=2)
     assert list(table.status) == ["done", "died"] and list(table.attempts) == [3, 3]
     taken = OSError(98, "Address already in use")
-    assert one_run._obstacle(taken)["status"] == one_run.DIED
+    assert run_process._obstacle(taken, tmp_path)["status"] == run_process.DIED
 
 
 def test_code_that_changes_while_a_sweep_runs_ends_it(notebook, tmp_path, monkeypatch):
-    monkeypatch.setattr(one_run, "code_version", lambda: "as it was")
-    plan = planning.plan(notebook, ["size=1,2"])
+    monkeypatch.setattr(run_process, "code_version", lambda: "as it was")
     with pytest.raises(planning.SweepStopped, match=r"code changed: .* do not change the code while a sweep runs"):
-        planning.run(plan, tmp_path / "out", executors.LocalExecutor())
+        swept(notebook, tmp_path / "out", "size=1,2", executor=executors.LocalExecutor())
 
 
 def test_ctrl_c_ends_all_and_says_how_to_go_on(notebook, tmp_path):
@@ -382,28 +388,44 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(notebook, tmp_path):
     os.kill(child, signal.SIGINT)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
     assert "interrupted: 1 of 3 runs are done; the same command goes on with what is missing" in said.read_text()
-    until(lambda: not any(sweeps.alive(process) for _, *processes in started(log) for process in processes), 2)
+    until_all_have_ended(log)
     assert sizes(out) == [1] and sorted(path.name for path in out.iterdir())[-1] == "sweep.json"
 
 
 def test_two_sweeps_do_not_share_a_folder(notebook, tmp_path):
-    plan, out = planning.plan(notebook, ["size=1"]), tmp_path / "out"
-    with store.Store(out, notebook.name, plan.runs), pytest.raises(ValueError, match="another sweep is writing"):
-        planning.run(plan, out, sweeps.Instant())
-    planning.run(plan, out, sweeps.Instant())
-    other = planning.plan(sweeps.stub(tmp_path, name="other"), ["size=1"])
+    out = tmp_path / "out"
+    with store.Store(out, notebook.name, {"key": {}}) as held:
+        scratch = held.scratch("key", 1)
+        with pytest.raises(ValueError, match="another sweep is writing"):
+            swept(notebook, out, "size=1")
+        assert scratch.exists()  # what the other one is writing
+    swept(notebook, out, "size=1")
     with pytest.raises(ValueError, match=r"is a sweep of stub.ipynb, not of other.ipynb; give another folder"):
-        planning.run(other, out, sweeps.Instant())
+        swept(sweeps.stub(tmp_path, name="other"), out, "size=1")
     with pytest.raises(ValueError, match="holds other files and no sweep"):
-        planning.run(plan, tmp_path, sweeps.Instant())
+        swept(notebook, tmp_path, "size=1")
 
 
 def test_gpus_that_are_not_there_are_an_error(notebook, tmp_path, monkeypatch):
     monkeypatch.setattr(executors, "_visible_gpus", lambda: ["0", "1"])
-    executor = executors.LocalExecutor(2, 1)
-    assert executor.free
+    assert executors.LocalExecutor(2, 1).jobs == 2
     with pytest.raises(ValueError, match=r"2 runs at a time with 2 GPU\(s\) each need 4, and there are 2 here"):
         executors.LocalExecutor(2, 2)
+
+
+def test_runs_at_a_time_have_gpus_of_their_own(tmp_path, monkeypatch):
+    class Recorded:
+        def __init__(self, job, folder):
+            self.gpus, self.ended = job["environment"].get("CUDA_VISIBLE_DEVICES"), False
+
+    monkeypatch.setattr(executors, "_visible_gpus", lambda: ["0", "2", "3", "5"])
+    monkeypatch.setattr(executors, "RunProcess", Recorded)
+    executor = executors.LocalExecutor(2, 2)
+    first, second = (executor.start({"environment": {}}, tmp_path) for _ in range(2))
+    assert {first.gpus, second.gpus} == {"0,2", "3,5"}
+    second.ended = True
+    assert executor.start({"environment": {}}, tmp_path).gpus == second.gpus
+    assert executors.LocalExecutor(2).start({"environment": {}}, tmp_path).gpus is None
 
 
 # --- what is kept ---
@@ -411,8 +433,8 @@ def test_gpus_that_are_not_there_are_an_error(notebook, tmp_path, monkeypatch):
 
 def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path):
     out = tmp_path / "out"
-    planning.run(planning.plan(notebook, ["size=1,2", "length=auto"]), out, sweeps.Instant())
-    planning.run(planning.plan(notebook, ["size=3", "length=4"]), out, sweeps.Instant())  # the folder grows
+    swept(notebook, out, "size=1,2", "length=auto")
+    swept(notebook, out, "size=3", "length=4")  # the folder grows
     table = lab.load_records(out)
     assert list(table["size"]) == [1, 2, 3] and list(table.length) == ["auto", "auto", 4]
     assert set(table.factors) == {"[1, 2]"} and (table.found == 2).all() and table.run.is_unique
@@ -426,11 +448,11 @@ def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path
 
 def test_a_new_version_of_the_code_replaces_the_runs_of_the_old_one(notebook, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    planning.run(planning.plan(notebook, ["size=1,2"]), out, sweeps.Instant())
-    monkeypatch.setattr(one_run, "code_version", lambda: "newer")
-    planning.run(planning.plan(notebook, ["size=1"]), out, sweeps.Instant())
+    swept(notebook, out, "size=1,2")
+    monkeypatch.setattr(run_process, "code_version", lambda: "newer")
+    swept(notebook, out, "size=1")
     assert sorted(lab.load_records(out)["size"]) == [1, 2]  # none twice
-    assert sorted(result.mark["code"] == "newer" for result in store.results(out)) == [False, True]
+    assert sorted(result.mark["code"] == "newer" for result in store.finished_runs(out)) == [False, True]
 
 
 def test_all_records_that_ship_are_one_table():
@@ -445,7 +467,7 @@ def test_all_records_that_ship_are_one_table():
 
 def test_records_that_are_no_json_make_a_run_fail(tmp_path):
     stub = sweeps.stub(tmp_path, 'if output:\n    open(output, "w").write("{half\\n")')
-    table = planning.run(planning.plan(stub), tmp_path / "out", executors.LocalExecutor())
+    table = swept(stub, tmp_path / "out", executor=executors.LocalExecutor())
     assert list(table.status) == ["failed"] and table.error[0].startswith("records.jsonl, line 1 is not JSON")
 
 
@@ -456,6 +478,6 @@ def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
     assert done.exit_code == 0, done.output
     (executed,), (page,) = out.glob("*/notebook.ipynb"), out.glob("*/notebook.html")
     assert executed.stat().st_size < 50_000 and "widgets" not in json.loads(executed.read_text())["metadata"]
-    assert page.stat().st_size < 500_000 and f'src="../{run_pages.SCRIPT}"' in page.read_text()
-    assert (out / run_pages.SCRIPT).stat().st_size > 1_000_000
+    assert page.stat().st_size < 500_000 and f'src="../{sweep.SCRIPT}"' in page.read_text()
+    assert (out / sweep.SCRIPT).stat().st_size > 1_000_000
     assert "Plotly.newPlot" in page.read_text()

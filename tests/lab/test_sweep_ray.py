@@ -21,30 +21,31 @@ def parent(process):
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_a_killed_worker_costs_one_more_run_and_no_result(tmp_path):
+def test_a_killed_worker_costs_one_more_run_and_no_result(tmp_path, monkeypatch):
     log, out = tmp_path / "started", tmp_path / "out"
     plan = planning.plan(sweeps.stub(tmp_path), ["size=1,2,3,4,5,6", "pause=0.5", f"started={log}"])
 
-    class Killing(executors.RayExecutor):
+    killed = []
+
+    class KillingRun(executors.RayRun):
         """Kills the worker of the first run that has started."""
 
-        killed = None
-
-        def ended(self):
-            if self.killed is None and log.exists() and log.read_text().endswith("\n"):
+        def outcome(self):
+            if not killed and log.exists() and log.read_text().endswith("\n"):
                 _, kernel, run = map(int, log.read_text().splitlines()[0].split())
-                self.killed = kernel, run, parent(run)
-                os.kill(self.killed[2], signal.SIGKILL)
-            return super().ended()
+                killed.extend([kernel, run, parent(run)])
+                os.kill(killed[2], signal.SIGKILL)
+            return super().outcome()
 
-    executor, began = Killing(jobs=2), time.monotonic()
+    monkeypatch.setattr(executors, "RayRun", KillingRun)
+    executor, began = executors.RayExecutor(jobs=2), time.monotonic()
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0" and os.environ["RAY_AUTH_MODE"] == "token"
     table = planning.run(plan, out, executor)
     assert list(table.status) == ["done"] * 6 and sorted(table.attempts) == [1, 1, 1, 1, 1, 2]
-    assert not any(sweeps.alive(process) for process in executor.killed)  # worker, run and kernel
+    assert not any(sweeps.alive(process) for process in killed)  # worker, run and kernel
     assert len(log.read_text().splitlines()) <= 7
     assert sorted(lab.load_records(out)["size"].unique()) == [1, 2, 3, 4, 5, 6]
-    assert len(list(store.results(out))) == 6
+    assert len(list(store.finished_runs(out))) == 6
     assert time.monotonic() - began < 60
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import lesson_runs
@@ -19,6 +20,7 @@ pytest.importorskip("triton")
 from bass_kernels import accounting
 from bass_kernels.accounting import Read
 from bass_lab.lessons import exercises, l07_figures
+from bass_lab.measure.roofline import H100, MODELS
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "notebooks/07_ragged_attention_kernels.ipynb"
@@ -79,19 +81,19 @@ def test_cut_by_hand_lists_pieces_row_by_row():
 
 
 def test_bytes_and_floor_of_llama_8b():
-    llama = accounting.MODELS[0]
-    keys = 8 * 2048
-    assert accounting.kv_bytes(keys, llama.kv_heads, llama.head_dim) == 67_108_864
-    assert accounting.floor_us(llama, keys) == pytest.approx(20.03, abs=0.01)
-    assert accounting.attention_share(llama, keys) == pytest.approx(0.118, abs=0.001)
+    llama = MODELS["Llama-8B"]
+    assert llama.cache_bytes(8 * 2048) / llama.layers == 67_108_864
+    table = l07_figures.floor_table({"Llama-8B": llama}, [2048], batch=8, device=H100)
+    assert table["floor µs per layer"].item() == pytest.approx(20.03, abs=0.01)
+    assert table["share of a step"].item() == pytest.approx(0.118, abs=0.001)
 
 
 def test_intensity_is_queries_times_group_and_the_roof_bends_at_the_ridge():
-    assert accounting.intensity(5, group=4) == 20 and accounting.intensity(5, group=4, itemsize=4) == 10
-    device = accounting.H100
-    assert accounting.attainable(1) == device.bandwidth
-    assert accounting.attainable(device.ridge) == pytest.approx(device.flops)
-    assert accounting.attainable(1e6) == device.flops
+    llama = MODELS["Llama-8B"]
+    assert llama.attention_intensity(5) == 20 and replace(llama, element=4).attention_intensity(5) == 10
+    assert H100.attainable(1) == H100.bandwidth
+    assert H100.attainable(H100.ridge) == pytest.approx(H100.flops)
+    assert H100.attainable(1e6) == H100.flops
 
 
 def test_spread_keeps_the_mean():
@@ -142,15 +144,15 @@ def test_static_chart_says_what_the_slider_says():
 
 
 def test_floor_table_and_its_chart():
-    table = l07_figures.floor_table(accounting.MODELS, [512, 2048], batch=8, device=accounting.H100)
+    table = l07_figures.floor_table(MODELS, [512, 2048], batch=8, device=H100)
     assert table["floor µs per layer"].round().tolist() == [5, 20, 20, 80, 25, 100]
     shares = l07_figures.share_chart(table).data
-    assert [trace.name for trace in shares] == [model.name for model in accounting.MODELS]
-    assert list(shares[1].y) == table["share of a step"].loc["7.8B MHA"].tolist()
+    assert [trace.name for trace in shares] == list(MODELS)
+    assert list(shares[1].y) == table["share of a step"].loc["MHA-7.8B"].tolist()
 
 
 def test_roofline_marks_every_query_length_on_the_roof():
-    roof, alone, grouped = l07_figures.roofline(accounting.MODELS, [1, 5], accounting.H100).data
+    roof, alone, grouped = l07_figures.roofline(MODELS, [1, 5], H100).data
     assert list(alone.x) == [1, 5] and list(grouped.x) == [4, 20]
     assert max(roof.y) == pytest.approx(989) and list(grouped.y) == pytest.approx([13.4, 67])
 
@@ -307,7 +309,10 @@ def test_step_kernels_compile_for_a_gpu_without_spilling(tmp_path):
     header = "import triton\nimport triton.language as tl\n"
     (tmp_path / "steps.py").write_text("\n\n\n".join([header, *cells]))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": f"{tmp_path}:{ROOT / 'tests'}:{ROOT / 'kernels'}", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment |= {
+        "PYTHONPATH": f"{tmp_path}:{ROOT / 'tests/support'}:{ROOT / 'kernels'}",
+        "TRITON_CACHE_DIR": str(tmp_path),
+    }
     done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [line.split() for line in done.stdout.splitlines()]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import bass_core as bass
-from bass_lab.lessons import l01_demonstrations, l01_figures, l01_rules
+from bass_lab.lessons import l01_demonstrations, l01_figures, l01_rules, l07_figures
 from bass_lab.lessons import l01_exercises as exercises
-from bass_lab.measure.roofline import H100, TARGET_8B
+from bass_lab.measure.roofline import H100, MODELS, TARGET_8B
 from bass_lab.texts.prompt_sets import prompt_set
 
 
@@ -64,18 +64,11 @@ def test_roofline_waits_for_memory_until_the_batch_is_large():
 
 
 def test_modelled_gpu_is_that_of_lesson_07():
-    pytest.importorskip("triton")
-    from bass_kernels import accounting
-
-    assert (accounting.H100.bandwidth, accounting.H100.flops) == (H100.bandwidth, H100.flops)
-    model = {model.name: model for model in accounting.MODELS}["7.8B MHA"]
-    assert model.parameters == TARGET_8B.weights == TARGET_8B.products
-    for name in ("layers", "heads", "kv_heads", "head_dim"):
-        assert getattr(model, name) == getattr(TARGET_8B, name)
-    assert model.heads == model.kv_heads
+    assert MODELS["MHA-7.8B"] == TARGET_8B and TARGET_8B.heads == TARGET_8B.kv_heads
     pass_ms = l01_demonstrations.roofline_ms(TARGET_8B, 8, 1, 512)
-    attention_ms = model.layers * accounting.floor_us(model, 8 * 512) / 1e3
-    assert attention_ms / pass_ms == pytest.approx(accounting.attention_share(model, 8 * 512))
+    table = l07_figures.floor_table(MODELS, [512], batch=8, device=H100).loc["MHA-7.8B", 512]
+    attention_ms = TARGET_8B.layers * table["floor µs per layer"] / 1e3
+    assert attention_ms / pass_ms == pytest.approx(table["share of a step"])
 
 
 def test_speed_up_is_tokens_per_step_over_step_cost():

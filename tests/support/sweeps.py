@@ -7,10 +7,11 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 
-from bass_lab.sweep import one_run
+from bass_lab.sweep import run_process
 
 PARAMETERS = """\
 size: int = 1
@@ -52,29 +53,32 @@ def stub(folder: Path, *more: str, name: str = "stub") -> Path:
 class Instant:
     """An executor whose runs end when they start; `outcomes`: what becomes of them, else they are done."""
 
+    jobs = 1
+
     def __init__(self, *outcomes: str):
-        self.outcomes, self.running, self.started = list(outcomes), [], []
+        self.outcomes, self.started = list(outcomes), 0
 
-    @property
-    def free(self) -> bool:
-        return not self.running
-
-    def start(self, key: str, job: dict, scratch: Path) -> None:
-        self.started.append(key)
-        status = self.outcomes.pop(0) if self.outcomes else one_run.DONE
-        (scratch / one_run.NOTEBOOK).write_text(json.dumps(job["notebook"]))
-        (scratch / one_run.RECORDS).write_text(json.dumps({"size": job["parameters"]["size"], "found": 2}) + "\n")
-        self.running.append((key, scratch, {"status": status, "error": "told to", "details": "", "seconds": 0.1}))
-
-    def ended(self) -> list[tuple[str, Path, dict]]:
-        found, self.running = self.running, []
-        return found
+    def start(self, job: dict, folder: Path) -> Ended:
+        self.started += 1
+        (folder / run_process.NOTEBOOK).write_text(json.dumps(job["notebook"]))
+        (folder / run_process.RECORDS).write_text(json.dumps({"size": job["parameters"]["size"], "found": 2}) + "\n")
+        return Ended(folder, self.outcomes.pop(0) if self.outcomes else run_process.DONE)
 
     def __enter__(self) -> Instant:
         return self
 
     def __exit__(self, *exc) -> None:
         pass
+
+
+class Ended(NamedTuple):
+    """A run that has ended with this status."""
+
+    folder: Path
+    status: str
+
+    def outcome(self) -> dict:
+        return {"status": self.status, "error": "told to", "details": "", "seconds": 0.1}
 
 
 def forked(action: Callable[[], None]) -> int:

@@ -32,7 +32,7 @@ WARPS = 8  # with half of them `_finish` spills registers
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Verified(NamedTuple):
+class VerifyOutput(NamedTuple):
     """What one step adds to each row.
 
     accepted int64 [B]: drafted tokens kept. next_token int64 [B]: the target's token after them. tokens int64
@@ -59,7 +59,7 @@ def verify(
     draw_uniform: Tensor,
     committed: Tensor,
     temperature: float,
-) -> Verified:
+) -> VerifyOutput:
     """Token verification (Leviathan et al. 2023, algorithm 1), or greedy matching at temperature 0.
 
     logits [B, K + 1, V] in float32, bfloat16 or float16, ids adjacent in memory: the target's, after the last
@@ -91,7 +91,7 @@ def verify(
     log_sums, shifts = empty(torch.float64, rows, slots), empty(torch.float32, rows, slots)
     scales, choices = empty(torch.float32, rows, slots), empty(torch.int32, rows, slots, needed=greedy)
     masses = [empty(torch.float64, rows, blocks, needed=not greedy) for _ in range(2)]
-    verified = Verified(
+    output = VerifyOutput(
         accepted=empty(torch.int64, rows),
         next_token=empty(torch.int64, rows),
         tokens=empty(torch.int64, rows, slots),
@@ -122,9 +122,9 @@ def verify(
             )
         _finish[(rows,)](
             *inputs, draw_uniform.contiguous(), committed.contiguous(), kept, numbers, log_sums, shifts, scales,
-            choices, *masses, *verified, *layout, drafts, blocks, inverse_temperature, **narrow, **combining, **wide,
+            choices, *masses, *output, *layout, drafts, blocks, inverse_temperature, **narrow, **combining, **wide,
         )  # fmt: skip
-    return verified
+    return output
 
 
 def _check(logits: Tensor, q: Tensor | None) -> None:
@@ -349,7 +349,7 @@ def _finish(
     choices,
     masses,  # [B, N]; this and the next: what _block_masses left (not GREEDY)
     residual_masses,
-    accepted,  # this and the next five: the results, as in Verified
+    accepted,  # this and the next five: the results, as in VerifyOutput
     next_token,
     tokens,
     logprobs,

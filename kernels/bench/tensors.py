@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bass_kernels import reference
-from bench.shapes import Case
+from bench.cases import Case
 
 ROTATED_BYTES = 256e6  # KV sets together hold this much, several times the L2 cache (50 MB on an H100)
 # ‖out − ref‖ / ‖ref‖ allowed against float64: what rounding inputs and weights to the dtype costs.
@@ -51,18 +51,18 @@ def number_of_sets(case: Case, seed: int) -> int:
 
 def make(case: Case, device: torch.device, seed: int, sets: int) -> Inputs:
     """Random inputs; slots past a row's length hold finite stale values, as in a real cache."""
-    model, lengths = case.model, case.lengths(seed)
+    work, lengths = case.work, case.lengths(seed)
     generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         numbers = torch.empty(shape, dtype=getattr(torch, case.dtype), device=device)
         return numbers.normal_(generator=generator).transpose(1, 2)
 
-    cache = (case.batch, case.slots(seed), model.kv_heads, model.head_dim)
+    cache = (case.batch, case.slots(seed), work.kv_heads, work.head_dim)
     kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
     return Inputs(
         case=case,
-        query=random(case.batch, case.query_length, model.heads, model.head_dim),
+        query=random(case.batch, case.query_length, work.heads, work.head_dim),
         sets=[(random(*cache), random(*cache)) for _ in range(sets)],
         starts=kv_lengths - case.query_length,  # every query token is live
         kv_lengths=kv_lengths,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import exp
 from statistics import NormalDist
 
 import torch
+
+from bass_lab.measure import roofline
+from bass_lab.measure.roofline import Workload
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUERY_LENGTHS = (1, 5)
@@ -19,31 +22,16 @@ SPREAD = 0.6  # standard deviation of the logarithm of a lognormal length
 PAGE = 256  # slots come in whole pages, the smallest that the flash kernels of newer torch versions accept
 
 
-@dataclass(frozen=True)
-class Model:
-    name: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    layers: int  # a plan is made once for all of them
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Model("llama-8b", 32, 8, 128, 32),
-        Model("mha-7.8b", 32, 32, 128, 32),
-        Model("opt-13b", 40, 40, 128, 40),
-    )
-}
-TINY = Model("tiny", 4, 2, 16, 2)
+MODELS = list(roofline.MODELS)
+# Of these, heads and layers count (a plan is made once for all layers); weights play no part. tiny: of a dry run.
+WORK = roofline.MODELS | {"tiny": Workload(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4)}
 
 
 @dataclass(frozen=True)
 class Case:
     """One attention call of one layer. `kv_length` is the mean over the rows, the new tokens included."""
 
-    model: Model
+    model: str
     batch: int
     query_length: int
     kv_length: int
@@ -51,11 +39,16 @@ class Case:
     dtype: str = "bfloat16"
 
     def __str__(self) -> str:
-        model = self.model
+        work = self.work
         return (
-            f"{model.name} ({model.heads}/{model.kv_heads} heads of {model.head_dim}), batch {self.batch}, "
+            f"{self.model} ({work.heads}/{work.kv_heads} heads of {work.head_dim}), batch {self.batch}, "
             f"{self.query_length} queries, {self.kv_length} keys {self.distribution}, {self.dtype}"
         )
+
+    @property
+    def work(self) -> Workload:
+        """What the model's attention reads, in this case's dtype."""
+        return replace(WORK[self.model], element=getattr(torch, self.dtype).itemsize)
 
     def lengths(self, seed: int) -> list[int]:
         """KV length of every row; their mean is `kv_length` but for rounding. The seed fixes the rows' order only.
@@ -81,24 +74,24 @@ class Case:
 
     def kv_bytes(self, seed: int) -> int:
         """The floor: keys and values of every row read once. (Queries and output are under 1% of it.)"""
-        return self._bytes_per_key() * sum(self.lengths(seed))
+        return self._layer_bytes(sum(self.lengths(seed)))
 
     def cache_bytes(self, seed: int) -> int:
         """What one KV set occupies, padding included."""
-        return self._bytes_per_key() * self.batch * self.slots(seed)
+        return self._layer_bytes(self.batch * self.slots(seed))
 
-    def _bytes_per_key(self) -> int:
-        return 2 * self.model.kv_heads * self.model.head_dim * getattr(torch, self.dtype).itemsize
+    def _layer_bytes(self, positions: int) -> int:
+        return self.work.cache_bytes(positions) // self.work.layers
 
 
 def tiny_case() -> Case:
     """What a dry run on a CPU computes."""
-    return Case(TINY, 3, 3, 40, "ragged", "float32")
+    return Case("tiny", 3, 3, 40, "ragged", "float32")
 
 
 def quick_cases() -> list[Case]:
     """A minute on an H100: each model once at batch 8, and the largest and smallest reads of one."""
-    llama, mha, opt = MODELS.values()
+    llama, mha, opt = MODELS
     return [
         Case(llama, 8, 5, 2048, "ragged"),
         Case(llama, 8, 1, 2048, "ragged"),
@@ -109,7 +102,7 @@ def quick_cases() -> list[Case]:
     ]
 
 
-def default_cases(models: list[Model], batches: list[int] | None = None) -> list[Case]:
+def default_cases(models: list[str], batches: list[int] | None = None) -> list[Case]:
     """Minutes on an H100, the most telling first, since a run may be cut short."""
     found: list[Case] = []
     for kv_length, query_length, model in product(KV_LENGTHS, QUERY_LENGTHS, models):
@@ -126,7 +119,7 @@ def default_cases(models: list[Model], batches: list[int] | None = None) -> list
     return found if batches is None else [case for case in found if case.batch in batches]
 
 
-def all_cases(models: list[Model], batches: list[int] | None = None) -> list[Case]:
+def all_cases(models: list[str], batches: list[int] | None = None) -> list[Case]:
     """Every combination; one row has one distribution."""
     return [
         Case(model, batch, query_length, kv_length, distribution)

@@ -1,0 +1,72 @@
+"""What the commands that time a GPU share: their options, their time, where their lines go, and the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from bass_core.environment import describe_environment
+from bass_lab.measure import records
+
+NO_GPU = 2  # exit code
+
+
+def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser:
+    """kind: of the records. sizes: names and help of flags that exclude each other, --dry-run among them."""
+    found = argparse.ArgumentParser(prog=f"bench-{kind}", description=description)
+    size = found.add_mutually_exclusive_group()
+    for name, meaning in sizes.items():
+        size.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
+    found.add_argument("--seconds", type=float, help="begin nothing new after this time (else as the size says)")
+    found.add_argument("--commit", default="", help="of this tree, where it came without its repository")
+    file = f"notebooks/records/{kind}_<device>.jsonl"
+    found.add_argument("--output", type=Path, help=f"JSON lines go here ({file}; none in a dry run)")
+    return found
+
+
+class Lines:
+    """The records of a run, each checked and written as it comes, so that a run cut short keeps what it has."""
+
+    def __init__(self, kind: str, options: argparse.Namespace, check: Callable[[dict], None], limit: float):
+        """limit: seconds, unless the options have others."""
+        self.check, self.limit, self.started = check, options.seconds or limit, time.monotonic()
+        self.environment = describe_environment()  # of it, records take what they need
+        self.environment["commit"] = self.environment["commit"] or options.commit
+        device = self.environment["device"]
+        self.output = options.output or (None if options.dry_run else records.device_file(kind, device))
+        self.written: list[dict] = []
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def out_of_time(self) -> bool:
+        return self.seconds > self.limit
+
+    def add(self, line: dict) -> dict:
+        """Raises ValueError for a line that does not pass the check."""
+        self.check(line)
+        if self.output is not None:
+            records.append(self.output, [line], self.check)
+        self.written.append(line)
+        return line
+
+    def end(self, document: dict) -> None:
+        """Print what came of it as one JSON object, the last line."""
+        output = None if self.output is None else str(self.output)
+        print(json.dumps(document | {"output": output, "seconds": round(self.seconds, 1)}, ensure_ascii=False))
+
+
+def main(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """`run` where there is a GPU, or in a dry run; returns the exit code."""
+    if options.dry_run or torch.cuda.is_available():
+        return run(options)
+    print("this needs a CUDA GPU, and torch sees none here; --dry-run shows what it does", file=sys.stderr)
+    return NO_GPU
