@@ -1,4 +1,9 @@
-"""How an exercise is checked: a reader's function on many cases, each with a judge of its result."""
+"""How an exercise is checked: `check_<name>(your_function)` compares it with a plain reference on many cases.
+
+A check prints one line and returns whether the function is right: the stub (it raises NotImplementedError) is "not
+solved yet", a wrong one is told the first case that it fails and what differs. What the function itself raises passes
+through, after a line that names the case.
+"""
 
 from __future__ import annotations
 

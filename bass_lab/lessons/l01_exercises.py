@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from bass_core.draft_length import expected_tokens
 from bass_lab.lessons.checking import Case, Fault, check
 
 CLOSE = 1e-9
@@ -83,12 +84,12 @@ def _brief(law: Tensor) -> str:
     return "[" + ", ".join(f"{x:.3g}" for x in law.tolist()) + "]"
 
 
-def check_expected_tokens(expected_tokens: Callable) -> bool:
+def check_expected_tokens(solution: Callable) -> bool:
     """expected_tokens(alpha, k) -> tokens that a step commits on average, the target's own included.
 
     alpha, 0 … 1: the chance that a draft is accepted if all before it in the step were. k >= 0 drafts.
     """
-    return check(expected_tokens, _count_cases())
+    return check(solution, _count_cases())
 
 
 def _count_cases() -> Iterator[Case]:
@@ -98,7 +99,7 @@ def _count_cases() -> Iterator[Case]:
 
 
 def _is_count(alpha: float, k: int) -> Fault:
-    wanted = sum(alpha**i for i in range(k + 1))
+    wanted = float(expected_tokens(alpha, k)[k])
     slips = {
         wanted - 1: "the token that the target adds itself is missing",
         wanted - alpha**k: "one term too few",

@@ -6,6 +6,9 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
+from bass_core.trace import alpha
 from bass_lab.lessons.checking import Case, Fault, check
 
 
@@ -37,15 +40,10 @@ def _cases() -> Iterator[Case]:
         yield description, (list(accepted), list(drafted)), _judge(accepted, drafted)
 
 
-def _reference(accepted: Sequence[int], drafted: Sequence[int]) -> tuple[float, float]:
-    judged = sum(min(a + 1, d) for a, d in zip(accepted, drafted, strict=True))
-    return sum(accepted) / judged, sum(accepted) / sum(drafted)
-
-
 def _judge(accepted: Sequence[int], drafted: Sequence[int]) -> Fault:
     """Names the usual mistakes: what was computed instead."""
     steps = [(a, d) for a, d in zip(accepted, drafted, strict=True) if d]
-    wanted = dict(zip(("alpha", "acceptance rate"), _reference(accepted, drafted), strict=True))
+    wanted = {"alpha": alpha(np.array(drafted), np.array(accepted)), "acceptance rate": sum(accepted) / sum(drafted)}
     mean = sum(a / d for a, d in steps) / len(steps)
     mistakes = {
         "alpha": {

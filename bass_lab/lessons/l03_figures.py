@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-import plotly.graph_objects as go
 from ipywidgets import HTML, Box, Button, Dropdown, FloatSlider, IntSlider, IntText, VBox, Widget
 from transformers import PreTrainedTokenizerBase
 
@@ -73,6 +72,7 @@ class AcceptanceExplorer:
         self.same_text: bool | None = None
         self._regular: dict[str, list[list[int]]] = {}  # regular decoding's tokens, by settings
         self.view = TraceExplorer(pair.tokenizer)
+        self.raster = self.view.raster
         self.message, self.badge = HTML(), HTML()
         values = {"batch_size": batch_size, "draft_length": draft_length, "temperature": temperature, "policy": policy}
         values |= {"verification": verification, "prompt_set": prompt_set, "seed": seed}
@@ -97,10 +97,6 @@ class AcceptanceExplorer:
         view = TraceExplorer(tokenizer)
         view.show(trace if isinstance(trace, Trace) else Trace.load(trace), prompts)
         return view
-
-    @property
-    def raster(self) -> go.FigureWidget:
-        return self.view.raster
 
     def _changed(self, _) -> None:
         self.controls["draft_length"].disabled = self.controls["policy"].value != "fixed"
@@ -204,16 +200,10 @@ def acceptance_table(
     lines = []
     for name, texts in prompts.items():
         for setting in settings:
-            summary = generate(pair, texts, **options | dict(setting)).trace.summary()
-            lines.append(
-                {
-                    "prompt set": name,
-                    **{option.replace("_", " "): value for option, value in setting.items()},
-                    "α": summary["alpha"],
-                    "acceptance rate": summary["acceptance_rate"],
-                    "tokens per step": summary["tokens_per_step"],
-                }
-            )
+            found = generate(pair, texts, **options | dict(setting)).trace.summary()
+            line = {"prompt set": name} | {option.replace("_", " "): value for option, value in setting.items()}
+            line |= {"α": found["alpha"], "acceptance rate": found["acceptance_rate"]}
+            lines.append(line | {"tokens per step": found["tokens_per_step"]})
     return pd.DataFrame(lines)
 
 

@@ -192,7 +192,7 @@ def launch_figure(large_us: float = 20, small_us: float = 2, launch_us: float = 
     figure = panels(3, 1, list(models), title, 430, shared_xaxes=True, vertical_spacing=0.12)
     for row, (kernel_us, graph) in enumerate(models.values(), start=1):
         schedule = launch_schedule(kernel_us, launch_us, graph=graph)
-        for lane, look in (("host", "regular"), ("GPU", "accepted")):
+        for lane, look in (("host", "baseline"), ("GPU", "accepted")):
             part = schedule[schedule.lane == lane]
             drawn = bars(lane, part.duration, part.lane, look, orientation="h", base=part.start)
             drawn.update(hovertemplate=f"{lane}: %{{x:g}} µs from %{{base:g}} µs<extra></extra>")

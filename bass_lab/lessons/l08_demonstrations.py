@@ -63,21 +63,12 @@ def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
     lines = []
     for line in phases.itertuples():
         shape = line.batch, line.k + 1, line.kv + line.k + 1
-        roof = 1e3 * roofline.seconds(*shape)
+        roof, intensity = 1e3 * roofline.seconds(*shape), roofline.intensity(*shape)
+        limit = "arithmetic" if intensity > roofline.device.ridge else "memory"
         used = utilisation(_as_step(line), roofline.work, None, roofline.device)
-        lines.append(
-            {
-                "batch": line.batch,
-                "k": line.k,
-                "verify": line.verify,
-                "roof": roof,
-                "limit": "arithmetic" if roofline.intensity(*shape) > roofline.device.ridge else "memory",
-                "share": roof / line.verify,
-                "intensity": roofline.intensity(*shape),
-                "verified": used.verified,
-                "emitted": used.emitted,
-            }
-        )
+        found = {"batch": line.batch, "k": line.k, "verify": line.verify, "roof": roof, "limit": limit}
+        found |= {"share": roof / line.verify, "intensity": intensity}
+        lines.append(found | {"verified": used.verified, "emitted": used.emitted})
     return pd.DataFrame(lines)
 
 

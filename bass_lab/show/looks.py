@@ -37,6 +37,7 @@ LOOKS = {
     "rejected": Look("#CC79A7", "x", "longdash", "cross"),
     "not reached": Look("#E3BDD1", "/", ink="#9A6A86"),
     "regular": Look("#5A5A5A", "/", "dot", "square"),  # and the method
+    "baseline": Look("#B0B0B0", "/"),  # whatever else is compared
     # what is not there, wasted or too late
     "nothing": Look("#E8E8E8", "/", ink="#9A9A9A"),
     # phases of a step

@@ -7,8 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +55,8 @@ def build(
     ValueError without notebooks.
     """
     import nbformat
+    from nbclient import NotebookClient
     from nbconvert import HTMLExporter
-    from nbconvert.preprocessors import ExecutePreprocessor
 
     if not sources:
         raise ValueError("no notebooks to build")
@@ -66,12 +65,11 @@ def build(
     for source in sources:
         progress(f"executing {source.name}")
         notebook = nbformat.read(source, as_version=4)
-        executor = ExecutePreprocessor(timeout=timeout, kernel_name="python3", store_widget_state=False)
-        executor.extra_arguments = [
-            "--log-level=ERROR"
-        ]  # every kernel warns that it talks TCP; here to this process only
-        with _figures_as_html():
-            executor.preprocess(notebook, {"metadata": {"path": str(source.parent)}})
+        # Every kernel warns that it talks TCP; here to this process only.
+        options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}
+        client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": source.parent}}, **options)
+        # Figures come with plotly's script in the page, so that it works offline.
+        client.execute(env=os.environ | {"PLOTLY_RENDERER": "notebook"})
         _without_widgets(notebook)
         body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": _title(notebook, source.stem)}})
         page = target / f"{source.stem}.html"
@@ -98,19 +96,6 @@ def _without_widgets(notebook) -> None:
                 output.data = {"text/plain": output.data["text/plain"], "text/html": WIDGET_NOTE}
         if outputs:
             cell.outputs = [each for each in outputs if "%|" not in each.get("data", {}).get("text/plain", "")]
-
-
-@contextmanager
-def _figures_as_html() -> Iterator[None]:
-    """Kernels started inside draw plotly's figures with the script in the page, so that it works offline."""
-    before = os.environ.get("PLOTLY_RENDERER")
-    os.environ["PLOTLY_RENDERER"] = "notebook"
-    try:
-        yield
-    finally:
-        del os.environ["PLOTLY_RENDERER"]
-        if before is not None:
-            os.environ["PLOTLY_RENDERER"] = before
 
 
 def _title(notebook, default: str) -> str:

@@ -49,7 +49,7 @@ def speed_chart(table: pd.DataFrame, title: str = "Speed over regular decoding")
     figure = empty_figure(
         titled(title, table), "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table)
     )
-    looks = ["batched" if "batched" in label else "regular" for label in table.label]
+    looks = ["batched" if "batched" in label else "baseline" for label in table.label]
     texts = {"text": [f"{value:.2f}×" for value in table.over_regular], "insidetextanchor": "start"}
     texts |= {"textposition": "inside", "hovertemplate": "%{y}: %{x:.2f}×<extra></extra>"}
     whiskers = interval(table.over_regular, table.low, table.high)

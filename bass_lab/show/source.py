@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+FONT = "font-family:ui-monospace,monospace"  # pages style <pre> themselves
 Mark = str | re.Pattern  # text that stands in a line, or an expression that matches in it
 
 
@@ -38,7 +39,7 @@ class Source:
         style = "background:#f7f7f7;color:#1b1f24;border:1px solid #d6dade;border-radius:6px;padding:8px 0;margin:0"
         return (
             f'<div style="font-size:85%;margin-bottom:2px"><code>{html.escape(self.place)}</code></div>'
-            f'<pre style="{style};overflow-x:auto;white-space:pre;line-height:1.4">{listed}</pre>'
+            f'<pre style="{style};overflow-x:auto;white-space:pre;line-height:1.4;{FONT}">{listed}</pre>'
         )
 
     def _listed(self, lines: Mapping[int, str], form: str, gap: str) -> Iterator[str]:

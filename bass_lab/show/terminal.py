@@ -59,9 +59,6 @@ def summary_line(trace: Trace) -> str:
     return line + (f"; {summary['tokens'] / seconds:,.0f} tokens/s" if seconds else "")
 
 
-ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": None}  # colours
-
-
 def print_rows(
     tokenizer: PreTrainedTokenizerBase, prompts: list[str], out: Generation, stop: Sequence[str], coloured: bool
 ) -> None:

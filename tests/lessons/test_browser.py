@@ -1,9 +1,8 @@
 """The lessons in a real browser: JupyterLab runs them, a slider moves by keyboard, the figure follows."""
 
-import os
-import shutil
 from pathlib import Path
 
+import lesson_runs
 import pytest
 
 from bass_lab.show import browser
@@ -27,9 +26,7 @@ LESSONS = {  # with these parameters: what the defaults give is tested without a
 
 @pytest.fixture(scope="module")
 def chromium():
-    if shutil.which("chromium") is None:
-        assert not os.environ.get("CI"), "CI installs chromium: this test may not be skipped there"
-        pytest.skip("no chromium on this machine (apt-get install chromium)")
+    lesson_runs.chromium()
     with browser.launched() as running:
         yield running
 

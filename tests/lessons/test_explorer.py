@@ -19,11 +19,6 @@ SIZE = {"batch_size": 3, "max_new_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def pair():
-    return bass.load_pair(dtype="float32")
-
-
-@pytest.fixture(scope="module")
 def trace(pair):
     """A sampled run of three library prompts."""
     options = {"max_new_tokens": 32, "draft_length": 4, "temperature": 0.8, "trace": "tokens"}
@@ -347,9 +342,7 @@ def rate_as_mean_of_steps(a, d):
     ],
 )
 def test_wrong_rates_are_told_what_they_are(solution, message, capsys):
-    assert not check_alpha(solution)
-    out = capsys.readouterr().out
-    assert out.startswith("Not right. Case ") and message in out
+    lesson_runs.refused(check_alpha, solution, message, capsys)
 
 
 # --- the lesson with other parameters ---
@@ -363,12 +356,12 @@ def test_wrong_rates_are_told_what_they_are(solution, message, capsys):
         {"batch_size": 2, "draft_length": 7, "prompt_set": "mini", "verification": "block", "seed": 5},
     ],
 )
-def test_lesson_takes_parameters(tmp_path, changed):
+def test_lesson_takes_parameters(pair, tmp_path, changed):
     changed = changed | {"max_new_tokens": 16}
     executed = lesson_runs.execute("03_acceptance_explorer", tmp_path, **changed)
     printed = [str(output.get("text", "")) for cell in executed.cells for output in cell.get("outputs", [])]
     (record,) = [json.loads(text) for text in printed if text.startswith('{"method"')]
-    pair, texts = bass.load_pair(dtype="float32"), prompt_set(changed["prompt_set"], changed["batch_size"])
+    texts = prompt_set(changed["prompt_set"], changed["batch_size"])
     names = ("draft_length", "max_new_tokens", "verification", "seed")
     options = {name: changed[name] for name in names if name in changed}
     summary = bass.generate(pair, texts, temperature=changed.get("temperature", 0.8), **options).trace.summary()

@@ -1,8 +1,8 @@
 """The lessons run, say what they say, and look as they should; the demo ends as the README promises."""
 
+import html
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +20,6 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-
-
-@pytest.fixture(scope="module")
-def pair():
-    return bass.load_pair(dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -105,20 +100,8 @@ def test_demo_shows_generated_python_first(demo):
 
 
 def test_page_draws_its_figures_in_a_browser(demo, tmp_path):
-    browser = shutil.which("chromium")
-    if browser is None:
-        assert not os.environ.get("CI"), "CI installs chromium: this test may not be skipped there"
-        pytest.skip("no chromium on this machine (apt-get install chromium)")
     page = ROOT / "build/html/00_start_here.html"
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-    command = [
-        browser,
-        *flags,
-        f"--user-data-dir={tmp_path}",
-        "--virtual-time-budget=20000",
-        "--dump-dom",
-        page.as_uri(),
-    ]
+    command = [lesson_runs.chromium(), *pages.BROWSER_FLAGS, f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     assert dom.count('class="main-svg"') >= 2  # the raster and the speed chart are drawn
     assert "rows have identical tokens" in dom
@@ -159,8 +142,6 @@ def test_coloured_text_keeps_every_character(pair):
     tokens = pair.tokenizer(text)["input_ids"]
     shown = plots.coloured_text(tokens, ["accepted"] * len(tokens), pair.tokenizer)
     spans = re.findall(r"<span[^>]*>(.*?)</span>", shown, re.DOTALL)
-    import html
-
     assert html.unescape("".join(spans)) == text and len(spans) == len(tokens)
 
 
