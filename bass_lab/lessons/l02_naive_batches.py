@@ -99,7 +99,7 @@ def naive_generate(
         inputs.one_of("bug", bug, BUGS)
     inputs.integer("draft_length", draft_length, least=1)
     inputs.require_draft_model(pair)
-    rows = [ids.tolist() for ids in inputs.token_ids(pair, prompts)]  # committed tokens, prompt included
+    rows = token_lists(pair, prompts)  # committed tokens, prompt included
     limits = [len(row) + max_new_tokens for row in rows]
     target, draft = (PaddedModel(model, len(rows), bug) for model in (pair.target, pair.draft))
     # The draft stays behind by the last two tokens and reads both when it drafts: after full acceptance it has not
@@ -167,6 +167,11 @@ def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, T
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=device)
     return ids, _following(rows, -longest, longest, device)
+
+
+def token_lists(pair: ModelPair, prompts: Sequence[str | Tensor]) -> list[list[int]]:
+    """Prompts as lists of token ids."""
+    return [ids.tolist() for ids in inputs.token_ids(pair, prompts)]
 
 
 # --- what is wrong, measured ----------------------------------------------------------------------

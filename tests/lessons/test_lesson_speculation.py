@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import bass_core as bass
-from bass_core import draft_length
+from bass_core.draft_length import expected_tokens
 from bass_lab.lessons import l01_demonstrations, l01_figures, l01_rules
 from bass_lab.lessons import l01_exercises as exercises
 from bass_lab.measure.roofline import H100, TARGET_8B
@@ -84,8 +84,8 @@ def test_speed_up_is_tokens_per_step_over_step_cost():
 
 
 def test_expected_tokens_are_the_closed_form():
-    assert draft_length.expected_tokens(0.8, 5)[5] == pytest.approx((1 - 0.8**6) / 0.2)
-    assert [draft_length.expected_tokens(alpha, 5)[5] for alpha in (1.0, 0.0)] == [6, 1]
+    assert expected_tokens(0.8, 5)[5] == pytest.approx((1 - 0.8**6) / 0.2)
+    assert expected_tokens(1.0, 5)[5] == 6 and expected_tokens(0.0, 5)[5] == 1
 
 
 # --- what a step decides ---
@@ -350,7 +350,7 @@ def with_law(redraw):
     return lambda p, q, drafted: (accept_or_recover(p, q, drafted)[0], redraw(p, q))
 
 
-def expected_tokens(alpha, k):
+def summed_tokens(alpha, k):
     return sum(alpha**i for i in range(k + 1))
 
 
@@ -360,7 +360,7 @@ def expected_tokens(alpha, k):
         (exercises.check_accept_or_recover, accept_or_recover),
         (exercises.check_accept_or_recover, with_chance(lambda p, q: (p / q).clamp(max=1))),  # a tensor of one number
         (exercises.check_accept_or_recover, with_law(lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum())),
-        (exercises.check_expected_tokens, expected_tokens),
+        (exercises.check_expected_tokens, summed_tokens),
         (exercises.check_expected_tokens, lambda a, k: (1 - a ** (k + 1)) / (1 - a) if a < 1 else k + 1),
     ],
 )
