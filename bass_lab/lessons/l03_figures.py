@@ -124,7 +124,8 @@ class AcceptanceExplorer:
             )
 
     def _run(self) -> None:
-        texts, options = self._texts(), self._options()
+        names = ("temperature", "verification", "seed")
+        texts, options = self._texts(), {name: self.controls[name].value for name in names} | self.options
         if self.out is None:  # what happens once (probing the models, warming up) is not timed
             generate(self.pair, texts, **options | {"max_new_tokens": 4})
         policy = POLICIES[self.controls["policy"].value](self.controls["draft_length"].value)
@@ -138,10 +139,6 @@ class AcceptanceExplorer:
         if count > len(self.prompts[name]):
             raise ValueError(f"the prompt set {name!r} has {len(self.prompts[name])} prompts, batch size is {count}")
         return list(self.prompts[name][:count])
-
-    def _options(self) -> dict:
-        names = ("temperature", "verification", "seed")
-        return {name: self.controls[name].value for name in names} | self.options
 
     def _compare(self, texts: Sequence[str], options: dict) -> None:
         """Is the text that of regular decoding? Decodes that once per setting; draft length and policy are none."""

@@ -117,14 +117,9 @@ def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
         steps = profile.steps.loc[full_steps(profile)]
         spans = profile.spans[profile.spans.step.isin(steps.index)]
         ms, tokens = steps.duration_ms.median(), 1 + steps.accepted.sum() / steps.rows.sum()
-        lines[name] = {
-            "steps": len(steps),
-            "ms": ms,
-            "tokens": tokens,
-            "ms_per_token": ms / tokens,
-            "kernels": spans.kernels.sum() / len(steps),
-            "gap_share": spans.gap_ms.sum() / spans.duration_ms.sum(),
-        }
+        line = {"steps": len(steps), "ms": ms, "tokens": tokens, "ms_per_token": ms / tokens}
+        line |= {"kernels": spans.kernels.sum() / len(steps)}
+        lines[name] = line | {"gap_share": spans.gap_ms.sum() / spans.duration_ms.sum()}
     return pd.DataFrame(lines).T.astype({"steps": int})
 
 

@@ -97,7 +97,7 @@ def cost_chart(accounts: dict[str, Account], bytes_per_key: int) -> go.Figure:
     for name, values, look, form, column in (
         ("needed", megabytes.needed, "accepted", ".2f", 1),
         ("wasted", megabytes.wasted, "nothing", ".2f", 1),
-        ("done", found.finish, "recovered", ",.0f", 2),
+        ("done", found.finish, "accepted", ",.0f", 2),
     ):
         texts = [format(value, form) if value else "" for value in values]
         drawn = bars(name, values, found.index, look, orientation="h", text=texts, textposition="auto")

@@ -55,7 +55,7 @@ METHODS = ("transformers", "assisted", "regular", "single", "batched")
 CURVES = ("accepted", "recovered", "bonus", "rejected", "transformers")  # for things without a look of their own
 FAINT = {"color": "#9A9A9A", "width": 1}  # a line to compare with
 
-_CELLS = {"colorscale": "Cividis", "xgap": 2, "ygap": 2, "texttemplate": "%{text}"}
+_CELLS = {"colorscale": "Cividis", "xgap": 2, "ygap": 2, "texttemplate": "%{text}", "colorbar": {"thickness": 14}}
 pio.templates["bass"] = go.layout.Template(
     layout={
         "title": {"x": 0.01, "xanchor": "left", "font": {"size": 16}},
@@ -72,7 +72,7 @@ pio.templates["bass"] = go.layout.Template(
     data={
         "bar": [{"marker": {"line": {"width": 0}, "pattern": {"size": 6}}}],
         "scatter": [{"marker": {"size": 9}}],
-        "heatmap": [{**_CELLS, "colorbar": {"thickness": 14}}],
+        "heatmap": [_CELLS],
     },
 )  # fmt: skip
 TEMPLATE = "plotly_white+bass"
