@@ -3,7 +3,7 @@
 Where what is:
     the loop                 engine.py, `Session._decode`
     the acceptance rule      verification.py
-    a draft-length policy    policies/, one file each; the paper's Algorithm 1 is `BassHeuristic` in draft_length.py
+    a draft-length policy    policies/; the paper's Algorithm 1 is `BassHeuristic` in draft_length.py
     a kernel                 kernels/bass_kernels/, attention over rows of different length in its ragged.py
     a plot                   bass_lab/show/
     a lesson                 notebooks/, its figures and exercises in bass_lab/lessons/

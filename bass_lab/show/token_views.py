@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bass_core.trace import Trace
 from bass_lab.show import plots
-from bass_lab.show.looks import CURVES, FAINT, LOOKS, bars, curve, empty_figure, panels, titled
+from bass_lab.show.looks import LOOKS, bars, curve, empty_figure, panels, titled
 
 SYMBOLS = {"accepted": "✓", "rejected": "✗", "not reached": "–", "recovered": "↳", "bonus": "+", "regular": "·"}
 _INKS = {kind: LOOKS[kind].colour for kind in SYMBOLS} | {"not reached": "#767676"}  # of words
@@ -235,20 +235,6 @@ def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizer
     return figure.update_yaxes(range=[0, 1.2], tickvals=[0, 0.25, 0.5, 0.75, 1])
 
 
-def p_against_q(trace: Trace) -> go.Figure:
-    """Every drafted token that was judged: the draft's q, the target's p, and the verdict."""
-    title = titled("Every verdict of the run", trace)
-    figure = empty_figure(title, "q: the draft's probability", "p: the target's", 460)
-    figure.add_scatter(name="p = q", x=[0, 1], y=[0, 1], mode="lines", line=FAINT | {"dash": "dot"}, hoverinfo="skip")
-    tokens = outcomes(trace)
-    for outcome, symbol in (("accepted", "circle-open"), ("rejected", "x")):
-        part = tokens[tokens.outcome == outcome].dropna(subset=["q"])
-        hover = "row %{customdata[0]}, step %{customdata[1]}: q = %{x:.2f}, p = %{y:.2f}"
-        points = curve(f"{outcome} ({len(part)})", part.q, part.p, outcome, "markers", hovertemplate=hover)
-        figure.add_trace(points.update(customdata=part[["row", "nth"]], marker={"symbol": symbol, "size": 7}))
-    return figure.update_xaxes(range=[-0.03, 1.03]).update_yaxes(range=[-0.03, 1.03])
-
-
 def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
     """One panel per policy: the draft length of each step as a line, what the rows accepted as discs.
 
@@ -270,20 +256,3 @@ def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
         edge = trace.steps.k.max() + 0.8  # and from below 0, so that no disc is cut
         figure.update_yaxes(title="tokens", range=[-0.8, edge], row=panel, col=1)
     return figure.update_xaxes(title="step of the batch", row=len(traces), col=1)
-
-
-def rates_figure(table: pd.DataFrame) -> go.Figure:
-    """Acceptance rate and α against the draft length, a pair of lines per prompt set.
-
-    table: columns "prompt set", "draft length", "acceptance rate" and "α" (as of `l03_figures.acceptance_table`).
-    """
-    title = "Two rates of the same runs, against the draft length"
-    figure = empty_figure(title, "draft length k", "rate", height=410)
-    styles = {"α": ("solid", "circle"), "acceptance rate": ("dash", "diamond-open")}
-    for (name, part), look in zip(table.groupby("prompt set", sort=False), CURVES, strict=False):
-        for column, (dash, symbol) in styles.items():
-            hover = f"{name}, k = %{{x}}: {column} %{{y:.2f}}<extra></extra>"
-            line = curve(f"{column}, {name}", part["draft length"], part[column], look, hovertemplate=hover)
-            figure.add_trace(line.update(line_dash=dash, marker_symbol=symbol))
-    figure.update_yaxes(range=[0, 1.05], tickformat=".1f")
-    return figure.update_xaxes(tickvals=sorted(table["draft length"].unique()))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import bass_core as bass
+from bass_lab.lessons import l03_figures
 from bass_lab.show import token_views
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -131,7 +132,7 @@ def test_headline_is_the_summary(traces):
 
 
 def test_verdicts_of_a_run_are_counted(traces):
-    _, accepted, rejected = token_views.p_against_q(traces["token"]).data
+    _, accepted, rejected = l03_figures.p_against_q(traces["token"]).data
     decode = traces["token"].steps.query("kind == 'decode'")
     assert len(rejected.x) == (decode.accepted < decode.drafted).sum()
     assert len(accepted.x) == (token_views.outcomes(traces["token"]).outcome == "accepted").sum()

@@ -9,9 +9,9 @@ import plotly.graph_objects as go
 import pytest
 
 import bass_core as bass
-from bass_lab.lessons import l03_figures as explorer_module
+from bass_lab.lessons import l03_explorer as explorer_module
 from bass_lab.lessons.l03_exercises import check_alpha
-from bass_lab.lessons.l03_figures import POLICIES, AcceptanceExplorer, acceptance_table
+from bass_lab.lessons.l03_explorer import POLICIES, AcceptanceExplorer, acceptance_table
 from bass_lab.show import plots, token_views
 from bass_lab.texts.prompt_sets import prompt_set
 

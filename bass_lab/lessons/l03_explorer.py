@@ -1,0 +1,235 @@
+"""The acceptance explorer: settings of a run above a view of it, which decodes anew when a setting changes.
+
+Driven by the values of its controls, so that a test needs no browser.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+from ipywidgets import HTML, Box, Button, Dropdown, FloatSlider, IntSlider, IntText, VBox, Widget
+from transformers import PreTrainedTokenizerBase
+
+from bass_core import inputs
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, HuggingFaceHeuristic
+from bass_core.generation import Generation, generate
+from bass_core.models import ModelPair
+from bass_core.trace import Trace
+from bass_lab.provenance import describe_environment
+from bass_lab.show import live_figures
+from bass_lab.show.looks import LOOKS
+from bass_lab.show.trace_explorer import WRAPPED, TraceExplorer
+from bass_lab.texts import prompt_sets
+
+POLICIES: dict[str, Callable[[int], DraftLengthPolicy | None]] = {
+    "fixed": FixedLength,
+    "default": lambda k: None,  # by costs and acceptance, where the pair's costs are known
+    "Algorithm 1": lambda k: BassHeuristic(),  # chooses for itself, with the paper's constants
+    "transformers": lambda k: HuggingFaceHeuristic(),
+}
+RULES = ("token", "block", "coupled")
+LIVE_BELOW = 50_000_000  # parameters of a target that decodes again at every change
+
+
+class AcceptanceExplorer:
+    """Settings of a run above a `TraceExplorer` of it (`view`): what did each row accept, and why?
+
+    controls: "draft_length", "batch_size", "temperature", "policy", "verification", "prompt_set", "seed", those of
+    `view`, and "run" where the pair is not live. Setting a value decodes and redraws. `same_text` says whether the text
+    is that of regular decoding in the same mode: True or False where the mode promises it (temperature 0, or coupled
+    verification) and it was compared, token by token; else None. `message` holds what `generate` refused.
+    """
+
+    def __init__(
+        self,
+        pair: ModelPair,
+        *,
+        batch_size: int = 8,
+        draft_length: int = 5,
+        temperature: float = 0.0,
+        policy: str = "fixed",
+        verification: str = "token",
+        prompt_set: str = "mini",
+        seed: int = 0,
+        max_new_tokens: int = 64,
+        prompts: Mapping[str, Sequence[str]] | None = None,
+        live: bool | None = None,
+        **options,
+    ):
+        """prompts: texts by name of the set; None: the two of the repository. live: decode at every change, or when
+        "run" is pressed; None: live if the target is small. options: as in `generate`.
+
+        Raises ValueError or TypeError for a setting that no control could take.
+        """
+        self.pair = pair
+        self.prompts = dict(prompts or {name: prompt_sets.prompt_set(name) for name in prompt_sets.PROMPT_SETS})
+        self.options = {"max_new_tokens": max_new_tokens, **options}
+        self.live = sum(p.numel() for p in pair.target.parameters()) < LIVE_BELOW if live is None else live
+        self.out: Generation | None = None
+        self.same_text: bool | None = None
+        self._regular: dict[str, list[list[int]]] = {}  # regular decoding's tokens, by settings
+        self.view = TraceExplorer(pair.tokenizer)
+        self.raster = self.view.raster
+        self.message, self.badge = HTML(), HTML()
+        values = {"batch_size": batch_size, "draft_length": draft_length, "temperature": temperature, "policy": policy}
+        values |= {"verification": verification, "prompt_set": prompt_set, "seed": seed}
+        settings = _settings(values, list(self.prompts), self.live)
+        self.controls = settings | self.view.controls
+        above = Box(list(settings.values()), layout=WRAPPED)
+        self.widget = VBox([above, self.message, self.badge, self.view.widget])
+        self._setting = False
+        for name, control in settings.items():
+            if name == "run":
+                control.on_click(lambda _: self.run())
+            else:
+                control.observe(self._changed, names="value")
+        self._changed(None)
+
+    @staticmethod
+    def replay(
+        trace: Trace | str | Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str] = ()
+    ) -> TraceExplorer:
+        """The same views of a recorded run, without a model: of a trace with tokens or of the file that one was saved
+        to. prompts: the texts that its rows continued, which a trace does not hold."""
+        view = TraceExplorer(tokenizer)
+        view.show(trace if isinstance(trace, Trace) else Trace.load(trace), prompts)
+        return view
+
+    def _changed(self, _) -> None:
+        self.controls["draft_length"].disabled = self.controls["policy"].value != "fixed"
+        if self._setting:
+            return
+        if self.live:
+            self.run()
+        else:
+            self.message.value = "Press <b>Run</b> to decode with these settings."
+
+    def run(self, **settings) -> None:
+        """Set these controls, decode and show it. `message` says what was refused; what was drawn before then stays."""
+        self._setting = True  # several controls move, one run follows
+        for name, value in settings.items():
+            self.controls[name].value = value
+        self._setting = False
+        self.message.value = "Decoding …"
+        try:
+            self._run()
+            self.message.value = ""
+        except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:  # as `generate` raises; memory too
+            self.message.value = (
+                f'<span style="color:{LOOKS["recovered"].colour}"><b>Not decoded:</b> {html.escape(str(error))} '
+                f"({type(error).__name__}). What stands below is older.</span>"
+            )
+
+    def _run(self) -> None:
+        names = ("temperature", "verification", "seed")
+        texts, options = self._texts(), {name: self.controls[name].value for name in names} | self.options
+        if self.out is None:  # what happens once (probing the models, warming up) is not timed
+            generate(self.pair, texts, **options | {"max_new_tokens": 4})
+        policy = POLICIES[self.controls["policy"].value](self.controls["draft_length"].value)
+        self.out = generate(self.pair, texts, draft_length=policy, trace="tokens", **options)
+        samples = len(self.out.sequences) // len(texts)
+        self.view.show(self.out.trace, [text for text in texts for _ in range(samples)])
+        self._compare(texts, options)
+
+    def _texts(self) -> list[str]:
+        name, count = self.controls["prompt_set"].value, self.controls["batch_size"].value
+        if count > len(self.prompts[name]):
+            raise ValueError(f"the prompt set {name!r} has {len(self.prompts[name])} prompts, batch size is {count}")
+        return list(self.prompts[name][:count])
+
+    def _compare(self, texts: Sequence[str], options: dict) -> None:
+        """Is the text that of regular decoding? Decodes that once per setting; draft length and policy are none."""
+        if options["temperature"] > 0 and options["verification"] != "coupled":
+            self.same_text = None
+            about = f"sampled, {options['verification']} verification: regular decoding's law, not its characters"
+            self.badge.value = _badge("–", "regular", about)
+            return
+        key = repr((texts, options))
+        if key not in self._regular:
+            self.badge.value = _badge("…", "regular", "comparing with regular decoding")
+            regular = generate(self.pair, texts, draft_length=0, **options)
+            self._regular[key] = [tokens.tolist() for tokens in regular.sequences]
+        pairs = zip(self._regular[key], self.out.sequences, strict=True)
+        equal = [wanted == found.tolist() for wanted, found in pairs]
+        self.same_text = all(equal)
+        verdict = "same text as regular decoding" if self.same_text else "the text differs from regular decoding's"
+        about = f"{verdict}: {sum(equal)} of {len(equal)} rows equal, token by token"
+        self.badge.value = _badge(*("✓", "bonus") if self.same_text else ("✗", "recovered"), about)
+
+    def record(self) -> dict:
+        """The run as a JSON object: settings and acceptance, with the names of `records.FIELDS`. No speed."""
+        summary = self.out.trace.summary()
+        fixed = self.controls["policy"].value == "fixed"
+        rates = {name: summary[name] if summary["alpha"] >= 0 else None for name in ("alpha", "acceptance_rate")}
+        names = ("prompt_set", "policy", "verification", "temperature", "seed")
+        return {
+            "method": "batched" if summary["alpha"] >= 0 else "regular",
+            "dtype": str(self.pair.target.dtype).removeprefix("torch."),
+            **{name: self.controls[name].value for name in names},
+            "batch": self.controls["batch_size"].value,
+            "k": self.controls["draft_length"].value if fixed else None,
+            "max_new_tokens": self.options["max_new_tokens"],
+            **rates,
+            "tokens_per_step": summary["tokens_per_step"],
+            "same_text": self.same_text,
+            **describe_environment(),
+        }
+
+    def static(self) -> tuple:
+        """What is seen now without widgets, as `TraceExplorer.static`, with the settings and the badge."""
+        names = ("prompt_set", "batch_size", "policy", "draft_length", "temperature", "verification", "seed")
+        shown = [f"{name.replace('_', ' ')} {self.controls[name].value}" for name in names]
+        sentence, *rest = self.view.static()
+        above = live_figures.static(f"{', '.join(shown)}.<br>{self.badge.value}<br>{sentence.data}")
+        return *above, *rest
+
+    def _repr_mimebundle_(self, **options):
+        return self.widget._repr_mimebundle_(**options)
+
+
+def acceptance_table(
+    pair: ModelPair, prompts: Mapping[str, Sequence[str]], settings: Sequence[Mapping], **options
+) -> pd.DataFrame:
+    """Decode every prompt set with every setting (options of `generate`): a line each, with what was accepted."""
+    lines = []
+    for name, texts in prompts.items():
+        for setting in settings:
+            found = generate(pair, texts, **options | dict(setting)).trace.summary()
+            line = {"prompt set": name} | {option.replace("_", " "): value for option, value in setting.items()}
+            line |= {"α": found["alpha"], "acceptance rate": found["acceptance_rate"]}
+            lines.append(line | {"tokens per step": found["tokens_per_step"]})
+    return pd.DataFrame(lines)
+
+
+def _settings(values: dict, sets: Sequence[str], live: bool) -> dict[str, Widget]:
+    """The controls of a run, with these values. Raises as `AcceptanceExplorer` does: a slider would cut in silence."""
+    k = inputs.integer("draft_length", values["draft_length"])
+    batch_size = inputs.integer("batch_size", values["batch_size"], least=1)
+    seed = inputs.integer("seed", values["seed"], least=None)
+    temperature = values["temperature"]
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be >= 0, got {temperature!r}")
+    common = {"style": {"description_width": "85px"}, "layout": {"width": "250px"}}
+    slider = common | {"continuous_update": False}
+    controls = {
+        "prompt_set": Dropdown(options=sets, description="prompts", **common),
+        "policy": Dropdown(options=list(POLICIES), description="policy", **common),
+        "verification": Dropdown(options=RULES, description="verification", **common),
+        "draft_length": IntSlider(k, 0, max(12, k), description="draft length", **slider),
+        "batch_size": IntSlider(batch_size, 1, max(16, batch_size), description="batch size", **slider),
+        "temperature": FloatSlider(
+            temperature, min=0, max=max(1.5, temperature), step=0.1, description="temperature", **slider
+        ),
+        "seed": IntText(seed, description="seed", **slider),
+    }
+    for name in ("prompt_set", "policy", "verification"):
+        controls[name].value = inputs.one_of(name, values[name], controls[name].options)
+    return controls if live else controls | {"run": Button(description="Run", button_style="primary", icon="play")}
+
+
+def _badge(symbol: str, kind: str, text: str) -> str:
+    style = f"color:{LOOKS[kind].colour};border:2px solid;border-radius:6px;padding:1px 8px"
+    return f'<span style="{style}"><b>{symbol} {text}</b></span>'
