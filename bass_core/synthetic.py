@@ -44,12 +44,12 @@ class SyntheticAcceptance:
             file = ASSETS / "acceptance" / "library.npz" if what == "trace" else Path(what)
             if not file.is_file():
                 raise ValueError(f"acceptance={name!r}: there is no file {file}")
-            with np.load(file) as recorded:  # what `bass record` wrote: chances of the target and of the draft
-                p, q = (
-                    recorded["p"][:, 1:].astype(float),
-                    recorded["q"][:, 1:].astype(float),
-                )  # less the prefill's token
-            chances = torch.from_numpy(np.divide(q, p, out=np.ones_like(p), where=q < p))
+            with np.load(file) as recorded:  # what `bass record` wrote: chances of the target and of the draft [N, T]
+                p, q = (recorded[part].astype(float) if part in recorded else np.zeros(0) for part in "pq")
+            if p.ndim != 2 or p.shape != q.shape or p.shape[1] < 2:
+                raise ValueError(f"acceptance={name!r}: {file} holds no recording; make it anew with `bass record`")
+            chances = np.divide(q, p, out=np.ones_like(p), where=q < p)
+            chances = torch.from_numpy(chances[:, 1:].copy())  # the first token is the prefill's
         else:
             try:
                 alpha = float(what)

@@ -119,7 +119,7 @@ class MarginalValue(Goodput):
             return
         drafted, accepted = drafted.numpy(), accepted.numpy()
         if drafted.any():
-            self.alphas.update(accepted, accepted < drafted)
+            self._learn(drafted, accepted)
         else:
             # A pass that was not worth a token: what was expected counts as if it had come true, or else `Goodput`
             # would pay for such passes for ever.
@@ -259,7 +259,7 @@ class RaggedBudget(Goodput):
             return
         drafted, accepted = drafted.numpy(), accepted.numpy()
         if drafted.any():
-            self.alphas.update(accepted, accepted < drafted)
+            self._learn(drafted, accepted)
         decided = np.arange(self.hidden.chances.shape[1]) < np.minimum(drafted, accepted + 1)[:, None]  # [B, K]
         self.told += self.hidden.chances[decided].sum()
         self.kept += accepted.sum()

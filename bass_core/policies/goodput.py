@@ -46,6 +46,7 @@ class RowAlphas:
         """These rows are live now, in this order: rows that ended are forgotten, new ones have shown nothing yet."""
         if ids.tolist() != self.ids.tolist():
             same = ids[:, None] == self.ids
+            same &= same.cumsum(1) == 1  # two rows may have been given one number
             self.kept, self.lost, self.ids = same @ self.kept, same @ self.lost, ids
 
     def __call__(self) -> np.ndarray:
@@ -106,7 +107,7 @@ class Goodput(DraftLengthPolicy):
             self.k, self.probing = 1, True
             self.zeros, self.next_probe = 0, 2 * self.next_probe
         else:
-            self.zeros += 1
+            self.zeros = self.zeros + 1 if may_pay else 1  # 1: no probe is ever due
             return 0
         self.wanted = np.minimum(self.k, rows.remaining - 1)
         if self.probing:
@@ -137,14 +138,15 @@ class Goodput(DraftLengthPolicy):
         return weights * (len(weights) / weights.sum())
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        if not drafted.numpy().any():
-            return
-        kept = accepted.numpy()
-        if self.probing and 2 * kept.sum() > self.wanted.sum():
+        if drafted.numpy().any():
+            # what was wanted and not drafted counts as refused: an n-gram lookup that found nothing
+            self._learn(self.wanted, accepted.numpy())
+
+    def _learn(self, tried: np.ndarray, kept: np.ndarray) -> None:
+        if self.probing and 2 * kept.sum() > tried.sum():
             self.alphas.forget()
             self.next_probe = self.probe
-        # what was wanted and not drafted counts as refused: an n-gram lookup that found nothing
-        self.alphas.update(kept, kept < self.wanted)
+        self.alphas.update(kept, kept < tried)
 
 
 def require_draft_passes(policy: Goodput) -> None:

@@ -27,8 +27,8 @@ class _Memory:
     """What is known of one task: losses of the experts, drafts accepted and refused, the exchange rate, steps taken."""
 
     losses: np.ndarray
-    kept: float = PRIOR[0]
-    lost: float = PRIOR[1]
+    kept: float = 0.0
+    lost: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
     steps: int = 0
@@ -83,11 +83,12 @@ class Learned(DraftLengthPolicy):
         share = (self.rows.remaining / self.rows.remaining.max()) ** STRAGGLING
         memory.kept = DECAY * memory.kept + float(share @ accepted)
         memory.lost = DECAY * memory.lost + float(share @ (accepted < drafted))
+        alpha = (memory.kept + PRIOR[0]) / (memory.kept + memory.lost + sum(PRIOR))
         share = share * (len(room) / share.sum())
         steps = self.seconds(self.rows)
         memory.tokens = self.decay * memory.tokens + float(share @ (accepted + 1))
         memory.seconds = self.decay * memory.seconds + steps[int(drafted.max())]
-        tokens = self._tokens(drafted, accepted, room, memory.kept / (memory.kept + memory.lost)) @ share
+        tokens = self._tokens(drafted, accepted, room, alpha) @ share
         losses = (steps[np.minimum(self.experts, room.max())] - tokens * memory.seconds / memory.tokens) / steps[0]
         memory.losses = self.decay * memory.losses + losses
 

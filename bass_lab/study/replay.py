@@ -155,11 +155,11 @@ def _ask(
     drafted, passes = lengths.copy(), 1
     entropy, maximum = replay.signals(live, at, int(lengths.max()))
     for slot in range(len(entropy)):
+        if drafted.max() <= slot:
+            break
         drafting = torch.from_numpy(drafted > slot)
         answer = policy.keep_drafting(Signals(slot, entropy[slot], maximum[slot], drafting))
         drafted = cut_lengths(drafted, answer, slot)
-        if drafted.max() <= slot:
-            break
         passes += slot + 1 < drafted.max()
     return drafted, int(passes)
 

@@ -58,7 +58,7 @@ def test_the_embedded_pair_decodes_in_bf16():
 def test_packed_passes_of_ragged_lengths_give_the_same_text():
     """RaggedBudget submits another number of drafts per row: verification is packed, and rounded up on a GPU."""
     pair, cost = pair_on_gpu(), Line(draft=0.01, verify=0.2)
-    options = {"max_new_tokens": 24, "eos_token_id": ()}
+    options = {"max_new_tokens": 24, "eos_token_id": (), "compile": "off"}  # recorded passes have fixed shapes
     out = bass.generate(pair, PROMPTS, draft_length=bass.RaggedBudget(cost, reach=0.5), **options)
     for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
         assert sequence.tolist() == greedy_alone(pair.target, prompt.cuda(), 24).tolist()

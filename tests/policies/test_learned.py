@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from trial_policies import CHEAP
+import torch
+from trial_policies import CHEAP, Line
 
 import bass_core as bass
+from bass_core.draft_length import RowsView
 from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
 from bass_lab.study.replay import Replay, decode, step_seconds
@@ -51,6 +53,30 @@ def test_learned_is_near_the_best_length_of_another_task_within_200_steps(before
             mine += seconds(policy, after, seed, held_out)[0]
             fixed += seconds(bass.FixedLength(best), after, seed, held_out)[0]
     assert mine < 1.05 * fixed
+
+
+def test_learned_drafts_again_when_a_text_turns_easy():
+    """Drafts that do not pay are not drafted, and nothing is learnt from that: what was known has to be forgotten."""
+    policy, view = bass.Learned(Line(0.45, 0.0)), RowsView(*np.array([[0], [1], [10], [5], [999]]))
+    planned = []
+    for step in range(600):
+        k = np.array([policy.plan(view)])
+        accepted = np.minimum(k, 99 if step > 300 else 0)
+        policy.update(torch.from_numpy(k), torch.from_numpy(accepted))
+        planned.append(k[0])
+    assert np.mean(planned[200:300]) < 0.5 and np.mean(planned[-50:]) > 6
+
+
+def test_learned_drafts_again_when_a_text_turns_easy():
+    """Drafts that do not pay are not drafted, and nothing is learnt from that: what was known has to be forgotten."""
+    policy, view = bass.Learned(Line(0.45, 0.0)), RowsView(*np.array([[0], [1], [10], [5], [999]]))
+    planned = []
+    for step in range(600):
+        k = np.array([policy.plan(view)])
+        accepted = np.minimum(k, 99 if step > 300 else 0)
+        policy.update(torch.from_numpy(k), torch.from_numpy(accepted))
+        planned.append(k[0])
+    assert np.mean(planned[200:300]) < 0.5 and np.mean(planned[-50:]) > 6
 
 
 def test_learned_sees_how_every_shorter_length_would_have_done():

@@ -10,7 +10,7 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, library_policies
 
 import bass_core as bass
-from bass_core.draft_length import RowsView, Signals, cut_lengths, expected_tokens, planned_lengths
+from bass_core.draft_length import HiddenDraft, RowsView, Signals, cut_lengths, expected_tokens, planned_lengths
 from bass_core.models import fingerprints
 from bass_core.policies import costs, default_policy, goodput
 from bass_core.policies.costs import CostModel
@@ -142,10 +142,33 @@ def test_a_probe_drafts_one_token_in_one_row_of_four():
         assert probe.tolist() == [1] * probed + [0] * (batch - probed)
 
 
-def test_goodput_drafts_again_once_drafts_are_accepted():
-    policy = taught(bass.Goodput(Line(0.3, 0.2)), [0], of=1, steps=100)
-    planned = decided(policy, [9999], accept=1, steps=200)
-    assert planned[0] == 0 and planned[-1] >= 8
+@pytest.mark.parametrize("policy", [bass.Goodput, bass.MarginalValue, bass.RaggedBudget, bass.Objective])
+def test_a_probe_that_is_accepted_makes_what_was_known_before_count_little(policy):
+    """Hard steps, then easy ones: drafting begins again with the first probe."""
+    policy = policy(Line(0.3, 0.2))
+    policy.start(rows([9999] * 8))
+    for step in range(300):
+        view = rows([9999] * 8, steps=step)
+        k, _ = planned_lengths(policy.plan(view), view)
+        if policy.keep_drafting is not None and k.any():
+            for slot in range(k.max()):
+                answer = policy.keep_drafting(signals(slot, [0.8] * 8))
+                k = cut_lengths(k, answer, slot)
+        if policy.choose is not None and k.any():
+            hidden = HiddenDraft(k, np.full((8, k.max()), 0.8), np.full((8, k.max()), 0.8))
+            policy.choose(hidden)
+            k = hidden.submitted
+        if step == 150:
+            assert policy.alphas().max() < 0.3
+        policy.update(torch.from_numpy(k.copy()), torch.from_numpy(k * (step > 150)))
+    assert policy.alphas().min() > 0.8
+
+
+def test_rows_of_one_number_do_not_add_up():
+    alphas = after([([3, 3], [1, 1])] * 9, ids=(0, 0))
+    kept = alphas.kept[0]
+    alphas.follow(np.array([0, 0, 5]))
+    assert alphas.kept.tolist() == [kept, kept, 0]
 
 
 def test_rows_count_by_the_steps_that_they_still_need():
