@@ -67,18 +67,6 @@ def test_learned_drafts_again_when_a_text_turns_easy():
     assert np.mean(planned[200:300]) < 0.5 and np.mean(planned[-50:]) > 6
 
 
-def test_learned_drafts_again_when_a_text_turns_easy():
-    """Drafts that do not pay are not drafted, and nothing is learnt from that: what was known has to be forgotten."""
-    policy, view = bass.Learned(Line(0.45, 0.0)), RowsView(*np.array([[0], [1], [10], [5], [999]]))
-    planned = []
-    for step in range(600):
-        k = np.array([policy.plan(view)])
-        accepted = np.minimum(k, 99 if step > 300 else 0)
-        policy.update(torch.from_numpy(k), torch.from_numpy(accepted))
-        planned.append(k[0])
-    assert np.mean(planned[200:300]) < 0.5 and np.mean(planned[-50:]) > 6
-
-
 def test_learned_sees_how_every_shorter_length_would_have_done():
     policy = bass.Learned(CHEAP, lengths=(0, 1, 2, 4))
     alpha = 0.7
