@@ -9,29 +9,26 @@ Where what is:
     a lesson                 notebooks/, its figures and exercises in bass_lab/lessons/
 """
 
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, HuggingFaceHeuristic
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.drafters import ModelDrafter, NgramDrafter
 from bass_core.engine import Session, StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, costs_for
-from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue, RaggedBudget
+from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
 from bass_core.sampling import SamplingParams
 from bass_core.trace import Trace
 
 __all__ = [
-    "SVIP",
-    "AdaEDL",
     "BassHeuristic",
     "CostModel",
     "DraftLengthPolicy",
     "FixedLength",
     "Generation",
     "Goodput",
-    "HuggingFaceHeuristic",
     "Learned",
     "MarginalValue",
     "ModelDrafter",

@@ -46,7 +46,7 @@ class Batch:
     def reserve(self, positions: int) -> None:
         """Make room for rows of that many tokens, prompt included."""
         if positions > self.rows.capacity:
-            self.target.grow(positions)
+            self.target.cache.grow(positions)
             self.drafter.grow(positions)
             self.rows.grow(positions)
 

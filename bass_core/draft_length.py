@@ -1,4 +1,4 @@
-"""How many tokens to draft next: the policy interface, a fixed length, and two published heuristics.
+"""How many tokens to draft next: the policy interface, a fixed length, and the paper's Algorithm 1.
 
 What a policy may see keeps decoding exact (non-anticipation): the past, the drafts' distributions, other rows, but
 never a drafted token before it is submitted. The engine passes nothing else.
@@ -148,30 +148,6 @@ class BassHeuristic(DraftLengthPolicy):
         else:
             shorter = self.length - math.ceil(self.length / self.modulus) - self.shrinking
             self.length, self.shrinking = max(1, most_accepted, shorter), 1
-
-
-@dataclass
-class HuggingFaceHeuristic(DraftLengthPolicy):
-    """transformers' heuristic schedule: + 2 when every live row accepted everything it submitted, else - 1."""
-
-    initial: int = 5
-
-    def __post_init__(self):
-        if self.initial < 1:
-            raise ValueError(f"needs initial >= 1, got {self}")
-        self.length = self.initial
-
-    def start(self, rows: RowsView) -> None:
-        if not rows.steps.any():
-            self.length = self.initial
-
-    def plan(self, rows: RowsView) -> int:
-        return self.length
-
-    def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        if not drafted.any():
-            return
-        self.length = self.length + 2 if bool((accepted == drafted).all()) else max(1, self.length - 1)
 
 
 def expected_tokens(alpha: float | np.ndarray, most: int) -> np.ndarray:

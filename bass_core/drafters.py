@@ -149,7 +149,7 @@ class ModelDrafter(Drafter):
         return self.runner.prepared()
 
     def grow(self, capacity: int) -> None:
-        self.runner.grow(capacity)
+        self.runner.cache.grow(capacity)
 
     def release(self) -> None:
         self.runner.release()

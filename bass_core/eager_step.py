@@ -101,8 +101,7 @@ class EagerStep:
             self.options.begin("commit")
         params, p = self.options.params, None
         if self.options.only_temperature and not self.options.wants_p and verification.can_fuse(logits, draft.probs):
-            q = None if draft.probs is None else draft.distributions(self.vocabulary)
-            drafted = draft.tokens, draft.lengths, q, logits, context.lengths
+            drafted = draft.tokens, draft.lengths, draft.probs, logits, context.lengths
             verified = verification.fused(*drafted, params.temperature, context.keys)
         else:
             seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)

@@ -61,8 +61,7 @@ def write_kv(
 
 
 @write_kv.register_fake
-def _(key_states, value_states, keys, values, slots, first_place) -> None:
-    return None
+def _(key_states, value_states, keys, values, slots, first_place) -> None: ...
 
 
 @torch.library.custom_op("bass::plan", mutates_args=())

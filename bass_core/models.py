@@ -1,16 +1,12 @@
 """Names and folders -> a `ModelPair`, checked before anything runs.
 
 The embedded pair, a local folder and a hub model take exactly the same path: safetensors only, no code from the
-repository of the model unless the caller says so, every tensor accounted for and finite. The named pairs of `SHAPES`
-take it too, or are built with dummy weights: how long a pass takes and what it needs in memory depends on shapes, not
-on what the weights have learnt. What such models write is noise: their pairs are `synthetic`, and so is all that is
-made with them.
+repository of the model unless the caller says so, every tensor accounted for and finite.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -18,14 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -35,25 +28,7 @@ from bass_core.attention import context_length
 from bass_core.drafters import NgramDrafter
 
 ASSETS = Path(__file__).parent / "assets"
-WEIGHTS = ("hub", "dummy")
 OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A named pair: configs of a target and its draft, as `AutoConfig.for_model` takes them, and their ids on the hub.
-
-    ids: target and draft; None for models that were never published. about: where the configs come from.
-    """
-
-    about: str
-    ids: tuple[str, str] | None
-    target: dict[str, Any]
-    draft: dict[str, Any]
-
-
-# The sizes that people ask about, copied from the hub's config.json files.
-SHAPES = {name: Shape(**shape) for name, shape in json.loads((ASSETS / "shapes.json").read_text("utf-8")).items()}
 
 
 @dataclass(frozen=True)
@@ -103,7 +78,8 @@ class ModelPair:
 
     @property
     def synthetic(self) -> bool:
-        """Whether a model has dummy weights: what it writes is noise, and every result made with it is to say so."""
+        """Whether a model has dummy weights (`bass_lab.named_pairs` makes such): what it writes is noise, and every
+        result made with it is to say so."""
         return any(has_dummy_weights(model) for model in self.models)
 
 
@@ -111,39 +87,25 @@ def load_pair(
     target: str | Path | None = None,
     draft: str | Path | NgramDrafter | None = None,
     *,
-    weights: str = "hub",
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
-    target: a folder, an id on the hub, or a name of `SHAPES` ("paper-7.8b", "opt-13b", "codegen-16b",
-    "llama-3.1-8b", "qwen2.5-coder-7b"), which comes with its own draft unless `draft` names another. A name goes before
-    a folder that is called the same: write "./opt-13b" for the folder.
-    draft: a folder, an id or an `NgramDrafter`; None: n-gram drafting, or the named pair's own.
-    weights: "hub" for those of the checkpoints; "dummy" for random ones in models of these shapes, made on the device
-    without download or tokenizer (prompts are ids), and `synthetic`. Besides names it takes folders with a config.json.
-    dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's or config's own on a GPU. device:
-    None is the GPU where there is one. Models come in evaluation mode.
+    target: a folder or an id on the hub. draft: likewise, or an `NgramDrafter`; None: n-gram drafting.
+    dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own on a GPU. device: None is the
+    GPU where there is one. Models come in evaluation mode.
 
     Raises ValueError for a checkpoint that is not safetensors, has missing, unexpected or non-finite tensors, or needs
-    code that `trust_remote_code` does not allow; for a named pair that was never published, and dummy weights without
-    a config; and where the models do not fit (`ModelPair`).
+    code that `trust_remote_code` does not allow; and where the models do not fit (`ModelPair`).
     """
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
     if target is None:
         if draft is not None:
             raise ValueError(f"draft={draft!r} was given without a target; name both, or neither for the embedded pair")
         target, draft = ASSETS / "target", ASSETS / "draft"
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or ("auto" if device.type == "cuda" else "float32")
+    device, dtype = place(device, dtype)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    if weights == "dummy":
-        return _dummy_pair(target, draft, **options)
-    if target in SHAPES:
-        target, draft = _published(target, draft)
     by_name = isinstance(draft, str | Path)
     return ModelPair(
         target=_load_model(target, **options),
@@ -153,40 +115,10 @@ def load_pair(
     )
 
 
-def _published(name: str, draft: str | Path | NgramDrafter | None) -> tuple[str, str | Path | NgramDrafter]:
-    """What to load for a named pair: the target's id, and the draft that was asked for or else the pair's own."""
-    ids = SHAPES[name].ids
-    if ids is None:
-        raise ValueError(
-            f"the models of {name!r} were never published; weights='dummy' builds models of their sizes with random "
-            f"weights, and these come with weights: {', '.join(other for other in SHAPES if SHAPES[other].ids)}"
-        )
-    return ids[0], ids[1] if draft is None else draft
-
-
-def _dummy_pair(target: str | Path, draft: str | Path | NgramDrafter | None, **options) -> ModelPair:
-    trusted, named = options["trust_remote_code"], target in SHAPES
-    config = named_config(SHAPES[target].target, target) if named else _stored_config(target, trusted)
-    if isinstance(draft, str | Path):
-        draft = _stored_config(draft, trusted)
-    elif draft is None and named:
-        draft = named_config(SHAPES[target].draft, f"{target} draft")
-    model = dummy_model(config, seed=0, **options)
-    if isinstance(draft, PreTrainedConfig):
-        draft = dummy_model(draft, seed=1, **options)  # another seed: two models of one shape are not one model
-    return ModelPair(model, draft)
-
-
-def _stored_config(folder: str | Path, trust_remote_code: bool) -> PreTrainedConfig:
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(
-            f"weights='dummy' builds models from configs, and {str(folder)!r} is no folder with a config.json; "
-            f"name one, or one of these pairs as the target: {', '.join(SHAPES)}"
-        )
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise ValueError(f"cannot read the config of {str(folder)!r}: {error}") from error
+def place(device: str | torch.device | None, dtype: str | torch.dtype | None) -> tuple[torch.device, str | torch.dtype]:
+    """Where models go and in which dtype ("auto": their own), unless they are told."""
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return device, dtype or ("auto" if device.type == "cuda" else "float32")
 
 
 def _load_model(
@@ -277,49 +209,6 @@ def fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
     return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest.hexdigest()[:12]}"
 
 
-# --- models of a shape ------------------------------------------------------------------------------
-
-
-def named_config(shape: dict[str, Any], name: str) -> PreTrainedConfig:
-    """The config of a model of `SHAPES`, called `name` where models are named."""
-    config = AutoConfig.for_model(**shape)
-    config.name_or_path = name
-    return config
-
-
-def dummy_model(
-    config: PreTrainedConfig,
-    *,
-    dtype: str | torch.dtype,
-    device: torch.device,
-    seed: int,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """A model with random weights, made on the device in its dtype, in evaluation mode.
-
-    Weights are drawn as for training (normal, with the config's own deviation, mostly 0.02; norms are ones), so that
-    activations stay finite through all layers and logits differ. The same seed gives the same weights on one kind of
-    device; the caller's random state stays as it was. dtype: "auto" is the config's own.
-
-    The config is marked, and the mark outlives `save_pretrained`: see `has_dummy_weights`. Raises ValueError for a
-    dtype that torch does not have and for a config of no causal language model.
-    """
-    if isinstance(dtype, str):
-        found = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype must be 'auto' or one of torch's, such as 'bfloat16'; got {dtype!r}")
-        dtype = found
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.to_empty(device=device)
-    model.tie_weights()  # moving has untied them
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        model.init_weights()  # as `from_pretrained` does it: tables of positions, too, are computed in float32
-    model.config.dummy_weights = True
-    return model.eval()
-
-
 def has_dummy_weights(model: PreTrainedModel) -> bool:
-    """Whether the model was made by `dummy_model`, or loaded from a folder to which such a one was saved."""
+    """Whether the model's config is marked so, by who made it or in the folder it was loaded from."""
     return getattr(model.config, "dummy_weights", False)

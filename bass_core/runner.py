@@ -145,10 +145,6 @@ class Runner:
             self._shared = tuple(current.shared)
         return logits
 
-    def grow(self, capacity: int) -> None:
-        """Room for rows of `capacity` positions."""
-        self.cache.grow(capacity)
-
     def release(self) -> None:
         """Free the cache's memory."""
         self.cache.release()

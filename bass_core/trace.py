@@ -167,43 +167,28 @@ def alpha(drafted: np.ndarray, accepted: np.ndarray) -> float:
 
 
 def token_columns(step: int, lengths: np.ndarray, draft: Draft, p: Tensor, commit: Commit) -> dict[str, np.ndarray]:
-    """A step's tokens as the columns of `Trace.tokens`: first the emitted ones, then the rejected drafts.
+    """A step's tokens as the columns of `Trace.tokens`: of each row first the emitted ones, then the rejected drafts.
 
     lengths: committed tokens before the step [B]; p: target probabilities [B, K + 1, V].
     """
-    drafted, k = draft.tokens.cpu().numpy(), draft.tokens.shape[1]
-    slots = np.arange(k + 1)
-    emitted = slots < commit.emitted[:, None]  # [B, K + 1]
-    rejected = (slots[:-1] >= commit.accepted[:, None]) & (slots[:-1] < draft.lengths_host[:, None])  # [B, K]
-    last = np.where(commit.accepted < draft.lengths_host, "recovered", "bonus")
-    last = np.where(draft.lengths_host == 0, "regular", last)
-    kinds = np.where(slots < commit.accepted[:, None], "accepted", last[:, None])
-    new = torch.from_numpy(commit.new_tokens).to(p.device)
-    p_new, p_drafted = _probability(p, new), _probability(p[:, :k], draft.tokens)
-    nothing = np.full((len(lengths), 1), np.nan)
-    q_drafted = np.full(drafted.shape, np.nan) if draft.probs is None else _probability(draft.probs, draft.tokens)
-    q_new = (
-        np.full(p_new.shape, np.nan)
-        if draft.probs is None
-        else np.concatenate([_probability(draft.probs, new[:, :k]), nothing], axis=1)
-    )
-    q_new = np.where(slots < draft.lengths_host[:, None], q_new, np.nan)
-    rows = np.array([request.row for request in commit.requests])[:, None]
-    positions = lengths[:, None] + slots
-
-    def both(on_emitted: np.ndarray, on_rejected: np.ndarray) -> np.ndarray:
-        emitted_part = np.broadcast_to(on_emitted, emitted.shape)[emitted]
-        return np.concatenate([emitted_part, np.broadcast_to(on_rejected, rejected.shape)[rejected]])
-
-    return {
-        "row": both(rows, rows),
-        "position": both(positions, positions[:, :-1]),
-        "step": both(np.array(step), np.array(step)),
-        "token": both(commit.new_tokens, drafted),
-        "kind": both(kinds, np.array("rejected")),
-        "p": both(p_new, p_drafted),
-        "q": both(q_new, q_drafted),
+    k, new = draft.tokens.shape[1], torch.from_numpy(commit.new_tokens).to(p.device)
+    slots, is_new = np.r_[: k + 1, :k], np.r_[: 2 * k + 1] <= k  # [2K + 1]: what the step added, then what was drafted
+    submitted, accepted = draft.lengths_host[:, None], commit.accepted[:, None]
+    shown = np.where(is_new, slots < commit.emitted[:, None], (slots >= accepted) & (slots < submitted))
+    last = np.where(submitted == 0, "regular", np.where(accepted < submitted, "recovered", "bonus"))
+    q = np.full(shown.shape, np.nan)
+    if draft.probs is not None:
+        q[:, :k], q[:, k + 1 :] = _probability(draft.probs, new[:, :k]), _probability(draft.probs, draft.tokens)
+    columns = {
+        "row": np.array([request.row for request in commit.requests])[:, None],
+        "position": lengths[:, None] + slots,
+        "step": np.array(step),
+        "token": np.concatenate([commit.new_tokens, draft.tokens.cpu().numpy()], axis=1),
+        "kind": np.where(is_new, np.where(slots < accepted, "accepted", last), "rejected"),
+        "p": np.concatenate([_probability(p, new), _probability(p[:, :k], draft.tokens)], axis=1),
+        "q": np.where(slots < submitted, q, np.nan),
     }
+    return {name: np.broadcast_to(column, shown.shape)[shown] for name, column in columns.items()}
 
 
 def _probability(probs: Tensor, tokens: Tensor) -> np.ndarray:

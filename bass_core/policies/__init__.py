@@ -11,13 +11,11 @@ from bass_core.policies.costs import costs_like
 from bass_core.policies.goodput import Goodput
 
 
-def default_policy(pair: ModelPair) -> DraftLengthPolicy:
-    """What `generate` decodes with unless told otherwise: `Goodput` where the pair's costs are known (`bass calibrate`
-    measures them, once per device; the embedded pair's ship with the library), a fixed length elsewhere."""
-    cost = costs_like(pair)
-    return as_policy(None) if cost is None else Goodput(cost)
-
-
 def policy_for(pair: ModelPair, draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
-    """The policy that `generate`'s argument means for this pair. Raises TypeError or ValueError as `as_policy` does."""
-    return default_policy(pair) if draft_length is None else as_policy(draft_length)
+    """The policy that `generate`'s argument means for this pair; raises as `as_policy` does.
+
+    None: `Goodput` where the pair's costs are known (`bass calibrate` measures them, once per device; the embedded
+    pair's ship with the library), a fixed length elsewhere.
+    """
+    cost = costs_like(pair) if draft_length is None else None
+    return as_policy(draft_length) if cost is None else Goodput(cost)

@@ -16,10 +16,11 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import attention, probe
-from bass_core.models import ModelPair, load_pair
-from bass_core.policies import default_policy
+from bass_core.models import ModelPair
+from bass_core.policies import policy_for
 from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
+from bass_lab.named_pairs import named_pair
 from bass_lab.provenance import describe_environment
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -44,12 +45,12 @@ def diagnose(target: str | Path | None = None, draft: str | Path | None = None) 
     document |= {"packages": _packages()}
     document |= {"target": None, "draft": None, "tokenizers": None, "draft_length": None, "problem": None}
     try:
-        pair = load_pair(target, draft)
+        pair = named_pair(target, draft)
         models = {"target": pair.target, "draft": pair.draft}
         models = {role: model for role, model in models.items() if isinstance(model, PreTrainedModel)}
         document |= {role: _describe(model) for role, model in models.items()}
         document["tokenizers"] = _tokenizers(pair)
-        document["draft_length"] = repr(default_policy(pair))
+        document["draft_length"] = repr(policy_for(pair, None))
         for model in models.values():
             probe.resolve(model)  # raises for a model that gets no path
     except (ValueError, MemoryError, torch.OutOfMemoryError) as error:

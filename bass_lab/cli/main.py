@@ -87,10 +87,11 @@ def generate(
 ) -> None:
     """Continue every prompt; one row streams, more are printed when all are done. Figures go to standard error."""
     import bass_core as bass
+    from bass_lab.named_pairs import named_pair
     from bass_lab.show import terminal
 
     prompts = prompts or [_standard_input()]
-    pair = bass.load_pair(target, draft)
+    pair = named_pair(target, draft)
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
         "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
@@ -155,8 +156,8 @@ def bench(
     check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
 ) -> None:
     """Time regular, single-sequence and batched speculative decoding, and transformers' own; the last line is JSON."""
-    from bass_core.models import load_pair
     from bass_lab.measure import benchmark, records
+    from bass_lab.named_pairs import named_pair
     from bass_lab.texts.prompt_sets import prompt_set
 
     if check_only and record is None:
@@ -168,7 +169,7 @@ def bench(
     sets = {name: prompt_set(name, max(rows)) for name in prompts}
     if vary_prompts:
         sets = {name: prompt_set(name) for name in prompts}
-    pair = load_pair(target, draft, dtype=dtype)
+    pair = named_pair(target, draft, dtype=dtype)
     results = []
     for lines in benchmark.bench(
         pair,
@@ -205,11 +206,11 @@ def calibrate(
     check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
 ) -> None:
     """Measure what a decode step of these models costs on this device, once; the last line is JSON."""
-    from bass_core.models import load_pair
     from bass_core.policies import costs
+    from bass_lab.named_pairs import named_pair
     from bass_lab.study import calibration
 
-    pair = load_pair(target, draft, weights=weights, dtype=dtype)
+    pair = named_pair(target, draft, weights=weights, dtype=dtype)
     cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=common.progress)
     path = output or costs.cache_folder() / cost.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,12 +243,12 @@ def record(
     seed: int = 0,
 ) -> None:
     """Record what these models' drafts would have had accepted, for `bass_lab.simulate`; the last line is JSON."""
-    from bass_core.models import load_pair
+    from bass_lab.named_pairs import named_pair
     from bass_lab.study import recording
     from bass_lab.texts.prompt_sets import prompt_set
 
     texts = prompt_set(prompts, count)
-    pair = load_pair(target, draft, dtype=dtype)
+    pair = named_pair(target, draft, dtype=dtype)
     limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     trace = recording.record(pair, texts, rollout=12, **limits)
     models = [name_of(model) for model in (pair.target, pair.draft)]
@@ -288,11 +289,11 @@ def evaluate(
     """Score what the methods write within a time budget (Pass@First, Pass@All); the last line is JSON."""
     import pandas as pd
 
-    from bass_core.models import load_pair
     from bass_lab.evaluation import SandboxUnavailable, compare, load_problems, scores
+    from bass_lab.named_pairs import named_pair
 
     chosen = load_problems(problems)[:limit]
-    pair = load_pair(target, draft, dtype=dtype)
+    pair = named_pair(target, draft, dtype=dtype)
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "draft_length": draft_length,
         "verification": verification, "folder": output, "texts": texts, "unsafe": unsafe,
@@ -319,10 +320,10 @@ def verify(
     seed: Annotated[int, typer.Option(help="of the sampled tests")] = 0,
 ) -> None:
     """Check that decoding is exact for these models; exit code 1 if it is not. The last line is JSON."""
-    from bass_core.models import load_pair
     from bass_lab.checks import exactness
+    from bass_lab.named_pairs import named_pair
 
-    pair = load_pair(target, draft, dtype=dtype)
+    pair = named_pair(target, draft, dtype=dtype)
     report = exactness.verify(
         pair, prompt, samples=samples, seed=seed, progress=lambda name: typer.echo(f"checking {name} …", err=True)
     )

@@ -14,7 +14,7 @@ from ipywidgets import HTML, Box, Button, Dropdown, FloatSlider, IntSlider, IntT
 from transformers import PreTrainedTokenizerBase
 
 from bass_core import inputs
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, HuggingFaceHeuristic
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_core.trace import Trace
@@ -22,6 +22,7 @@ from bass_lab.provenance import describe_environment
 from bass_lab.show import live_figures
 from bass_lab.show.looks import LOOKS
 from bass_lab.show.trace_explorer import WRAPPED, TraceExplorer
+from bass_lab.study.published_policies import HuggingFaceHeuristic
 from bass_lab.texts import prompt_sets
 
 POLICIES: dict[str, Callable[[int], DraftLengthPolicy | None]] = {

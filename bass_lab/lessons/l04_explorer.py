@@ -14,9 +14,9 @@ import plotly.graph_objects as go
 from ipywidgets import Box, Dropdown, FloatSlider, IntSlider, Widget
 
 from bass_core import inputs
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, HuggingFaceHeuristic
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy
 from bass_core.policies.costs import SHIPPED, CostModel
-from bass_core.policies.draft_signals import SVIP, AdaEDL, MarginalValue, RaggedBudget
+from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
 from bass_core.trace import Trace
@@ -26,6 +26,7 @@ from bass_lab.show.live_figures import live
 from bass_lab.show.looks import bars, empty_figure
 from bass_lab.show.trace_explorer import WRAPPED
 from bass_lab.study import simulator
+from bass_lab.study.published_policies import SVIP, AdaEDL, HuggingFaceHeuristic
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 KINDS = {  # what a policy looks at, and the look of such policies

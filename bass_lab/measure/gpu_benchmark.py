@@ -38,6 +38,7 @@ from bass_lab.measure.gpu_plan import DRY, REGULAR, Group, Way, plan, policy_of
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
+from bass_lab.named_pairs import named_pair
 
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
 NEW = 128  # tokens per row
@@ -338,8 +339,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _load(shape: str, device: str) -> ModelPair:
     if shape == DRY.shape:
-        return load_pair(weights="dummy", device=device)
-    return load_pair(shape, weights="dummy", dtype="bfloat16", device=device)
+        return named_pair(weights="dummy", device=device)
+    return named_pair(shape, weights="dummy", dtype="bfloat16", device=device)
 
 
 def table(lines: Sequence[dict]) -> str:

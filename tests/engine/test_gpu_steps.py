@@ -1,5 +1,6 @@
 """Recorded steps on a CUDA device: the same text, one wait per step, memory given back. `pytest -m gpu`."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -8,7 +9,7 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.models import SHAPES
+from bass_lab.named_pairs import SHAPES, named_pair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,7 +49,7 @@ SAMPLING = {
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), bass.AdaEDL(limit=4, threshold=0.65)], ids=str)
+@pytest.mark.parametrize("policy", [3, bass.BassHeuristic(initial=2), lab.AdaEDL(limit=4, threshold=0.65)], ids=str)
 def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
     pair = pair_on_gpu()
     expected, found = (decode(pair, way, draft_length=policy, **SAMPLING[sampling]) for way in ("off", "graphs"))
@@ -140,11 +141,13 @@ def test_recordings_are_made_anew_when_memory_has_moved():
 
 def test_dummy_weights_are_made_on_the_gpu_and_once(monkeypatch):
     shape = SHAPES["paper-7.8b"]
-    monkeypatch.setitem(SHAPES, "paper-7.8b", type(shape)(shape.draft, shape.draft))  # small enough for any GPU
+    monkeypatch.setitem(
+        SHAPES, "paper-7.8b", dataclasses.replace(shape, target=shape.draft)
+    )  # small enough for any GPU
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    pair = bass.load_pair("paper-7.8b", weights="dummy")
+    pair = named_pair("paper-7.8b", weights="dummy")
     size = sum(p.numel() * p.element_size() for model in pair.models for p in model.parameters())
     table = pair.draft.lm_head.weight.nbytes  # exists twice until it is tied
     assert torch.cuda.max_memory_allocated() - before < 1.05 * size + table

@@ -13,6 +13,7 @@ from tiny import BYTES, byte_tokenizer, ragged_prompts, tiny_model
 from transformers import BertConfig, BertForMaskedLM
 
 import bass_core as bass
+from bass_lab.named_pairs import named_pair
 
 
 def save(folder: Path, model=None, tokenizer=None) -> Path:
@@ -185,16 +186,16 @@ TOKENIZER_MAP = {"AutoTokenizer": [None, "planted.PlantedTokenizer"]}
 def test_code_in_a_model_folder_is_not_executed_unless_the_caller_says_so(target, executed, weights):
     edit_json(target / "config.json", model_type="planted", auto_map=MODEL_MAP)
     with pytest.raises(ValueError, match="trust_remote_code"):
-        bass.load_pair(target, weights=weights)
+        named_pair(target, weights=weights)
     assert not executed.exists()
-    assert type(bass.load_pair(target, weights=weights, trust_remote_code=True).target).__name__ == "PlantedModel"
+    assert type(named_pair(target, weights=weights, trust_remote_code=True).target).__name__ == "PlantedModel"
     assert executed.exists()
 
 
 @pytest.mark.parametrize("weights", ["hub", "dummy"])
 def test_code_in_the_folder_of_a_known_architecture_is_not_executed(target, executed, weights):
     edit_json(target / "config.json", auto_map=MODEL_MAP)
-    assert type(bass.load_pair(target, weights=weights).target).__name__ == "LlamaForCausalLM"
+    assert type(named_pair(target, weights=weights).target).__name__ == "LlamaForCausalLM"
     assert not executed.exists()
 
 

@@ -18,6 +18,7 @@ from sessions import run_to_the_end
 from tiny import VOCABULARY, tiny_model
 
 import bass_core as bass
+import bass_lab as lab
 from bass_core import attention, randomness, sampling
 from bass_core.rows import Rows
 from bass_core.trace import Trace
@@ -295,7 +296,7 @@ class OneMoreEachStep(bass.DraftLengthPolicy):
         self.k += 1
 
 
-@pytest.mark.parametrize("kind", [bass.BassHeuristic, bass.HuggingFaceHeuristic, OneMoreEachStep])
+@pytest.mark.parametrize("kind", [bass.BassHeuristic, lab.HuggingFaceHeuristic, OneMoreEachStep])
 @pytest.mark.parametrize("interrupted_at", [0, 1, 4])
 def test_policy_object_used_again_after_an_interrupted_call_starts_afresh(pair, kind, interrupted_at):
     def on_step(event):

@@ -12,6 +12,7 @@ from trial_policies import Alternating, Line, PerRow, StopWhenUnsure
 from typer.testing import CliRunner
 
 import bass_core as bass
+import bass_lab as lab
 from bass_lab.checks.goodness_of_fit import g_test
 from bass_lab.cli import main
 from bass_lab.study import recorded_acceptance, recording
@@ -81,7 +82,7 @@ def replay_of(trace, fates):
     [
         lambda: bass.FixedLength(2),
         lambda: bass.BassHeuristic(initial=2),
-        lambda: bass.HuggingFaceHeuristic(initial=1),
+        lambda: lab.HuggingFaceHeuristic(initial=1),
         lambda: Alternating(k=2),
         PerRow,
         # With two ids, the rejected one is known, and so is what the draft would think after it.

@@ -11,7 +11,6 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 import bass_core as bass
 from bass_core.draft_length import BassHeuristic
 from bass_core.engine import Session
-from bass_core.models import SHAPES, named_config
 from bass_core.policies.goodput import Goodput
 from bass_lab.checks import exactness
 from bass_lab.measure import gpu_benchmark, gpu_command, records
@@ -19,6 +18,7 @@ from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.roofline import H100, Roofline, Workload
+from bass_lab.named_pairs import SHAPES, named_config
 
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
 

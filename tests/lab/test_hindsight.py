@@ -10,6 +10,7 @@ from replays import Linear, Stairs, trace_of
 from trial_policies import PerRow
 
 import bass_core as bass
+import bass_lab as lab
 from bass_lab.study import hindsight
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay
@@ -85,7 +86,7 @@ def test_no_policy_is_faster_than_the_bound(seed):
         alpha=random.uniform(0.3, 0.9), length=40, sequences=7, seed=seed, regimes=(0.1, 6), prompt_length=20
     )
     trace = replace(trace, lengths=random.integers(1, 41, 7), prompt_lengths=random.integers(5, 60, 7))
-    policies = [0, 3, 8, bass.BassHeuristic(), bass.HuggingFaceHeuristic(), PerRow(most=6), Whim(seed)]
+    policies = [0, 3, 8, bass.BassHeuristic(), lab.HuggingFaceHeuristic(), PerRow(most=6), Whim(seed)]
     costs = [Linear(per_token=random.uniform(0, 0.3), per_key=random.uniform(0, 0.01)), Stairs(seed)]
     for cost, batch in itertools.product(costs, (1, 2, 7, 12)):
         options = {"batch": batch, "seed": seed, "repeats": 4}

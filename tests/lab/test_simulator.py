@@ -10,6 +10,7 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
 
 import bass_core as bass
+import bass_lab as lab
 from bass_lab.measure.modelled_costs import modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.show import plots
@@ -222,7 +223,7 @@ def greedy(tiny_pair):
         bass.FixedLength(0),
         bass.FixedLength(3),
         bass.BassHeuristic(),
-        bass.HuggingFaceHeuristic(),
+        lab.HuggingFaceHeuristic(),
         Alternating(),
         PerRow(most=4),
         StopWhenUnsure(most=6, at_least=0.08),  # the tiny models are never sure
@@ -250,7 +251,7 @@ def test_greedy_replay_of_texts_that_end_is_the_engines_run():
     for policy in (
         bass.FixedLength(4),
         bass.BassHeuristic(),
-        bass.HuggingFaceHeuristic(),
+        lab.HuggingFaceHeuristic(),
         StopWhenUnsure(most=8),
         *budgets,
     ):
@@ -264,7 +265,7 @@ def test_greedy_replay_of_texts_that_end_is_the_engines_run():
     [
         bass.FixedLength(3),
         bass.BassHeuristic(),
-        bass.HuggingFaceHeuristic(),
+        lab.HuggingFaceHeuristic(),
         StopWhenUnsure(most=5, at_least=0.1),
         bass.RaggedBudget(Line(0.02, 0.3), limit=6),
     ],

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import bass_core as bass
+import bass_lab as lab
 from bass_core.draft_length import RowsView, as_policy, planned_lengths
 
 
@@ -55,7 +56,7 @@ def test_algorithm_1_compares_with_what_was_submitted():
 
 
 def test_steps_without_drafts_teach_nothing():
-    for policy in (bass.BassHeuristic(), bass.HuggingFaceHeuristic()):
+    for policy in (bass.BassHeuristic(), lab.HuggingFaceHeuristic()):
         policy.start(rows())
         before = policy.plan(rows())
         policy.update(torch.tensor([0, 0]), torch.tensor([0, 0]))
@@ -73,10 +74,10 @@ def test_steps_without_drafts_teach_nothing():
     ],
 )
 def test_hugging_face_heuristic_wants_every_row(accepted, planned):
-    assert lengths_after(bass.HuggingFaceHeuristic(), accepted) == planned
+    assert lengths_after(lab.HuggingFaceHeuristic(), accepted) == planned
 
 
-@pytest.mark.parametrize("policy", [bass.BassHeuristic(), bass.HuggingFaceHeuristic()])
+@pytest.mark.parametrize("policy", [bass.BassHeuristic(), lab.HuggingFaceHeuristic()])
 def test_a_new_decode_starts_afresh_and_joining_rows_do_not(policy):
     policy.start(rows())
     initial = policy.plan(rows())

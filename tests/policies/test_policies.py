@@ -10,9 +10,10 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, library_policies
 
 import bass_core as bass
+import bass_lab as lab
 from bass_core.draft_length import HiddenDraft, RowsView, Signals, cut_lengths, expected_tokens, planned_lengths
 from bass_core.models import fingerprints
-from bass_core.policies import costs, default_policy, goodput
+from bass_core.policies import costs, goodput, policy_for
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import Calibration
 from bass_core.policies.goodput import deadlines, first_finished, last_finished
@@ -231,7 +232,7 @@ def test_the_default_is_goodput_where_the_pairs_costs_are_known(tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     options = {"max_new_tokens": 8, "eos_token_id": ()}
-    assert default_policy(pair) == bass.FixedLength(5)
+    assert policy_for(pair, None) == bass.FixedLength(5)
     assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"] == "FixedLength(k=5)"
     cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
     for role, mark in fingerprints(pair).items():
@@ -239,14 +240,14 @@ def test_the_default_is_goodput_where_the_pairs_costs_are_known(tmp_path, monkey
     object.__setattr__(cost, "device", costs.device_name(pair.device))
     costs.cache_folder().mkdir(parents=True)
     cost.save(costs.cache_folder() / cost.file_name)
-    assert isinstance(default_policy(pair), bass.Goodput)
+    assert isinstance(policy_for(pair, None), bass.Goodput)
     assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"].startswith("Goodput(")
 
 
 def test_the_embedded_pairs_default_is_goodput_on_every_cpu(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(costs, "device_name", lambda device: "Somebody's processor, 7 threads")
-    assert isinstance(default_policy(bass.load_pair()), bass.Goodput)
+    assert isinstance(policy_for(bass.load_pair(), None), bass.Goodput)
 
 
 # --- Objective ---
@@ -382,13 +383,13 @@ def test_adaedl_and_svip_stop_rows_at_their_bounds():
     entropy = torch.tensor([0.0, 0.2, 0.6, 0.61, 0.8, 0.81, 3.0], dtype=torch.float64)
     asked = Signals(0, entropy, entropy, torch.ones(7, dtype=torch.bool))
     # 1 - sqrt(0.2 H) >= 0.6 up to H = 0.8; sqrt(0.15 H) <= 0.3 up to H = 0.6
-    assert bass.AdaEDL(threshold=0.6).keep_drafting(asked).tolist() == [True] * 5 + [False] * 2
-    assert bass.SVIP(bound=0.3).keep_drafting(asked).tolist() == [True] * 3 + [False] * 4
+    assert lab.AdaEDL(threshold=0.6).keep_drafting(asked).tolist() == [True] * 5 + [False] * 2
+    assert lab.SVIP(bound=0.3).keep_drafting(asked).tolist() == [True] * 3 + [False] * 4
 
 
 def test_adaedl_moves_its_bar_towards_the_wanted_rate():
     for accepted, moves_up in ((0, True), (5, False)):
-        policy = taught(bass.AdaEDL(), [accepted], of=5, steps=20)
+        policy = taught(lab.AdaEDL(), [accepted], of=5, steps=20)
         assert (policy.bar > policy.threshold) == moves_up
     before = policy.bar
     policy.update(torch.tensor([0]), torch.tensor([0]))

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import bass_core as bass
+import bass_lab as lab
 from bass_core import DraftLengthPolicy
 from bass_core.policies.goodput import first_finished
 
@@ -90,7 +91,7 @@ def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
     lengths = range(limit + 1)
     return {
         "algorithm 1": lambda: bass.BassHeuristic(initial=2),
-        "hugging face": lambda: bass.HuggingFaceHeuristic(initial=2),
+        "hugging face": lambda: lab.HuggingFaceHeuristic(initial=2),
         "goodput": lambda: bass.Goodput(CHEAP, limit=limit),
         "goodput, drafts dear": lambda: bass.Goodput(DEAR, limit=limit, probe=1),
         "marginal value": lambda: bass.MarginalValue(CHEAP, limit=limit, trusted=1.0),
@@ -99,6 +100,6 @@ def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
         "ragged budget": lambda: bass.RaggedBudget(CHEAP, limit=limit),
         "ragged budget, verification dear": lambda: bass.RaggedBudget(Line(0.02, 0.5), limit=limit, probe=1),
         "learned": lambda: bass.Learned(CHEAP, lengths=lengths),
-        "adaedl": lambda: bass.AdaEDL(limit=limit, threshold=0.65),
-        "svip": lambda: bass.SVIP(limit=limit, bound=0.3),
+        "adaedl": lambda: lab.AdaEDL(limit=limit, threshold=0.65),
+        "svip": lambda: lab.SVIP(limit=limit, bound=0.3),
     }

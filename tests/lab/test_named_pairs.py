@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import bass_core as bass
-from bass_core import models
-from bass_core.models import SHAPES
+from bass_core.models import ASSETS
 from bass_lab.measure.roofline import Workload
+from bass_lab.named_pairs import SHAPES, named_config, named_pair
 from bass_lab.pairs import in_dtype, name_of
 
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.ids]
@@ -91,7 +91,7 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 )
 def test_sizes_are_the_published_ones(name, role, parameters, layers, heads, kv_heads, head_dim, context):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(models.named_config(getattr(SHAPES[name], role), name))
+        model = AutoModelForCausalLM.from_config(named_config(getattr(SHAPES[name], role), name))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     work = Workload.of(model)
     assert (work.layers, work.heads, work.kv_heads, work.head_dim) == (layers, heads, kv_heads, head_dim)
@@ -108,7 +108,7 @@ def test_every_named_pair_is_counted_above():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_pair_with_dummy_weights_decodes_as_its_target_alone(small_shapes, name):
-    pair = bass.load_pair(name, weights="dummy", device="cpu")
+    pair = named_pair(name, weights="dummy", device="cpu")
     assert pair.tokenizer is None and pair.draft.config.vocab_size == 93
     prompts = ragged_prompts(5, 9)
     drafted, regular = (
@@ -121,7 +121,7 @@ def test_pair_with_dummy_weights_decodes_as_its_target_alone(small_shapes, name)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_dummy_model_computes_what_the_same_weights_compute_after_they_were_saved(small_shapes, tmp_path, name, dtype):
-    pair = bass.load_pair(name, weights="dummy", dtype=dtype, device="cpu")
+    pair = named_pair(name, weights="dummy", dtype=dtype, device="cpu")
     ids = torch.arange(3, 51).view(2, 24)
     for role, model in zip(ROLES, pair.models, strict=True):
         model.save_pretrained(tmp_path / role)
@@ -136,7 +136,7 @@ def test_dummy_model_computes_what_the_same_weights_compute_after_they_were_save
 @pytest.mark.parametrize("architecture", SUPPORTED)
 def test_whatever_a_dummy_model_computes_with_is_initialised(architecture, tmp_path):
     tiny_model(architecture).config.save_pretrained(tmp_path)
-    dummy = bass.load_pair(tmp_path, weights="dummy", device="cpu").target
+    dummy = named_pair(tmp_path, weights="dummy", device="cpu").target
     made_in_full = copy.deepcopy(tiny_model(architecture))
     made_in_full.load_state_dict(dummy.state_dict())
     ids = torch.arange(3, 51).view(2, 24)
@@ -148,13 +148,13 @@ def test_activations_stay_finite_through_forty_layers_in_half_precision(small_sh
     for name, dtype in (("paper-7.8b", "bfloat16"), ("opt-13b", "float16")):
         deep = SHAPES[name].target | {"num_hidden_layers": 40}
         monkeypatch.setitem(SHAPES, name, dataclasses.replace(SHAPES[name], target=deep))
-        pair = bass.load_pair(name, weights="dummy", dtype=dtype, device="cpu")
+        pair = named_pair(name, weights="dummy", dtype=dtype, device="cpu")
         assert logits(pair.target, torch.arange(3, 51).view(2, 24)).isfinite().all()
 
 
 def test_dtype_is_the_one_asked_for_or_the_configs_own_or_float32_on_a_cpu(small_shapes):
     def dtypes(**options):
-        pair = bass.load_pair("opt-13b", weights="dummy", device="cpu", **options)
+        pair = named_pair("opt-13b", weights="dummy", device="cpu", **options)
         return {parameter.dtype for model in pair.models for parameter in model.parameters()}
 
     assert dtypes() == {torch.float32}
@@ -178,38 +178,38 @@ class Made(TorchDispatchMode):
 
 def test_weights_are_made_in_their_dtype_and_on_their_device_only(small_shapes):
     with Made() as made:
-        bass.load_pair("llama-3.1-8b", weights="dummy", dtype="bfloat16", device="cpu")
+        named_pair("llama-3.1-8b", weights="dummy", dtype="bfloat16", device="cpu")
     assert made.kinds == {(torch.bfloat16, "cpu")}
 
 
 def test_dummy_weights_are_the_same_each_time_and_leave_the_random_state_alone(small_shapes):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first = bass.load_pair("paper-7.8b", weights="dummy", device="cpu")
+    first = named_pair("paper-7.8b", weights="dummy", device="cpu")
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
-    again = bass.load_pair("paper-7.8b", weights="dummy", device="cpu")
+    again = named_pair("paper-7.8b", weights="dummy", device="cpu")
     for one, other in zip(first.models, again.models, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_two_dummy_models_of_one_shape_are_not_one_model():
-    target, draft = (bass.models.ASSETS / "draft",) * 2
-    pair = bass.load_pair(target, draft=draft, weights="dummy", device="cpu")
+    target, draft = (ASSETS / "draft",) * 2
+    pair = named_pair(target, draft=draft, weights="dummy", device="cpu")
     assert not torch.equal(pair.target.lm_head.weight, pair.draft.lm_head.weight)
 
 
 def test_folder_with_a_config_is_built_without_its_weights(tmp_path):
     tiny_model("opt").config.save_pretrained(tmp_path)
-    pair = bass.load_pair(tmp_path, weights="dummy", device="cpu")
+    pair = named_pair(tmp_path, weights="dummy", device="cpu")
     assert type(pair.target) is type(tiny_model("opt")) and pair.draft is None and pair.synthetic
 
 
 def test_draft_of_the_callers_replaces_the_named_one(small_shapes, tmp_path):
     drafter = bass.NgramDrafter()
-    assert bass.load_pair("opt-13b", drafter, weights="dummy", device="cpu").draft is drafter
+    assert named_pair("opt-13b", drafter, weights="dummy", device="cpu").draft is drafter
     tiny_model("gpt2").config.save_pretrained(tmp_path)
-    pair = bass.load_pair("opt-13b", tmp_path, weights="dummy", device="cpu")
+    pair = named_pair("opt-13b", tmp_path, weights="dummy", device="cpu")
     assert type(pair.draft) is type(tiny_model("gpt2"))
 
 
@@ -217,7 +217,7 @@ def test_draft_of_the_callers_replaces_the_named_one(small_shapes, tmp_path):
 
 
 def test_pair_says_that_it_is_synthetic_and_its_models_say_why(small_shapes):
-    pair = bass.load_pair("paper-7.8b", weights="dummy", device="cpu")
+    pair = named_pair("paper-7.8b", weights="dummy", device="cpu")
     assert pair.synthetic and in_dtype(pair, torch.bfloat16).synthetic
     assert bass.ModelPair(pair.target).synthetic and bass.ModelPair(tiny_model(), pair.draft).synthetic
     assert name_of(pair.target) == "LlamaForCausalLM paper-7.8b (dummy weights)"
@@ -225,7 +225,7 @@ def test_pair_says_that_it_is_synthetic_and_its_models_say_why(small_shapes):
 
 
 def test_dummy_weights_do_not_become_real_by_being_saved(small_shapes, tmp_path):
-    bass.load_pair("opt-13b", weights="dummy", device="cpu").target.save_pretrained(tmp_path / "model")
+    named_pair("opt-13b", weights="dummy", device="cpu").target.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     pair = bass.load_pair(tmp_path / "model")
     assert pair.synthetic and name_of(pair.target) == "OPTForCausalLM model (dummy weights)"
@@ -279,7 +279,7 @@ def as_on_the_hub(file: Path, architecture: str) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_named_pair_is_loaded_from_its_ids_with_its_own_draft(hub, name):
-    pair = bass.load_pair(name, dtype="float64", device="cpu")
+    pair = named_pair(name, dtype="float64", device="cpu")
     for role, model in zip(ROLES, pair.models, strict=True):
         saved = stand_in(name, role).parameters()
         assert all(torch.equal(a, b.double()) for a, b in zip(model.parameters(), saved, strict=True))
@@ -290,28 +290,28 @@ def test_named_pair_is_loaded_from_its_ids_with_its_own_draft(hub, name):
 
 def test_draft_overrides_that_of_a_named_pair_with_real_weights(hub):
     drafter = bass.NgramDrafter()
-    assert bass.load_pair("llama-3.1-8b", drafter, device="cpu").draft is drafter
-    pair = bass.load_pair("llama-3.1-8b", "meta-llama/Llama-3.1-8B", device="cpu")
+    assert named_pair("llama-3.1-8b", drafter, device="cpu").draft is drafter
+    pair = named_pair("llama-3.1-8b", "meta-llama/Llama-3.1-8B", device="cpu")
     assert torch.equal(pair.draft.lm_head.weight, pair.target.lm_head.weight)
 
 
 def test_name_goes_before_a_folder_that_is_called_the_same(hub):
     tiny_model("gpt2", vocab_size=BYTES).save_pretrained("opt-13b")
     byte_tokenizer().save_pretrained("opt-13b")
-    assert bass.load_pair("opt-13b", device="cpu").target.config.model_type == "opt"
+    assert named_pair("opt-13b", device="cpu").target.config.model_type == "opt"
     for folder in ("./opt-13b", Path("opt-13b")):
-        assert bass.load_pair(folder, device="cpu").target.config.model_type == "gpt2"
+        assert named_pair(folder, device="cpu").target.config.model_type == "gpt2"
 
 
 def test_only_masks_of_codegen_are_passed_over(hub):
     file = hub / "Salesforce/codegen-16B-mono/model.safetensors"
     save_file(load_file(file) | {"transformer.h.7.attn.bias": torch.ones(2)}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"unexpected tensors: transformer\.h\.7\.attn\.bias$"):
-        bass.load_pair("codegen-16b", device="cpu")
+        named_pair("codegen-16b", device="cpu")
     file = hub / "meta-llama/Llama-3.1-8B/model.safetensors"
     save_file(load_file(file) | {"model.layers.0.attn.causal_mask": torch.ones(2)}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"unexpected tensors: model\.layers\.0\.attn\.causal_mask$"):
-        bass.load_pair("llama-3.1-8b", device="cpu")
+        named_pair("llama-3.1-8b", device="cpu")
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -319,13 +319,13 @@ def test_only_masks_of_codegen_are_passed_over(hub):
 
 def test_the_papers_models_have_no_weights_to_load():
     with pytest.raises(ValueError, match=r"never published; weights='dummy'.*opt-13b"):
-        bass.load_pair("paper-7.8b")
+        named_pair("paper-7.8b")
 
 
 @pytest.mark.parametrize("weights", ["random", "Dummy", None, True])
 def test_other_kinds_of_weights_are_refused(weights):
     with pytest.raises(ValueError, match=r"weights must be one of hub, dummy; got "):
-        bass.load_pair("opt-13b", weights=weights)
+        named_pair("opt-13b", weights=weights)
 
 
 @pytest.mark.parametrize("name", ["opt-12b", "facebook/opt-13b", "empty"])
@@ -335,16 +335,16 @@ def test_dummy_weights_without_a_config_are_refused_with_the_names(name, tmp_pat
     names = r"paper-7\.8b, opt-13b, codegen-16b, llama-3\.1-8b, qwen2\.5-coder-7b"
     for pair in ((name,), ("opt-13b", name)):
         with pytest.raises(ValueError, match=rf"'{name}' is no folder with a config\.json; .*{names}"):
-            bass.load_pair(*pair, weights="dummy")
+            named_pair(*pair, weights="dummy")
 
 
 def test_damaged_config_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=f"cannot read the config of '{tmp_path}'"):
-        bass.load_pair(tmp_path, weights="dummy")
+        named_pair(tmp_path, weights="dummy")
 
 
 @pytest.mark.parametrize("dtype", ["float12", "nn"])
 def test_dtype_that_torch_has_not_is_refused(small_shapes, dtype):
     with pytest.raises(ValueError, match=f"such as 'bfloat16'; got '{dtype}'"):
-        bass.load_pair("opt-13b", weights="dummy", dtype=dtype)
+        named_pair("opt-13b", weights="dummy", dtype=dtype)

@@ -1,0 +1,155 @@
+"""The sizes that people ask about, by name: with the weights of their checkpoints, or with dummy ones.
+
+How long a pass takes and what it needs in memory depends on shapes, not on what the weights have learnt. What models
+with dummy weights write is noise: their pairs are `synthetic`, and so is all that is made with them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from bass_core.drafters import NgramDrafter
+from bass_core.models import ASSETS, ModelPair, load_pair, place
+
+WEIGHTS = ("hub", "dummy")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A named pair: configs of a target and its draft, as `AutoConfig.for_model` takes them, and their ids on the hub.
+
+    ids: target and draft; None for models that were never published. about: where the configs come from.
+    """
+
+    about: str
+    ids: tuple[str, str] | None
+    target: dict[str, Any]
+    draft: dict[str, Any]
+
+
+# Copied from the hub's config.json files.
+_FILE = Path(__file__).parent / "assets" / "shapes.json"
+SHAPES = {name: Shape(**shape) for name, shape in json.loads(_FILE.read_text("utf-8")).items()}
+
+
+def named_pair(
+    target: str | Path | None = None,
+    draft: str | Path | NgramDrafter | None = None,
+    *,
+    weights: str = "hub",
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> ModelPair:
+    """`bass_core.load_pair`, which also knows the pairs of `SHAPES` by name, and makes models with dummy weights.
+
+    target: a name ("paper-7.8b", "opt-13b", "codegen-16b", "llama-3.1-8b", "qwen2.5-coder-7b"), which comes with its
+    own draft unless `draft` names another, or what `load_pair` takes. A name goes before a folder that is called the
+    same: write "./opt-13b" for the folder.
+    weights: "hub" for those of the checkpoints; "dummy" for random ones in models of these shapes, made on the device
+    without download or tokenizer (prompts are ids), and `synthetic`. Besides names it takes folders with a config.json.
+    dtype, device, trust_remote_code: as in `load_pair`.
+
+    Raises ValueError where `load_pair` does, for weights of a pair that was never published, and for dummy weights
+    without a config.
+    """
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    if target is None and draft is None:
+        target, draft = ASSETS / "target", ASSETS / "draft"
+    if weights == "dummy":
+        return _dummy_pair(target, draft, **options)
+    if target in SHAPES:
+        target, draft = _published(target, draft)
+    return load_pair(target, draft, **options)
+
+
+def _published(name: str, draft: str | Path | NgramDrafter | None) -> tuple[str, str | Path | NgramDrafter]:
+    """What to load for a named pair: the target's id, and the draft that was asked for or else the pair's own."""
+    ids = SHAPES[name].ids
+    if ids is None:
+        raise ValueError(
+            f"the models of {name!r} were never published; weights='dummy' builds models of their sizes with random "
+            f"weights, and these come with weights: {', '.join(other for other in SHAPES if SHAPES[other].ids)}"
+        )
+    return ids[0], ids[1] if draft is None else draft
+
+
+def _dummy_pair(
+    target: str | Path | None,
+    draft: str | Path | NgramDrafter | None,
+    dtype: str | torch.dtype | None,
+    device: str | torch.device | None,
+    trust_remote_code: bool,
+) -> ModelPair:
+    device, dtype = place(device, dtype)
+    named = target in SHAPES
+    config = named_config(SHAPES[target].target, target) if named else _stored_config(target, trust_remote_code)
+    if isinstance(draft, str | Path):
+        draft = _stored_config(draft, trust_remote_code)
+    elif draft is None and named:
+        draft = named_config(SHAPES[target].draft, f"{target} draft")
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    model = dummy_model(config, seed=0, **options)
+    if isinstance(draft, PreTrainedConfig):
+        draft = dummy_model(draft, seed=1, **options)  # another seed: two models of one shape are not one model
+    return ModelPair(model, draft)
+
+
+def _stored_config(folder: str | Path | None, trust_remote_code: bool) -> PreTrainedConfig:
+    if folder is None or not (Path(folder) / "config.json").is_file():
+        raise ValueError(
+            f"weights='dummy' builds models from configs, and {str(folder)!r} is no folder with a config.json; "
+            f"name one, or one of these pairs as the target: {', '.join(SHAPES)}"
+        )
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ValueError(f"cannot read the config of {str(folder)!r}: {error}") from error
+
+
+def named_config(shape: dict[str, Any], name: str) -> PreTrainedConfig:
+    """The config of a model of `SHAPES`, called `name` where models are named."""
+    config = AutoConfig.for_model(**shape)
+    config.name_or_path = name
+    return config
+
+
+def dummy_model(
+    config: PreTrainedConfig,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    seed: int,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A model with random weights, made on the device in its dtype, in evaluation mode.
+
+    Weights are drawn as for training (normal, with the config's own deviation, mostly 0.02; norms are ones), so that
+    activations stay finite through all layers and logits differ. The same seed gives the same weights on one kind of
+    device; the caller's random state stays as it was. dtype: "auto" is the config's own.
+
+    The config is marked, and the mark outlives `save_pretrained`: see `has_dummy_weights`. Raises ValueError for a
+    dtype that torch does not have and for a config of no causal language model.
+    """
+    if isinstance(dtype, str):
+        found = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"dtype must be 'auto' or one of torch's, such as 'bfloat16'; got {dtype!r}")
+        dtype = found
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.to_empty(device=device)
+    model.tie_weights()  # moving has untied them
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        model.init_weights()  # as `from_pretrained` does it: tables of positions, too, are computed in float32
+    model.config.dummy_weights = True
+    return model.eval()
