@@ -5,7 +5,7 @@ import torch
 from enumerated import EXACT, exact_law, law_of_engine
 from recording import PROMPTS, Recorder, assert_same, pair, use_fixed_steps, use_on_cpu
 from tabular import tabular, total_variation
-from tiny import ragged_prompts, tiny_model
+from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
@@ -26,6 +26,24 @@ SAMPLING = {
     "processed": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
     "greedy with a penalty": {"repetition_penalty": 1.3},
 }
+
+
+def test_fixed_passes_stay_within_the_context_where_the_cache_does_not():
+    """A cache doubles when it grows, past the last position for which MPT has a bias."""
+    models, prompts = pair("mpt"), ragged_prompts(8, 60)
+
+    def decoded() -> list[list[int]]:
+        session = bass.Session(models, max_batch_size=2, draft_length=3, eos_token_id=(), compile="graphs")
+        handles = [session.submit(prompts[0], max_new_tokens=44)]
+        session.step()
+        handles.append(session.submit(prompts[1], max_new_tokens=36))
+        while not session.idle:
+            session.step()
+        assert session.rows.capacity > CONTEXT
+        return [session.result(handle).sequence.tolist() for handle in handles]
+
+    expected = [greedy_alone(models.target, *row).tolist() for row in zip(prompts, (44, 36), strict=True)]
+    assert decoded() == expected
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)

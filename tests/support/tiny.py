@@ -68,6 +68,8 @@ _OPTIONS = {
         },
     ),
     "starcoder2": ("starcoder2", _LLAMA_LIKE | {"sliding_window": None}),
+    "doge": ("doge", _LLAMA_LIKE | {"keep_window_size": WINDOW}),
+    "mpt": ("mpt", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT}),
     "ministral3": ("ministral3", _LLAMA_LIKE | {"head_dim": 8}),
     "llama4": (
         "llama4_text",
@@ -131,7 +133,7 @@ _OPTIONS = {
     ),
 }
 
-REFUSED = ("bloom", "bamba", "llama4", "gpt_neo")
+REFUSED = ("bloom", "bamba", "llama4", "gpt_neo", "doge")
 SUPPORTED = [name for name in _OPTIONS if name not in REFUSED]
 
 
