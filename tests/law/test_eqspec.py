@@ -31,9 +31,9 @@ def passes(monkeypatch):
     """Every forward pass as (model, ids, pass)."""
     seen, original = [], attention.forward
 
-    def recording(model, path, ids, current, cache, last_only):
+    def recording(model, path, ids, current, cache):
         seen.append((model, ids.clone(), current))
-        return original(model, path, ids, current, cache, last_only)
+        return original(model, path, ids, current, cache)
 
     monkeypatch.setattr(attention, "forward", recording)
     return seen
