@@ -99,17 +99,6 @@ def attack(a, b):
         kept.append(bytearray(b"x") * 2**20)
     return "breach: 600 MiB"
 """,
-    "disk bomb": """
-def attack(a, b):
-    import os
-    def fill(folder):
-        with open(os.path.join(folder, "bomb"), "wb") as file:
-            for _ in range(64):
-                file.write(bytes(2**20))
-    folders = (FACTS["folder"], "/tmp", "/dev/shm", ".")
-    return tried(**{folder: lambda folder=folder: fill(folder) for folder in folders},
-                 memory=lambda: system("memfd_create", id(b"x") + 32, 0))
-""",
     "loop": "def attack(a, b):\n    while True: pass",
     "loop in C": "def attack(a, b):\n    return sum(range(10**18))",
     "sleep": "def attack(a, b):\n    import time\n    time.sleep(1000)",
@@ -147,6 +136,17 @@ def attack(a, b):
 }
 ON_THE_HOST = {  # what Landlock keeps from happening, alone or with seccomp
     # ----------------------------------------------------------------------------------------------------------- files
+    "disk bomb": """
+def attack(a, b):
+    import os
+    def fill(folder):
+        with open(os.path.join(folder, "bomb"), "wb") as file:
+            for _ in range(64):
+                file.write(bytes(2**20))
+    folders = (FACTS["folder"], "/tmp", "/dev/shm", ".")
+    return tried(**{folder: lambda folder=folder: fill(folder) for folder in folders},
+                 memory=lambda: system("memfd_create", id(b"x") + 32, 0))
+""",
     "write": """
 def attack(a, b):
     import os
