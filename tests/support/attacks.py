@@ -647,7 +647,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
     adopt_orphans()
-    host = Host()
-    report = {name: run(name, host, float(sys.argv[1])) for name in sys.argv[2:] or ATTACKS}
-    host.close()
+    with contextlib.closing(Host()) as host:
+        report = {name: run(name, host, float(sys.argv[1])) for name in sys.argv[2:] or ATTACKS}
     print(json.dumps({"uid": os.getuid(), "report": report}))
