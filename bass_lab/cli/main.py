@@ -266,6 +266,13 @@ def evaluate(
     problems: Annotated[
         str | None, typer.Option(help="file of JSON lines, or openai_humaneval; none: the mini set")
     ] = None,
+    trust_problems: Annotated[
+        bool,
+        typer.Option(
+            "--trust-problems",
+            help="for a file other than HumanEval's: grading runs its code (prompt, test) outside the sandbox, as you",
+        ),
+    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="the first so many problems only")] = None,
     methods: Annotated[list[str], typer.Option(help="regular, single, batched")] = ["regular", "single", "batched"],  # noqa: B006
     samples: Annotated[int, typer.Option(min=1, help="rows per problem")] = 8,
@@ -292,7 +299,7 @@ def evaluate(
     from bass_lab.evaluation import SandboxUnavailable, compare, load_problems, scores
     from bass_lab.named_pairs import named_pair
 
-    chosen = load_problems(problems)[:limit]
+    chosen = load_problems(problems, trust_problems=trust_problems)[:limit]
     pair = named_pair(target, draft, dtype=dtype)
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "draft_length": draft_length,

@@ -16,7 +16,7 @@ import values
 from channel import Channel, ChannelError
 from confinement import die_with, drop_root, no_new_privileges, refuse_calls, restrict_files
 
-LIMITS = {"AS": 2**29, "NPROC": 1, "CPU": 4, "FSIZE": 2**20, "NOFILE": 32, "CORE": 0}
+LIMITS = {"AS": 2**29, "NPROC": 1, "CPU": 4, "FSIZE": 2**20, "NOFILE": 32, "CORE": 0, "SIGPENDING": 0}
 # Modules that programs may want: imported while the files can be read, if the program's text has their name. Nobody
 # may not reach the libraries of an interpreter under a private home.
 IMPORTED = frozenset(

@@ -3,7 +3,8 @@
 Neither needs privileges or packages, and both work inside containers that refuse namespaces. Landlock (Linux >= 5.13)
 leaves /usr and the interpreter's libraries to read and nothing to write. A seccomp filter refuses the system calls that
 reach beyond the process: other processes, signals, sockets, what outlives it, and the changes to files that Landlock
-does not see (chmod, utime, extended attributes). Everything here is for good, also for the process's children.
+does not see (chmod, utime, extended attributes; before Linux 6.2, that opening a file empties it). Everything here is
+for good, also for the process's children.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as seccomp call
 NEWEST = 456  # the newest system call that the filter lets through, on both
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 READ_FILE, READ_DIR = 1 << 2, 1 << 3
-SECCOMP_RET_ERRNO, SECCOMP_RET_KILL, SECCOMP_RET_ALLOW = 0x00050001, 0x80000000, 0x7FFF0000  # errno 1: EPERM
+SECCOMP_RET_ERRNO, SECCOMP_RET_KILL, SECCOMP_RET_ALLOW = 0x00050000, 0x80000000, 0x7FFF0000
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
-FCNTL_REFUSED = (8, 10, 15, 1024, 1026)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to others; F_SETLEASE, F_NOTIFY
+OPEN_FLAGS = ("O_CLOEXEC", "O_DIRECTORY", "O_LARGEFILE", "O_NOFOLLOW", "O_NONBLOCK")  # no other: files open to read
+FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # no other: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC
 
 # name, number on x86_64, number on aarch64 ("-": it does not have the call)
-NEEDED = "prctl 157 167, seccomp 317 277, fcntl 72 25"
+NEEDED = "prctl 157 167, seccomp 317 277"
+JUDGED = "open 2 -, openat 257 56, openat2 437 437, fcntl 72 25"  # by their arguments
 REFUSED = (
     # processes
     "fork 57 -, vfork 58 -, clone 56 220, clone3 435 435, execve 59 221, execveat 322 281, setsid 112 157, "
@@ -33,7 +36,7 @@ REFUSED = (
     "seccomp 317 277, personality 135 92, modify_ldt 154 -, "
     # signals
     "kill 62 129, tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, "
-    "pidfd_send_signal 424 424, "
+    "pidfd_send_signal 424 424, timer_create 222 107, "  # each timer takes a place in the user's queue of signals
     # limits and turns of the processes of the same user
     "prlimit64 302 261, setpriority 141 140, sched_setaffinity 203 122, sched_setscheduler 144 119, "
     "sched_setparam 142 118, sched_setattr 314 274, ioprio_set 251 30, migrate_pages 256 238, move_pages 279 239, "
@@ -65,7 +68,7 @@ REFUSED = (
     "fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, flock 73 32, ioctl 16 29, "
     "truncate 76 45, mkdir 83 -, mkdirat 258 34, mknod 133 -, mknodat 259 33, rename 82 -, renameat 264 38, "
     "renameat2 316 276, link 86 -, linkat 265 37, symlink 88 -, symlinkat 266 36, unlink 87 -, unlinkat 263 35, "
-    "rmdir 84 -"
+    "rmdir 84 -, creat 85 -"
 )
 
 
@@ -79,7 +82,7 @@ def lacking() -> list[str]:
     except OSError as error:
         missing.append(f"Landlock (Linux >= 5.13 with `landlock` among its security modules): {error.strerror}")
     try:
-        action = ctypes.c_uint32(SECCOMP_RET_ERRNO & 0xFFFF0000)
+        action = ctypes.c_uint32(SECCOMP_RET_ERRNO)
         syscall(_numbers(NEEDED)["seccomp"], 2, 0, ctypes.byref(action))  # SECCOMP_GET_ACTION_AVAIL
     except OSError as error:
         missing.append(f"seccomp filters: {error.strerror}")
@@ -169,30 +172,46 @@ def restrict_files() -> None:
 # -------------------------------------------------------------------------------------------------------------- seccomp
 
 
-def refuse_calls(refused: str = REFUSED) -> None:
-    """Make the calls of the table, and those newer than NEWEST, fail with EPERM."""
-    program = bpf_program(sorted(_numbers(refused).values()))
+def refuse_calls(refused: str = REFUSED, judged: str = JUDGED) -> None:
+    """Make the calls of `refused` fail with EPERM, and those of `judged` unless their arguments are harmless.
+
+    openat2 and calls newer than NEWEST cannot be judged, and fail as on a kernel that does not have them (ENOSYS).
+    """
+    program = bpf_program(sorted(_numbers(refused).values()), _numbers(judged))
     instructions = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(instructions))
     _prctl(PR_SET_SECCOMP, 2, header)
 
 
-def bpf_program(numbers: list[int]) -> bytes:
+def bpf_program(refused: list[int], judged: dict[str, int]) -> bytes:
     """Classic BPF over `struct seccomp_data` (nr, arch, instruction pointer, arguments)."""
 
     def load(offset: int) -> bytes:
         return struct.pack("HBBI", 0x20, 0, 0, offset)
 
+    def argument(index: int) -> bytes:
+        return load(16 + 8 * index)  # the lower half, which is all that the kernel takes of an int
+
     def unless_equal(value: int, skip: int) -> bytes:
         return struct.pack("HBBI", 0x15, 0, skip, value)
+
+    def unless_any(bits: int, skip: int) -> bytes:
+        return struct.pack("HBBI", 0x45, 0, skip, bits)
 
     def give(action: int) -> bytes:
         return struct.pack("HBBI", 0x06, 0, 0, action)
 
+    eperm, enosys, allow = give(SECCOMP_RET_ERRNO | 1), give(SECCOMP_RET_ERRNO | 38), give(SECCOMP_RET_ALLOW)
+    other_flags = 0xFFFFFFFF & ~sum(getattr(os, name) for name in OPEN_FLAGS)
+    judgements = {
+        "open": argument(1) + unless_any(other_flags, 1) + eperm + allow,
+        "openat": argument(2) + unless_any(other_flags, 1) + eperm + allow,
+        "openat2": enosys,  # its flags lie behind a pointer, which no filter can follow; libraries fall back on openat
+        "fcntl": argument(1) + b"".join(unless_equal(command, 1) + allow for command in FCNTL_COMMANDS) + eperm,
+    }
     program = load(4) + struct.pack("HBBI", 0x15, 1, 0, ARCHITECTURES[_machine()]) + give(SECCOMP_RET_KILL)
-    program += load(0) + struct.pack("HBBI", 0x25, 0, 1, NEWEST) + give(SECCOMP_RET_ERRNO)  # x32's numbers are greater
-    for number in numbers:
-        program += unless_equal(number, 1) + give(SECCOMP_RET_ERRNO)
-    checks = b"".join(unless_equal(command, 1) + give(SECCOMP_RET_ERRNO) for command in FCNTL_REFUSED)
-    program += unless_equal(_numbers(NEEDED)["fcntl"], 1 + len(checks) // 8) + load(24) + checks  # its second argument
-    return program + give(SECCOMP_RET_ALLOW)
+    program += load(0) + struct.pack("HBBI", 0x25, 0, 1, NEWEST) + enosys  # x32's numbers are greater
+    program += b"".join(unless_equal(number, 1) + eperm for number in refused)
+    for name, number in judged.items():
+        program += unless_equal(number, len(judgements[name]) // 8) + judgements[name]
+    return program + allow

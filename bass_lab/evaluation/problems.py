@@ -1,8 +1,14 @@
-"""Programming problems in HumanEval's format (Chen et al. 2021, arXiv 2107.03374): one JSON object per line."""
+"""Programming problems in HumanEval's format (Chen et al. 2021, arXiv 2107.03374): one JSON object per line.
+
+What a model writes runs in the sandbox. A problem's own code does not: its `test`, and its `prompt` for the helpers in
+it, judge the program from outside, with all rights of the user. So problems from a file or the hub are loaded only if
+they are HumanEval's or the mini set's to the letter, or the caller says that their author is trusted.
+"""
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,6 +17,7 @@ from typing import TypeVar
 
 MINI_SET = Path(__file__).parents[1] / "assets" / "mini_set.jsonl"
 HUB_NAMES = ("openai_humaneval", "openai/openai_humaneval")
+HUMAN_EVAL = "728df9bbd02970875e3666f897a030c8162a21531aee9e5a253ea57e732e5b5a"  # `_digest` of its 164 problems
 Entry = TypeVar("Entry")
 FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 
@@ -18,7 +25,9 @@ FIELDS = ("task_id", "prompt", "entry_point", "canonical_solution", "test")
 @dataclass(frozen=True)
 class Problem:
     """prompt: what the model continues. prompt + canonical_solution is right. test: source of `check(candidate)`, which
-    raises where the function named `entry_point` is wrong. composition: the mini set's only, what is held out."""
+    raises where the function named `entry_point` is wrong. composition: the mini set's only, what is held out.
+
+    Grading executes prompt and test outside the sandbox, as the caller."""
 
     task_id: str
     prompt: str
@@ -28,23 +37,42 @@ class Problem:
     composition: str = ""
 
 
-def load_problems(path: str | Path | None = None) -> list[Problem]:
+def load_problems(path: str | Path | None = None, *, trust_problems: bool = False) -> list[Problem]:
     """The problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
 
-    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). Raises ValueError naming the line for one
-    that is no problem, or why the hub could not be read; FileNotFoundError where there is no file.
+    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). trust_problems: load also what is neither
+    HumanEval nor the mini set, whose code will run outside the sandbox, as the caller. Raises ValueError without it,
+    naming the line for one that is no problem, or why the hub could not be read; FileNotFoundError where there is no
+    file.
     """
-    if str(path) in HUB_NAMES and not Path(path).exists():
-        where = "or give the path of HumanEval.jsonl.gz, from https://github.com/openai/human-eval/tree/master/data"
-        rows = hub_rows("openai/openai_humaneval", split="test", otherwise=where)
-        return [Problem(**{name: row[name] for name in FIELDS}) for row in rows]
+    if path is None:
+        return _problems(MINI_SET)
+    problems = _from_hub() if str(path) in HUB_NAMES and not Path(path).exists() else _problems(Path(path))
+    if not trust_problems and _digest(problems) not in (HUMAN_EVAL, _digest(_problems(MINI_SET))):
+        raise ValueError(
+            f"{path} is neither HumanEval nor the mini set: grading would run the code in its fields prompt and test "
+            "outside the sandbox, as you. If you trust who wrote it, say so: trust_problems=True, or --trust-problems"
+        )
+    return problems
 
+
+def _problems(path: Path) -> list[Problem]:
     def problem(line: dict) -> Problem:
         return Problem(**{name: line[name] for name in FIELDS}, composition=line.get("composition", ""))
 
-    return file_rows(
-        Path(MINI_SET if path is None else path), problem, f"a problem with the fields {', '.join(FIELDS)}"
-    )
+    return file_rows(path, problem, f"a problem with the fields {', '.join(FIELDS)}")
+
+
+def _from_hub() -> list[Problem]:
+    where = "or give the path of HumanEval.jsonl.gz, from https://github.com/openai/human-eval/tree/master/data"
+    rows = hub_rows("openai/openai_humaneval", split="test", otherwise=where)
+    return [Problem(**{name: row[name] for name in FIELDS}) for row in rows]
+
+
+def _digest(problems: list[Problem]) -> str:
+    """SHA-256 of all that is executed outside the sandbox, wherever it was read and however it was written down."""
+    executed = [[problem.task_id, problem.prompt, problem.entry_point, problem.test] for problem in problems]
+    return hashlib.sha256(json.dumps(executed).encode()).hexdigest()
 
 
 def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Entry]:

@@ -40,6 +40,7 @@ PROBE = Problem(
     attempts = {
         "read /etc/passwd": lambda: open("/etc/passwd"),
         "write /dev/null": lambda: open("/dev/null", "w"),
+        "empty /dev/null": lambda: os.open("/dev/null", 3 | os.O_TRUNC),  # which Landlock alone does not see
         "open a socket": lambda: socket.socket(),
         "start a process": lambda: os.fork() or os._exit(0),
         "signal a process": lambda: os.kill(os.getppid(), 0),

@@ -4,7 +4,7 @@ import ast
 import gzip
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,9 @@ from bass_lab.evaluation import Problem, load_problems
 from bass_lab.texts import mini_set
 
 HUMAN_EVAL = Path(__file__).parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
+needs_human_eval = pytest.mark.skipif(
+    not HUMAN_EVAL.exists(), reason="HumanEval is not committed; its file is not here"
+)
 ADD = Problem(
     task_id="t/0",
     prompt='def add(a, b):\n    """Return a plus b."""\n',
@@ -58,7 +61,8 @@ def test_problems_are_read_from_plain_and_gzipped_files(tmp_path):
     line = json.dumps(asdict(ADD))
     (tmp_path / "a.jsonl").write_text(line + "\n\n")
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line.encode()))
-    assert load_problems(tmp_path / "a.jsonl") == load_problems(tmp_path / "a.jsonl.gz") == [ADD]
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        assert load_problems(tmp_path / name, trust_problems=True) == [ADD]
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"task_id": "x"}'])
@@ -68,7 +72,36 @@ def test_a_line_that_is_no_problem_is_named(tmp_path, line):
         load_problems(tmp_path / "a.jsonl")
 
 
-@pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="HumanEval is not committed; its file is not here")
+@needs_human_eval
 def test_humaneval_is_read():
-    problems = load_problems(HUMAN_EVAL)
+    problems = load_problems(HUMAN_EVAL)  # nobody has to trust it: it is known
     assert len(problems) == 164 and problems[0].task_id == "HumanEval/0"
+
+
+def written(path: Path, problems: list[Problem]) -> Path:
+    path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
+    return path
+
+
+@pytest.mark.parametrize(
+    "known", [pytest.param(HUMAN_EVAL, marks=needs_human_eval), None], ids=["HumanEval", "mini set"]
+)
+@pytest.mark.parametrize("field", ["prompt", "test", "canonical_solution"])
+def test_code_that_runs_outside_the_sandbox_is_known_or_trusted(tmp_path, known, field):
+    """The reference solution runs inside, so that it may be another."""
+    problems = load_problems(known)
+    assert load_problems(written(tmp_path / "same.jsonl", problems)) == problems
+    problems[100] = replace(problems[100], **{field: getattr(problems[100], field) + "\nimport this\n"})
+    path = written(tmp_path / "other.jsonl", problems)
+    assert load_problems(path, trust_problems=True) == problems
+    if field == "canonical_solution":
+        assert load_problems(path) == problems
+    else:
+        with pytest.raises(ValueError, match=r"other.jsonl is neither .* prompt and test outside .*--trust-problems"):
+            load_problems(path)
+
+
+def test_fewer_problems_than_the_known_ones_are_not_known(tmp_path):
+    """What is known is a whole: whoever wants less of it loads it all."""
+    with pytest.raises(ValueError, match="trust_problems=True"):
+        load_problems(written(tmp_path / "some.jsonl", load_problems()[:20]))

@@ -412,8 +412,10 @@ def test_humaneval_comes_from_the_hub_by_its_name(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     for name in ("openai_humaneval", "openai/openai_humaneval"):
-        assert load_problems(name) == [replace(PROBLEMS[0], composition="")]
+        assert load_problems(name, trust_problems=True) == [replace(PROBLEMS[0], composition="")]
     assert asked == [("openai/openai_humaneval", {"split": "test", "revision": None})] * 2
+    with pytest.raises(ValueError, match="openai_humaneval is neither HumanEval nor"):  # the hub may hold anything
+        load_problems("openai_humaneval")
 
 
 def test_no_hub_names_the_file_to_use_instead(monkeypatch):
@@ -438,6 +440,10 @@ def test_bass_eval_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_pa
     problems.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in PROBLEMS))
     arguments = ["eval", f"--problems={problems}", "--limit=2", "--methods=regular", "--methods=batched"]
     arguments += ["--samples=2", "--max-new-tokens=40", f"--output={tmp_path / 'out'}"]
+    refused = CliRunner().invoke(main.app, arguments)
+    assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and "--trust-problems" in refused.stderr
+    assert not (tmp_path / "out").exists()
+    arguments.append("--trust-problems")
     result = CliRunner().invoke(main.app, [*arguments, "--budgets=0.5", "--budgets=60"])
     assert result.exit_code == 0, result.output
     assert result.stderr == ""  # a bar only in a terminal

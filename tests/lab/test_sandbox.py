@@ -5,11 +5,9 @@ import math
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +30,6 @@ from bass_lab.evaluation.sandbox import Checker, require_sandbox
 from bass_lab.pair.data_card import share_passed
 
 HUMAN_EVAL = Path(__file__).parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
-ORDINARY = 12345  # a uid that owns nothing
 try:
     require_sandbox()
     WHY_NOT = ""
@@ -284,50 +281,149 @@ def test_an_attack_neither_passes_nor_harms_nor_stays(host, name):
 
 @pytest.fixture(scope="module")
 def standalone():
-    """A folder that every user can read, with the attacks and the evaluation package alone, which needs no torch."""
-    folder = Path(tempfile.mkdtemp(prefix="bass-standalone-"))
-    source, package = Path(confinement.__file__).parent, folder / "bass_lab" / "evaluation"
-    shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
-    for path in (package, package.parent):
-        (path / "__init__.py").write_text("")
-    shutil.copy(attacks.__file__, folder)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
+    with attacks.standalone() as folder:
+        yield folder
 
 
-def ordinary_python() -> str | None:
-    """An interpreter that an ordinary user can run: this one may live under root's home."""
-    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
-        try:
-            code = "import sys; sys.exit(sys.version_info < (3, 11))"
-            if subprocess.run([path, "-c", code], user=ORDINARY, stderr=subprocess.DEVNULL, cwd="/").returncode == 0:
-                return path
-        except OSError:
-            continue
-    return None
+USERS = [
+    pytest.param(False, id="this user"),
+    pytest.param(
+        True,
+        id="an ordinary user",
+        marks=[
+            pytest.mark.skipif(os.getuid() != 0, reason="the others have run as an ordinary user already"),
+            pytest.mark.skipif(attacks.ordinary_python() is None, reason="an ordinary user can run no Python >= 3.11"),
+        ],
+    ),
+]
 
 
 @confined
-@pytest.mark.skipif(os.getuid() != 0, reason="the other attack tests have run as an ordinary user already")
-def test_attacks_fail_as_an_ordinary_user_too(standalone):
-    python = ordinary_python()
-    if python is None:
-        pytest.skip("no Python >= 3.11 that an ordinary user can run")
-    done = subprocess.run(
-        [python, str(standalone / "attacks.py"), "0.5"],
-        user=ORDINARY,
-        group=ORDINARY,
-        extra_groups=[],
-        capture_output=True,
-        text=True,
-        cwd="/",
+@pytest.mark.parametrize("ordinary", USERS[1:])
+def test_attacks_fail_as_an_ordinary_user_too(standalone, ordinary):
+    assert attacks.complaints(standalone, attacks.ATTACKS, ordinary=ordinary) == {}
+
+
+@confined
+@pytest.mark.parametrize("ordinary", USERS)
+@pytest.mark.parametrize("version", range(1, 6))
+def test_attacks_on_the_host_fail_with_older_landlock_too(version, ordinary):
+    """The others have nothing to do with Landlock; `python tests/support/attacks.py` runs them all."""
+    if version > confinement.landlock_version():
+        pytest.skip(f"this kernel has Landlock {confinement.landlock_version()}")
+    with attacks.standalone(attacks.LANDLOCK.format(version)) as folder:
+        assert attacks.complaints(folder, attacks.ON_THE_HOST, ordinary=ordinary) == {}
+
+
+OPENS_ANYTHING = """
+
+def without_judging_what_is_opened(judging=refuse_calls):
+    judging(judged="fcntl 72 25, openat2 437 437")
+
+refuse_calls = without_judging_what_is_opened
+"""
+
+
+@confined
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_landlock_alone_sees_from_version_3_on_that_a_file_is_emptied_but_not_that_it_is_opened(version):
+    code = (
+        "import attacks; from bass_lab.evaluation.sandbox import grade_all\n"
+        "host = attacks.Host(); program = attacks.program('open a file for neither reading nor writing', host)\n"
+        "print(grade_all([(attacks.ADD, program.removeprefix(attacks.ADD.prompt))], unsafe=True)[0].reason)\n"
+        "print(host.complaints()); host.close()"
     )
+    with attacks.standalone(attacks.LANDLOCK.format(version) + OPENS_ANYTHING) as folder:
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    reason, host = done.stdout.splitlines()
+    achieved = "only, emptied" if version < 3 else "only"
+    assert reason.endswith(f"breach: {achieved}") and host == str(["the host has changed"] if version < 3 else [])
+
+
+@confined
+def test_a_sandbox_that_opens_what_landlock_does_not_see_fails_its_self_test():
+    code = "from bass_lab.evaluation.sandbox import sandbox_obstacle; print(sandbox_obstacle())"
+    with attacks.standalone(OPENS_ANYTHING) as folder:
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert "failed its self-test" in done.stdout and "['empty /dev/null']" in done.stdout
+
+
+CALLS = """
+import ctypes, errno, fcntl, json, os, sys, tempfile
+from bass_lab.evaluation import confinement
+
+def call(name, *arguments):
+    numbers = {"openat2": (437, 437), "timer_create": (222, 107)}
+    return confinement.syscall(numbers[name][os.uname().machine == "aarch64"], *arguments)
+
+number = ctypes.c_int()
+with tempfile.TemporaryDirectory() as folder:
+    path = folder + "/file"
+    file = os.open(path, os.O_CREAT | os.O_RDWR)
+    pipe = os.pipe()[1]
+    name, flags = ctypes.create_string_buffer(path.encode()), ctypes.create_string_buffer(64)
+    done = {}
+    if os.fork() == 0:
+        confinement.no_new_privileges()
+        exec(sys.argv[1])
+        for each in json.loads(sys.argv[2]):
+            try:
+                eval(each)
+                done[each] = "works"
+            except OSError as error:
+                done[each] = errno.errorcode[error.errno]
+        print(json.dumps(done), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+REFUSED = dict.fromkeys(
+    [
+        "os.open(path, os.O_WRONLY)",
+        "os.open(path, os.O_RDWR)",
+        "os.open(path, 3)",
+        "os.open(path, os.O_RDONLY | os.O_TRUNC)",
+        "os.open(path + '2', os.O_RDONLY | os.O_CREAT)",
+        "os.open(folder, os.O_RDWR | os.O_TMPFILE)",
+        "os.open(path, os.O_RDONLY | os.O_APPEND)",
+        "fcntl.fcntl(file, 1036, bytes(8))",  # F_SET_RW_HINT
+        "fcntl.fcntl(pipe, 10, 9)",  # F_SETSIG
+        "fcntl.fcntl(file, fcntl.F_SETOWN, os.getppid())",
+        "fcntl.fcntl(pipe, 1031, 2**20)",  # F_SETPIPE_SZ: the user's pages for pipes are counted, too
+        "fcntl.lockf(file, fcntl.LOCK_EX)",
+        "call('timer_create', 0, 0, ctypes.addressof(number))",
+    ],
+    "EPERM",
+)
+REFUSED["call('openat2', -100, ctypes.addressof(name), ctypes.addressof(flags), 24)"] = "ENOSYS"
+LET_THROUGH = (
+    "os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
+    "os.listdir(folder)",
+    "open(path).read()",
+    "fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_NONBLOCK)",
+    "os.dup(pipe)",
+    "fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 9)",
+)
+
+
+def outcomes(standalone: Path, measure: str, calls) -> dict[str, str]:
+    """What becomes of each of CALLS' expressions after one of the sandbox's measures: "works", or the error's name."""
+    command = [sys.executable, "-c", CALLS, measure, json.dumps(list(calls))]
+    done = subprocess.run(command, cwd=standalone, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["uid"] == ORDINARY and set(result["report"]) == set(attacks.ATTACKS)
-    assert {name: complaints for name, complaints in result["report"].items() if complaints} == {}
+    return json.loads(done.stdout)
+
+
+@confined
+def test_the_filter_alone_lets_files_be_opened_to_read_and_nothing_else(standalone):
+    through = dict.fromkeys(LET_THROUGH, "works")
+    assert outcomes(standalone, "confinement.refuse_calls()", [*REFUSED, *LET_THROUGH]) == REFUSED | through
+    assert outcomes(standalone, "pass", REFUSED) == dict.fromkeys(REFUSED, "works")
+
+
+@confined
+def test_the_limits_alone_keep_the_users_queue_of_signals_from_running_dry(standalone):
+    measure = "sys.path.append('bass_lab/evaluation'); import _worker; _worker.limit()"
+    assert set(outcomes(standalone, measure, [call for call in REFUSED if "timer" in call]).values()) == {"EAGAIN"}
 
 
 @confined
@@ -422,7 +518,7 @@ def test_where_a_measure_fails_no_program_runs(standalone, call):
     code = (
         "from bass_lab.evaluation import confinement; from attacks import ADD\n"
         "from bass_lab.evaluation.sandbox import SandboxUnavailable, grade, grade_all\n"
-        f"confinement.no_new_privileges(); confinement.refuse_calls({call!r})\n"
+        f"confinement.no_new_privileges(); confinement.refuse_calls({call!r}, judged='openat2 437 437')\n"
         "print(grade_all([(ADD, ADD.canonical_solution)], unsafe=True)[0].reason)\n"
         "try:\n    grade(ADD, ADD.canonical_solution)\nexcept SandboxUnavailable as error:\n    print(error)"
     )

@@ -146,7 +146,7 @@ def test_other_problems_drop_in_by_a_path(tmp_path):
     path = tmp_path / "problems.jsonl"
     fields = asdict(evaluation.load_problems()[0]) | {"composition": ""}
     path.write_text(json.dumps(fields | {"task_id": "Other/0"}) + "\n")
-    execute(tmp_path, problems=str(path), problem_count=164, batch_size=2)
+    execute(tmp_path, problems=str(path), trust_problems=True, problem_count=164, batch_size=2)
     stored = evaluation.load(tmp_path / "samples")["batched"]
     assert list(stored.samples.problem) == ["Other/0"] * 2 and "\ndef" in stored.settings["stop"]
 

@@ -1,6 +1,9 @@
 """Programs that try to leave the sandbox, to harm the host, or to pass without being right, and what they are run on.
 
-`python attacks.py SECONDS` runs all and prints what went wrong with each, as JSON: the tests run it as another user.
+    python tests/support/attacks.py    # in the repository's root: all, with this and each older version of Landlock, as
+                                       # root (for root) and as an ordinary user; three minutes
+
+`python attacks.py SECONDS [NAME ...]` runs some once and prints what went wrong with each, as JSON.
 The functions called `attack` take the arguments of `add`, and FACTS: what they need to know of the host. They return
 text that begins with "breach" where they did what they must not be able to do.
 """
@@ -8,20 +11,24 @@ text that begins with "breach" where they did what they must not be able to do.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bass_lab.evaluation import confinement
 from bass_lab.evaluation.problems import Problem
 from bass_lab.evaluation.sandbox import grade
 
+ORDINARY = 12345  # a uid that owns nothing
 ADD = Problem(
     task_id="t/0",
     prompt='def add(a, b):\n    """Return a plus b."""\n',
@@ -47,7 +54,8 @@ def system(name, *args):
     import ctypes
     numbers = {"kill": (62, 129), "tgkill": (234, 131), "clone": (56, 220), "ptrace": (101, 117), "prctl": (157, 167),
                "prlimit64": (302, 261), "memfd_create": (319, 279), "shmget": (29, 194), "process_vm_readv": (310, 270),
-               "io_uring_setup": (425, 425), "keyctl": (250, 219), "bpf": (321, 280), "execve": (59, 221)}
+               "io_uring_setup": (425, 425), "keyctl": (250, 219), "bpf": (321, 280), "execve": (59, 221),
+               "timer_create": (222, 107), "rt_sigqueueinfo": (129, 138), "openat2": (437, 437), "creat": (85, 9999)}
     import os
     number = numbers[name][os.uname().machine == "aarch64"]
     result = ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *map(ctypes.c_long, args))
@@ -71,8 +79,7 @@ def send(text):
             pass
 """
 
-ATTACKS = {
-    # ------------------------------------------------------------------------------------------------------- resources
+ON_RESOURCES = {
     "fork bomb": """
 def attack(a, b):
     import os
@@ -91,17 +98,6 @@ def attack(a, b):
     while len(kept) < 600:
         kept.append(bytearray(b"x") * 2**20)
     return "breach: 600 MiB"
-""",
-    "disk bomb": """
-def attack(a, b):
-    import os
-    def fill(folder):
-        with open(os.path.join(folder, "bomb"), "wb") as file:
-            for _ in range(64):
-                file.write(bytes(2**20))
-    folders = (FACTS["folder"], "/tmp", "/dev/shm", ".")
-    return tried(**{folder: lambda folder=folder: fill(folder) for folder in folders},
-                 memory=lambda: system("memfd_create", id(b"x") + 32, 0))
 """,
     "loop": "def attack(a, b):\n    while True: pass",
     "loop in C": "def attack(a, b):\n    return sum(range(10**18))",
@@ -137,7 +133,20 @@ def attack(a, b):
     sys.setrecursionlimit(10**9)
     return attack(a, b)
 """,
+}
+ON_THE_HOST = {  # what Landlock keeps from happening, alone or with seccomp
     # ----------------------------------------------------------------------------------------------------------- files
+    "disk bomb": """
+def attack(a, b):
+    import os
+    def fill(folder):
+        with open(os.path.join(folder, "bomb"), "wb") as file:
+            for _ in range(64):
+                file.write(bytes(2**20))
+    folders = (FACTS["folder"], "/tmp", "/dev/shm", ".")
+    return tried(**{folder: lambda folder=folder: fill(folder) for folder in folders},
+                 memory=lambda: system("memfd_create", id(b"x") + 32, 0))
+""",
     "write": """
 def attack(a, b):
     import os
@@ -153,6 +162,33 @@ def attack(a, b):
     return tried(unlink=lambda: os.unlink(FACTS["victim"]),
                  rename=lambda: os.rename(FACTS["secret"], FACTS["folder"] + "/moved"),
                  replace=lambda: os.replace(FACTS["secret"], FACTS["victim"]), rmdir=lambda: os.rmdir(FACTS["empty"]))
+""",
+    "open a file for neither reading nor writing": """
+def attack(a, b):
+    import ctypes, os
+    path = FACTS["victim"]
+    name = ctypes.create_string_buffer(path.encode())
+    how = (ctypes.c_uint64 * 3)(3 | os.O_TRUNC, 0, 0)
+    return tried(only=lambda: os.open(path, 3), emptied=lambda: os.open(path, 3 | os.O_TRUNC),
+                 emptied_to_read=lambda: os.open(path, os.O_TRUNC), made=lambda: os.open(path + "2", 3 | os.O_CREAT),
+                 nameless=lambda: os.open(FACTS["folder"], os.O_RDWR | os.O_TMPFILE),
+                 creat=lambda: system("creat", ctypes.addressof(name), 0o600),
+                 openat2=lambda: system("openat2", -100, ctypes.addressof(name), ctypes.addressof(how), 24))
+""",
+    "change a file's flags and hints": """
+def attack(a, b):
+    import ctypes, os
+    libc, value = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    value[0] = 5
+    def zero(result):
+        if result != 0:
+            raise OSError
+    opened = {"file": 0}
+    return tried(
+        opened=lambda: opened.update(file=os.open(FACTS["victim"], 3)),
+        hint=lambda: zero(libc.fcntl(opened["file"], 1036, value)),  # F_SET_RW_HINT
+        flags=lambda: zero(libc.ioctl(opened["file"], ctypes.c_ulong(0x40086602), value)),  # FS_IOC_SETFLAGS
+        more=lambda: zero(libc.ioctl(opened["file"], ctypes.c_ulong(0x401C5820), value)))  # FS_IOC_FSSETXATTR
 """,
     "change a file's mode, times and attributes": """
 def attack(a, b):
@@ -223,6 +259,15 @@ def attack(a, b):
                  thread=lambda: system("tgkill", FACTS["harness"], FACTS["harness"], 9),
                  pidfd=lambda: os.pidfd_open(os.getppid()))
 """,
+    "fill the user's queue of signals": """
+def attack(a, b):
+    import ctypes, os, signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, {64})
+    timer, about = ctypes.c_int(), (ctypes.c_int * 32)(64, 0, -1)
+    return tried(timer=lambda: system("timer_create", 0, 0, ctypes.addressof(timer)),
+                 sent=lambda: os.kill(os.getpid(), 64), raised=lambda: signal.raise_signal(64),
+                 queued=lambda: system("rt_sigqueueinfo", os.getpid(), 64, ctypes.addressof(about)))
+""",
     "limit and starve the parent": """
 def attack(a, b):
     import os, resource
@@ -270,7 +315,8 @@ def attack(a, b):
     return tried(shared=lambda: system("shmget", 0, 4096, 0o1600), ring=lambda: system("io_uring_setup", 4, 0),
                  keys=lambda: system("keyctl", 0, -3, 1), bpf=lambda: system("bpf", 0, 0, 0))
 """,
-    # --------------------------------------------------------------------------------------------------------- forgery
+}
+ON_THE_GRADE = {
     "exit": "def attack(a, b):\n    raise SystemExit(0)",
     "exit at once": "import os\nos._exit(0)",
     "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef attack(a, b):\n    raise SystemExit(0)",
@@ -396,7 +442,7 @@ def attack(a, b):
     "huge int": "def attack(a, b):\n    return 1 << 10**7",
 }
 if platform.machine() == "x86_64":
-    ATTACKS["calls of another architecture"] = """
+    ON_RESOURCES["calls of another architecture"] = """
 def attack(a, b):
     import ctypes
     libc = ctypes.CDLL(None)
@@ -406,10 +452,13 @@ def attack(a, b):
     ctypes.memmove(address, code, len(code))
     return f"breach: {ctypes.CFUNCTYPE(ctypes.c_int)(address)()}"
 """
+ATTACKS = ON_RESOURCES | ON_THE_HOST | ON_THE_GRADE
 # attacks that can be shown to work without a sandbox, at no cost to the host
 HARMLESS = (
     "write",
     "delete",
+    "open a file for neither reading nor writing",
+    "change a file's flags and hints",
     "change a file's mode, times and attributes",
     "read a secret",
     "environment",
@@ -417,6 +466,7 @@ HARMLESS = (
     "UDP",
 )
 HARMLESS += ("inherited descriptors", "abstract unix socket", "execute", "daemonise", "fork bomb")
+HARMLESS += ("fill the user's queue of signals",)
 
 
 class Host:
@@ -459,6 +509,8 @@ class Host:
         paths = [self.folder, *sorted(self.folder.rglob("*"))]
         about = [(str(path), path.lstat()) for path in paths]
         files = [(path, stat.st_mode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in about]
+        with (self.folder / "victim").open() as victim:
+            files.append(fcntl.fcntl(victim, 1035, bytes(8)))  # F_GET_RW_HINT
         return [*files, os.nice(0), os.sched_getaffinity(0), Path("/tmp/bomb").exists(), Path("/dev/shm/bomb").exists()]
 
     def complaints(self) -> list[str]:
@@ -519,9 +571,82 @@ def running_children(process: int | str = "self") -> list[int]:
     return found
 
 
+# ------------------------------------------------------------------------------------- other users, older Landlock
+
+
+# For `standalone`: confines as on a kernel with an older version of Landlock. Its rights alone are handled then.
+LANDLOCK = """
+
+def landlock_version() -> int:
+    return {}
+"""
+
+
+@contextlib.contextmanager
+def standalone(added: str = "") -> Iterator[Path]:
+    """A folder that every user can read, with this file and the evaluation package alone, which needs no torch.
+
+    added: what stands at the end of its confinement.py.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="bass-standalone-"))
+    try:
+        source, package = Path(confinement.__file__).parent, folder / "bass_lab" / "evaluation"
+        shutil.copytree(source, package, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in (package, package.parent):
+            (path / "__init__.py").write_text("")
+        with (package / "confinement.py").open("a") as file:
+            file.write(added)
+        shutil.copy(__file__, folder)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def ordinary_python() -> str | None:
+    """An interpreter that an ordinary user can run: this one may live under root's home."""
+    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
+        try:
+            code = "import sys; sys.exit(sys.version_info < (3, 11))"
+            if subprocess.run([path, "-c", code], user=ORDINARY, stderr=subprocess.DEVNULL, cwd="/").returncode == 0:
+                return path
+        except OSError:
+            continue
+    return None
+
+
+def complaints(folder: Path, names: Iterable[str], *, ordinary: bool) -> dict[str, list[str]]:
+    """What the attacks achieved, run from a `standalone` folder by this user, or (for root) an ordinary one."""
+    python = ordinary_python() if ordinary else sys.executable
+    user = {"user": ORDINARY, "group": ORDINARY, "extra_groups": []} if ordinary else {}
+    command = [python, str(folder / "attacks.py"), "0.5", *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", **user)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["uid"] == (ORDINARY if ordinary else os.getuid()) and set(result["report"]) == set(names)
+    return {name: found for name, found in result["report"].items() if found}
+
+
+def main() -> None:
+    """Run every attack with every version of Landlock up to this kernel's, as every user that this one can be."""
+    held = True
+    for version in range(1, confinement.landlock_version() + 1):
+        for ordinary in (False, True) if os.getuid() == 0 and ordinary_python() else (False,):
+            began = time.monotonic()
+            with standalone(LANDLOCK.format(version)) as folder:
+                found = complaints(folder, ATTACKS, ordinary=ordinary)
+            held = held and not found
+            user = "an ordinary user" if ordinary or os.getuid() != 0 else "root"
+            took = f"{len(ATTACKS)} attacks in {time.monotonic() - began:.0f} s"
+            print(f"Landlock {version}, {user}, {took}: {found or 'all held'}", flush=True)
+    sys.exit(not held)
+
+
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        main()
     adopt_orphans()
-    host = Host()
-    report = {name: run(name, host, float(sys.argv[1])) for name in ATTACKS}
-    host.close()
+    with contextlib.closing(Host()) as host:
+        report = {name: run(name, host, float(sys.argv[1])) for name in sys.argv[2:] or ATTACKS}
     print(json.dumps({"uid": os.getuid(), "report": report}))
