@@ -1,5 +1,7 @@
 """What is written stands there whole or not at all: after a full disk, after kills, and beside other writers."""
 
+import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -21,6 +23,8 @@ from tiny import tiny_model
 import bass_core as bass
 from bass_core.environment import write_whole
 from bass_core.policies import costs
+from bass_lab.evaluation import sample_file
+from bass_lab.evaluation.sample_file import SampleFile
 from bass_lab.measure import records
 from bass_lab.measure.profiling import Profile
 from bass_lab.show import pages
@@ -222,3 +226,78 @@ def test_writers_that_are_killed_lose_no_line_of_others_and_double_none(tmp_path
     for first, count in told.items():
         own = [number for number in found if first <= number < first + 10_000]
         assert own == list(range(first, first + len(own))) and count <= len(own) <= count + 1
+
+
+def test_a_line_that_is_being_written_is_waited_for(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    add(path, 1)
+    begun, told = os.pipe()
+
+    def write_slowly():
+        with records._for_more(path) as file:
+            file.write(b'{"n": ')
+            os.write(told, b".")
+            time.sleep(0.3)
+            file.write(b"2}\n")
+
+    child = sweeps.forked(write_slowly)
+    os.read(begun, 1)
+    add(path, 3)
+    assert os.waitpid(child, 0)[1] == 0 and numbers(path) == [1, 2, 3]
+
+
+# --- several commands on one folder, each killed at random ---
+
+
+def killed_at_random(turns, seconds, *actions):
+    """Run all of them at once and kill each after a while, again and again; yields how all have ended by then."""
+    draw, ended = random.Random(0), []
+    for _ in range(turns):
+        children = [sweeps.forked(action) for action in actions]
+        for child in draw.sample(children, len(children)):
+            time.sleep(draw.uniform(0, seconds))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        yield ended
+
+
+def test_calibrations_of_one_folder_leave_costs_of_one_of_them(tmp_path):
+    shipped = costs.CostModel.load(next(costs.SHIPPED.glob("*.json")))
+    path = tmp_path / shipped.file_name
+
+    def calibrate(number):
+        while True:
+            dataclasses.replace(shipped, measured={"by": number}).save(path)
+
+    dataclasses.replace(shipped, measured={"by": 0}).save(path)
+    found = set()
+    for _ in killed_at_random(16, 0.05, lambda: calibrate(1), lambda: calibrate(2)):
+        found.add(costs.CostModel.load(path).measured["by"])
+    assert found >= {1, 2}
+
+
+def test_evaluations_of_one_folder_lose_and_double_no_sample(tmp_path):
+    path, told = tmp_path / "batched.jsonl", tmp_path / "told"
+    tasks = [f"task/{number}" for number in range(400)]
+
+    def evaluate():
+        try:
+            file = SampleFile(path, {"seed": 0}, {})
+        except ValueError as error:
+            os._exit(7 if "is being written by another process" in str(error) else 99)
+        with file, told.open("a") as said:
+            for task in tasks:
+                if task not in file.lines:
+                    file.append({"task_id": task, "filled": "x" * 2000})
+                    said.write(f"{task}\n")
+                    said.flush()
+
+    for ended in killed_at_random(10, 0.05, evaluate, evaluate):  # noqa: B007
+        if path.exists() and path.stat().st_size > 100:
+            assert set(told.read_text().splitlines()) <= set(sample_file.read(path)[1])
+    with SampleFile(path, {"seed": 0}, {}) as file, full_disk(path.stat().st_size + 1000), pytest.raises(OSError):
+        file.append({"task_id": "one/more", "filled": "x" * 2000})
+    os.waitpid(sweeps.forked(evaluate), 0)
+    assert sorted(sample_file.read(path)[1]) == sorted(tasks)  # which refuses what stands there twice
+    assert 7 in ended and -signal.SIGKILL in ended and 99 not in ended
