@@ -1,6 +1,8 @@
 """Which commit a figure is said to be of, and that asking for it changes nothing and starts nothing."""
 
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +56,10 @@ def test_asking_writes_no_index_and_starts_no_program(repository, tmp_path):
     assert provenance._commit() == git("rev-parse", "--short=12", "HEAD")
     assert ((tmp_path / ".git/index").read_bytes(), (tmp_path / ".git/index").stat().st_mtime_ns) == before
     assert not (tmp_path / "was_started").exists()
+
+
+def test_actions_are_named_by_their_commit():
+    """A tag can be moved to other code."""
+    workflows = Path(__file__).parents[2].glob(".github/workflows/*.yml")
+    used = re.findall(r"uses: (.*)", "".join(path.read_text() for path in workflows))
+    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", each) for each in used)

@@ -463,11 +463,14 @@ def children(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("end", ["done", "timeout", "failed"])
 def test_processes_that_a_notebook_leaves_end_with_its_run(children, tmp_path, end):
-    notebook, log, _, all_gone = children
+    notebook, log, told, all_gone = children
     values = {"done": "pause=0.0", "timeout": "pause=60", "failed": "fails=true"}[end]
-    local = executors.LocalExecutor()
-    limit = 6 if end == "timeout" else None
-    table = swept(notebook, tmp_path / "out", values, f"started={log}", executor=local, timeout=limit)
+
+    def gone_before_the_next_run(key, line):
+        until(lambda: not any(sweeps.alive(int(process)) for process in told.read_text().split()), 1)
+
+    options = {"timeout": 6 if end == "timeout" else None, "progress": gone_before_the_next_run}
+    table = swept(notebook, tmp_path / "out", values, f"started={log}", executor=executors.LocalExecutor(), **options)
     assert list(table.status) == [end] and all_gone()
 
 
