@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bass_core import kernel_ops
+from bass_core.environment import free_memory
 
 
 @dataclass
@@ -160,6 +161,7 @@ class RaggedCache(Cache):
         self.max_rows = max_rows
         self.slots = capacity + 1  # + the scratch slot
         self.row_bytes = 0  # keys and values of one row in all layers; known once a layer has shown its shape
+        self._device: torch.device | None = None  # known then, too
         self.current: Pass | None = None
         self.flat_slots: Tensor | None = None
         self._first_slots: Tensor | None = None  # [places, 1], where each place begins in a buffer seen as one long row
@@ -182,6 +184,7 @@ class RaggedCache(Cache):
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""
         self.row_bytes = 2 * len(self.layers) * shape[1] * shape[2] * shape[3] * like.element_size()
+        self._device = like.device
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
     def explain(self, error: Exception) -> Exception:
@@ -197,10 +200,10 @@ class RaggedCache(Cache):
         per_row = self.row_bytes
         message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {self.slots} positions"
         message += f" and {self.max_rows} rows were wanted"
-        if torch.cuda.is_available() and per_row:
-            buffers = [buffer for layer in self.layers for buffer in layer.buffers()]
-            unused = torch.cuda.mem_get_info(buffers[0].device if buffers else None)[0]
-            message += f"; about {(unused + sum(buffer.nbytes for buffer in buffers)) // per_row} rows would fit"
+        if per_row and (unused := free_memory(self._device)) is not None:
+            own = sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers())
+            if (fitting := (unused + own) // per_row) < self.max_rows:
+                message += f"; about {fitting} would fit"
         kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError
         return kind(message + ". Lower max_batch_size or max_new_tokens; the next call starts from a clean state")
 

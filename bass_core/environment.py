@@ -1,8 +1,12 @@
-"""The device: its name, and waiting until it is done."""
+"""The device: its name, its free memory, waiting until it is done. Files that a kill or a full disk cannot spoil."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
+import re
+import secrets
 from pathlib import Path
 
 import torch
@@ -14,6 +18,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on the device; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    memory = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable: *(\d+) kB", memory.read_text()) if memory.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
 def processor() -> str:
     """The processor's name as the system gives it."""
     info = Path("/proc/cpuinfo")
@@ -22,3 +35,27 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8): after an error or a kill at any moment it is the old one or the new one, whole.
+
+    Raises OSError, and leaves nothing beside the old file then. A device or a pipe is written to as it is.
+    """
+    content = content.encode() if isinstance(content, str) else content
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path = path.resolve()  # a link stays one: what it leads to is replaced
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # two may write the same file at once
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise

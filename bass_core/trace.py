@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bass_core.drafters import Draft
+from bass_core.environment import write_whole
 from bass_core.rows import Commit
 
 STEP_COLUMNS = (
@@ -141,8 +142,7 @@ class Trace:
             tokens = self.tokens.to_dict("list")
             document["tokens"] = tokens | {"q": [None if np.isnan(q) else q for q in tokens["q"]]}  # NaN is no JSON
         text = json.dumps(document, allow_nan=False)
-        path = Path(path)
-        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+        write_whole(path, gzip.compress(text.encode()) if Path(path).suffix == ".gz" else text)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:

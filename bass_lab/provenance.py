@@ -13,6 +13,8 @@ import transformers
 
 from bass_core.environment import processor
 
+HERE = "bass_lab/provenance.py"  # in this project's own repository
+
 
 def describe_environment() -> dict[str, str | int]:
     """Where a figure was measured: device, processor, cores, versions, commit."""
@@ -37,11 +39,18 @@ def _own_version() -> str:
 
 
 def _commit() -> str:
-    """The repository's commit, with + if the tree differs from it; empty outside a repository."""
-    run = {"capture_output": True, "text": True, "cwd": Path(__file__).parent}
+    """The commit of this project's own repository, with + if the tree differs from it; empty outside of it, also where
+    the package is installed in a folder of somebody else's repository."""
     try:
-        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], **run).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **run).stdout.strip()
+        if _git("ls-files", "--full-name", Path(__file__).name) != HERE:
+            return ""
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+" if head and _git("status", "--porcelain", "--untracked-files=no") else "")
     except OSError:
         return ""
-    return head + ("+" if head and changed else "")
+
+
+def _git(*arguments: str) -> str:
+    """What git prints, empty after an error. It only looks: no index is renewed, no program of a repository started."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()

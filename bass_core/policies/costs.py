@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ import torch
 from bass_core import inputs
 from bass_core.draft_length import RowsView
 from bass_core.drafters import NgramDrafter
-from bass_core.environment import processor
+from bass_core.environment import processor, write_whole
 from bass_core.models import ASSETS, ModelPair, fingerprint
 
 SCHEMA = 2
@@ -206,7 +207,7 @@ class CostModel:
         document |= {"measured": self.measured, "target_passes": self.target_passes.to_dict()}
         document["draft_phases"] = None if self.draft_phases is None else self.draft_phases.to_dict()
         document["overheads"] = self.overheads.to_dict()
-        Path(path).write_text(json.dumps(document, allow_nan=False) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(document, allow_nan=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
@@ -236,15 +237,20 @@ class CostModel:
 def costs_for(pair: ModelPair) -> CostModel | None:
     """The costs of this pair on its device that were measured here (`bass calibrate`) or ship with the library.
 
-    Models count by fingerprint, CPUs by name and threads. None where there are none. Raises ValueError for a file that
-    cannot be read.
+    Models count by fingerprint, CPUs by name and threads. None where there are none. A file that cannot be read is
+    passed over with a warning. Raises ValueError for one that holds the costs of another pair.
     """
     name = _file_name(device_name(pair.device), *_marks(pair).values())
-    for folder in (cache_folder(), SHIPPED):
-        if (path := folder / name).exists():
+    for path in (cache_folder() / name, SHIPPED / name):
+        try:
             cost = _loaded(path, path.stat().st_mtime_ns)
-            cost.check_pair(pair)
-            return cost
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            warnings.warn(f"decoding without costs that were measured: {error}", stacklevel=2)
+            continue
+        cost.check_pair(pair)
+        return cost
     return None
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from bass_core.environment import write_whole
 from bass_lab.cli.common import user_errors
 from bass_lab.sweep import store
 from bass_lab.sweep.run_process import NOTEBOOK
@@ -142,9 +143,10 @@ def _counts(table: pd.DataFrame) -> str:
 def _pages(folder: Path) -> list[Path]:
     """Write KEY/notebook.html for every finished run that has none. The pages share a script, and work offline."""
     import nbformat
-    from nbconvert import HTMLExporter
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
+
+    from bass_lab.show.pages import as_page
 
     written = []
     for run in store.finished_runs(folder):
@@ -157,8 +159,8 @@ def _pages(folder: Path) -> list[Path]:
             if figure := output.get("data", {}).get(FIGURE):
                 drawn = to_html(figure, full_html=False, include_plotlyjs=f"../{SCRIPT}", validate=False)
                 output.data = {"text/html": drawn}
-        page.write_text(HTMLExporter().from_notebook_node(notebook)[0], encoding="utf-8")
+        write_whole(page, as_page(notebook, run.key))
         written.append(page)
     if written and not (folder / SCRIPT).exists():
-        (folder / SCRIPT).write_text(get_plotlyjs(), encoding="utf-8")
+        write_whole(folder / SCRIPT, get_plotlyjs())
     return written

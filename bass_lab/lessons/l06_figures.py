@@ -6,11 +6,13 @@ phase that launched them.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping
 
 import ipywidgets
 import pandas as pd
 import plotly.graph_objects as go
+from pandas.io.formats.style import Styler
 
 from bass_core.trace import Trace
 from bass_lab.measure.profiling import PHASES, Profile
@@ -79,7 +81,7 @@ def _kernel_bars(phase: str, kernels: pd.DataFrame, zero: float) -> go.Bar:
     hover = "%{customdata[0]}<br>%{customdata[1]:.1f} µs, " + f"{phase} of step %{{customdata[2]}}<extra></extra>"
     drawn = bars(phase, kernels.duration_ms, kernels.lane, phase, orientation="h", base=kernels.start_ms - zero)
     drawn.marker = {"color": _nearly_opaque(LOOKS[phase].colour)}  # hatching would hide them
-    about = [*zip(kernels.name, 1e3 * kernels.duration_ms, kernels.step, strict=True)]
+    about = [*zip(kernels.name.map(html.escape), 1e3 * kernels.duration_ms, kernels.step, strict=True)]
     return drawn.update(customdata=about, hovertemplate=hover, legendgroup=phase, showlegend=False)
 
 
@@ -91,6 +93,12 @@ def step_table(profile: Profile) -> pd.DataFrame:
     sums = spans.groupby("step")[["duration_ms", "kernels", "gap_ms"]].sum()
     table = profile.steps[["kind", "rows", "drafted", "accepted", "emitted"]].join(wide)
     return table.assign(kernels=sums.kernels, gap_share=sums.gap_ms / sums.duration_ms)
+
+
+def totals_table(profile: Profile, most: int = 10) -> Styler:
+    """The kernels of decode steps that took longest. Their names are shown as they are: they may look like HTML."""
+    shown = {"total_ms": "{:.1f}", "share": "{:.1%}", "mean_us": "{:.1f}"}
+    return profile.totals().head(most).style.format(shown).format_index(escape="html")
 
 
 def full_steps(profile: Profile) -> pd.Index:

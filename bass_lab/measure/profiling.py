@@ -30,6 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from bass_core.engine import FIRST_PHASES, Session
+from bass_core.environment import write_whole
 from bass_core.trace import Trace
 from bass_lab.measure import kernel_events
 from bass_lab.provenance import describe_environment
@@ -135,8 +136,7 @@ class Profile:
             "bass": {"about": self.about, "steps": steps},
         }
         text = json.dumps(document, allow_nan=False).encode()
-        path = Path(path)
-        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+        write_whole(path, gzip.compress(text) if Path(path).suffix == ".gz" else text)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -6,11 +6,15 @@ one prompt set at one batch size. A speed without a word on exactness is not a r
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import pandas as pd
 
@@ -97,12 +101,47 @@ def _positive(value: object) -> bool:
 
 
 def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check) -> None:
-    """Add lines that pass `check` to a file of JSON lines. Raises ValueError, and writes nothing, if one is wrong."""
+    """Add lines that pass `check` to a file of JSON lines, made if there is none: all of them or, after an error, none.
+
+    What other processes add meanwhile stands before or behind them. Raises ValueError if a line is wrong.
+    """
     for line in lines:
         check(line)
+    data = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+    with _for_more(path) as file:
+        end = os.fstat(file.fileno()).st_size
+        try:
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+        except BaseException:
+            file.truncate(end)
+            raise
+
+
+def mend(path: Path) -> None:
+    """Drop the half line at a file's end that a killed writer leaves: it stands for nothing, and no line could follow
+    it. Lines that end, or that only lack their line break, stay."""
+    with _for_more(path):
+        pass
+
+
+@contextmanager
+def _for_more(path: Path) -> Iterator[BinaryIO]:
+    """The file at its end, behind whole lines alone; nobody else adds any meanwhile."""
+    with path.open("a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        found = file.read()
+        end = found.rfind(b"\n") + 1
+        if end < len(found):
+            try:
+                json.loads(found[end:])
+                file.write(b"\n")
+            except ValueError:
+                file.truncate(end)
+        yield file
 
 
 def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from bass_core.environment import write_whole
 from bass_core.generation import Generation, generate
 from bass_core.models import ASSETS, ModelPair, load_pair
 from bass_lab.evaluation import Problem, grade_all, load_problems
@@ -160,7 +161,7 @@ def main() -> None:
     for name in SHIPPED:
         shutil.rmtree(options.output / name, ignore_errors=True)
         shutil.copytree(options.trained / name, options.output / name)
-    (options.output / "DATA_CARD.md").write_text(card, encoding="utf-8")
+    write_whole(options.output / "DATA_CARD.md", card)
     say(json.dumps(figures, indent=1))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from bass_core.environment import write_whole
 
 
 def _attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[Tensor, None]:
@@ -110,8 +113,9 @@ def fit(
         state = {"made_by": made_by, "model": model.state_dict(), "generator": generator.get_state(), "seen": seen}
         state |= {"losses": losses, "seconds": before + time.monotonic() - start}
         state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers]
-        torch.save(state, file.with_suffix(".tmp"))
-        file.with_suffix(".tmp").replace(file)  # an interrupted write leaves the last good file
+        packed = io.BytesIO()
+        torch.save(state, packed)
+        write_whole(file, packed.getvalue())
 
     def gradients(windows: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         with torch.autocast(windows.device.type, torch.bfloat16):

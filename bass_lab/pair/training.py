@@ -32,6 +32,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from bass_core.environment import write_whole
 from bass_lab.pair.fitting import distillation_loss, fit, new_model, next_token_loss, say, workers, write_texts
 from bass_lab.pair.windows import Windows, train_tokenizer
 from bass_lab.provenance import describe_environment
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=WORK, help="folder for unfinished stages")
     options = parser.parse_args()
     report = train_pair(Recipe(seed=options.seed), options.output, options.work)
-    (options.output / "training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_whole(options.output / "training.json", json.dumps(report, indent=1) + "\n")
     say(json.dumps(report, indent=1))
 
 

@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bass_core.environment import write_whole
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Page
 
@@ -104,8 +106,9 @@ def _server(folder: Path, environment: dict[str, str], log: Path) -> Iterator[Ca
     token = secrets.token_hex(16)
     options = {"ServerApp.ip": "127.0.0.1", "ServerApp.port": port, "ServerApp.port_retries": 0,
                "ServerApp.open_browser": False, "ServerApp.root_dir": folder, "ServerApp.allow_root": True,
-               "IdentityProvider.token": token, "LabApp.expose_app_in_browser": True}  # fmt: skip
+               "LabApp.expose_app_in_browser": True}  # fmt: skip
     command = [sys.executable, "-m", "jupyterlab", *(f"--{name}={value}" for name, value in options.items())]
+    environment = environment | {"JUPYTER_TOKEN": token}  # arguments of a command can be read by all users
     with log.open("w") as output:
         server = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
     address = f"http://127.0.0.1:{port}"
@@ -167,4 +170,4 @@ def picture(notebook: Path, path: Path, parameters: dict, size: Mapping[str, int
     ):
         widget = first_widget(page)
         page.wait_for_timeout(1000)  # figures grow to the width that is there
-        widget.screenshot(path=path)
+        write_whole(path, widget.screenshot())

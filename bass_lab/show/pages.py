@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bass_core.environment import write_whole
 from bass_lab.show import browser
 
 if TYPE_CHECKING:
@@ -56,7 +56,6 @@ def build(
     """
     import nbformat
     from nbclient import NotebookClient
-    from nbconvert import HTMLExporter
 
     if not sources:
         raise ValueError("no notebooks to build")
@@ -71,13 +70,25 @@ def build(
         # Figures come with plotly's script in the page, so that it works offline.
         client.execute(env=os.environ | {"PLOTLY_RENDERER": "notebook"})
         _without_widgets(notebook)
-        body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": _title(notebook, source.stem)}})
         page = target / f"{source.stem}.html"
-        page.write_text(_linked(body), encoding="utf-8")
+        write_whole(page, _linked(as_page(notebook, _title(notebook, source.stem))))
         pages.append(page)
-    shown = None if picture is None else Path(shutil.copy(picture, target))
-    (target / "index.html").write_text(_index(sorted(target.glob("[0-9]*.html")), shown), encoding="utf-8")
+    if picture is not None:
+        write_whole(target / picture.name, picture.read_bytes())
+    write_whole(target / "index.html", _index(sorted(target.glob("[0-9]*.html")), picture))
     return pages
+
+
+def as_page(notebook, title: str) -> str:
+    """An executed notebook as HTML that fetches nothing when it is opened.
+
+    nbconvert and plotly load MathJax and require.js from the network. Nothing here needs either: notebooks write their
+    formulas as text, and TeX stays as it is written.
+    """
+    from nbconvert import HTMLExporter
+
+    body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": title}})
+    return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", body)
 
 
 def _linked(body: str) -> str:
@@ -138,9 +149,10 @@ def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> 
     height = figure.layout.height
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "figure.html"
+        page, drawn = Path(folder) / "figure.html", Path(folder) / "figure.png"
         body = figure.update_layout(width=width).to_html(full_html=False, config={"displayModeBar": False})
         page.write_text(f"<!doctype html><meta charset='utf-8'><body style='margin:0'>{body}", encoding="utf-8")
-        options = [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", f"--screenshot={path}"]
+        options = [f"--user-data-dir={folder}/profile", f"--window-size={width},{height}", f"--screenshot={drawn}"]
         command = [chromium, *BROWSER_FLAGS, f"--force-device-scale-factor={scale}", *options, page.as_uri()]
         subprocess.run(command, check=True, capture_output=True, timeout=120)
+        write_whole(path, drawn.read_bytes())

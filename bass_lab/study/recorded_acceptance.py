@@ -25,6 +25,7 @@ choose among drafts by the drafted tokens' own probabilities find these beside t
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from pathlib import Path
 import numpy as np
 
 from bass_core import inputs
+from bass_core.environment import write_whole
 from bass_core.models import ASSETS
 from bass_lab.texts.prompt_sets import PROMPT_SETS
 
@@ -97,8 +99,9 @@ class AcceptanceTrace:
     def save(self, path: str | Path) -> None:
         """Write as a compressed .npz, whatever the name."""
         arrays = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "meta"}
-        with Path(path).open("wb") as file:
-            np.savez_compressed(file, **arrays, meta=np.array(json.dumps(self.meta)))
+        packed = io.BytesIO()
+        np.savez_compressed(packed, **arrays, meta=np.array(json.dumps(self.meta)))
+        write_whole(path, packed.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> AcceptanceTrace:

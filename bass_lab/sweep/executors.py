@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bass_lab.sweep import run_process
-from bass_lab.sweep.run_process import RunProcess
+from bass_lab.sweep.run_process import Remains, RunProcess
 
 QUIET = {"log_to_driver": False, "logging_level": "error"}  # `planning.run` says what became of each run
 
@@ -34,20 +34,23 @@ class LocalExecutor:
         self.jobs = jobs
         self._gpus = [",".join(visible[job * gpus : (job + 1) * gpus]) for job in range(jobs)]
         self._runs: list[RunProcess | None] = [None] * jobs
+        self._remains: Remains | None = None
 
     def start(self, job: dict, folder: Path) -> RunProcess:
         place = next(i for i, run in enumerate(self._runs) if run is None or run.ended)
         if self._gpus[place]:
             job["environment"] |= {"CUDA_VISIBLE_DEVICES": self._gpus[place]}
-        self._runs[place] = RunProcess(job, folder)
+        self._runs[place] = RunProcess(job | {"place": self._remains and self._remains.folder}, folder)
         return self._runs[place]
 
     def __enter__(self) -> LocalExecutor:
+        self._remains = Remains()
         return self
 
     def __exit__(self, *exc) -> None:
         for run in filter(None, self._runs):
             run.stop()
+        self._remains.close()
 
 
 def _visible_gpus() -> list[str]:
@@ -62,13 +65,13 @@ def _visible_gpus() -> list[str]:
 class RayExecutor:
     """Tasks of Ray, each of which starts a run as the local executor does and sends its files back.
 
-    address: of a running cluster; None starts one on this machine for the time of the sweep. Ray listens on all
-    interfaces, so a token is asked for: a new one for a cluster of our own, the caller's (RAY_AUTH_TOKEN, or the file
-    where Ray keeps it) for one at an address beyond this machine. The machines of a cluster need this package, in this
-    version, and the notebook's folder under the same path.
+    address: of a running cluster; None starts one on this machine for the time of the sweep. Other machines cannot
+    reach it, and nothing of it is left when the sweep ends, also by a kill. A token is asked for: a new one for a
+    cluster of our own, the caller's (RAY_AUTH_TOKEN, or the file where Ray keeps it) for one at an address beyond this
+    machine. The machines of a cluster need this package, in this version, and the notebook under the same path.
 
-    Raises ValueError without Ray, without a token, and where no machine has the GPUs that a run asks for: Ray itself
-    would wait for them for ever.
+    Raises ValueError without Ray, without a token, where Ray was imported before and would listen to other machines,
+    and where no machine has the GPUs that a run asks for: Ray itself would wait for them for ever.
     """
 
     def __init__(self, jobs: int = 1, gpus: int = 0, address: str | None = None):
@@ -79,17 +82,30 @@ class RayExecutor:
             import ray  # which reads the variables, so they are set by now
         except ImportError:
             raise ValueError("--executor ray needs Ray: pip install 'bass-hands-on[sweep]'") from None
-        self._ray, self.jobs, self._gpus = ray, jobs, gpus
+        self._ray, self.jobs, self._gpus, self._remains = ray, jobs, gpus, None
+        self._runs: list[RayRun] = []
         if address is None:
-            here = _visible_gpus() if gpus else []
-            self._check_gpus([len(here)])
-            ray.init("local", num_cpus=jobs, num_gpus=len(here), include_dashboard=False, **QUIET)
+            self._begin_own()
         else:
             self._connect(address)
         ray.cloudpickle.register_pickle_by_value(run_process)  # a worker does not import this package, or torch
         attempt = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=0)  # planning.run counts attempts
         self._complete = attempt(run_process.complete)
-        self._runs: list[RayRun] = []
+
+    def _begin_own(self) -> None:
+        """A cluster of this machine alone, known to the cleaner by the folder in which all of Ray's files lie."""
+        here = _visible_gpus() if self._gpus else []
+        self._check_gpus([len(here)])
+        self._remains, before = Remains(), os.environ.get("RAY_TMPDIR")
+        os.environ["RAY_TMPDIR"] = self._remains.folder
+        try:
+            self._ray.init("local", num_cpus=self.jobs, num_gpus=len(here), include_dashboard=False, **QUIET)
+        finally:
+            del os.environ["RAY_TMPDIR"]
+            os.environ |= {} if before is None else {"RAY_TMPDIR": before}
+        if not self._ray.util.get_node_ip_address().startswith("127."):
+            self.__exit__()
+            raise ValueError("Ray was imported before and listens to other machines: start the sweep in a new process")
 
     def _connect(self, address: str) -> None:
         host, colon, port = address.split("://")[-1].rpartition(":")
@@ -115,6 +131,7 @@ class RayExecutor:
 
     def start(self, job: dict, folder: Path) -> RayRun:
         job["environment"] |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}  # Ray would make it 1
+        job |= {"place": self._remains and self._remains.folder}
         self._runs.append(RayRun(self._ray, self._complete.remote(job), folder))
         return self._runs[-1]
 
@@ -125,6 +142,8 @@ class RayExecutor:
         for run in self._runs:
             run.stop()
         self._ray.shutdown()
+        if self._remains is not None:
+            self._remains.close()
 
 
 class RayRun:
@@ -157,6 +176,7 @@ def _ask_for_a_token(address: str | None) -> None:
     if address is None:
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # on any system: it listens on 127.0.0.1 alone
         return
     host = address.split("://")[-1].rsplit(":", 1)[0]
     here = host in ("127.0.0.1", "localhost", "[::1]", "auto")

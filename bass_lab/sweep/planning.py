@@ -65,6 +65,7 @@ class SweepPlan:
             "code": self.code,
             "output": self.records,
             "environment": {},
+            "place": None,
             "timeout": timeout,
         }
 
@@ -226,7 +227,7 @@ def run(
     with _full_disk_stops(), Store(folder, plan.path.name, plan.runs) as store, executor:
         waiting, running, attempts = [], {}, dict.fromkeys(plan.runs, 0)
         for key in plan.runs:
-            if is_done(folder, key):
+            if key in store.done:
                 settle(key, {"status": FINISHED[1]})
             else:
                 waiting.append(key)

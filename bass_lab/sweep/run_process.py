@@ -1,11 +1,16 @@
 """One run of a notebook by papermill, in a process of its own that dies with the one that started it.
 
+What a run starts besides, such as workers of a cell, is known by its environment, which names the run's temporary
+folder: `clear` kills all of it when the run has ended. Where the sweep itself is killed, a process that outlives it
+does so for the folder in which those of all its runs lie (`Remains`).
+
 Needs the standard library and papermill, nothing of bass_core, whose import takes seconds: a copy of this file is
 executed as a script, on this machine or, sent by value, by a worker of Ray on another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -13,6 +18,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -52,20 +58,20 @@ class RunProcess:
     """A run that has been started; `outcome()` is None until it has ended.
 
     job: the notebook's JSON, its parameters, `output` (whether it takes that), `cwd`, `code` (the version that must be
-    found), `environment` (variables that differ, None: without it) and `timeout` (seconds or None). folder: gets the
-    executed notebook and what it wrote as `output`.
+    found), `environment` (variables that differ, None: without it), `timeout` (seconds or None) and `place` (where its
+    temporary folder is made; None: where the system says). folder: gets the executed notebook and what it wrote as
+    `output`.
     """
 
     def __init__(self, job: dict, folder: str | Path):
         self.folder, self._timeout = Path(folder), job["timeout"]
-        self._place = tempfile.TemporaryDirectory(prefix="bass-")  # short: names of sockets have 100 bytes at most
-        place = Path(self._place.name)
+        self._place = place = Path(short_folder(job["place"]))
         (place / "run.py").write_text(SOURCE, encoding="utf-8")
         (place / "job.json").write_text(json.dumps(job), encoding="utf-8")
         with (place / "said").open("wb") as said, (place / "log").open("wb") as log:
             # A session of its own: Ctrl-C reaches the sweep alone, which then ends its runs.
             self._process = subprocess.Popen(
-                [sys.executable, place / "run.py", str(os.getpid()), os.path.abspath(folder)],
+                [sys.executable, place / "run.py", "run", str(os.getpid()), os.path.abspath(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=log,
@@ -84,7 +90,7 @@ class RunProcess:
         late = self._timeout is not None and seconds > self._timeout
         if not self.ended and not late:
             return None
-        said, log = (Path(self._place.name, name).read_text(errors="replace") for name in ("said", "log"))
+        said, log = ((self._place / name).read_text(errors="replace") for name in ("said", "log"))
         code = self._process.returncode
         if code is None:
             found = {"status": TIMEOUT, "error": f"took longer than {self._timeout:g} s"}
@@ -97,16 +103,64 @@ class RunProcess:
         return {"details": log[-4000:], **found, "seconds": round(seconds, 3)}
 
     def stop(self) -> None:
-        """Kill it if it still runs (its kernel dies with it), and let go of what it needed."""
+        """Kill it if it still runs (its kernel dies with it), all that it started, and let go of what it needed."""
         if not self.ended:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._place.cleanup()
+        clear(self._place)
+
+
+class Remains:
+    """A temporary `folder` for all that a sweep starts: cleared when this is closed, or when this process has ended."""
+
+    def __init__(self):
+        self.folder = short_folder(None)
+        command = [sys.executable, "-I", os.path.abspath(__file__), "clear", self.folder]
+        self._cleaner = subprocess.Popen(  # in a session and a place where nothing that ends the sweep reaches it
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def close(self) -> None:
+        self._cleaner.communicate(b".")
+
+
+def short_folder(parent: str | None) -> str:
+    """A new temporary folder; names of sockets in it, of 100 bytes at most, have room for more folders' names."""
+    if parent is None and len(parent := tempfile.gettempdir()) > 25:
+        parent = "/tmp"
+    return tempfile.mkdtemp(prefix="bass-", dir=parent)
+
+
+def clear(folder: str | Path) -> None:
+    """Kill every process whose environment names a temporary folder, or one inside it, and remove the folder."""
+    deadline = time.monotonic() + 10
+    while (left := _started_in(os.fsencode(folder))) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(OSError):  # it has ended
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _started_in(folder: bytes) -> list[int]:
+    """Processes with a variable that is this folder or leads into it. Linux only; elsewhere none."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            variables = path.read_bytes() + b"\0"
+            if b"=" + folder + b"\0" in variables or b"=" + folder + b"/" in variables:
+                found.append(int(path.parent.name))
+    return found
 
 
 def complete(job: dict) -> tuple[dict, dict[str, bytes]]:
     """A run from its start to its end: the outcome, and the files it left. A worker of Ray gets it sent by value."""
-    with tempfile.TemporaryDirectory(prefix="bass-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bass-", dir=job["place"]) as folder:
         run = RunProcess(job, folder)
         while (outcome := run.outcome()) is None:
             time.sleep(PAUSE)
@@ -154,9 +208,9 @@ def _execute(job: dict, place: Path, folder: Path) -> dict:
 
         source = place / "source.ipynb"
         source.write_text(json.dumps(job["notebook"]), encoding="utf-8")
-        papermill.execute_notebook(
-            source,
-            folder / NOTEBOOK,
+        executed = papermill.execute_notebook(
+            _no_pattern(source),
+            _no_pattern(folder / NOTEBOOK),
             parameters=parameters,
             cwd=job["cwd"],
             progress_bar=False,
@@ -165,7 +219,15 @@ def _execute(job: dict, place: Path, folder: Path) -> dict:
         )
     except Exception as error:
         return _obstacle(error, folder / NOTEBOOK)
+    left = [cell["source"] for cell in executed["cells"] if any("ename" in each for each in cell.get("outputs", ()))]
+    if left:  # papermill lets SystemExit pass
+        return {"status": FAILED, "error": "SystemExit: the notebook was left before its end", "details": left[0]}
     return {"status": DONE}
+
+
+def _no_pattern(path: Path) -> str:
+    """As papermill takes a path: it fills in what stands in braces."""
+    return str(path).replace("{", "{{").replace("}", "}}")
 
 
 def _kernel_manager(place: Path) -> type:
@@ -222,4 +284,8 @@ def _current_cell(notebook: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    if sys.argv[1] == "clear":
+        sys.stdin.read(1)  # until the sweep says that it has ended, or has
+        clear(sys.argv[2])
+    else:
+        main(int(sys.argv[2]), sys.argv[3])

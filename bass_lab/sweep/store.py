@@ -7,7 +7,8 @@
     failed/KEY/                  the same of a run that failed, with error.txt and no mark
 
 A run works in a folder of its own under `.scratch`; when it has succeeded, its files are synced, the folder is renamed
-to its key, and the mark follows. Without a mark there is no result, and the next start clears it away and runs again.
+to its key, and the mark follows. Where the mark is missing, or a file is no longer what it was made for, there is no
+result, and the next start clears it away and runs again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bass_lab.sweep.run_process import RECORDS
+from bass_core.environment import write_whole
+from bass_lab.sweep.run_process import NOTEBOOK, RECORDS
 
 SWEEP, MARK, SCRATCH, FAILED = "sweep.json", "done.json", ".scratch", "failed"
 AUTO = "auto"  # what None is called on a command line and in tables: the library decides
@@ -41,6 +43,7 @@ class FinishedRun:
 class Store:
     """The folder of a sweep, held by this process alone until it is closed; made if there is none.
 
+    done: keys of the runs that had a result when it was opened.
     notebook: the name of the notebook that is swept. runs: parameters by key, added to those asked for before; a run
     with the same parameters under another key is replaced (the notebook, the code or a model has changed). Raises
     ValueError, and changes nothing, if another process holds the folder or it is of another notebook.
@@ -69,7 +72,8 @@ class Store:
             raise ValueError(f"{self.folder} is a sweep of {asked['notebook']}, not of {notebook}; give another folder")
         kept = {key: parameters for key, parameters in asked["runs"].items() if parameters not in runs.values()}
         _write(self.folder / SWEEP, asked | {"runs": kept | dict(runs)})
-        for name in (SCRATCH, *(key for key in runs if not is_done(self.folder, key))):
+        self.done = {key for key in runs if is_done(self.folder, key)}
+        for name in {SCRATCH, *runs} - self.done:
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def scratch(self, key: str, attempt: int) -> Path:
@@ -84,8 +88,9 @@ class Store:
         if records.is_file():
             records.rename(records.with_suffix(".jsonl"))
         hashes = {str(path.relative_to(scratch)): _checked_hash(path) for path in sorted(scratch.rglob("*.jsonl"))}
+        executed = _hash(scratch / NOTEBOOK)
         self._move(scratch, self.folder / key)
-        _write(self.folder / key / MARK, {"key": key, **mark, "records": hashes})
+        _write(self.folder / key / MARK, {"key": key, **mark, "records": hashes, "executed": executed})
         shutil.rmtree(self.folder / FAILED / key, ignore_errors=True)
 
     def keep_failed(self, key: str, scratch: Path, error: str) -> Path:
@@ -113,8 +118,13 @@ class Store:
 
 
 def is_done(folder: Path, key: str) -> bool:
-    """Whether a run has a result in a sweep's folder."""
-    return (folder / key / MARK).exists()
+    """Whether a run has a result in a sweep's folder, all of it as the run left it."""
+    place = folder / key
+    try:
+        mark = _checked_mark(place)
+        return mark.get("executed") == _hash(place / NOTEBOOK)
+    except (OSError, ValueError):
+        return False
 
 
 def read_sweep(folder: Path) -> dict:
@@ -135,14 +145,24 @@ def finished_runs(folder: Path) -> Iterator[FinishedRun]:
     Raises ValueError for a folder of another kind, and where a record is not the one that the mark was made for.
     """
     for key, parameters in read_sweep(folder)["runs"].items():
-        if not is_done(folder, key):
-            continue
         place = folder / key
+        if (place / MARK).exists():
+            mark = _checked_mark(place)
+            yield FinishedRun(key, parameters, [place / name for name in mark["records"]], mark)
+
+
+def _checked_mark(place: Path) -> dict[str, Any]:
+    """The mark of a finished run. Raises ValueError where it is none, or a record is not the one it was made for."""
+    advice = "it was changed or lost afterwards; the sweep's own command runs it again"
+    try:
         mark = json.loads((place / MARK).read_text(encoding="utf-8"))
-        for name, digest in mark["records"].items():
-            if not (place / name).exists() or _hash(place / name) != digest:
-                raise ValueError(f"{place / name} is not what the run wrote: it was changed or lost afterwards")
-        yield FinishedRun(key, parameters, [place / name for name in mark["records"]], mark)
+        records = dict(mark["records"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{place / MARK} is not what the sweep wrote: {advice}") from None
+    for name, digest in records.items():
+        if not (place / name).is_file() or _hash(place / name) != digest:
+            raise ValueError(f"{place / name} is not what the run wrote: {advice}")
+    return mark
 
 
 def in_table(value: Any) -> Any:
@@ -151,11 +171,8 @@ def in_table(value: Any) -> Any:
 
 
 def _write(path: Path, document: object) -> None:
-    """Replace a JSON file: after a kill at any moment it is the old one or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    _sync(temporary)
-    temporary.replace(path)
+    """Replace a JSON file, whole, and wait until the folder knows it."""
+    write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     _sync(path.parent)
 
 

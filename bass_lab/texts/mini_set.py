@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from random import Random
 
+from bass_core.environment import write_whole
 from bass_lab.evaluation.problems import MINI_SET, Problem
 from bass_lab.texts import grammar
 
@@ -160,7 +161,7 @@ def _first(plan: grammar.Pipeline, rng: Random, number, word, character) -> obje
 
 def main() -> None:
     lines = [json.dumps(asdict(problem)) for problem in make_problems()]
-    MINI_SET.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(MINI_SET, "\n".join(lines) + "\n")
     print(f"{len(lines)} problems in {MINI_SET.name}")
 
 

@@ -12,6 +12,7 @@ from the running Python's library.
 import json
 from pathlib import Path
 
+from bass_core.environment import write_whole
 from bass_core.inputs import one_of
 from bass_lab.evaluation import load_problems
 from bass_lab.texts import corpus
@@ -41,7 +42,7 @@ def main() -> None:
     found = corpus.held_out_prompts()
     spread = [found[37 * i % len(found)] for i in range(LIBRARY_SIZE)]
     lines = [json.dumps({"module": module, "prompt": prompt}) for module, prompt in spread]
-    LIBRARY.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(LIBRARY, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

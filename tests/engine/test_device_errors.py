@@ -18,7 +18,7 @@ from sessions import run_to_the_end
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import probe, sampling
+from bass_core import cache, environment, probe, sampling
 from bass_core.cache import RaggedCache
 
 
@@ -85,6 +85,24 @@ def test_cache_that_does_not_fit_says_how_large_a_row_is_and_what_to_lower(
     assert cache_memory.held == 0
     monkeypatch.undo()
     assert_same(generate(pair), expected)
+
+
+@pytest.mark.parametrize("allocator", FULL)
+def test_the_rows_that_would_fit_are_named_where_the_free_memory_is_known(monkeypatch, pair, small_memory, allocator):
+    slots = 13 + 12 + 1
+    row = 2 * 2 * elements_of_a_cache(1, slots) * 8
+    for free, said in (
+        (2.5 * row, "3 rows were wanted; about 2 would fit. Lower"),
+        (None, "3 rows were wanted. Lower"),
+    ):
+        monkeypatch.setattr(cache, "free_memory", lambda device, free=free: free and int(free))
+        with monkeypatch.context():
+            small_memory(FULL[allocator][0], elements_of_a_cache(3, slots) - 1)
+            with pytest.raises((MemoryError, torch.OutOfMemoryError)) as caught:
+                generate(pair)
+        assert said in str(caught.value)
+    monkeypatch.undo()
+    assert environment.free_memory(torch.device("cpu")) > 1e6
 
 
 @pytest.mark.parametrize(

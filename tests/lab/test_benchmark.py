@@ -281,6 +281,20 @@ def test_committed_records_are_valid(lines):
         records.read(path)
 
 
+def test_a_record_that_ends_in_half_a_line_is_refused_as_it_is_and_goes_on(tmp_path, lines, monkeypatch):
+    path = tmp_path / "r.jsonl"
+    records.append(path, lines[:2])
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"method": "reg')
+    refused = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
+    assert refused.exit_code == 2 and "line 3" in refused.stderr
+    assert path.read_bytes() == whole + b'{"method": "reg'
+    monkeypatch.setattr(benchmark, "bench", lambda *arguments, **options: iter([lines[2:3]]))
+    done = CliRunner().invoke(main.app, ["bench", "--rows", "2", "--prompts", "mini", "--record", str(path)])
+    assert done.exit_code == 0, done.output
+    assert records.read(path) == json.loads(json.dumps(lines[:3]))
+
+
 def test_bench_command_writes_a_table_a_record_and_one_document(tmp_path, lines):
     path = tmp_path / "r.jsonl"
     options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "6", "--methods", "batched"]

@@ -1,5 +1,6 @@
 """Sweeps: what they refuse, what they are keyed by, that a run is done once, and that nothing survives its maker."""
 
+import contextlib
 import json
 import os
 import random
@@ -7,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import lesson_runs
 import nbformat
@@ -325,7 +328,92 @@ def test_a_full_disk_met_by_a_run_is_told_from_a_failing_cell(notebook, small_di
     assert sizes(out) == [1, 2, 3] and done.output.count("was done") - 1 == len(survivors)
 
 
+DAMAGES = {
+    "records cut off": lambda place: os.truncate(place / "records.jsonl", 5),
+    "records deleted": lambda place: (place / "records.jsonl").unlink(),
+    "records are a folder": lambda place: ((place / "records.jsonl").unlink(), (place / "records.jsonl").mkdir()),
+    "an empty mark": lambda place: os.truncate(place / "done.json", 0),
+    "another mark": lambda place: (place / "done.json").write_text("[]"),
+    "notebook cut off": lambda place: os.truncate(place / "notebook.ipynb", 5),
+    "notebook deleted": lambda place: (place / "notebook.ipynb").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_result_is_run_again(notebook, tmp_path, damage):
+    out = tmp_path / "out"
+    swept(notebook, out, "size=1,2")
+    DAMAGES[damage](out / next(iter(planning.plan(notebook, ["size=2"]).runs)))
+    if "notebook" not in damage:
+        with pytest.raises(ValueError, match=r"it was changed or lost afterwards; the sweep's own command runs it"):
+            lab.load_records(out)
+    assert list(planning.plan(notebook, ["size=1,2"]).table(out).status) == ["done", "to run"]
+    assert list(swept(notebook, out, "size=1,2").status) == ["was done", "done"]
+    assert sorted(lab.load_records(out)["size"]) == [1, 2]
+    assert list(swept(notebook, out, "size=1,2").status) == ["was done", "was done"]
+
+
+def test_two_sweeps_of_one_folder_at_once_each_killed_at_random_lose_and_double_nothing(notebook, tmp_path):
+    out, draw, refused = tmp_path / "out", random.Random(1), []
+    plan = planning.plan(notebook, ["size=1,2,3,4,5,6,7,8"])
+
+    def sweep_slowly():
+        try:
+            planning.run(plan, out, sweeps.Instant(pause=0.02))
+        except ValueError as error:
+            os._exit(7 if "another sweep is writing" in str(error) else 99)
+
+    before = set()
+    for _ in range(12):
+        children = [sweeps.forked(sweep_slowly) for _ in range(2)]
+        time.sleep(draw.uniform(0.02, 0.15))
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            refused.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        found = set(sizes(out)) if (out / store.SWEEP).exists() else set()
+        assert found >= before  # nothing that was done is lost
+        before = found
+    planning.run(plan, out, sweeps.Instant())
+    assert sorted(lab.load_records(out)["size"]) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert 7 in refused and -signal.SIGKILL in refused and 99 not in refused
+
+
+def test_a_folder_that_cannot_be_written_keeps_its_results(notebook):
+    def refused(out):
+        if os.geteuid() == 0:  # who writes everywhere
+            os.setgroups([])
+            os.setresuid(65534, 65534, 65534)
+        with pytest.raises(PermissionError):
+            planning.run(plan, out, sweeps.Instant())
+
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "out"
+        swept(notebook, out, "size=1")
+        plan = planning.plan(notebook, ["size=1,2"])
+        for folder in (out, out.parent):
+            folder.chmod(0o555)
+        assert os.waitpid(sweeps.forked(lambda: refused(out)), 0)[1] == 0
+        for folder in (out, out.parent):
+            folder.chmod(0o755)
+        assert sizes(out) == [1] and list(lab.load_records(out)["size"]) == [1]
+
+
 # --- runs that end badly ---
+
+
+@pytest.mark.parametrize("leave", ["raise SystemExit(0)", "raise SystemExit", "import os; os._exit(0)"])
+def test_a_cell_that_leaves_the_notebook_is_a_failure(tmp_path, leave):
+    stub = sweeps.stub(tmp_path, leave)
+    table = swept(stub, tmp_path / "out", executor=executors.LocalExecutor(), retries=0)
+    assert list(table.status) != ["done"] and sizes(tmp_path / "out") == []
+
+
+def test_braces_in_a_path_are_nothing_special(tmp_path):
+    folder = tmp_path / "{odd} {}"
+    folder.mkdir()
+    table = swept(sweeps.stub(folder), folder / "{out}", "size=2", executor=executors.LocalExecutor())
+    assert list(table.status) == ["done"] and set(lab.load_records(folder / "{out}")["size"]) == {2}
 
 
 def test_a_failing_cell_is_shown_and_the_other_runs_are_done(notebook, tmp_path):
@@ -347,6 +435,61 @@ def test_a_run_that_takes_too_long_is_killed_with_its_kernel(notebook, tmp_path)
     table = swept(notebook, tmp_path / "out", "pause=60", f"started={log}", executor=local, timeout=4)
     assert list(table.status) == ["timeout"] and list(table.attempts) == [1]
     until_all_have_ended(log)
+
+
+LEAVES_CHILDREN = """
+import os, subprocess, time
+children = [subprocess.Popen(["sleep", "100"]), subprocess.Popen(["sleep", "100"], start_new_session=True)]
+with open(started + ".children", "w") as file:
+    file.write(" ".join(str(child.pid) for child in children) + "\\n")
+"""
+
+
+@pytest.fixture
+def children(tmp_path, monkeypatch):
+    """A notebook that leaves processes behind, the temporary folder that its runs use, and how to wait for its end."""
+    place, log = Path(tempfile.mkdtemp(prefix="t", dir="/tmp")), tmp_path / "started"
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    told = Path(f"{log}.children")
+
+    def all_gone(seconds=2.0):
+        found = [int(process) for process in told.read_text().split()]
+        until(lambda: not any(map(sweeps.alive, found)) and not list(place.iterdir()), seconds)
+        return len(found) == 2
+
+    yield sweeps.stub(tmp_path, LEAVES_CHILDREN), log, told, all_gone
+    place.rmdir()
+
+
+@pytest.mark.parametrize("end", ["done", "timeout", "failed"])
+def test_processes_that_a_notebook_leaves_end_with_its_run(children, tmp_path, end):
+    notebook, log, told, all_gone = children
+    values = {"done": "pause=0.0", "timeout": "pause=60", "failed": "fails=true"}[end]
+
+    def gone_before_the_next_run(key, line):
+        until(lambda: not any(sweeps.alive(int(process)) for process in told.read_text().split()), 1)
+
+    options = {"timeout": 6 if end == "timeout" else None, "progress": gone_before_the_next_run}
+    table = swept(notebook, tmp_path / "out", values, f"started={log}", executor=executors.LocalExecutor(), **options)
+    assert list(table.status) == [end] and all_gone()
+
+
+def test_a_killed_sweep_leaves_no_process_and_no_folder(children, tmp_path):
+    notebook, log, told, all_gone = children
+    values = ("pause=60", f"started={log}")
+    child = sweeps.forked(lambda: swept(notebook, tmp_path / "out", *values, executor=executors.LocalExecutor()))
+    until(lambda: started(log) and told.exists())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert all_gone()
+    until_all_have_ended(log)
+
+
+def test_folders_have_short_names_where_the_temporary_folder_has_a_long_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    short = Path(run_process.short_folder(None))
+    assert len(str(short)) < 40
+    short.rmdir()
 
 
 def test_a_run_whose_process_was_killed_is_started_again(notebook, tmp_path):
@@ -479,5 +622,6 @@ def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
     (executed,), (page,) = out.glob("*/notebook.ipynb"), out.glob("*/notebook.html")
     assert executed.stat().st_size < 50_000 and "widgets" not in json.loads(executed.read_text())["metadata"]
     assert page.stat().st_size < 500_000 and f'src="../{sweep.SCRIPT}"' in page.read_text()
+    assert '<script src="https:' not in page.read_text()
     assert (out / sweep.SCRIPT).stat().st_size > 1_000_000
     assert "Plotly.newPlot" in page.read_text()

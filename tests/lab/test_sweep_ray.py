@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import sweeps
 
 import bass_lab as lab
-from bass_lab.sweep import executors, planning, store
+from bass_lab.sweep import executors, planning, run_process, store
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'bass-hands-on[sweep]')"
@@ -65,3 +67,34 @@ def test_a_cluster_beyond_this_machine_must_ask_for_a_token(monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ValueError, match=r"a cluster at ray://10\.0\.0\.1:10001 must ask for a token"):
         executors.RayExecutor(address="ray://10.0.0.1:10001")
+
+
+KILLED = """
+import os, signal, sys
+import psutil
+from bass_lab.sweep import executors
+
+executor = executors.RayExecutor()
+own = [p for p in psutil.Process().children(recursive=True)]
+print(executor._remains.folder, *(p.pid for p in own))
+for process in [psutil.Process(), *own]:
+    print(*(at.laddr.ip for at in process.net_connections() if at.status == "LISTEN"))
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_cluster_of_our_own_is_reached_by_this_machine_alone_and_gone_after_a_kill():
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    first, *listening = done.stdout.splitlines()
+    folder, *processes = first.split()
+    assert len(processes) > 3 and {ip.removeprefix("::ffff:") for line in listening for ip in line.split()} == {
+        "127.0.0.1"
+    }
+    until = time.monotonic() + 10
+    while (
+        any(map(sweeps.alive, map(int, processes))) or Path(folder).exists() or run_process._started_in(folder.encode())
+    ):
+        assert time.monotonic() < until, "something is left of it"
+        time.sleep(0.05)

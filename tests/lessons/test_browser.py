@@ -1,11 +1,14 @@
 """The lessons in a real browser: JupyterLab runs them, a slider moves by keyboard, the figure follows."""
 
+import contextlib
+import re
 from pathlib import Path
 
 import lesson_runs
+import nbformat
 import pytest
 
-from bass_lab.show import browser
+from bass_lab.show import browser, pages
 
 ROOT = Path(__file__).parents[2]
 SCREENSHOTS = ROOT / "build/screenshots"
@@ -70,6 +73,30 @@ def take_picture(page, widget, name, size):
     page.set_viewport_size(size)
     page.wait_for_timeout(1000)
     widget.screenshot(path=SCREENSHOTS / f"{name}_{size['width']}.png")
+
+
+def test_the_token_of_the_server_is_in_no_argument_that_other_users_can_read(lab):
+    token = lab("any").partition("token=")[2]
+    assert len(token) > 20
+    for arguments in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended
+            assert token.encode() not in arguments.read_bytes()
+
+
+def test_a_page_is_whole_without_a_network(chromium, tmp_path):
+    drawing = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 3, 2]), {'title': '$a_1$'})"
+    cells = [nbformat.v4.new_markdown_cell("# Formula\n\nIt is $\\alpha^k$."), nbformat.v4.new_code_cell(drawing)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_drawn.ipynb")
+    (built,) = pages.build([tmp_path / "01_drawn.ipynb"], tmp_path / "html")
+    asked = []
+    page = chromium.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(built.as_uri())
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert "It is $\\alpha^k$." in page.inner_text("body")
+    page.close()
+    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+    assert not re.search(r'(src|href)="https?:[^"]*\.js', built.read_text())
 
 
 @pytest.mark.parametrize("name", LESSONS)

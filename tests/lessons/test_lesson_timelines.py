@@ -1,5 +1,6 @@
 """Lesson 06: what its figures show of a profile, the browser, the model of launches, and its exercises."""
 
+import html
 import itertools
 import json
 
@@ -92,6 +93,17 @@ def test_only_the_longest_of_many_kernels_are_drawn(speculative, monkeypatch):
     assert "the longest 10 drawn" in figure.layout.title.text
     drawn = [length for places in bars(figure, "CPU, thread 0").values() for _, length in places]
     assert sorted(drawn) == sorted(found.kernels[(found.kernels.step == 2).fillna(False)].duration_ms)[-10:]
+
+
+def test_names_of_kernels_are_text_wherever_they_stand(tmp_path):
+    name = "kernel<float, 4>(<img src=x onerror=alert(1)>)"
+    path = write_gpu_profile(tmp_path / "t.json")
+    path.write_text(path.read_text().replace('"gemm"', json.dumps(name)))
+    found = Profile.load(path)
+    table = l06_figures.totals_table(found).to_html()
+    assert html.escape(name) in table and "<img" not in table
+    hovers = [about[0] for trace in l06_figures.timeline_figure(found).data for about in trace.customdata or ()]
+    assert html.escape(name) in hovers and not any("<" in hover for hover in hovers)
 
 
 def test_first_decode_step_is_shown_unless_asked_and_others_are_refused(speculative):

@@ -310,6 +310,25 @@ def test_costs_under_the_name_of_another_pair_are_refused(pair, measured, caches
         costs_for(pair)
 
 
+@pytest.mark.parametrize("damage", ["cut off", "empty", "a folder"])
+def test_damaged_costs_of_the_user_are_warned_of_and_those_that_ship_are_taken(pair, measured, caches, damage):
+    path = caches / measured.file_name
+    caches.mkdir(parents=True)
+    measured.save(path)
+    whole = path.read_text()
+    path.unlink()
+    path.mkdir() if damage == "a folder" else path.write_text(whole[: len(whole) // 2 if damage == "cut off" else 0])
+    with pytest.warns(UserWarning, match=f"decoding without costs that were measured: .*{path.name}") as said:
+        assert costs_for(pair) is None
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    with pytest.warns(UserWarning, match="decoding without costs"):
+        bass.generate(pair, [[1, 2, 3]], max_new_tokens=4, eos_token_id=())
+    costs.SHIPPED.mkdir()
+    dataclasses.replace(measured, measured={"shipped": True}).save(costs.SHIPPED / path.name)
+    with pytest.warns(UserWarning, match="decoding without costs"):
+        assert costs_for(pair).measured == {"shipped": True}
+
+
 def test_costs_of_another_pair_are_not_compared_with_runs(measured):
     with pytest.raises(ValueError, match="of the draft"):
         calibration.check(measured, bass.ModelPair(tiny_model()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -55,11 +56,12 @@ class Instant:
 
     jobs = 1
 
-    def __init__(self, *outcomes: str):
-        self.outcomes, self.started = list(outcomes), 0
+    def __init__(self, *outcomes: str, pause: float = 0.0):
+        self.outcomes, self.started, self.pause = list(outcomes), 0, pause
 
     def start(self, job: dict, folder: Path) -> Ended:
         self.started += 1
+        time.sleep(self.pause)
         (folder / run_process.NOTEBOOK).write_text(json.dumps(job["notebook"]))
         (folder / run_process.RECORDS).write_text(json.dumps({"size": job["parameters"]["size"], "found": 2}) + "\n")
         return Ended(folder, self.outcomes.pop(0) if self.outcomes else run_process.DONE)

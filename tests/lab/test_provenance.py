@@ -1,0 +1,65 @@
+"""Which commit a figure is said to be of, and that asking for it changes nothing and starts nothing."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bass_lab import provenance
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """repository(path): the module lies there, in a repository that has committed it; its git."""
+
+    def git(*arguments):
+        user = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *user, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    def made(path):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True)
+        file.write_text("a = 1\n")
+        git("init")
+        git("add", ".")
+        git("commit", "-m", "first")
+        monkeypatch.setattr(provenance, "__file__", str(file))
+        return git
+
+    return made
+
+
+def test_the_commit_of_this_repository_and_whether_the_tree_differs(repository, tmp_path):
+    git = repository(provenance.HERE)
+    assert provenance._commit() == git("rev-parse", "--short=12", "HEAD")
+    (tmp_path / provenance.HERE).write_text("a = 2\n")
+    assert provenance._commit() == git("rev-parse", "--short=12", "HEAD") + "+"
+
+
+def test_a_repository_that_the_package_is_installed_in_is_not_its_own(repository, monkeypatch, tmp_path):
+    repository("environment/site-packages/bass_lab/provenance.py")
+    assert provenance._commit() == ""
+    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "environment/not_committed.py"))
+    assert provenance._commit() == ""
+
+
+def test_asking_writes_no_index_and_starts_no_program(repository, tmp_path):
+    git = repository(provenance.HERE)
+    spy = tmp_path / "spy"
+    spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/was_started\n")
+    spy.chmod(0o755)
+    git("config", "core.fsmonitor", str(spy))
+    (tmp_path / provenance.HERE).touch()  # the index is out of date, and `git status` would write it anew
+    before = (tmp_path / ".git/index").read_bytes(), (tmp_path / ".git/index").stat().st_mtime_ns
+    assert provenance._commit() == git("rev-parse", "--short=12", "HEAD")
+    assert ((tmp_path / ".git/index").read_bytes(), (tmp_path / ".git/index").stat().st_mtime_ns) == before
+    assert not (tmp_path / "was_started").exists()
+
+
+def test_actions_are_named_by_their_commit():
+    """A tag can be moved to other code."""
+    workflows = Path(__file__).parents[2].glob(".github/workflows/*.yml")
+    used = re.findall(r"uses: (.*)", "".join(path.read_text() for path in workflows))
+    assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", each) for each in used)

@@ -1,0 +1,303 @@
+"""What is written stands there whole or not at all: after a full disk, after kills, and beside other writers."""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+import pytest
+import sweeps
+from gpu_profile import write_gpu_profile
+from tiny import tiny_model
+
+import bass_core as bass
+from bass_core.environment import write_whole
+from bass_core.policies import costs
+from bass_lab.evaluation import sample_file
+from bass_lab.evaluation.sample_file import SampleFile
+from bass_lab.measure import records
+from bass_lab.measure.profiling import Profile
+from bass_lab.show import pages
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+
+@contextmanager
+def full_disk(free=64):
+    """Files cannot grow beyond so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def page(path):
+    source = path.parent / "source" / "01_page.ipynb"
+    source.parent.mkdir(exist_ok=True)
+    nbformat.write(nbformat.v4.new_notebook(), source)
+
+    return lambda target: pages.build([source], target.parent)
+
+
+def trace():
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    return bass.generate(pair, [[1, 2, 3]], max_new_tokens=4, eos_token_id=(), trace="tokens").trace
+
+
+WRITERS = {
+    "costs.json": lambda folder: costs.CostModel.load(next(costs.SHIPPED.glob("*.json"))).save,
+    "trace.json": lambda folder: trace().save,
+    "trace.json.gz": lambda folder: trace().save,
+    "profile.json": lambda folder: Profile.load(write_gpu_profile(folder / "gpu.json")).save,
+    "recording.npz": lambda folder: AcceptanceTrace.synthetic(alpha=0.5, length=8, sequences=4).save,
+    "01_page.html": lambda folder: page(folder / "01_page.html"),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path, name, monkeypatch):
+    save, folder = WRITERS[name](tmp_path), tmp_path / "written"
+    folder.mkdir()
+    save(folder / name)
+    whole = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert name in whole
+    if name.endswith(".html"):  # a kernel writes files of its own
+        monkeypatch.setattr(os, "fsync", lambda file: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        with pytest.raises(OSError, match="no space"):
+            save(folder / name)
+    else:
+        with full_disk(), pytest.raises(OSError, match="File too large"):
+            save(folder / name)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
+
+
+def killed_after(steps, action):
+    """Run it in a process that is killed at its so-manieth operation on files; how the process ended."""
+
+    def counted():
+        left = steps
+
+        def count(event, arguments):
+            nonlocal left
+            if event.split(".")[0] in ("open", "os", "fcntl"):
+                left -= 1
+                if left < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        fsync, os.fsync = os.fsync, lambda file: (count("os.fsync", ()), fsync(file))
+        sys.addaudithook(count)
+        action()
+
+    return os.waitpid(sweeps.forked(counted), 0)[1]
+
+
+def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
+    path, found = tmp_path / "file", []
+    for step in range(100):
+        write_whole(path, "old\n" * 1000)
+        ended = killed_after(step, lambda: write_whole(path, "new\n" * 1000))
+        assert path.read_text() in ("old\n" * 1000, "new\n" * 1000)
+        found.append(path.read_text()[:3])
+        if ended == 0:
+            break
+    assert ended == 0 and found[0] == "old" and found[-1] == "new" and len(found) > 3
+
+
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    write_whole(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(tmp_path / "pipe", "through it")
+    assert os.read(reader, 100) == b"through it" and not (tmp_path / "pipe").is_file()
+    os.close(reader)
+
+
+def test_many_writers_of_one_file_leave_one_of_theirs(tmp_path):
+    path = tmp_path / "file"
+
+    def write(letter):
+        for _ in range(50):
+            write_whole(path, letter * 10_000)
+
+    writers = [sweeps.forked(lambda letter=letter: write(letter)) for letter in "abc"]
+    assert all(os.waitpid(writer, 0)[1] == 0 for writer in writers)
+    assert path.read_text() in [letter * 10_000 for letter in "abc"]
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_read_only_folder_keeps_what_it_has():
+    def keeps(folder):
+        if os.geteuid() == 0:  # who writes everywhere
+            os.setgroups([])
+            os.setresuid(65534, 65534, 65534)
+        with pytest.raises(PermissionError):
+            write_whole(folder / "file", "new")
+        with pytest.raises(PermissionError):
+            add(folder / "lines.jsonl", 2)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_whole(folder / "file", "old")
+        add(folder / "lines.jsonl", 1)
+        (folder / "lines.jsonl").chmod(0o444)
+        folder.chmod(0o555)
+        assert os.waitpid(sweeps.forked(lambda: keeps(folder)), 0)[1] == 0
+        folder.chmod(0o755)
+        assert (folder / "file").read_text() == "old" and numbers(folder / "lines.jsonl") == [1]
+        assert len(list(folder.iterdir())) == 2
+
+
+# --- lines that are added ---
+
+
+def numbers(path):
+    return [line["n"] for line in records.read(path, check=lambda line: None)]
+
+
+def add(path, *new):
+    records.append(path, [{"n": number, "filled": "x" * 50} for number in new], check=lambda line: None)
+
+
+def test_lines_are_added_after_half_a_line_and_none_is_lost(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    add(path, 1, 2)
+    whole = path.read_bytes()
+    for half in range(1, len(whole)):
+        path.write_bytes(whole[:half])
+        there = [json.loads(line)["n"] for line in whole[: half + 1].splitlines(keepends=True) if line.endswith(b"\n")]
+        add(path, 3)
+        assert numbers(path) == [*there, 3]
+
+
+def test_a_full_disk_adds_no_line(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    add(path, 1)
+    whole = path.read_bytes()
+    with full_disk(len(whole) + 20), pytest.raises(OSError, match="File too large"):
+        add(path, 2)
+    assert path.read_bytes() == whole
+    add(path, 2, 3)
+    assert numbers(path) == [1, 2, 3]
+
+
+def test_writers_that_are_killed_lose_no_line_of_others_and_double_none(tmp_path):
+    path, draw = tmp_path / "lines.jsonl", random.Random(0)
+    told = {}
+
+    def write(first):
+        read, written = os.pipe()
+
+        def work():
+            for number in range(first, first + 10_000):
+                add(path, number)
+                os.write(written, b".")  # it has been told that the line is there
+
+        child = sweeps.forked(work)
+        os.close(written)
+        return child, read
+
+    for turn in range(6):
+        begun = {first: write(first) for first in (20_000 * turn, 20_000 * turn + 10_000)}
+        time.sleep(draw.uniform(0.02, 0.15))
+        for first, (child, read) in begun.items():
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            told[first] = len(os.read(read, 10**6))
+            os.close(read)
+    add(path, -1)
+    found = numbers(path)
+    assert len(found) == len(set(found)) and found[-1] == -1 and sum(told.values()) > 20
+    for first, count in told.items():
+        own = [number for number in found if first <= number < first + 10_000]
+        assert own == list(range(first, first + len(own))) and count <= len(own) <= count + 1
+
+
+def test_a_line_that_is_being_written_is_waited_for(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    add(path, 1)
+    begun, told = os.pipe()
+
+    def write_slowly():
+        with records._for_more(path) as file:
+            file.write(b'{"n": ')
+            os.write(told, b".")
+            time.sleep(0.3)
+            file.write(b"2}\n")
+
+    child = sweeps.forked(write_slowly)
+    os.read(begun, 1)
+    add(path, 3)
+    assert os.waitpid(child, 0)[1] == 0 and numbers(path) == [1, 2, 3]
+
+
+# --- several commands on one folder, each killed at random ---
+
+
+def killed_at_random(turns, seconds, *actions):
+    """Run all of them at once and kill each after a while, again and again; yields how all have ended by then."""
+    draw, ended = random.Random(0), []
+    for _ in range(turns):
+        children = [sweeps.forked(action) for action in actions]
+        for child in draw.sample(children, len(children)):
+            time.sleep(draw.uniform(0, seconds))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        yield ended
+
+
+def test_calibrations_of_one_folder_leave_costs_of_one_of_them(tmp_path):
+    shipped = costs.CostModel.load(next(costs.SHIPPED.glob("*.json")))
+    path = tmp_path / shipped.file_name
+
+    def calibrate(number):
+        while True:
+            dataclasses.replace(shipped, measured={"by": number}).save(path)
+
+    dataclasses.replace(shipped, measured={"by": 0}).save(path)
+    found = set()
+    for _ in killed_at_random(16, 0.05, lambda: calibrate(1), lambda: calibrate(2)):
+        found.add(costs.CostModel.load(path).measured["by"])
+    assert found >= {1, 2}
+
+
+def test_evaluations_of_one_folder_lose_and_double_no_sample(tmp_path):
+    path, told = tmp_path / "batched.jsonl", tmp_path / "told"
+    tasks = [f"task/{number}" for number in range(400)]
+
+    def evaluate():
+        try:
+            file = SampleFile(path, {"seed": 0}, {})
+        except ValueError as error:
+            os._exit(7 if "is being written by another process" in str(error) else 99)
+        with file, told.open("a") as said:
+            for task in tasks:
+                if task not in file.lines:
+                    file.append({"task_id": task, "filled": "x" * 2000})
+                    said.write(f"{task}\n")
+                    said.flush()
+
+    for ended in killed_at_random(10, 0.05, evaluate, evaluate):  # noqa: B007
+        if path.exists() and path.stat().st_size > 100:
+            assert set(told.read_text().splitlines()) <= set(sample_file.read(path)[1])
+    with SampleFile(path, {"seed": 0}, {}) as file, full_disk(path.stat().st_size + 1000), pytest.raises(OSError):
+        file.append({"task_id": "one/more", "filled": "x" * 2000})
+    os.waitpid(sweeps.forked(evaluate), 0)
+    assert sorted(sample_file.read(path)[1]) == sorted(tasks)  # which refuses what stands there twice
+    assert 7 in ended and -signal.SIGKILL in ended and 99 not in ended
