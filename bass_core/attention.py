@@ -10,28 +10,37 @@ and `split` are here in plain torch too. With `torch.use_deterministic_algorithm
 the same bits whatever else is in its batch.
 
 transformers calls a registered function as `fn(module, query, key, value, attention_mask, scaling=..., **kwargs)` and
-never hands it the cache, so the pass at hand is module state, set by `forward` around each call. Some architectures
-silently ignore the interface, others use it with masks of their own: module `probe` finds out which.
+never hands it the cache, so the pass at hand is state of the thread, set by `forward` around each call. Some
+architectures silently ignore the interface, others use it with masks of their own: module `probe` finds out which.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from bass_core import kernel_ops
 from bass_core.cache import Pass, RaggedCache
 
 PATHS = ("ragged", "pad", "split", "eager")
 
-_current: Pass | None = None  # the pass at hand; see the module's docstring
+
+class _Thread(threading.local):
+    """What the attention functions of this thread are called for."""
+
+    current: Pass | None = None  # the pass at hand; see the module's docstring
+
+
+_thread = _Thread()
 
 
 def _prefixed(name: str) -> str:
@@ -44,22 +53,22 @@ def _prefixed(name: str) -> str:
 def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """Padded attention in one launch. query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
     if _kernels_take(key, value):
-        rows = _current.starts, _current.ends
-        out = kernel_ops.pad_attention(query, key, value, *rows, extent=_current.extent, **_flags(kwargs))
+        rows = _thread.current.starts, _thread.current.ends
+        out = kernel_ops.pad_attention(query, key, value, *rows, extent=_thread.current.extent, **_flags(kwargs))
         return out, None
-    out = _attend(query, key, value, _bias(_current, query, key, kwargs), kwargs)
+    out = _attend(query, key, value, _bias(_thread.current, query, key, kwargs), kwargs)
     return out.transpose(1, 2).contiguous(), None
 
 
 def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """One launch per row over that row's own keys. Shapes as `pad_attention`."""
     if _kernels_take(key, value):
-        rows, lengths = (_current.starts, _current.ends), _current.kv_lengths
+        rows, lengths = (_thread.current.starts, _thread.current.ends), _thread.current.kv_lengths
         return kernel_ops.load().split_attention(query, key, value, *rows, lengths=lengths, **_flags(kwargs)), None
-    bias = _bias(_current, query, key, kwargs)
+    bias = _bias(_thread.current, query, key, kwargs)
     rows = [
         _attend(query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n], bias[b : b + 1, ..., :n], kwargs)
-        for b, n in enumerate(_current.kv_lengths)
+        for b, n in enumerate(_thread.current.kv_lengths)
     ]
     return torch.cat(rows).transpose(1, 2).contiguous(), None
 
@@ -68,8 +77,8 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
     """The Triton kernel without padding; layers of one shape share a work list. Shapes as `pad_attention`."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     shape = query.shape[1], key.shape[1], query.shape[-1], query.dtype
-    work = _current.once(_work_list, *shape, kwargs.get("sliding_window"), deterministic)
-    rows = _current.starts, _current.ends
+    work = _thread.current.once(_work_list, *shape, kwargs.get("sliding_window"), deterministic)
+    rows = _thread.current.starts, _thread.current.ends
     return kernel_ops.ragged_attention(
         query, key, value, *rows, *work, **_flags(kwargs), deterministic=deterministic
     ), None
@@ -86,7 +95,7 @@ def _work_list(
 
 def _kernels_take(key: Tensor, value: Tensor) -> bool:
     """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size."""
-    return key.shape == value.shape and _current.kernels
+    return key.shape == value.shape and _thread.current.kernels
 
 
 def _flags(options: dict) -> dict:
@@ -138,10 +147,10 @@ def _over_rows(attend: Callable) -> Callable:
 
     @functools.wraps(attend)
     def attend_packed(module, query: Tensor, *arguments, **options):
-        if _current.packed is not None:
-            query = _current.unpack(query.transpose(1, 2)).transpose(1, 2)
+        if _thread.current.packed is not None:
+            query = _thread.current.unpack(query.transpose(1, 2)).transpose(1, 2)
         out, weights = attend(module, query, *arguments, **options)
-        return _current.pack(out), weights
+        return _thread.current.pack(out), weights
 
     return attend_packed
 
@@ -153,82 +162,152 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 # --- one forward pass -----------------------------------------------------------------------------
 
 
+MISSING = object()
+
+
+@contextmanager
+def changed(changes: Sequence[tuple[dict, str, Any]]) -> Iterator[None]:
+    """Inside, these tables have these entries. Afterwards they are as they were, also if a Ctrl-C falls into that."""
+    before = [(table, name, table.get(name, MISSING)) for table, name, _ in changes]
+
+    def restore() -> None:
+        for table, name, value in before:
+            if value is MISSING:
+                table.pop(name, None)
+            else:
+                table[name] = value
+
+    try:
+        try:
+            for table, name, value in changes:
+                table[name] = value
+            yield
+        finally:
+            restore()
+    finally:
+        restore()
+
+
+def path_of(model: PreTrainedModel) -> str | None:
+    """The path that `model` is switched to by this thread; None if it is as its owner left it."""
+    thread, path = vars(model).get("_bass_path", (None, None))
+    return path if thread == threading.get_ident() else None
+
+
 @contextmanager
 def using(model: PreTrainedModel, path: str) -> Iterator[None]:
-    """Run `model` with an attention path, in evaluation mode; leave it exactly as it was found."""
-    before, pad_token = _implementations(model.config), getattr(model.config, "pad_token_id", None)
-    try:
-        model.config._attn_implementation = _prefixed(path)
-        if pad_token is not None:
-            # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
-            model.config.pad_token_id = None
-        with evaluating(model):
-            yield
-    finally:
-        if pad_token is not None:
-            model.config.pad_token_id = pad_token
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
+    """Run `model` with an attention path, in evaluation mode; leave it exactly as it was found.
 
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for every module; those that were training train again afterwards."""
-    training = [module for module in model.modules() if module.training]
-    try:
-        for module in training:
-            module.training = False
+    Raises RuntimeError while another thread runs it, which would find it changed, and back again.
+    """
+    if "_bass_path" in vars(model) and path_of(model) is None:
+        raise RuntimeError(
+            f"{type(model).__name__} is decoding in another thread at this moment; give each thread models of its own, "
+            "or one Session to all"
+        )
+    changes = [(vars(model), "_bass_path", (threading.get_ident(), path))]
+    changes += [(vars(each), "_attn_implementation_internal", _prefixed(path)) for each in configurations(model)]
+    # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
+    changes += [(vars(model.config), "pad_token_id", None)] * ("pad_token_id" in vars(model.config))
+    switch = rotary_switch(model)
+    for module in model.modules() if switch is not None else ():
+        if getattr(module, "rope_type", None) == "longrope":
+            changes.append((vars(module), "forward", _by_row(module.forward, switch)))
+    with changed(changes), evaluating(model):
         yield
-    finally:
-        for module in training:
-            module.training = True
 
 
-def _implementations(config) -> list[tuple]:
-    """(config, attention implementation) for a configuration and everything below it."""
-    found = [(config, config._attn_implementation)]
-    for name in config.sub_configs:
-        if (sub := getattr(config, name, None)) is not None:
-            found += _implementations(sub)
+def evaluating(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Evaluation mode for every module; those that were training train again afterwards."""
+    return changed([(vars(module), "training", False) for module in model.modules() if module.training])
+
+
+def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The model's configuration and all below it."""
+    found = [model.config]
+    for config in found:
+        found += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
     return found
 
 
-def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache: RaggedCache, last_only: bool):
+def rotary_switch(model: PreTrainedModel) -> int | None:
+    """The length beyond which a text's rotary factors are others (longrope); None where they are always the same."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+
+
+def recomputed_beyond(model: PreTrainedModel) -> int | None:
+    """`rotary_switch` of a model whose `generate` drops what it has of a text that grows longer (Phi-3), else None."""
+    theirs = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    known = hasattr(model.config, "original_max_position_embeddings")
+    return rotary_switch(model) if theirs and known else None
+
+
+def _by_row(forward: Callable, switch: int) -> Callable:
+    """longrope, each row by itself: transformers goes by the largest position of all rows in the pass.
+
+    As for a row alone, a prompt longer than the switch has the factors of long texts throughout; of other rows the
+    tokens from position `switch` on, while earlier ones keep the keys that they have.
+    """
+
+    def by_row(x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if (current := _thread.current) is None:
+            return forward(x, position_ids, *args, **kwargs)
+        is_long = current.positions >= switch
+        if current.last_only:
+            is_long |= ((current.starts <= 0) & (current.ends > switch))[:, None]
+        beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], switch)], dim=1)
+        short = forward(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
+        long = forward(x, beyond, *args, **kwargs)
+        chosen = current.pack(is_long)[..., None]
+        return tuple(torch.where(chosen, b[:, :-1], a) for a, b in zip(short, long, strict=True))
+
+    return by_row
+
+
+def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache: RaggedCache) -> Tensor:
     """Logits of one pass inside `using(model, path)`: [B, Q, V], or [B, 1, V] of the last query token.
 
     ids: int64 [B, Q]. Where `current` is packed, the model sees [1, T]; logits at padding are 0 then.
     """
-    global _current
     cache.begin(current)
-    _current = current
+    _thread.current = current
     try:
         logits = model(
             input_ids=current.pack(ids),
             past_key_values=cache,
             use_cache=True,
             attention_mask=_eager_masks(model, current) if path == "eager" else None,
-            **_extra_inputs(model, current, last_only),
+            **_extra_inputs(model, current),
         ).logits
     finally:
-        _current = None
-    return logits[:, -1:] if last_only else current.unpack(logits)
+        _thread.current = None
+    return logits[:, -1:] if current.last_only else current.unpack(logits)
 
 
-def _extra_inputs(model: PreTrainedModel, current: Pass, last_only: bool) -> dict:
+def _extra_inputs(model: PreTrainedModel, current: Pass) -> dict:
     """Position ids, and the request for the last logits alone, for models whose forward has them."""
     names = _forward_names(type(model))
     inputs = {"position_ids": current.pack(current.positions)} if "position_ids" in names else {}
-    if last_only and "logits_to_keep" in names:
+    if current.last_only and "logits_to_keep" in names:
         inputs["logits_to_keep"] = 1
     return inputs
 
 
-_forward_names_of: dict[type, frozenset[str]] = {}
+_forward_names_of: dict[type, set[str]] = {}
 
 
-def _forward_names(kind: type) -> frozenset[str]:
+def _forward_names(kind: type) -> set[str]:
+    """What its forward takes, by name; also what a subclass that takes anything (**kwargs) hands on."""
     if kind not in _forward_names_of:
-        _forward_names_of[kind] = frozenset(inspect.signature(kind.forward).parameters)
+        names: set[str] = set()
+        for base in kind.__mro__:
+            if issubclass(base, PreTrainedModel) and "forward" in vars(base):
+                parameters = inspect.signature(base.forward).parameters.values()
+                names |= {each.name for each in parameters}
+                if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+                    break
+        _forward_names_of[kind] = names
     return _forward_names_of[kind]
 
 

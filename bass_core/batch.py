@@ -25,22 +25,16 @@ class Batch:
 
     def __init__(self, rows: Rows, target: Runner, drafter: Drafter):
         self.rows, self.target, self.drafter = rows, target, drafter
-        self._prompts: dict[tuple[int, ...], Prompt] = {}  # prompts that rows wait for
-
-    def prompt(self, ids: Tensor) -> Prompt:
-        """The prompt with these ids, shared with the rows that wait for the same one."""
-        return self._prompts.get(tuple(ids.tolist()), Prompt(ids))
+        self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
 
     def submit(self, request: Request) -> None:
-        """Queue a row."""
-        self._prompts[tuple(request.prompt.ids.tolist())] = request.prompt
-        request.prompt.waiting += 1
+        """Queue a row; rows that wait for the same text share their prompt. Safe while a step runs elsewhere."""
+        request.prompt = self._prompts.setdefault(tuple(request.prompt.ids.tolist()), request.prompt)
         self.rows.waiting.append(request)
 
     def end(self, request: Request, reason: str) -> None:
         """End a waiting or live row, keeping what it has; nothing if it has ended already."""
         self.rows.end(request, reason)
-        self._forget(request.prompt)
         self.compact()
 
     def reserve(self, positions: int) -> None:
@@ -57,18 +51,15 @@ class Batch:
         try:
             yield
         except BaseException:
-            undone = sorted(self.rows.live[first:], key=lambda request: request.row)
             del self.rows.live[first:]
-            self.rows.waiting.extendleft(reversed(undone))
-            for request in undone:
-                request.prompt.waiting += 1
-                self._prompts.setdefault(tuple(request.prompt.ids.tolist()), request.prompt)
             raise
+        self.rows.drop_started()
 
     def admit(self) -> tuple[range, Tensor]:
-        """Move waiting rows into the free places. Returns these and the target's logits after the prompts, [B, V]."""
+        """Give waiting rows the free places. Returns these and the target's logits after the prompts, [B, V]."""
         rows, first = self.rows, len(self.rows.live)
-        starting = [rows.waiting[i] for i in range(min(rows.free, len(rows.waiting)))]
+        waiting = [request for request in list(rows.waiting) if request.finish_reason is None]
+        starting, later = waiting[: rows.free], waiting[rows.free :]
         needed = max(request.limit for request in starting)
         if needed > rows.capacity:
             self.reserve(max(needed, 2 * rows.capacity))  # at least double, so that growing stays rare
@@ -88,13 +79,15 @@ class Batch:
             places = range(place, place + len(list(samples)))
             self._copy_prompt(prompt, places, place_of.get(prompt))
             place = places.stop
-        for request in starting:
-            rows.waiting.popleft()
-            request.prompt.waiting -= 1
-        rows.live += leading + followers
         logits = torch.stack([request.prompt.logits for request in leading + followers])
-        for request in starting:
-            self._keep(request.prompt, place_of.get(request.prompt))
+        wanted = {request.prompt for request in later}
+        for prompt in {request.prompt for request in starting}:
+            if prompt not in wanted:
+                self._forget(prompt)
+            elif prompt.saved is None:
+                source, length = place_of[prompt], len(prompt.ids)
+                prompt.saved = self.target.cache.save_row(source, length), self.drafter.save_row(source, length)
+        rows.live += leading + followers
         return range(first, len(rows.live)), logits
 
     def _prefill(self, leading: list[Request], places: range) -> None:
@@ -115,23 +108,19 @@ class Batch:
             self.target.cache.load_row(places, prompt.saved[0])
             self.drafter.load_row(places, prompt.saved[1], len(prompt.ids))
 
-    def _keep(self, prompt: Prompt, source: int | None) -> None:
-        """Save a prompt's cache rows for samples that start later; forget them once none is left."""
-        if prompt.waiting > 0 and prompt.saved is None:
-            length = len(prompt.ids)
-            prompt.saved = self.target.cache.save_row(source, length), self.drafter.save_row(source, length)
-        self._forget(prompt)
-
     def _forget(self, prompt: Prompt) -> None:
-        """Drop what is kept of a prompt, unless a row still waits for it."""
-        if prompt.waiting == 0:
-            prompt.saved = prompt.logits = None
-            key = tuple(prompt.ids.tolist())
-            if self._prompts.get(key) is prompt:  # the same text may have been submitted again since
-                del self._prompts[key]
+        """Drop what is kept of a prompt that no row waits for."""
+        prompt.saved = prompt.logits = None
+        key = tuple(prompt.ids.tolist())
+        if self._prompts.get(key) is prompt:
+            del self._prompts[key]
 
     def compact(self) -> None:
         """Let the last live rows take the places of finished ones."""
+        self.rows.drop_started()
+        if self._prompts and not self.rows.waiting:  # those that waited for them were cancelled
+            for prompt in list(self._prompts.values()):
+                self._forget(prompt)
         self.rows.compact(self._move)
 
     def _move(self, source: int, destination: int, length: int) -> None:

@@ -41,6 +41,7 @@ class Pass:
     kv_lengths: `ends` as host integers (for per-row launches); None where the host does not know them.
     packed: None where the models see ids [B, Q]. Else int64 [T]: they see ids [1, T], the tokens of [B, Q] at these
     flat indices, without the padding; B · Q stands for a token that belongs to no row.
+    last_only: whether only what follows each row's last token is wanted (prefill, passes of a draft).
     """
 
     positions: Tensor
@@ -51,6 +52,7 @@ class Pass:
     extent: int
     kv_lengths: list[int] | None = None
     packed: Tensor | None = None
+    last_only: bool = False
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
 

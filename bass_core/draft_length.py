@@ -150,12 +150,18 @@ class BassHeuristic(DraftLengthPolicy):
             self.length, self.shrinking = max(1, most_accepted, shorter), 1
 
 
-def expected_tokens(alpha: float | np.ndarray, most: int) -> np.ndarray:
+def expected_tokens(alpha: float | np.ndarray, most: int, seen: float | np.ndarray = np.inf) -> np.ndarray:
     """Tokens that a step with 0, 1, … `most` drafts yields on average, the target's own included: [..., most + 1].
 
     alpha [...]: chance that a draft is accepted if all before it in the step were (Leviathan et al. 2023, equation 1).
+    seen [...]: of how many drafts that is known. The fewer, the likelier is a long run against α^k: its first drafts,
+    accepted, speak for the others (α is Beta distributed; infinite: it is certain).
     """
-    return np.cumsum(np.asarray(alpha, dtype=float)[..., None] ** np.arange(most + 1), axis=-1)
+    more = np.arange(most) / np.asarray(seen, dtype=float)[..., None]
+    runs = np.cumprod((np.asarray(alpha, dtype=float)[..., None] + more) / (1 + more), axis=-1)
+    tokens = np.ones((*runs.shape[:-1], most + 1))
+    tokens[..., 1:] += np.cumsum(runs, axis=-1)
+    return tokens
 
 
 def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:
@@ -190,8 +196,15 @@ def planned_lengths(k: int | Tensor, rows: RowsView) -> tuple[np.ndarray, np.nda
 
 
 def cut_lengths(lengths: np.ndarray, answer: Tensor, slot: int) -> np.ndarray:
-    """Draft lengths [B] after the answer of `keep_drafting` with `slot` tokens drafted: never longer than before."""
-    answer = answer.cpu().numpy()
+    """Draft lengths [B] after the answer of `keep_drafting` with `slot` tokens drafted: never longer than before.
+
+    Raises ValueError for an answer of another kind or shape.
+    """
+    answer = answer.cpu().numpy() if isinstance(answer, Tensor) else np.asarray(answer)
+    if answer.shape != lengths.shape or answer.dtype.kind not in "biu":
+        raise ValueError(
+            f"keep_drafting must return one bool or integer for each of {len(lengths)} rows; got {answer!r}"
+        )
     if answer.dtype == bool:
         answer = np.where(answer, lengths, slot)
     return np.minimum(lengths, np.maximum(answer, slot))

@@ -43,7 +43,9 @@ class StepOptions:
     @property
     def only_temperature(self) -> bool:
         """Whether the fused kernels know this decision: greedy, or token verification of the models' own laws."""
-        return self.params.only_temperature and (self.params.greedy or self.rule == "token")
+        if self.params.greedy:
+            return self.params.only_temperature
+        return self.params.only_temperature and self.rule == "token" and not self.params.is_cold
 
 
 class Decided(NamedTuple):

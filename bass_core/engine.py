@@ -7,16 +7,18 @@ algorithm.
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from bass_core import inputs, kernel_ops, probe, recorded_step
 from bass_core.batch import Batch
@@ -25,7 +27,7 @@ from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDraft
 from bass_core.eager_step import Decided, StepOptions
 from bass_core.models import ModelPair
 from bass_core.policies import policy_for
-from bass_core.rows import Commit, Request, Rows
+from bass_core.rows import Commit, Prompt, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
 from bass_core.synthetic import SyntheticAcceptance
@@ -53,6 +55,10 @@ class Result(NamedTuple):
     finish_reason: str | None
 
 
+class StepRunning(RuntimeError):
+    """A session was to be changed while a step of it ran."""
+
+
 class Session:
     """Batched speculative decoding, one step at a time; rows may be submitted and cancelled between steps.
 
@@ -71,7 +77,7 @@ class Session:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
+        repetition_penalty: float | None = None,
         seed: int = 0,
         draft_length: int | DraftLengthPolicy | None = None,
         verification: str = "token",
@@ -80,18 +86,21 @@ class Session:
         acceptance: str | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         stop: str | Sequence[str] = (),
+        generation_config: GenerationConfig | None = None,
         on_row_error: str = "raise",
         trace: str = "steps",
     ):
         self.pair, self.seed = pair, inputs.integer("seed", seed, least=None)
-        self.params = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
+        own = inputs.generation_config(pair.target, generation_config)
+        penalty = (own.repetition_penalty or 1.0) if repetition_penalty is None else repetition_penalty
+        self.params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
         self.policy = policy_for(pair, draft_length)
         self.rule = inputs.one_of("verification", verification, (*RULES, "coupled"))
         self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
         self.vocabulary = pair.target.config.get_text_config().vocab_size
         max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
         inputs.one_of("trace", trace, LEVELS)
-        eos = inputs.eos_ids(pair.target, eos_token_id, self.vocabulary)
+        eos = inputs.eos_ids(own, eos_token_id, self.vocabulary)
         finder = inputs.stop_strings(stop, pair.tokenizer)
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
         forced = SyntheticAcceptance.named(acceptance, pair.device)
@@ -123,7 +132,10 @@ class Session:
             policy=repr(self.policy),
         )
         self._watch = Stopwatch(pair.device)
-        self._submitted = self._step = 0
+        self._numbers: dict[int, object] = {}  # of all rows so far, and who took them
+        self._step = 0
+        self._stepping: dict[str, object] = {}  # the step that runs now
+        self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
         self._closed = self._committing = False
         self._ahead = False  # the device may have moved rows that the host has not
 
@@ -141,35 +153,50 @@ class Session:
         """Queue a row; it starts at the next step that has a place for it. Returns its handle.
 
         deadline: seconds from now after which the row ends with reason "budget". seed: the session's where None. row:
-        its number, the next one where None; random numbers are a function of seed and number alone. Raises ValueError
-        or TypeError for a prompt that cannot be decoded.
+        its number, the next unused one where None; random numbers are a function of seed and number alone, so no
+        number is used twice. Raises ValueError or TypeError for a prompt that cannot be decoded, RuntimeError once the
+        session is closed. May be called from other threads and inside a step, as `cancel`.
         """
+        self._refuse_closed()
         ids = inputs.prompt_ids(prompt, self.pair.tokenizer, self.vocabulary)
         max_new_tokens = inputs.integer("max_new_tokens", max_new_tokens)
         inputs.check_context(self.pair, len(ids), max_new_tokens)
         request = Request(
-            row=self._submitted if row is None else inputs.integer("row", row),
-            prompt=self.batch.prompt(ids),
+            prompt=Prompt(ids),
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
+            row=self._number(row),  # last: what is refused takes none
         )
-        self._submitted += 1
         if max_new_tokens == 0:
             request.finish_reason = "length"
         else:
             self.batch.submit(request)
         return request
 
+    def _number(self, row: int | None) -> int:
+        """A row's number, which no other row of this session has."""
+        wanted = itertools.count(len(self._numbers)) if row is None else [inputs.integer("row", row)]
+        me = object()  # `setdefault` tells who of several threads was first
+        for number in wanted:
+            if self._numbers.setdefault(number, me) is me:
+                return number
+        raise ValueError(f"row {row} was submitted already; rows of one number would draw the same random numbers")
+
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
-        """End a row now; it keeps the tokens it has. Nothing happens if it has ended already."""
-        self.batch.end(handle, reason)
+        """End a row, which keeps the tokens it has: now, or at the end of the step that is running (in another thread,
+        or around the policy or hook that calls this). Nothing happens if it has ended already."""
+        if not self._closed:
+            self._cancelled.append((handle, reason))
+            with suppress(StepRunning), self._alone():
+                pass  # rows end on the way out
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
         """Make room for rows of that many tokens, prompt included, now rather than as rows come."""
-        self.batch.reserve(positions)
+        with self._alone():
+            self.batch.reserve(positions)
 
     def result(self, handle: Request) -> Result:
         """What a row has so far, or in the end."""
@@ -183,13 +210,14 @@ class Session:
     @property
     def idle(self) -> bool:
         """No row is live or waiting."""
-        return not self.rows.live and not self.rows.waiting
+        return not self.rows.live and not self.rows.waiting and not self._cancelled
 
     def close(self) -> None:
-        """Free the caches now, also while a traceback still holds the session."""
-        self._closed = True
-        self.device_step.release()
-        self.batch.release()
+        """Free the caches now, also while a traceback still holds the session. Raises RuntimeError inside a step."""
+        with self._alone():
+            self._closed = True
+            self.device_step.release()
+            self.batch.release()
 
     def __enter__(self) -> Session:
         return self
@@ -204,9 +232,13 @@ class Session:
         """Prefill waiting rows if there are places for them, else one draft-verify-commit step over the live rows.
 
         Raises FloatingPointError if a model's logits are not numbers; no token of that step is committed then.
+        RuntimeError inside a step, and after one was interrupted while it committed.
         """
-        if self._closed:
-            raise RuntimeError("the session is closed and its caches are freed; make a new one")
+        self._refuse_closed()
+        with self._alone():
+            return self._next_step()
+
+    def _next_step(self) -> StepEvent:
         if self._committing:
             raise RuntimeError("an earlier step was interrupted while it committed; make a new session")
         if self._ahead:
@@ -214,11 +246,40 @@ class Session:
             self._ahead = False
         self.batch.compact()  # what an interrupted step may have left
         for request in self.rows.expired():
-            self.cancel(request, "budget")
+            self.batch.end(request, "budget")
         with self.target.cache.explaining(), self.prepared():
             if self.rows.waiting and self.rows.free:
                 return self._prefill()
             return self._decode() if self.rows.live else StepEvent(self._step, [], [])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nothing else changes rows inside; rows that are cancelled meanwhile end afterwards. Raises StepRunning inside
+        itself, and while another thread is in it."""
+        me = object()
+
+        def leave() -> None:
+            if self._stepping.get("by") is me:
+                try:
+                    while self._cancelled and not (self._committing or self._closed):
+                        self.batch.end(*self._cancelled[0])
+                        self._cancelled.popleft()
+                finally:
+                    self._stepping.clear()
+
+        try:
+            try:
+                if self._stepping.setdefault("by", me) is not me:
+                    raise StepRunning("a step of this session is running: wait until it has ended")
+                yield
+            finally:
+                leave()
+        finally:
+            leave()  # again: a Ctrl-C may have fallen into the first
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the session is closed and its caches are freed; make a new one")
 
     def _decode(self) -> StepEvent:
         self._enter("plan")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
@@ -48,7 +50,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
+    repetition_penalty: float | None = None,
     seed: int = 0,
     draft_length: int | DraftLengthPolicy | None = None,
     verification: str = "token",
@@ -58,6 +60,7 @@ def generate(
     max_batch_size: int | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     stop: str | Sequence[str] = (),
+    generation_config: GenerationConfig | None = None,
     time_budget: float | None = None,
     on_row_error: str = "raise",
     on_step: Callable[[StepEvent], None] | None = None,
@@ -67,7 +70,8 @@ def generate(
 
     prompts: a text, a list of texts, or a list of 1-D int tensors of token ids (of any lengths).
     num_return_sequences: samples per prompt; a prompt is prefilled once.
-    temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty: as in transformers, same order.
+    temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty (None: the model's own): as in
+        transformers, same order.
     seed: same seed and place among the outputs, same text, whatever else is in the batch, where the draft length is a
         number: policies look at other rows, and a sampled text depends on the drafts it was checked against. With
         `verification="coupled"` the text is the same whatever the draft and its length, 0 included.
@@ -83,6 +87,9 @@ def generate(
         (`SyntheticAcceptance`); texts then mean nothing, and `Generation.synthetic` is true.
     max_batch_size: rows decoded at once (None: all); waiting rows take freed places.
     eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row.
+    generation_config: whose eos_token_id and repetition_penalty count unless they are given here, and whose other
+        options that would change the text are refused by name; None: the target's own. Whether and how to sample is
+        said here alone.
     time_budget: seconds from the call, checked between steps; rows then end with reason "budget".
     on_row_error: "raise", or "finish" to end a row whose logits are NaN with reason "error" and go on.
     on_step: called with a StepEvent after each step. trace: "off", "steps" or "tokens".
@@ -113,12 +120,14 @@ def generate(
         acceptance=acceptance,
         eos_token_id=eos_token_id,
         stop=stop,
+        generation_config=generation_config,
         on_row_error=on_row_error,
         trace=trace,
     ) as session:
         handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in prompts for _ in range(samples)]
         session.reserve(max(handle.limit for handle in handles))
-        with session.prepared():
+        # What `on_step` calls finds the models as their owner left them, at the price of switching them at each step.
+        with session.prepared() if on_step is None else nullcontext():
             while not session.idle:
                 if budget is not None and time.monotonic() - started >= budget:
                     for handle in handles:

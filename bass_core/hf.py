@@ -142,6 +142,7 @@ def bass_generate(
         _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")),
         **stops,
         **sampling,
+        generation_config=GenerationConfig(),  # the caller's own is honoured or refused above
         seed=seed,
         draft_length=draft_length,
         verification=verification,

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from bass_core.attention import recomputed_beyond
 from bass_core.models import ModelPair
 from bass_core.rows import StopStrings
 
@@ -100,13 +101,44 @@ def check_context(pair: ModelPair, prompt: int, new: int) -> None:
                 f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new} is beyond the {role} model's "
                 f"context of {limit}; shorten the prompt or lower max_new_tokens to at most {max(0, limit - prompt)}"
             )
+    switch = recomputed_beyond(pair.target)
+    if switch is not None and prompt <= switch < prompt + new - 1:
+        raise ValueError(
+            f"beyond {switch} tokens the target model has other rotary factors, and transformers works a text out anew "
+            "when it gets there, which no row of a batch can do: lower max_new_tokens to at most "
+            f"{switch - prompt + 1}, or give a prompt that is longer than {switch} from the start"
+        )
 
 
-def eos_ids(target: PreTrainedModel, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:
-    """The ids that end a row: the model's own where None, none at all for ()."""
+# Options of a model's `generation_config` that change its text, and that the engine does not know.
+UNKNOWN_OPTIONS = (
+    "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias",
+    "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams", "force_words_ids",
+    "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "guidance_scale", "stop_strings",
+    "exponential_decay_length_penalty", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "token_healing",
+    "watermarking_config", "dola_layers", "remove_invalid_values", "renormalize_logits",
+)  # fmt: skip
+
+
+def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -> GenerationConfig:
+    """What the target asks for wherever it is decoded: `given`, or its own. Raises ValueError for what would change its
+    text and cannot be honoured."""
+    config = target.generation_config if given is None else given
+    defaults = GenerationConfig._get_default_generation_params()
+    for name in UNKNOWN_OPTIONS:
+        value = getattr(config, name, None)
+        if value is not None and value != defaults.get(name, False):
+            raise ValueError(
+                f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be "
+                "honoured; generation_config=transformers.GenerationConfig() decodes without what it asks for"
+            )
+    return config if config is not None else GenerationConfig()
+
+
+def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:
+    """The ids that end a row: those of `config` where None, none at all for ()."""
     if eos_token_id is None:
-        eos_token_id = target.generation_config.eos_token_id if target.generation_config is not None else None
-        eos_token_id = () if eos_token_id is None else eos_token_id
+        eos_token_id = () if config.eos_token_id is None else config.eos_token_id
     if isinstance(eos_token_id, Tensor):
         eos_token_id = eos_token_id.flatten().tolist()
     ids = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)

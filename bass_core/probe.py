@@ -6,16 +6,28 @@ Some architectures silently ignore transformers' attention interface, others use
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 import weakref
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core import kernel_ops
-from bass_core.attention import PATHS, context_length, evaluating
+from bass_core.attention import PATHS, changed, configurations, context_length, evaluating
 from bass_core.runner import Runner
+
+BEFORE, REACH, BEYOND = 5, 16, 24  # tokens of a short text, the longest window while a model is asked, a long text
+MORE = 3  # tokens that follow them
+SMALL = 2**26  # parameters of a model that is asked in float32
+# Names of lengths at which a model changes what it does.
+SWITCHES = re.compile(
+    r"sliding_window|attention_window|window_size|local_attention|attention_chunk_size|floor_scale"
+    r"|original_max_position_embeddings"
+)
 
 # A model's answer does not change: (path, error) per model, forgotten with it.
 _probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str | None]] = weakref.WeakKeyDictionary()
@@ -60,26 +72,24 @@ def _refuse_stateful(model: PreTrainedModel) -> None:
     if getattr(model, "_is_stateful", False) or unknown:
         detail = f" (layer types {', '.join(sorted(map(str, unknown)))})" if unknown else ""
         raise ValueError(
-            f"{type(model).__name__} keeps a recurrent state{detail}: a rejected draft cannot be rolled back by not "
-            "writing. Use a model whose layers are all attention."
+            f"{type(model).__name__} keeps more of a text than the keys and values of its tokens, such as a recurrent "
+            f"state or an index{detail}: a rejected draft cannot be rolled back by not writing. Use a model whose "
+            "layers are all plain attention."
         )
 
 
 def probe(model: PreTrainedModel, path: str) -> str | None:
     """None if the model's ragged passes equal its plain forward pass on this path, else what went wrong.
 
-    Two rows of different length, longer than the smallest window or chunk, over a cache full of stale values: prefill,
-    write rejected tokens, overwrite them, compare logits. The result is remembered per model.
+    Two rows, one beyond every window and switch of the model, one before them, over a cache full of stale values:
+    prefill, write rejected tokens, overwrite them, compare logits. The result is remembered per model.
     """
     known = _probed.setdefault(model, {})
     if path not in known:
         try:
-            error = _probe_error(model, path)
-            known[path] = (
-                None
-                if error <= (limit := _tolerance(model.dtype))
-                else (f"its logits are off by {error:.1e} of their size (allowed {limit:.0e})")
-            )
+            subject = _in_full_precision(model)
+            error, limit = _probe_error(subject, path), _tolerance(subject.dtype)
+            known[path] = None if error <= limit else f"its logits are off by {error:.1e} (allowed {limit:.0e})"
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as exception:  # whatever a foreign architecture raises is the answer
@@ -87,46 +97,71 @@ def probe(model: PreTrainedModel, path: str) -> str | None:
     return known[path]
 
 
+def _in_full_precision(model: PreTrainedModel) -> PreTrainedModel:
+    """A small model of half precision as a copy in float32, where faults do not hide behind rounding."""
+    parameters = list(model.parameters())
+    half = all(each.dtype in (torch.bfloat16, torch.float16) for each in parameters)
+    if not half or sum(each.numel() for each in parameters) > SMALL:
+        return model
+    return copy.deepcopy(model).float()
+
+
 def _tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 6e-2)
+
+
+def within_reach(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside, no window of the model, and no other length at which it changes what it does, is beyond `REACH`.
+
+    So a short text lies beyond them all. They are found by name, in configurations and modules.
+    """
+    tables = [vars(each) for each in (*configurations(model), *model.modules())]
+    tables += [each for table in tables for each in table.values() if type(each) is dict]  # rope_parameters
+    return changed(
+        [
+            (table, name, REACH)
+            for table in tables
+            for name, value in table.items()
+            if type(value) is int and value > REACH and SWITCHES.search(str(name))
+        ]
+    )
 
 
 @torch.inference_mode()
 def _probe_error(model: PreTrainedModel, path: str) -> float:
     """Largest relative error of the ragged passes' logits, over two rows."""
-    config = model.config.get_text_config()
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    length = max(8, min([w for w in windows if w], default=0) + 4)
-    length = min(length, (context_length(model) or math.inf) - 3)
-    lengths = [length, length - 3]
+    vocabulary = model.config.get_text_config().vocab_size
+    lengths = [min(BEYOND, (context_length(model) or math.inf) - MORE), BEFORE]
+    lengths[1] = min(lengths[1], lengths[0] - 1)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, config.vocab_size, (2, length + 3), generator=generator).to(model.device)
-    with Runner(model, path, max_rows=2, capacity=length + 3) as runner:
-        runner.feed_last(ids, lengths, length)  # allocates
+    ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator).to(model.device)
+    with within_reach(model), Runner(model, path, max_rows=2, capacity=lengths[0] + MORE) as runner:
+        runner.feed_last(ids, lengths, lengths[0])  # allocates
         for buffer in (b for layer in runner.cache.layers for b in layer.buffers()):
             buffer.fill_(1e4)  # stale values that no query may see
-        runner.feed_last(ids, lengths, length)
+        runner.feed_last(ids, lengths, lengths[0])
         starts = torch.tensor(lengths, device=ids.device)
-        following = starts[:, None] + torch.arange(3, device=ids.device)  # [2, 3]
-        runner.feed(
-            ids.flip(0).gather(1, following), starts, [3, 3], starts_host=lengths
-        )  # tokens that will be rejected
-        passes = [
-            runner.feed(ids.gather(1, following), starts, [3, 1], starts_host=lengths, packed=packed)
-            for packed in ((False,) if path == "eager" else (False, True))
-        ]
-    expected = [_plain_logits(model, ids[b : b + 1, : n + 3]) for b, n in enumerate(lengths)]
-    return max(
-        _relative_error(logits[b, :q], expected[b][n : n + q])
-        for logits in passes
-        for b, (n, q) in enumerate(((length, 3), (lengths[1], 1)))
-    )
+        following = starts[:, None] + torch.arange(MORE, device=ids.device)  # [2, MORE]
+        rejected = ids.flip(0).gather(1, following)
+        runner.feed(rejected, starts, [MORE, MORE], starts_host=lengths)
+        expected = [_plain_logits(model, ids[b : b + 1, : n + MORE]) for b, n in enumerate(lengths)]
+        errors = []
+        for submitted in ([MORE, 1], [1, MORE]):  # the longer row submits most, and least
+            for packed in (False,) if path == "eager" else (False, True):
+                logits = runner.feed(ids.gather(1, following), starts, submitted, starts_host=lengths, packed=packed)
+                errors += [
+                    _relative_error(logits[b, :q], expected[b][n : n + q])
+                    for b, (n, q) in enumerate(zip(lengths, submitted, strict=True))
+                ]
+    return max(errors)
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """Largest difference by the size of the largest finite logit; -inf equals -inf, and NaN is an infinite error."""
-    difference = torch.where(found == expected, 0.0, (found - expected).abs().double())
-    return float((difference.amax() / expected[expected.isfinite()].abs().amax()).nan_to_num(nan=math.inf))
+    """Largest difference of one token's logits by their size, both as norms over the vocabulary; -inf equals -inf, and
+    NaN is an infinite error."""
+    difference = torch.where(found == expected, 0.0, (found - expected).double()).norm(dim=-1)
+    size = torch.where(expected.isfinite(), expected, 0.0).double().norm(dim=-1)
+    return float((difference / size).amax().nan_to_num(nan=math.inf))
 
 
 def _plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:

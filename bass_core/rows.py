@@ -27,7 +27,6 @@ class Prompt:
     """Token ids that one or more rows start from. Prefilled once; what that left is kept until no row waits for it."""
 
     ids: Tensor  # int64 [P], on the host
-    waiting: int = 0
     saved: tuple[list[Tensor], list[Tensor]] | None = None  # target's and drafter's cache rows
     logits: Tensor | None = None  # [V], the target's after the last prompt token
 
@@ -62,23 +61,30 @@ class Commit:
 
 
 class StopStrings:
-    """Finds where a stop string is completed in a row's generated tokens."""
+    """Finds where a stop string is completed: at the first token after which the text of all tokens holds one."""
 
     def __init__(self, stop: tuple[str, ...], decode: Callable[[np.ndarray], str]):
         self.stop = stop
         self._decode = decode
-        # A character takes at most four byte-level tokens; a few more cover what a decoder strips at the start.
-        self._reach = 4 * max(map(len, stop)) + 8
+        self._reach = max(map(len, stop)) + 16  # characters to look back: a decoder may still change the last few
 
     def completed_at(self, generated: np.ndarray, new: int) -> int | None:
-        """How many of the last `new` generated tokens it takes to complete a stop string; None if none is complete."""
-        window = generated[-(new + self._reach) :]
-        if not self._found(window):
-            return None
-        return next((count for count in range(1, new) if self._found(window[: len(window) - new + count])), new)
+        """How many of the last `new` generated tokens it takes to complete a stop string; None if none is complete.
 
-    def _found(self, tokens: np.ndarray) -> bool:
-        text = self._decode(tokens)
+        Every token is looked at by itself, as if it had come alone: what is complete for a moment (half of a character,
+        a space that the next token removes) ends the row, whatever else the step brought.
+        """
+        before = len(generated) - new
+        return next((count for count in range(1, new + 1) if self._ends(generated[: before + count])), None)
+
+    def _ends(self, tokens: np.ndarray) -> bool:
+        """Whether the text of these tokens holds a stop string, which the last one has completed."""
+        size = self._reach
+        while len(text := self._decode(tokens[-size:])) < self._reach and size < len(tokens):
+            size *= 2  # special tokens have no text
+        return self._holds(text) and self._holds(self._decode(tokens))
+
+    def _holds(self, text: str) -> bool:
         return any(string in text for string in self.stop)
 
     def cut(self, text: str) -> str:
@@ -104,7 +110,7 @@ class Rows:
         self.waiting: deque[Request] = deque()
         self.live: list[Request] = []
         self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
-        self.logprobs = torch.zeros(max_rows, 1, device=device)
+        self.logprobs = torch.zeros(max_rows, 1, dtype=torch.float32, device=device)
         # A place nobody has lived in yet looks like a row of one token: steps of fixed shapes pass over it, too.
         self.lengths = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.lengths)
@@ -266,9 +272,13 @@ class Rows:
         if request in self.live:
             self._finish(self.live.index(request), reason)
         else:
-            self.waiting.remove(request)
-            request.prompt.waiting -= 1
             request.finish_reason = reason
+            self.drop_started()
+
+    def drop_started(self) -> None:
+        """Take from the queue's beginning what waits no longer: rows that live, and rows that were ended."""
+        while self.waiting and (self.waiting[0] in self.live or self.waiting[0].finish_reason is not None):
+            self.waiting.popleft()
 
     def expired(self) -> list[Request]:
         """Rows whose deadline has passed."""

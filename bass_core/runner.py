@@ -40,7 +40,6 @@ class Runner:
         self.path = path
         self.cache = RaggedCache(model.config.get_text_config().num_hidden_layers, max_rows, capacity)
         self.compiled = compiled
-        self._is_prepared = False
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
     def __enter__(self) -> Runner:
@@ -52,15 +51,11 @@ class Runner:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Keep the model switched to this runner's path for many passes; nests."""
-        if self._is_prepared:
+        if attention.path_of(self.model) == self.path:
             yield
-            return
-        with attention.using(self.model, self.path):
-            self._is_prepared = True
-            try:
+        else:
+            with attention.using(self.model, self.path):
                 yield
-            finally:
-                self._is_prepared = False
 
     def feed(
         self,
@@ -106,7 +101,7 @@ class Runner:
         if known and min(starts_host) < 0:
             slots = slots.where(wanted >= 0, self.cache.scratch_slot)
             positions = positions.clamp(min=0)
-        return self._forward(ids, Pass(positions, slots, starts, ends, places, extent, kv_lengths, flat), last_only)
+        return self._forward(ids, Pass(positions, slots, starts, ends, places, extent, kv_lengths, flat, last_only))
 
     def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
@@ -123,7 +118,7 @@ class Runner:
     def extent(self, longest: int) -> int:
         """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for
         the kernel that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
-        capacity = self.cache.slots - 1
+        capacity = min(self.cache.slots - 1, attention.context_length(self.model) or self.cache.slots)
         return capacity if self.path == "ragged" else min(capacity, -(-longest // EXTENT) * EXTENT)
 
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
@@ -133,14 +128,13 @@ class Runner:
             flat += [len(query_lengths) * width] * (-len(flat) % BUCKET)
         return torch.tensor(flat, dtype=torch.int64, device=self.model.device)
 
-    def _forward(self, ids: Tensor, current: Pass, last_only: bool) -> Tensor:
+    def _forward(self, ids: Tensor, current: Pass) -> Tensor:
         fixed = current.kv_lengths is None
-        switched = nullcontext() if self._is_prepared else attention.using(self.model, self.path)
         layers = compiled_layers.using(self.model, self.cache) if self.compiled and fixed else nullcontext()
-        with self.cache.explaining(), switched, layers:
+        with self.cache.explaining(), self.prepared(), layers:
             for kind in self._shared if fixed else ():
                 current.once(*kind)  # before the layers, of which compiled code sees one at a time
-            logits = attention.forward(self.model, self.path, ids, current, self.cache, last_only)
+            logits = attention.forward(self.model, self.path, ids, current, self.cache)
         if not fixed:
             self._shared = tuple(current.shared)
         return logits

@@ -40,6 +40,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def is_cold(self) -> bool:
+        """Whether float32 is too coarse for the quotient of logits and temperature."""
+        return self.temperature < 1e-6
+
+    @property
     def at_temperature_one(self) -> SamplingParams:
         """What greedy decoding is shown with: its argmax, with probabilities."""
         return SamplingParams(temperature=1.0, repetition_penalty=self.repetition_penalty)
@@ -78,9 +83,11 @@ def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Ten
 def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
     """Processed distribution [..., V] at temperature > 0, float32 (float64 for float64 logits)."""
     logits = penalise(wide(logits), params, seen)
-    if params.temperature < 1e-6:  # the quotient could overflow: the maximum goes first
-        logits = logits - logits.amax(-1, keepdim=True)
-    logits = logits / params.temperature
+    if params.is_cold:  # the quotient could overflow: the maximum goes first; and the temperature be 0 in float32
+        colder = (logits - logits.amax(-1, keepdim=True)).double() / params.temperature
+        logits = colder.to(logits.dtype)
+    else:
+        logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(params.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)

@@ -1,10 +1,10 @@
 """Draft lengths from costs: the k with the most expected tokens per second, measured costs against observed acceptance.
 
 Every row has an α, the chance that a draft is accepted if all before it in its step were. It is learnt from the row's
-own steps, older ones counting less, and leans on what all rows show. A step with k drafts then yields 1 + α + … + α^k
-tokens of the row on average (`expected_tokens`), and takes as long as the cost model says (`StepSeconds`). `Goodput`
-takes the best of all k, 0 among them, so that it falls back to regular decoding where drafts do not pay. (Lengths by
-goodput: Liu et al. 2024, SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
+own steps, older ones counting less, and leans on what all rows show. What a step with k drafts then yields on average
+is `expected_tokens`, and how long it takes, by the cost model, `StepSeconds`. `Goodput` takes the best of all k, 0
+among them, so that it falls back to regular decoding where drafts do not pay. (Lengths by goodput: Liu et al. 2024,
+SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
 
 What a step is worth depends on which rows are to be served: `Goodput` serves those that end last, since a batch is done
 when its last row is; `Objective` serves whom it is told to (the first rows, the last ones, those with a deadline).
@@ -26,7 +26,7 @@ STRAGGLING = 8  # power of the steps that a row still needs by which it counts
 LIMIT = 16  # drafts per step: what calibrated grids reach
 DECAY = 0.96  # of the weight of what was seen, per step
 LEAN = 12.0  # drafts of its own after which a row is judged as much by them as by all rows
-PRIOR = 1.5, 0.5  # drafts accepted and refused, before anything was seen
+PRIOR = 2.0, 0.6  # drafts accepted and refused, before anything was seen
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
 SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
 PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
@@ -52,7 +52,12 @@ class RowAlphas:
     def __call__(self) -> np.ndarray:
         """float [B]"""
         kept, lost = self.kept.sum() + PRIOR[0], self.lost.sum() + PRIOR[1]
-        return (self.kept + LEAN * kept / (kept + lost)) / (self.kept + self.lost + LEAN)
+        return (self.kept + LEAN * kept / (kept + lost)) / self.seen
+
+    @property
+    def seen(self) -> np.ndarray:
+        """float [B], of how many drafts each α is known."""
+        return self.kept + self.lost + LEAN
 
     def update(self, kept: np.ndarray, lost: np.ndarray) -> None:
         """One step: drafts of each row that were accepted, and whether one was refused, [B] each."""
@@ -121,7 +126,7 @@ class Goodput(DraftLengthPolicy):
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
-        tokens = expected_tokens(self.alphas(), self.limit)  # [B, limit + 1]
+        tokens = expected_tokens(self.alphas(), self.limit, self.alphas.seen)  # [B, limit + 1]
         most = min(int(rows.remaining.max()), self.limit + 1)  # of the tokens to go one is the target's own
         if rows.remaining.min() <= self.limit:
             tokens = np.take_along_axis(tokens, np.minimum(np.arange(most), rows.remaining[:, None] - 1), 1)

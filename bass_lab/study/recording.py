@@ -77,7 +77,7 @@ def teacher_forced(
     params = SamplingParams(temperature)
     vocabulary = pair.target.config.get_text_config().vocab_size
     ids = inputs.token_ids(pair, prompts)
-    eos = sorted(inputs.eos_ids(pair.target, None, vocabulary))
+    eos = sorted(inputs.eos_ids(inputs.generation_config(pair.target, None), None, vocabulary))
     runner = Runner(pair.draft, probe.resolve(pair.draft, "auto"), ROWS_AT_ONCE)
     drafter = ModelDrafter(runner, params, vocabulary, coupled=False, keep_q=False)
     lines = []

@@ -49,7 +49,7 @@ def test_attention_equals_the_reference(monkeypatch, path, options):
     positions = torch.tensor(ENDS)[:, None] - Q + torch.arange(Q)
     ends = torch.tensor(ENDS)
     current = Pass(positions, positions, ends - Q, ends, range(B), max(ENDS), ENDS)
-    monkeypatch.setattr(attention, "_current", current)
+    monkeypatch.setattr(attention._thread, "current", current)
     found, _ = path(None, query, key, value, None, scaling=D**-0.5, **options)
     visible = current.visible(options.get("sliding_window"))
     expected = reference(query, key, value, visible, options.get("softcap"), options.get("s_aux"))
@@ -75,7 +75,7 @@ def test_models_that_bypass_the_interface_fall_back_to_eager():
 def test_models_that_ignore_everything_are_refused():
     with pytest.raises(ValueError, match="BloomForCausalLM cannot be decoded over a ragged cache"):
         probe.resolve(tiny_model("bloom"))
-    with pytest.raises(ValueError, match="BambaForCausalLM keeps a recurrent state"):
+    with pytest.raises(ValueError, match="BambaForCausalLM keeps more of a text than the keys and values of its tokens"):
         probe.resolve(tiny_model("bamba"))
 
 

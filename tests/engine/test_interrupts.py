@@ -1,115 +1,124 @@
-"""Interrupts at the worst moments of a session: after a commit, while rows move, while a commit is written."""
+"""Ctrl-C at every line of the engine: no row is lost, no model left changed, and the texts are the same afterwards."""
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
-from recording import use_fixed_steps
-from tiny import forward_passes, ragged_prompts, tiny_model
-from trial_policies import StopWhenUnsure
+from sessions import run_to_the_end
+from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.batch import Batch
-from bass_core.rows import Rows
+from bass_core import attention
+from bass_core.probe import resolve
 
-PROMPTS = ragged_prompts(5, 11, 3, 17)
-NEW = (3, 14, 9, 12)
-
-
-def pair():
-    return bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
+CORE = str(Path(bass.__file__).parent)
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+SHARED, OTHER = ragged_prompts(5, 9)
+Line = tuple[str, int]
 
 
-def run(session):
-    """Submit the rows, step to the end; interrupted steps are simply repeated."""
-    handles = [session.submit(prompt, max_new_tokens=new) for prompt, new in zip(PROMPTS, NEW, strict=True)]
-    interrupts = 0
-    while not session.idle:
-        try:
-            session.step()
-        except KeyboardInterrupt:
-            interrupts += 1
-    return [session.result(handle).sequence.tolist() for handle in handles], interrupts
+def small_pair() -> bass.ModelPair:
+    models = (copy.deepcopy(tiny_model(dtype="float64", noise=noise, **SMALL)) for noise in (0.0, 0.02))
+    pair = bass.ModelPair(*models)
+    for model in pair.models:
+        resolve(model)
+    pair.target.train()
+    return pair
 
 
-@pytest.fixture(scope="module")
-def undisturbed():
-    with bass.Session(pair(), draft_length=3, eos_token_id=()) as session:
-        return run(session)[0]
+class Run:
+    """A session in which rows wait, share a prompt, are cancelled, finish and move."""
+
+    def __init__(self, pair: bass.ModelPair):
+        self.session = bass.Session(pair, max_batch_size=2, temperature=0.8, draft_length=2, eos_token_id=())
+        rows = ((SHARED, 3), (OTHER, 6), (SHARED, 4), (OTHER, 5))
+        self.handles = [self.session.submit(prompt, max_new_tokens=new) for prompt, new in rows]
+
+    def to_the_end(self) -> None:
+        self.session.step()
+        self.session.step()
+        self.session.cancel(self.handles[3])
+        run_to_the_end(self.session)
+
+    def results(self) -> list:
+        found = [self.session.result(handle) for handle in self.handles]
+        return [(each.sequence.tolist(), each.finish_reason) for each in found]
 
 
-def interrupt_every_other_call(monkeypatch, owner, name):
-    """Each odd call of owner.name does its work and is interrupted after it."""
-    original, calls = getattr(owner, name), [0]
+def traced(function: Callable[[], None], met: Callable[[Line], None]) -> None:
+    """Calls `met` before each line of the engine that the function runs."""
 
-    def interrupted(*args, **kwargs):
-        result = original(*args, **kwargs)
-        calls[0] += 1
-        if calls[0] % 2:
+    def on_line(frame, event, argument):
+        if event == "line":
+            met((frame.f_code.co_filename, frame.f_lineno))
+        return on_line
+
+    def on_call(frame, event, argument):
+        return on_line if frame.f_code.co_filename.startswith(CORE) else None
+
+    sys.settrace(on_call)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+
+
+def lines_of_a_run(pair: bass.ModelPair) -> Counter[Line]:
+    count: Counter[Line] = Counter()
+    traced(Run(pair).to_the_end, lambda line: count.update([line]))
+    return count
+
+
+def interrupted(run: Run, line: Line, occurrence: int) -> bool:
+    """Run until a line is met for that time; whether it was."""
+    count = 0
+
+    def met(each: Line) -> None:
+        nonlocal count
+        count += each == line
+        if each == line and count == occurrence:
             raise KeyboardInterrupt
-        return result
 
-    monkeypatch.setattr(owner, name, interrupted)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [(bass.FixedLength, "update"), (bass.ModelDrafter, "committed"), (Batch, "_move"), (Rows, "_move")],
-)
-def test_a_step_interrupted_after_its_commit_can_be_followed_by_others(monkeypatch, undisturbed, owner, name):
-    interrupt_every_other_call(monkeypatch, owner, name)
-    with bass.Session(pair(), draft_length=3, eos_token_id=()) as session:
-        found, interrupts = run(session)
-    assert interrupts > 0
-    assert found == undisturbed
+    try:
+        traced(run.to_the_end, met)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
-def test_a_commit_cut_in_half_is_not_built_upon(monkeypatch):
-    with bass.Session(pair(), draft_length=3, eos_token_id=()) as session:
-        session.submit(PROMPTS[0], max_new_tokens=20)
-        session.step()
-        interrupt_every_other_call(monkeypatch, Rows, "_ends")
-        with pytest.raises(KeyboardInterrupt):
-            session.step()
-        with pytest.raises(RuntimeError, match="make a new session"):
-            session.step()
-
-
-@pytest.mark.parametrize("first_bad_pass", [1, 2])
-@pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed shapes"])
-def test_nan_of_the_draft_is_no_doubt(monkeypatch, fixed, first_bad_pass):
-    """A policy that stops on low confidence must not take NaN for it."""
-    if fixed:
-        use_fixed_steps(monkeypatch)
-    target, draft = tiny_model(dtype="float64"), tiny_model.__wrapped__("llama", dtype="float64", noise=0.1)
-    policy = StopWhenUnsure(most=3, at_least=0.0)
-    with bass.Session(bass.ModelPair(target, draft), draft_length=policy, eos_token_id=()) as session:
-        session.submit(PROMPTS[0], max_new_tokens=20)
-        session.step()
-        with forward_passes(draft) as passes:
-            draft.lm_head.register_forward_hook(
-                lambda module, args, output: output * torch.nan if len(passes) >= first_bad_pass else output
-            )
-            with pytest.raises(FloatingPointError, match="draft model"):
-                session.step()
-
-
-def test_a_cache_that_could_not_grow_with_the_other_grows_later(monkeypatch):
-    with bass.Session(pair(), draft_length=3, eos_token_id=(), max_batch_size=3) as session:
-        first = session.submit(PROMPTS[0], max_new_tokens=20)
-        session.step()
-        too_long = session.submit(PROMPTS[1], max_new_tokens=80)
-        original = bass.ModelDrafter.grow
-
-        def fail(self, capacity):
-            raise MemoryError("no room for the draft")
-
-        monkeypatch.setattr(bass.ModelDrafter, "grow", fail)
-        with pytest.raises(MemoryError):
-            session.step()
-        monkeypatch.setattr(bass.ModelDrafter, "grow", original)
-        session.cancel(too_long)
-        second = session.submit(PROMPTS[3], max_new_tokens=30)
-        while not session.idle:
-            session.step()
-        alone = bass.generate(pair(), [PROMPTS[0], PROMPTS[3]], max_new_tokens=30, draft_length=3, eos_token_id=())
-        assert session.result(first).sequence.tolist() == alone.sequences[0][:20].tolist()
-        assert session.result(second).sequence.tolist() == alone.sequences[1].tolist()
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(which):
+    pair = small_pair()
+    training = [module.training for module in pair.target.modules()]
+    undisturbed = Run(pair)
+    undisturbed.to_the_end()
+    expected, lines = undisturbed.results(), lines_of_a_run(pair)
+    assert len(lines) > 200
+    with torch.no_grad():
+        logits = pair.draft(SHARED[None]).logits
+    gave_up = set()
+    for line, count in lines.items():
+        run = Run(pair)
+        assert interrupted(run, line, 1 if which == "first" else count), line
+        assert attention.path_of(pair.target) is None and attention.path_of(pair.draft) is None, line
+        assert [module.training for module in pair.target.modules()] == training, line
+        with torch.no_grad():
+            assert torch.equal(pair.draft(SHARED[None]).logits, logits), line
+        try:
+            run_to_the_end(run.session)
+        except RuntimeError as error:
+            assert "make a new session" in str(error), line
+            gave_up.add(line)
+        else:
+            reached_cancel = run.handles[3].finish_reason == "cancelled"
+            for row, (found, wanted) in enumerate(zip(run.results(), expected, strict=True)):
+                if row < 3 or reached_cancel:
+                    assert found == wanted, (line, row)
+        run.session.close()
+    # Only lines of the commit itself may end a session.
+    assert {Path(file).name for file, _ in gave_up} <= {"rows.py", "engine.py"}
+    assert len(gave_up) < 40

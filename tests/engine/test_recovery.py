@@ -113,7 +113,7 @@ def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before,
     assert caught.value is error
     assert caught.traceback
     assert states(pair) == before
-    assert attention._current is None
+    assert attention._thread.current is None
     assert cache_memory.was_used
     assert cache_memory.held == 0
     assert_same(generate(pair), expected)
@@ -153,7 +153,7 @@ def test_interrupted_call_frees_the_saved_caches_of_prompts(pair, cache_memory):
 def test_finished_call_leaves_everything_as_it_was(pair, before, cache_memory):
     out = generate(pair, num_return_sequences=2, max_batch_size=4, trace="tokens", repetition_penalty=1.1)
     assert states(pair) == before
-    assert attention._current is None
+    assert attention._thread.current is None
     assert cache_memory.was_used
     assert cache_memory.held == 0
     assert len(out.sequences) == 6

@@ -169,7 +169,7 @@ def test_rows_that_rested_taken_for_fed_are_caught(monkeypatch):
 
 def test_zeroed_instead_of_masked_key_is_caught(monkeypatch):
     def zeroed(module, query, key, value, attention_mask=None, **kwargs):
-        visible = attention._current.visible()[:, None]  # [B, 1, Q, S]
+        visible = attention._thread.current.visible()[:, None]  # [B, 1, Q, S]
         scores = query @ key.transpose(-1, -2) * kwargs["scaling"] * visible  # a zero logit still adds e^0
         return (scores.softmax(-1) @ (value * visible[:, :, -1, :, None])).transpose(1, 2).contiguous(), None
 

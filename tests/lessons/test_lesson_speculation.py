@@ -81,6 +81,13 @@ def test_expected_tokens_are_the_closed_form():
     assert expected_tokens(1.0, 5)[5] == 6 and expected_tokens(0.0, 5)[5] == 1
 
 
+def test_expected_tokens_where_alpha_is_known_of_few_drafts_are_the_mean_over_what_it_may_be():
+    alphas = np.random.default_rng(0).beta(3 * 0.8, 3 * 0.2, 200_000)
+    mean = np.mean([expected_tokens(alpha, 5) for alpha in alphas[:20_000]], axis=0)
+    assert expected_tokens(0.8, 5, seen=3) == pytest.approx(mean, rel=0.01)
+    assert (expected_tokens(0.8, 5, seen=3)[2:] > expected_tokens(0.8, 5)[2:]).all()
+
+
 # --- what a step decides ---
 
 

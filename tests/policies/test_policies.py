@@ -88,7 +88,7 @@ def test_rows_keep_what_they_showed_when_others_end_move_or_join():
 
 def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
     policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
-    tokens, k = expected_tokens(policy.alphas(), 16), np.arange(17)
+    tokens, k = expected_tokens(policy.alphas(), 16, policy.alphas.seen), np.arange(17)
     expected = policy.weigh(rows([99] * 4), tokens) @ tokens / CHEAP.step(4, k, 0)
     assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
     assert policy.plan(rows([99] * 4)) == expected.argmax()
@@ -107,7 +107,7 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
     policy = taught(bass.Goodput(CHEAP, limit=2), [2, 2], of=2)
     policy.k = 1
     found = policy.goodputs(rows([7, 1]))
-    longer, ending = expected_tokens(policy.alphas()[0], 2), np.ones(3)  # two more drafts, and none
+    longer, ending = expected_tokens(policy.alphas(), 2, policy.alphas.seen)[0], np.ones(3)  # two more drafts, and none
     weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
     tokens = weights @ [longer, ending] * 2 / weights.sum()
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
@@ -178,9 +178,8 @@ def test_rows_count_by_the_steps_that_they_still_need():
     policy.k = 6
     sure, doubtful = policy.weigh(rows([900, 900]), expected_tokens(policy.alphas(), 16))
     assert doubtful > 1.9 and sure + doubtful == pytest.approx(2)
-    sure, doubtful = policy.weigh(
-        rows([900, 9]), expected_tokens(policy.alphas(), 16)
-    )  # now it has little left to write
+    # now it has little left to write
+    sure, doubtful = policy.weigh(rows([900, 9]), expected_tokens(policy.alphas(), 16))
     assert sure > 1.9 and sure + doubtful == pytest.approx(2)
 
 
@@ -327,8 +326,8 @@ def test_marginal_value_draws_what_its_pass_has_paid_for_and_stops_there():
     policy = bass.MarginalValue(CHEAP, trusted=1.0)
     policy.start(rows())
     policy.plan(rows())
-    # the goodput is 3.8 tokens in the time of a regular step: a slot has to bring 0.57 tokens, its verification 0.19
-    assert policy.price[0] == pytest.approx(0.57, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
+    # the goodput is 4.1 tokens in the time of a regular step: a slot has to bring 0.61 tokens, its verification 0.20
+    assert policy.price[0] == pytest.approx(0.61, abs=0.01) and policy.verify_price[0] == pytest.approx(0.20, abs=0.01)
     policy.calibration = lambda maximum: maximum  # at its word
     assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
     assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14

@@ -68,6 +68,22 @@ _OPTIONS = {
         },
     ),
     "starcoder2": ("starcoder2", _LLAMA_LIKE | {"sliding_window": None}),
+    "ministral3": ("ministral3", _LLAMA_LIKE | {"head_dim": 8}),
+    "llama4": (
+        "llama4_text",
+        _LLAMA_LIKE | {"head_dim": 8, "no_rope_layers": [1, 0], "intermediate_size_mlp": 48, "num_local_experts": 2},
+    ),
+    "gpt_neo": (
+        "gpt_neo",
+        _COMMON
+        | {
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "max_position_embeddings": CONTEXT,
+        },
+    ),
     "codegen": ("codegen", _GPT_LIKE | {"rotary_dim": 4}),
     "gptj": ("gptj", _GPT_LIKE | {"rotary_dim": 4}),
     "falcon": (
@@ -115,7 +131,8 @@ _OPTIONS = {
     ),
 }
 
-SUPPORTED = [name for name in _OPTIONS if name not in ("bloom", "bamba")]
+REFUSED = ("bloom", "bamba", "llama4", "gpt_neo")
+SUPPORTED = [name for name in _OPTIONS if name not in REFUSED]
 
 
 @functools.cache
@@ -176,7 +193,7 @@ def forward_passes(*models: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
     shapes = []
 
     def note(module, args, kwargs):
-        current = attention._current  # None in passes that are not the engine's
+        current = attention._thread.current  # None in passes that are not the engine's
         shapes.append(tuple((kwargs["input_ids"] if current is None else current.positions).shape))
 
     with ExitStack() as hooks:
