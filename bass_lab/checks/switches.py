@@ -6,7 +6,6 @@ rope that switches its factors does so at one position. So checks decode prompts
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -14,13 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core.attention import context_length
+from bass_core.probe import SWITCHES
 
 LONGEST = 512  # prompts beyond this make a quick check slow
 LONG = 160  # one prompt is at least so long, for what changes with length and has no name
-NAMES = re.compile(
-    r".*window(_size|_len)?|.*attention_chunk_size|local_attention|.*attn_chunk_length|floor_scale|.*n_floor|index_topk"
-    r"|original_max_position_embeddings|initial_context_length|rel_extent|.*max_distance"
-)
 
 
 def named_in(model: PreTrainedModel) -> dict[str, int]:
@@ -34,13 +30,14 @@ def _named(values: Mapping) -> Iterator[tuple[str, int]]:
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _named(value)
-        elif isinstance(value, int) and not isinstance(value, bool) and value > 1 and NAMES.fullmatch(str(name)):
+        elif type(value) is int and value > 1 and SWITCHES.search(str(name)):
             yield name, value
 
 
 def rows_beside(model: PreTrainedModel, prompts: Sequence[Tensor], new: int, room: float) -> tuple[list[Tensor], str]:
-    """Prompts made of these that cross the model's windows and switches while `new` tokens are decoded and that begin
-    behind them, with one long one; and in words where they lie and what is out of reach. room: of prompt and new tokens.
+    """Prompts made of these that cross the model's windows and switches while `new` tokens are decoded, and that begin
+    beyond them, with one long one; and in words where they lie and what is out of reach. room: what prompt and new
+    tokens must fit into.
     """
     named = named_in(model)
     fits = int(min(LONGEST, room - new))

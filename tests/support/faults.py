@@ -9,11 +9,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
+
+import bass_core as bass
+import bass_lab as lab
+from bass_core import probe
+from bass_lab.checks import exactness
 
 
 class BatchMean(nn.Module):
@@ -160,3 +166,25 @@ FAULTS: dict[str, Callable[[], PreTrainedModel]] = {
     "bonus for row 0": lambda: _after_the_layers(FirstRow()),
     "error for more than four queries": lambda: _of_class(FourQueries),
 }
+
+
+# --- who finds them -----------------------------------------------------------------------------------
+
+COLUMNS = ("fault", "the probe", "checks of `bass verify` that fail")
+
+
+def verified_without_the_probe(model: PreTrainedModel) -> exactness.Report:
+    """`bass verify` where the probe takes every model."""
+    torch.manual_seed(0)
+    with mock.patch.object(probe, "probe", lambda model, path: None):
+        return lab.verify(bass.ModelPair(model), max_new_tokens=16, samples=1000)
+
+
+def found(fault: str) -> tuple[str, str, str]:
+    """The fault's line in docs/MODELS.md."""
+    try:
+        by_probe = f"takes it ({probe.resolve(FAULTS[fault]())})"
+    except ValueError:
+        by_probe = "refuses it"
+    report = verified_without_the_probe(FAULTS[fault]())
+    return fault, by_probe, ", ".join(check.name for check in report.checks if not check.passed) or "none"

@@ -2,13 +2,11 @@
 
 A tiny configuration is the class's own default with its sizes cut by name: two layers (more where layers differ), 97
 tokens, windows of 8, switches at 16 positions, a context of 96. What a kind needs beyond that stands in `SPECIAL`.
-
-    PYTHONPATH=.:kernels python tests/support/kinds.py      decodes all of them and writes docs/MODELS.md
+What becomes of each stands in docs/MODELS.md; tests/support/models_page.py measures it again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 import traceback
@@ -23,8 +21,8 @@ import transformers
 from tiny import greedy_alone, ragged_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from tqdm import tqdm
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trial_policies import PerRow
 
 import bass_core as bass
@@ -41,14 +39,15 @@ SIZES = {
     r"vocab_size|decoder_vocab_size|unpadded_vocab_size|.*_vocab_size|vocab_size_per_layer_input": VOCABULARY,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|model_max_length": CONTEXT,
     r"context_length|seq_length": CONTEXT,
-    r"sliding_window(_size)?|attention_chunk_size|(attention_)?window_size|attention_window_size|local_attention": WINDOW,
+    r"sliding_window(_size)?|attention_chunk_size|(attention_)?window_size|local_attention": WINDOW,
     r"local_attention_window_len|keep_window_size|(local|lsh)_attn_chunk_length|block_size|index_block_size": WINDOW,
     r"attention_context_left|(mamba_)?chunk_size|conv_chunk_size": WINDOW,
     r"original_max_position_embeddings|floor_scale|log_scaling_n_floor|rel_extent|relative_max_distance": SWITCH,
     r"position_bias_max_distance|initial_context_length": SWITCH,
     r"encoder_hash_byte_group_vocab": 100,
-    r"hidden_size(_global)?|d_model|n_embd|emb_dim|embedding_dim|embedding_size|attention_hidden_size|lru_width": HIDDEN,
-    r"adapter_(in|out)_dim|adapter_input_size|(input|output)_embedding_size|word_embed_proj_dim|backbone_hidden_size|dim_model_base": HIDDEN,
+    r"hidden_size(_global)?|d_model|n_embd|emb_dim|embedding_dim|embedding_size|attention_hidden_size": HIDDEN,
+    r"adapter_(in|out)_dim|adapter_input_size|(input|output)_embedding_size|word_embed_proj_dim|lru_width": HIDDEN,
+    r"backbone_hidden_size|dim_model_base": HIDDEN,
     r"(.*_)?intermediate_size(_mlp)?|(.*_)?ffn_dim|dff|dim_ff|d_inner|(.*_)?ffn_hidden_size|feed_forward_size": 96,
     r"num_(.*_)?attention_heads|.*attention_heads|n_heads?|num_heads|linear_num(_value|_key)?_heads": HEADS,
     r"n_mamba_heads|mamba_n(um)?_heads|index_n_heads": HEADS,
@@ -146,25 +145,22 @@ def kinds() -> dict[str, type[PreTrainedConfig]]:
 
 
 def tiny_config(kind: str, **changes) -> PreTrainedConfig:
-    """The kind's default configuration with its sizes cut; changes are laid over it."""
-    return _shrunk(kinds()[kind], SPECIAL.get(kind, {}) | changes)
+    """The kind's default configuration with its sizes cut; changes are laid over what it says of its texts."""
+    if changes and "text_config" in kinds()[kind].sub_configs:
+        changes = {"text_config": changes}
+    return _shrunk(kinds()[kind], changes)
 
 
 def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
-    with contextlib.suppress(Exception):
-        special = SPECIAL.get(config_class.model_type, {}) | special
-    base = {name: value for name, value in special.items() if name in ("hidden_size_per_layer_input",)}
-    default = config_class(**base)
-    sizes = {}
+    special = SPECIAL.get(config_class.model_type, {}) | special
+    default, sizes = config_class(), {}
     for name, value in vars(default).items():
         if name.startswith("_") or name in ("id2label", "label2id", "transformers_version"):
             continue
         if isinstance(value, PreTrainedConfig):
             sizes[name] = _shrunk(type(value), special.get(name, {}))
-        else:
-            smaller = _smaller(name, value)
-            if smaller is not value:
-                sizes[name] = smaller
+        elif (smaller := _smaller(name, value)) is not value:
+            sizes[name] = smaller
     sizes |= _key_value_heads(default)
     sizes |= _kept_layers(default)
     if hasattr(default, "is_decoder"):
@@ -262,9 +258,9 @@ def tiny(kind: str, noise: float = 0.0, **changes) -> PreTrainedModel:
 class Finding:
     """What became of one kind.
 
-    outcome: "works", "refused", "wrong" or "crashes"; "not tiny" where no small model could be made. path: the attention
-    path it was decoded with. reason: what was said, or where rows differed. longrope: the same for the kind with a rope
-    that switches its factors at 16 positions, "" where it takes none: rows on both sides, and rows that cross.
+    outcome: "works", "refused", "wrong" or "crashes"; "not tiny" where no small model could be made. path: the
+    attention path it was decoded with. reason: what was said, or where rows differed. longrope: the outcomes with a
+    rope that switches its factors at 16 positions, "" where the kind takes none: rows beside it, and rows that cross.
     """
 
     kind: str
@@ -284,9 +280,15 @@ def find(kind: str) -> Finding:
     # Phi-3 and its like: while a row crosses, `generate` drops its cache and the text before (transformers 5.23).
     ways = (beside, _generated), (crossing, functools.partial(_by_forward, cached=True))
     parts = [_find(kind, prompts, reference, rope_parameters=rope) for prompts, reference in ways]
-    longrope = f"{parts[0].outcome}, crossing: {parts[1].outcome}"
+    longrope = f"{parts[0].outcome}, crossing {parts[1].outcome}"
     reasons = [finding.reason, *(f"longrope: {part.reason}" for part in parts if part.reason)]
     return replace(finding, longrope=longrope, reason="; ".join(dict.fromkeys(filter(None, reasons))))
+
+
+def alpha(kind: str) -> float:
+    """The share of a disturbed copy's drafts that its kind accepts."""
+    pair = bass.ModelPair(tiny(kind), tiny(kind, noise=0.1))
+    return bass.generate(pair, PROMPTS, max_new_tokens=NEW, draft_length=4, eos_token_id=()).trace.summary()["alpha"]
 
 
 def switching_rope(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -296,8 +298,15 @@ def switching_rope(model: PreTrainedModel) -> dict[str, Any] | None:
     if not isinstance(own, dict) or not isinstance(own.get("rope_type"), str) or len(sizes) != 1:
         return None
     (size,) = sizes
-    kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor") if name in own}
-    factors = {"short_factor": [1.0] * size, "long_factor": [4.0] * size, "factor": CONTEXT / SWITCH}
+    kept = {name: own[name] for name in ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta") if name in own}
+    if model.config.model_type == "phimoe":
+        kept |= {"short_mscale": 1.0, "long_mscale": 1.2}
+    factors = {
+        "short_factor": [1.0] * size,
+        "long_factor": [4.0] * size,
+        "factor": CONTEXT / SWITCH,
+        "attention_factor": 1.0,
+    }
     return kept | factors | {"rope_type": "longrope", "original_max_position_embeddings": SWITCH}
 
 
@@ -356,58 +365,59 @@ def _said(error: Exception) -> str:
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
+def one_per_implementation() -> list[str]:
+    """The first kind of each distinct attention among all that transformers ships, as far as the engine sees it."""
+    first: dict[tuple, str] = {}
+    for kind, model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if kind in kinds():
+            first.setdefault(_attention_of(kind, model), kind)
+    return list(first.values())
+
+
+def _attention_of(kind: str, model: str) -> tuple:
+    """What it hands to transformers' attention interface, by name; its source where it attends by its own code."""
+    folder = model_type_to_module_name(kind)
+    path = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
+    if not path.exists():  # another kind's code under a name of its own
+        return (model,)
+    code = path.read_text()
+    handed = re.findall(r"attention_interface\(\n(.*?)\n {8}\)", code, flags=re.DOTALL)
+    if not handed:
+        name = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration|WithLMHead|Decoder)$", "", model)
+        classes = re.split(r"^(?=class |def |@)", code, flags=re.MULTILINE)
+        return tuple(part.replace(name, "") for part in classes if re.match(r"class \w+Attention\b", part))
+    names = {word for call in handed for word in re.findall(r"(\w+)=", call)}
+    asks = {word for word in ("get_seq_length", "create_sliding_window_causal_mask", "position_ids") if word in code}
+    return tuple(sorted(names | asks))
+
+
 # --- the table ----------------------------------------------------------------------------------------
 
-TABLE = Path(__file__).parents[2] / "docs" / "MODELS.md"
 COLUMNS = ("kind", "outcome", "path", "longrope", "reason")
-FIRST, LAST = "<!-- kinds: written by tests/support/kinds.py -->", "<!-- end of kinds -->"
 
 
-def write(findings: list[Finding], path: Path = TABLE) -> None:
-    """Put what was found between the two marks of docs/MODELS.md."""
-    text = path.read_text()
-    before, after = text.split(FIRST)[0], text.split(LAST)[1]
-    path.write_text(f"{before}{FIRST}\n\n{summary(findings)}\n\n{table(findings)}\n\n{LAST}{after}")
-
-
-def read(path: Path = TABLE) -> dict[str, Finding]:
-    """Kind -> finding, as written there."""
-    lines = [line for line in path.read_text().split(FIRST)[1].split(LAST)[0].splitlines() if line.startswith("| `")]
-    cells = ([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
-    findings = (Finding(**dict(zip(COLUMNS, (row[0].strip("`"), *row[1:]), strict=True))) for row in cells)
-    return {finding.kind: finding for finding in findings}
+def cells(finding: Finding) -> tuple[str, ...]:
+    return tuple(getattr(finding, name) for name in COLUMNS)
 
 
 def summary(findings: list[Finding]) -> str:
-    """Counts of outcomes, in a sentence and as a table of outcome by longrope."""
+    """Counts of outcomes, in two sentences and by reason."""
     counts = Counter(finding.outcome for finding in findings)
-    names = ("works", "refused", "wrong", "crashes", "not tiny")
-    lines = [f"transformers {transformers.__version__} registers {len(findings)} kinds: "]
-    lines[0] += ", ".join(f"{counts[name]} {name}" for name in names) + "."
-    switching = Counter(finding.longrope for finding in findings if finding.longrope)
-    lines.append(
-        f"With a rope that switches ({switching.total()} kinds take one): "
-        + ", ".join(f"{count} × {what}" for what, count in switching.most_common())
-        + "."
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "wrong", "crashes", "not tiny"))
+    switching = Counter(finding.longrope for finding in findings if finding.longrope).most_common()
+    ropes = "; ".join(f"{count} {what}" for what, count in switching)
+    reasons = Counter(_group(finding.reason) for finding in findings if finding.outcome == "refused").most_common()
+    return (
+        f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**.\n\n"
+        f"With a rope that switches, of {sum(count for _, count in switching)} kinds that take one: {ropes}.\n\n"
+        "Refused because\n\n" + "\n".join(f"- {reason}: {count}" for reason, count in reasons)
     )
-    return "\n\n".join(lines)
 
 
-def table(findings: list[Finding]) -> str:
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS)]
-    for finding in findings:
-        cells = f"`{finding.kind}`", finding.outcome, finding.path, finding.longrope, finding.reason
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    findings = [find(kind) for kind in tqdm(kinds())]
-    write(findings)
-    print(summary(findings))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    main()
+def _group(reason: str) -> str:
+    """A refusal without what is the kind's own."""
+    if "keeps more of a text" in reason:
+        return "keeps more of a text than its tokens' keys and values"
+    if "Error" in reason:
+        return "raises an error over a ragged cache, on the path nearest to its own code or on all"
+    return "computes something else over a ragged cache than in its forward pass"
