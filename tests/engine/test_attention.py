@@ -75,9 +75,7 @@ def test_models_that_bypass_the_interface_fall_back_to_eager():
 def test_models_that_ignore_everything_are_refused():
     with pytest.raises(ValueError, match="BloomForCausalLM cannot be decoded over a ragged cache"):
         probe.resolve(tiny_model("bloom"))
-    with pytest.raises(
-        ValueError, match="BambaForCausalLM keeps more of a text than the keys and values of its tokens"
-    ):
+    with pytest.raises(ValueError, match="BambaForCausalLM keeps more of a text than the keys and values of its tokens"):
         probe.resolve(tiny_model("bamba"))
 
 
