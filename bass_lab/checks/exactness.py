@@ -20,6 +20,7 @@ from bass_core import inputs
 from bass_core.models import ASSETS, ModelPair
 from bass_lab.checks import four_checks
 from bass_lab.checks.four_checks import TOKENS, Finding, Subject, name_of_dtype
+from bass_lab.checks.switches import rows_beside
 from bass_lab.pairs import context_of, name_of
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -81,7 +82,9 @@ def verify(
     """Check that decoding this pair is exact: greedy, sampled, coupled, and in half precision.
 
     prompts: texts or token ids; None takes some that suit the pair (random ids where there is no tokenizer). Fewer than
-        four are joined by shortened ones; all are shortened where the context would not hold what is generated.
+        four are joined by shortened ones; all are shortened where the context would not hold what is generated. In
+        the greedy check one of up to 160 tokens joins them, and others on both sides of every window and switch that
+        the target's configuration names; the report says which lie beyond 512 tokens and were not reached.
     max_new_tokens: per row (the context may allow fewer). samples: rows of each G-test. compile: as in `generate`, what
         is checked; attention "split", which cannot be recorded, is checked without. progress: told what comes next.
 
@@ -90,11 +93,13 @@ def verify(
     Raises ValueError / TypeError for input that cannot be decoded; what is raised during a check makes it fail.
     """
     prompts, new = _prompts(pair, prompts, inputs.integer("max_new_tokens", max_new_tokens, least=1))
+    beside, switches = rows_beside(pair.target, prompts, new, context_of(pair))
     inputs.integer("samples", samples, least=1000)
     dtype = pair.target.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     half = dtype if dtype == torch.float16 else torch.bfloat16
-    subject = Subject(pair, precise, prompts, new, samples, inputs.integer("seed", seed, least=None), compile)
+    seed = inputs.integer("seed", seed, least=None)
+    subject = Subject(pair, precise, prompts, new, samples, seed, compile, beside, switches)
     checks = []
     for name, check in (
         ("greedy identity", four_checks.greedy),

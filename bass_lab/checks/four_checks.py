@@ -31,7 +31,8 @@ Finding = tuple[bool, str, dict]  # passed, tested, details
 
 @dataclass(frozen=True)
 class Subject:
-    """What a check runs on; new: tokens to generate per row of it."""
+    """What a check runs on; new: tokens to generate per row of it; beside: more prompts for the greedy check, long ones
+    and such that lie beside the target's windows and switches, and in words which of these."""
 
     original: ModelPair
     dtype: torch.dtype
@@ -40,6 +41,8 @@ class Subject:
     samples: int
     seed: int
     compile: str
+    beside: list[Tensor]
+    switches: str
 
     @cached_property
     def pair(self) -> ModelPair:
@@ -72,24 +75,25 @@ def _divergences(found: Sequence[Tensor], alone: Sequence[tuple[Tensor, Tensor]]
 
 def greedy(subject: Subject) -> Finding:
     """Every row of every batch equals `transformers.generate` of the row alone, token for token."""
-    pair, rows = subject.pair, len(subject.prompts)
-    alone = [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in subject.prompts]
+    pair, prompts = subject.pair, subject.prompts + subject.beside
+    rows, alone = len(prompts), [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in prompts]
     paths, refused = _paths(pair)
     runs = []
     for path, k in [("auto", k) for k in (1, 3, 8, None)] + [(path, 3) for path in paths]:
         options = {"attention": path, "compile": "off" if path == "split" else subject.compile, "eos_token_id": ()}
-        out = generate(pair, subject.prompts, max_new_tokens=subject.new, draft_length=k, **options)
+        out = generate(pair, prompts, max_new_tokens=subject.new, draft_length=k, **options)
         different = _divergences(out.sequences, alone)
         meta = out.trace.meta
         run = {"attention": path, "path": meta["attention"], "compile": meta["compile"], "draft_length": k}
         runs.append(run | _counts(out.trace.steps) | {"identical": rows - len(different), "divergences": different})
     identical, of = sum(run["identical"] for run in runs), rows * len(runs)
-    lengths = [len(prompt) for prompt in subject.prompts]
+    lengths = [len(prompt) for prompt in prompts]
     tested = (
         f"{identical} of {of} rows equal transformers.generate of the row alone; {rows} prompts of {min(lengths)} to "
         f"{max(lengths)} tokens, {subject.new} new ones, {_total(runs)}; draft lengths 1, 3, 8 and default; attention "
         f"auto (= {runs[0]['path']}) and {', '.join(paths)}; {subject.note}"
     )
+    tested += f"; {subject.switches}" if subject.switches else ""
     return identical == of, tested, {"rows": rows, "runs": runs, "refused": refused}
 
 

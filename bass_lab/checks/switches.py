@@ -1,0 +1,52 @@
+"""Where a model changes how it computes: the windows and switches that its configuration names, and rows beside them.
+
+What is decoded on one side alone says nothing of the other: a window hides nothing from a text that fits into it, and a
+rope that switches its factors does so at one position. So checks decode prompts on both sides, in one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bass_core.attention import context_length
+from bass_core.probe import SWITCHES
+
+LONGEST = 512  # prompts beyond this make a quick check slow
+LONG = 160  # one prompt is at least so long, for what changes with length and has no name
+
+
+def named_in(model: PreTrainedModel) -> dict[str, int]:
+    """Name -> position of every window and switch inside the model's context."""
+    context = context_length(model)
+    found = _named(model.config.get_text_config().to_dict())
+    return {name: at for name, at in found if context is None or at < context}
+
+
+def _named(values: Mapping) -> Iterator[tuple[str, int]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _named(value)
+        elif type(value) is int and value > 1 and SWITCHES.search(str(name)):
+            yield name, value
+
+
+def rows_beside(model: PreTrainedModel, prompts: Sequence[Tensor], new: int, room: float) -> tuple[list[Tensor], str]:
+    """Prompts made of these that cross the model's windows and switches while `new` tokens are decoded, and that begin
+    beyond them, with one long one; and in words where they lie and what is out of reach. room: what prompt and new
+    tokens must fit into.
+    """
+    named = named_in(model)
+    fits = int(min(LONGEST, room - new))
+    near = {name: at for name, at in named.items() if at + 2 <= fits}
+    lengths = {at - new // 2 for at in near.values()} | {at + 2 for at in near.values()} | {min(LONG, fits)}
+    source = torch.cat(list(prompts))
+    source = source.repeat(-(-(LONGEST + len(lengths)) // len(source)) + 1)
+    rows = [source[shift : shift + length] for shift, length in enumerate(sorted(lengths)) if length > 0]
+    far = [f"{name} {at}" for name, at in named.items() if name not in near]
+    words = f"prompts on both sides of {', '.join(f'{name} {at}' for name, at in near.items())}" if near else ""
+    out_of_reach = f"not reached, too long for this check: {', '.join(far)}" if far else ""
+    return rows, "; ".join(filter(None, (words, out_of_reach)))

@@ -1,0 +1,67 @@
+"""Models whose rows disturb one another are found: who finds which fault is the table in docs/MODELS.md."""
+
+import faults
+import models_page
+import pytest
+
+import bass_core as bass
+import bass_lab as lab
+from bass_core import probe
+
+TABLE = {row[0]: tuple(row) for row in models_page.rows("faults")}
+
+
+def test_the_table_has_every_fault():
+    assert list(TABLE) == list(faults.FAULTS)
+
+
+def test_without_a_fault_nothing_is_found():
+    assert probe.resolve(faults.healthy()) == "pad"
+    report = faults.verified_without_the_probe(faults.healthy())
+    assert report.passed, report.table().to_string()
+
+
+def exact_checks(checks: str) -> list[str]:
+    """Without the one that allows for rounding, which machines do differently."""
+    return [check for check in checks.split(", ") if "bfloat16" not in check]
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS)
+def test_verify_finds_it_without_the_probe(fault):
+    _, by_probe, checks = faults.found(fault)
+    assert checks != "none"
+    assert (by_probe, exact_checks(checks)) == (TABLE[fault][1], exact_checks(TABLE[fault][2]))
+
+
+# --- windows and switches that a configuration names ----------------------------------------------
+
+
+def greedy_check(model, **options):
+    return lab.verify(bass.ModelPair(model), max_new_tokens=8, samples=1000, **options).checks[0]
+
+
+def test_a_fault_beyond_a_switch_is_found_where_the_configuration_names_it():
+    """It shows beyond 250 tokens, where no other prompt of the checks is."""
+    model = faults.log_scaling(beyond=250)
+    assert greedy_check(model).passed
+    model = faults.log_scaling(beyond=250)
+    model.config.floor_scale = 250
+    check = greedy_check(model)
+    assert not check.passed
+    assert "prompts on both sides of floor_scale 250" in check.tested
+
+
+def test_a_window_too_long_for_a_quick_check_is_named_in_the_report():
+    model = faults.healthy()
+    model.config.max_position_embeddings = 2**20
+    model.config.sliding_window_size, model.config.floor_scale = 4096, 64
+    check = greedy_check(model)
+    assert check.passed, check.tested
+    assert "prompts on both sides of floor_scale 64" in check.tested
+    assert "not reached, too long for this check: sliding_window_size 4096" in check.tested
+
+
+def test_a_window_beyond_the_context_is_none():
+    model = faults.healthy()
+    model.config.floor_scale = model.config.max_position_embeddings
+    assert "floor_scale" not in greedy_check(model).tested
