@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from bass_core import kernel_ops
@@ -209,10 +209,12 @@ def using(model: PreTrainedModel, path: str) -> Iterator[None]:
     changes += [(vars(each), "_attn_implementation_internal", _prefixed(path)) for each in configurations(model)]
     # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
     changes += [(vars(model.config), "pad_token_id", None)] * ("pad_token_id" in vars(model.config))
-    switch = rotary_switch(model)
-    for module in model.modules() if switch is not None else ():
-        if getattr(module, "rope_type", None) == "longrope":
+    switch, takes_positions = rotary_switch(model), "position_ids" in _forward_names(type(model))
+    for module in model.modules():
+        if switch is not None and getattr(module, "rope_type", None) == "longrope":
             changes.append((vars(module), "forward", _by_row(module.forward, switch)))
+        elif not takes_positions and isinstance(module, nn.Embedding) and "Positional" in type(module).__name__:
+            changes.append((vars(module), "forward", _at_positions(module)))
     with changed(changes), evaluating(model):
         yield
 
@@ -241,6 +243,13 @@ def recomputed_beyond(model: PreTrainedModel) -> int | None:
     theirs = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     known = hasattr(model.config, "original_max_position_embeddings")
     return rotary_switch(model) if theirs and known else None
+
+
+def _at_positions(table: nn.Embedding) -> Callable:
+    """A table of learned positions (BART and its relatives) that would go by the cache's length, which rows share."""
+    return lambda *args, **kwargs: F.embedding(
+        _thread.current.pack(_thread.current.positions) + getattr(table, "offset", 0), table.weight
+    )
 
 
 def _by_row(forward: Callable, switch: int) -> Callable:
