@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bass_core.drafters import NgramDrafter
-from bass_core.models import ASSETS, ModelPair, load_pair, place
+from bass_core.models import ASSETS, ModelPair, check_config, load_pair, place
 
 WEIGHTS = ("hub", "dummy")
 
@@ -110,6 +110,7 @@ def _stored_config(folder: str | Path | None, trust_remote_code: bool) -> PreTra
             f"name one, or one of these pairs as the target: {', '.join(SHAPES)}"
         )
     try:
+        check_config(PreTrainedConfig.get_config_dict(folder)[0], trust_remote_code)
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(f"cannot read the config of {str(folder)!r}: {error}") from error
@@ -139,11 +140,7 @@ def dummy_model(
     The config is marked, and the mark outlives `save_pretrained`: see `has_dummy_weights`. Raises ValueError for a
     dtype that torch does not have and for a config of no causal language model.
     """
-    if isinstance(dtype, str):
-        found = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype must be 'auto' or one of torch's, such as 'bfloat16'; got {dtype!r}")
-        dtype = found
+    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.to_empty(device=device)
