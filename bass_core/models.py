@@ -257,7 +257,7 @@ def _load_tokenizer(name: str | Path, trust_remote_code: bool) -> PreTrainedToke
     try:
         with panics_are_errors():
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-            tokenizer.decode(tokenizer(PROBE)["input_ids"])
+            tokenizer.decode(tokenizer(PROBE, verbose=False)["input_ids"])
     except Exception as error:
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
     return tokenizer
