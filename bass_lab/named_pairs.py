@@ -7,6 +7,7 @@ with dummy weights write is noise: their pairs are `synthetic`, and so is all th
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def named_pair(
     dtype, device, trust_remote_code: as in `load_pair`.
 
     Raises ValueError where `load_pair` does, for weights of a pair that was never published, and for dummy weights
-    without a config.
+    without a config; MemoryError for dummy weights that the device has no room for.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
@@ -143,6 +144,7 @@ def dummy_model(
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    _check_memory(model, device)
     model.to_empty(device=device)
     model.tie_weights()  # moving has untied them
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -150,3 +152,16 @@ def dummy_model(
         model.init_weights()  # as `from_pretrained` does it: tables of positions, too, are computed in float32
     model.config.dummy_weights = True
     return model.eval()
+
+
+def _check_memory(model: PreTrainedModel, device: torch.device) -> None:
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if device.type == "cuda":
+        there = torch.cuda.mem_get_info(device)[1]
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise MemoryError(
+            f"{model.config.name_or_path or type(model).__name__} takes {needed / 1e9:,.0f} GB in {model.dtype}, and "
+            f"{device} has {there / 1e9:,.0f} GB"
+        )
