@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.attention import recomputed_beyond
-from bass_core.models import ModelPair
+from bass_core.models import ModelPair, panics_are_errors
 from bass_core.rows import StopStrings
 
 Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
@@ -69,7 +69,8 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("text prompts need a tokenizer: ModelPair(..., tokenizer=...), or pass token ids")
-        prompt = tokenizer(prompt)["input_ids"]
+        with panics_are_errors():
+            prompt = tokenizer(prompt)["input_ids"]
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError) as error:

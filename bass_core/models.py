@@ -7,6 +7,8 @@ repository of the model unless the caller says so, every tensor accounted for an
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -14,21 +16,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from bass_core.attention import context_length
 from bass_core.drafters import NgramDrafter
 
 ASSETS = Path(__file__).parent / "assets"
 OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
+DEPTH = re.compile(r"layers?$|^num_blocks$")  # fields of configs that say how many modules are made
+DEEPEST = 500  # of them: no model has more, and as many are built within a second
+SHIPPED = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # the others may be fetched from the hub
+PROBE = " ".join(chr(code) * 64 for code in range(32, 127)) + "é🙂\n\n"  # long runs: where regular expressions give up
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,8 @@ def load_pair(
     GPU where there is one. Models come in evaluation mode.
 
     Raises ValueError for a checkpoint that is not safetensors, has missing, unexpected or non-finite tensors, or needs
-    code that `trust_remote_code` does not allow; and where the models do not fit (`ModelPair`).
+    code that `trust_remote_code` does not allow; for a config that its tensors do not bear out, before a model is
+    built; for a tokenizer that fails on plain text; and where the models do not fit (`ModelPair`).
     """
     if target is None:
         if draft is not None:
@@ -116,9 +129,17 @@ def load_pair(
 
 
 def place(device: str | torch.device | None, dtype: str | torch.dtype | None) -> tuple[torch.device, str | torch.dtype]:
-    """Where models go and in which dtype ("auto": their own), unless they are told."""
+    """Where models go and in which dtype ("auto": their own), unless they are told. Raises ValueError for others."""
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return device, dtype or ("auto" if device.type == "cuda" else "float32")
+    dtype = dtype or ("auto" if device.type == "cuda" else "float32")
+    return device, dtype if dtype == "auto" else _floating("dtype", dtype)
+
+
+def _floating(field: str, dtype: Any) -> torch.dtype:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"{field} must be a floating-point dtype of torch, such as 'bfloat16'; got {dtype!r}")
+    return found
 
 
 def _load_model(
@@ -126,8 +147,11 @@ def _load_model(
 ) -> PreTrainedModel:
     try:
         with _progress_only_for_people():
+            config, revision = _checked_config(name, trust_remote_code)
             model, report = AutoModelForCausalLM.from_pretrained(
                 name,
+                config=config,
+                revision=revision,
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
@@ -150,6 +174,72 @@ def _load_model(
     return model.to(device).eval()
 
 
+def _checked_config(name: str | Path, trust_remote_code: bool) -> tuple[PreTrainedConfig, str]:
+    """The config of a checkpoint and the revision that was read, if its small files bear each other out.
+
+    The headers of the safetensors files say what there is. What a config asks for beyond that, or in words that
+    transformers would pass over in silence, is refused before memory is taken or a weight is read.
+    """
+    written, _ = PreTrainedConfig.get_config_dict(name)
+    check_config(written, trust_remote_code)
+    tensors, revision = _headers(name, written.get("transformers_weights"))
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    quantized = bool(getattr(config, "quantization_config", None))
+    asked = sum(parameter.numel() for parameter in model.parameters())
+    held = sum(elements for _, elements in tensors.values())
+    if asked > held * (64 if quantized else 2):  # quantized ones are packed; a few missing ones are named later
+        raise ValueError(f"config.json describes a model of {asked:,} parameters, and the files hold {held:,}")
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), OBSOLETE.get(config.model_type, r"^$")]
+    whole = [key for key, buffer in model.named_buffers() if not buffer.is_floating_point()]
+    for key, (dtype, _) in tensors.items():
+        known = any(own.endswith(key) or key.endswith(own) for own in whole)  # prefixes come and go
+        if not (quantized or known or dtype.startswith(("F", "BF")) or any(re.search(each, key) for each in ignored)):
+            raise ValueError(f"{key} is stored as {dtype}; weights are floating-point numbers, or else quantized")
+    return config, revision
+
+
+def _headers(name: str | Path, only: str | None) -> tuple[dict[str, tuple[str, int]], str]:
+    """Dtype and number of elements of every tensor of a checkpoint, whose files the index or `only` names; revision."""
+    files = [only or SAFE_WEIGHTS_NAME]
+    index = None if only else cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index and not cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False):
+        files = sorted(set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values()))
+    tensors = {}
+    for file in files:
+        if not re.fullmatch(r"[^/\\]+\.safetensors", file):
+            raise ValueError(f"it names {file!r} as a file of weights; only *.safetensors beside config.json are read")
+        path = cached_file(name, file)
+        with safe_open(path, framework="pt") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
+            tensors |= {key: (each.get_dtype(), math.prod(each.get_shape())) for key, each in slices.items()}
+    return tensors, extract_commit_hash(path, None) or "main"
+
+
+def check_config(config: dict[str, Any], trust_remote_code: bool, prefix: str = "") -> None:
+    """Raises ValueError naming a field of a config.json that would hang, fetch code or be passed over in silence."""
+    for key, value in config.items():
+        field = prefix + key
+        if DEPTH.search(key) and isinstance(value, int) and value > DEEPEST:
+            raise ValueError(f"config.json asks for {field}={value}; {DEEPEST} is the most that is built")
+        if key in ("dtype", "torch_dtype") and isinstance(value, str):
+            _floating(f"{field} in config.json", value)
+        if key.endswith("_implementation") and not trust_remote_code:
+            for each in value.values() if isinstance(value, dict) else [value]:
+                if each not in (None, *SHIPPED):
+                    raise ValueError(
+                        f"config.json asks for {field}={each!r}, code that may come from the hub; remove it, or allow "
+                        "it with trust_remote_code=True"
+                    )
+        if key == "quantization_config" and value:
+            method = value.get("quant_method")  # bitsandbytes goes by two names
+            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"):
+                raise ValueError(f"config.json has the unknown {field}.quant_method={method!r}")
+        elif key.endswith("_config") and isinstance(value, dict):
+            check_config(value, trust_remote_code, f"{field}.")
+
+
 @contextmanager
 def _progress_only_for_people() -> Iterator[None]:
     """transformers' progress bars in a terminal; none in notebooks' pages, logs and pipes."""
@@ -165,9 +255,24 @@ def _progress_only_for_people() -> Iterator[None]:
 
 def _load_tokenizer(name: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        with panics_are_errors():
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            tokenizer.decode(tokenizer(PROBE, verbose=False)["input_ids"])
     except Exception as error:
         raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
+    return tokenizer
+
+
+@contextmanager
+def panics_are_errors() -> Iterator[None]:
+    """A tokenizer's panic, such as of a regular expression that gives up on a text, is a ValueError: by itself it is
+    no Exception, and passes through whatever catches those."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3 has no name for it that can be imported
+            raise
+        raise ValueError(f"the tokenizer failed on a text: {error}") from error
 
 
 def _check_decoder(role: str, model: PreTrainedModel) -> None:
@@ -183,13 +288,22 @@ def _check_decoder(role: str, model: PreTrainedModel) -> None:
 
 
 def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Every id that both tokenizers know must be the same token; sizes alone prove nothing."""
+    """Every id that both tokenizers know must be the same token, also as the first and the last of a text; sizes
+    alone prove nothing."""
     theirs = {index: token for token, index in draft.get_vocab().items()}
     for token, index in sorted(target.get_vocab().items(), key=lambda item: item[1]):
         if index in theirs and theirs[index] != token:
             raise ValueError(
                 f"the tokenizers differ: id {index} is {token!r} for the target and {theirs[index]!r} for the draft. "
                 "Use a draft of the same family, or draft=None (n-gram drafting)"
+            )
+    for role in ("bos_token", "eos_token"):
+        ours, other = getattr(target, role), getattr(draft, role)
+        if None not in (ours, other) and ours != other:
+            raise ValueError(
+                f"the tokenizers differ: {role} is {ours!r} for the target and {other!r} for the draft, which never "
+                "learnt what it is to propose there. If that is meant, load the models apart and join them: "
+                "ModelPair(target, draft, tokenizer)"
             )
 
 

@@ -7,6 +7,7 @@ with dummy weights write is noise: their pairs are `synthetic`, and so is all th
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bass_core.drafters import NgramDrafter
-from bass_core.models import ASSETS, ModelPair, load_pair, place
+from bass_core.models import ASSETS, ModelPair, check_config, load_pair, place
 
 WEIGHTS = ("hub", "dummy")
 
@@ -57,7 +58,7 @@ def named_pair(
     dtype, device, trust_remote_code: as in `load_pair`.
 
     Raises ValueError where `load_pair` does, for weights of a pair that was never published, and for dummy weights
-    without a config.
+    without a config; MemoryError for dummy weights that the device has no room for.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
@@ -110,6 +111,7 @@ def _stored_config(folder: str | Path | None, trust_remote_code: bool) -> PreTra
             f"name one, or one of these pairs as the target: {', '.join(SHAPES)}"
         )
     try:
+        check_config(PreTrainedConfig.get_config_dict(folder)[0], trust_remote_code)
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:
         raise ValueError(f"cannot read the config of {str(folder)!r}: {error}") from error
@@ -139,13 +141,10 @@ def dummy_model(
     The config is marked, and the mark outlives `save_pretrained`: see `has_dummy_weights`. Raises ValueError for a
     dtype that torch does not have and for a config of no causal language model.
     """
-    if isinstance(dtype, str):
-        found = config.dtype or torch.float32 if dtype == "auto" else getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"dtype must be 'auto' or one of torch's, such as 'bfloat16'; got {dtype!r}")
-        dtype = found
+    dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    _check_memory(model, device)
     model.to_empty(device=device)
     model.tie_weights()  # moving has untied them
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
@@ -153,3 +152,16 @@ def dummy_model(
         model.init_weights()  # as `from_pretrained` does it: tables of positions, too, are computed in float32
     model.config.dummy_weights = True
     return model.eval()
+
+
+def _check_memory(model: PreTrainedModel, device: torch.device) -> None:
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if device.type == "cuda":
+        there = torch.cuda.mem_get_info(device)[1]
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise MemoryError(
+            f"{model.config.name_or_path or type(model).__name__} takes {needed / 1e9:,.0f} GB in {model.dtype}, and "
+            f"{device} has {there / 1e9:,.0f} GB"
+        )

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
-import functools
+import errno
 import json
-from collections.abc import Callable
+import math
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+DEBUG = "BASS_DEBUG"
+MOST = 1_000_000  # of rows, tokens, repeats, …
+LONGEST = 1000  # characters of an error
+EXPECTED = (  # what the user, the system and files can be the reason of; others of torch's are checked for memory
+    ValueError, TypeError, OSError, ArithmeticError, MemoryError, EOFError, RecursionError, ImportError, zlib.error
+)  # fmt: skip
 
 Target = Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")]
 TargetOption = Annotated[str | None, typer.Option("--target", help="hub name or folder; none: the embedded pair")]
@@ -19,24 +34,104 @@ Temperature = Annotated[float, typer.Option(min=0, help="0 = greedy")]
 Verification = Annotated[str, typer.Option(help="token, block or coupled")]
 
 
-def user_errors(*more: type[Exception], one_line: bool = True) -> Callable[[Callable], Callable]:
-    """What the user can mend (`more` besides) ends the command with a message and exit status 2, not a traceback."""
-    kinds = (ValueError, TypeError, FileNotFoundError, FloatingPointError, MemoryError, *more)
+class Program(TyperGroup):
+    """All commands. Here alone errors of the user, of the system and of a model become one line and exit code 2."""
 
-    def decorator(command: Callable) -> Callable:
-        @functools.wraps(command)
-        def ended(*arguments, **options) -> None:
-            import torch
+    def make_context(self, *arguments, **options) -> typer.Context:
+        with ended_in_one_line():
+            return super().make_context(*arguments, **options)
 
-            try:
-                command(*arguments, **options)
-            except (*kinds, torch.OutOfMemoryError) as error:
-                typer.echo(f"error: {' '.join(str(error).split()) if one_line else error}", err=True)
-                raise typer.Exit(2) from error
+    def invoke(self, ctx: typer.Context) -> Any:
+        with ended_in_one_line():
+            return super().invoke(ctx)
 
-        return ended
 
-    return decorator
+@contextmanager
+def ended_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except Exception as error:
+        is_help = type(error).__name__ == "NoArgsIsHelpError"  # the text of `bass` alone
+        nobody_reads = getattr(error, "errno", None) == errno.EPIPE
+        if is_help or nobody_reads or isinstance(error, typer.Exit | typer.Abort) or os.environ.get(DEBUG):
+            raise
+        typer.echo(f"error: {one_line(error)}", err=True)
+        _forget_output()
+        raise typer.Exit(2) from error
+
+
+class Command(TyperCommand):
+    """One command, whose numbers are all finite and no larger than what can be meant."""
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        for option in self.params:
+            value = ctx.params.get(option.name)
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, float) and not math.isfinite(each):
+                    raise typer.BadParameter(f"{each} is no finite number", ctx, option)
+                if isinstance(each, int) and abs(each) > MOST and option.name != "seed":
+                    raise typer.BadParameter(f"{each} is out of range; {MOST:,} is the most", ctx, option)
+        return super().invoke(ctx)
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong. A kind of error that no check of ours raises is a fault in here, and is called one."""
+    if isinstance(error, typer.BadParameter.__base__):  # of the command line
+        usage = error.ctx.get_usage() if error.ctx else ""
+        return " ".join(f"{error.format_message().rstrip('.')}. {usage}".split())
+    if hasattr(error, "ename"):  # of a notebook's cell, whose text is all of the cell
+        return f"a cell failed: {error.ename}: {error.evalue}"
+    said = " ".join(str(error).split())
+    said = said if len(said) <= LONGEST else f"{said[:LONGEST]} …"
+    short_of_memory = "out of memory" in said or "allocate memory" in said  # torch's, a RuntimeError on a CPU
+    if isinstance(error, EXPECTED) or short_of_memory:
+        return said or type(error).__name__
+    return f"a fault in bass: {type(error).__name__}: {said} (a report helps; {DEBUG}=1 shows where it is)"
+
+
+def _forget_output() -> None:
+    """What is not written yet stays so where it cannot be: Python would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except AttributeError:
+        return  # there is no standard output
+
+
+def input_file(path: Path | str | None) -> Path | str | None:
+    """For options: a file that is to be read, if there is one of that name, and not a folder or a device."""
+    if path is not None and Path(path).exists() and not Path(path).is_file():
+        raise typer.BadParameter(f"{path} is no regular file")
+    return path
+
+
+def output_file(path: Path | None) -> Path | None:
+    """For options: a file that can be written, in a folder that can be made, checked before there is anything to
+    write."""
+    if input_file(path) is not None:
+        _check_folder(path.parent)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written")
+    return path
+
+
+def output_folder(path: Path | None) -> Path | None:
+    """For options: a folder that can be made and written into."""
+    if path is not None:
+        _check_folder(path)
+    return path
+
+
+def _check_folder(path: Path) -> None:
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"nothing can be written into {there}: {error.strerror}") from error
 
 
 def progress(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,26 +10,25 @@ from typing import Annotated
 import typer
 
 from bass_lab.cli import common, sweep
-from bass_lab.cli.common import user_errors
-from bass_lab.pairs import name_of
-from bass_lab.provenance import describe_environment
-from bass_lab.threads import settle_threads
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Batched speculative decoding, hands on.")
+app = typer.Typer(cls=common.Program, no_args_is_help=True, add_completion=False)
+command = functools.partial(app.command, cls=common.Command)
 PAGES = Path("build/html")
 PICTURE = Path("pictures/acceptance_raster.png")  # the README's, and the index page's
 
-app.command()(sweep.sweep)
+command()(sweep.sweep)
 
 
 @app.callback()
 def main() -> None:
-    """Batched speculative decoding, hands on."""
+    """Batched speculative decoding, hands on. With BASS_DEBUG=1 an error shows where it was raised."""
     if "--help" not in sys.argv:
+        from bass_lab.threads import settle_threads
+
         settle_threads(lambda sentence: typer.echo(sentence, err=True))
 
 
-@app.command()
+@command()
 def demo(rows: Annotated[int, typer.Option(min=1, help="prompts decoded at once")] = 8) -> None:
     """Generate with the embedded pair, check the text, time it, and build the first lesson."""
     lesson = _lessons()[0]
@@ -38,8 +38,8 @@ def demo(rows: Annotated[int, typer.Option(min=1, help="prompts decoded at once"
     from bass_lab.show import pages, terminal
     from bass_lab.texts.prompt_sets import prompt_set
 
-    pair = bass.load_pair(dtype="float32")
     prompts = prompt_set("mini", rows)
+    pair = bass.load_pair(dtype="float32")
     typer.echo(f"Decoding {rows} Python prompts at once; row 0:\n")
     out = terminal.stream(pair, prompts, max_new_tokens=96)
     typer.echo(f"\n{terminal.summary_line(out.trace)}")
@@ -66,8 +66,7 @@ def _lessons() -> list[Path]:
     return found
 
 
-@app.command()
-@user_errors()
+@command()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="standard input if none")] = None,
     target: common.TargetOption = None,
@@ -86,11 +85,11 @@ def generate(
     show_accepted: Annotated[bool, typer.Option(help="colour tokens by origin (in a terminal, at the end)")] = False,
 ) -> None:
     """Continue every prompt; one row streams, more are printed when all are done. Figures go to standard error."""
+    prompts = prompts or [_standard_input()]
     import bass_core as bass
     from bass_lab.named_pairs import named_pair
     from bass_lab.show import terminal
 
-    prompts = prompts or [_standard_input()]
     pair = named_pair(target, draft)
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
@@ -107,17 +106,18 @@ def generate(
 
 
 def _standard_input() -> str:
-    """All of it, as one prompt. Raises BadParameter at a terminal, where nobody knows that they are to type."""
-    if _is_terminal(sys.stdin):
+    """All of it, as one prompt. Raises BadParameter without one and at a terminal, where nobody knows that they are to
+    type."""
+    if sys.stdin is None or _is_terminal(sys.stdin):
         raise typer.BadParameter("give a prompt, or pipe one into standard input", param_hint="PROMPT")
     return sys.stdin.read()
 
 
 def _is_terminal(stream) -> bool:
-    return stream.isatty()
+    return stream is not None and stream.isatty()
 
 
-@app.command()
+@command()
 def doctor(
     target: common.Target = None,
     draft: common.Draft = None,
@@ -135,8 +135,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
-@user_errors()
+@command()
 def bench(
     target: common.Target = None,
     draft: common.Draft = None,
@@ -152,10 +151,14 @@ def bench(
     also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
     vary_prompts: Annotated[bool, typer.Option("--vary-prompts", help="other prompts in every repeat")] = False,
     take_turns: Annotated[bool, typer.Option("--take-turns", help="methods alternate step by step")] = False,
-    record: Annotated[Path | None, typer.Option(help="append to this file of JSON lines, and check all of it")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(callback=common.output_file, help="append to this file of JSON lines, and check all of it"),
+    ] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
 ) -> None:
     """Time regular, single-sequence and batched speculative decoding, and transformers' own; the last line is JSON."""
+    from bass_core import inputs
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
     from bass_lab.texts.prompt_sets import prompt_set
@@ -172,6 +175,8 @@ def bench(
     if vary_prompts:
         sets = {name: prompt_set(name) for name in prompts}
     pair = named_pair(target, draft, dtype=dtype)
+    for texts in sets.values():  # before the first is measured
+        inputs.check_context(pair, max(map(len, inputs.token_ids(pair, texts))), max_new_tokens)
     results = []
     for lines in benchmark.bench(
         pair,
@@ -195,8 +200,7 @@ def bench(
     common.last_line({"results": results})
 
 
-@app.command()
-@user_errors()
+@command()
 def calibrate(
     target: common.Target = None,
     draft: common.Draft = None,
@@ -204,7 +208,9 @@ def calibrate(
     dtype: common.Dtype = None,
     rows: common.Rows = [1, 2, 4, 8, 16, 32],  # noqa: B006
     seconds: Annotated[float, typer.Option(min=0, help="time to measure in")] = 42.0,
-    output: Annotated[Path | None, typer.Option(help="file to save to; none: where policies look for it")] = None,
+    output: Annotated[
+        Path | None, typer.Option(callback=common.output_file, help="file to save to; none: where policies look for it")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
 ) -> None:
     """Measure what a decode step of these models costs on this device, once; the last line is JSON."""
@@ -212,6 +218,7 @@ def calibrate(
     from bass_lab.named_pairs import named_pair
     from bass_lab.study import calibration
 
+    common.output_file(output or costs.cache_folder() / "costs.json")
     pair = named_pair(target, draft, weights=weights, dtype=dtype)
     cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=common.progress)
     path = output or costs.cache_folder() / cost.file_name
@@ -230,10 +237,9 @@ def calibrate(
     common.last_line(document)
 
 
-@app.command()
-@user_errors()
+@command()
 def record(
-    output: Annotated[Path, typer.Argument(help="file to save to, such as trace.npz")],
+    output: Annotated[Path, typer.Argument(callback=common.output_file, help="file to save to, such as trace.npz")],
     target: common.TargetOption = None,
     draft: Annotated[str | None, typer.Option(help="hub name or folder of the draft model")] = None,
     dtype: common.Dtype = None,
@@ -246,6 +252,8 @@ def record(
 ) -> None:
     """Record what these models' drafts would have had accepted, for `bass_lab.simulate`; the last line is JSON."""
     from bass_lab.named_pairs import named_pair
+    from bass_lab.pairs import name_of
+    from bass_lab.provenance import describe_environment
     from bass_lab.study import recording
     from bass_lab.texts.prompt_sets import prompt_set
 
@@ -255,18 +263,19 @@ def record(
     trace = recording.record(pair, texts, rollout=12, **limits)
     models = [name_of(model) for model in (pair.target, pair.draft)]
     trace.meta.update(describe_environment(), prompt_set=prompts, models=models)
+    output.parent.mkdir(parents=True, exist_ok=True)
     trace.save(output)
     common.last_line({"saved": str(output), "texts": len(trace.lengths), "alpha": trace.alpha})
 
 
-@app.command("eval")
-@user_errors()
+@command("eval")
 def evaluate(
     target: common.Target = None,
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     problems: Annotated[
-        str | None, typer.Option(help="file of JSON lines, or openai_humaneval; none: the mini set")
+        str | None,
+        typer.Option(callback=common.input_file, help="file of JSON lines, or openai_humaneval; none: the mini set"),
     ] = None,
     trust_problems: Annotated[
         bool,
@@ -289,7 +298,10 @@ def evaluate(
     draft_length: Annotated[int | None, typer.Option(min=1, help="a policy decides if none")] = None,
     verification: common.Verification = "token",
     seed: int = 0,
-    output: Annotated[Path | None, typer.Option(help="folder for METHOD.jsonl; a second start goes on there")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(callback=common.output_folder, help="folder for METHOD.jsonl; a second start goes on there"),
+    ] = None,
     texts: Annotated[bool, typer.Option(help="store completions and reasons, too; scores need neither")] = True,
     unsafe: Annotated[
         bool, typer.Option("--unsafe", help="run programs also where the sandbox is not complete; recorded")
@@ -318,8 +330,7 @@ def evaluate(
     common.last_line({"scores": found.to_dict("records"), "settings": settings})
 
 
-@app.command()
-@user_errors()
+@command()
 def verify(
     target: common.Target = None,
     draft: common.Draft = None,
@@ -349,16 +360,16 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@command()
 def notebooks() -> None:
     """Execute every lesson and write it to build/html, with an index."""
     from bass_lab.show import pages
 
-    built = pages.build(_lessons(), PAGES, lambda message: typer.echo(message), picture=PICTURE)
+    built = pages.build(_lessons(), PAGES, typer.echo, picture=PICTURE)
     typer.echo(f"open {PAGES / 'index.html'} ({len(built)} pages)")
 
 
-@app.command()
+@command()
 def pictures() -> None:
     """Draw the README's pictures: figures of real runs, and a widget live in JupyterLab (needs Chromium)."""
     import pandas as pd
@@ -380,3 +391,7 @@ def pictures() -> None:
     pages.picture(l09_figures.budget_figure(curve), quality, width=800)
     for path in (PICTURE, explorer, quality):
         typer.echo(f"wrote {path} ({path.stat().st_size // 1000} kB)")
+
+
+if __name__ == "__main__":
+    app(prog_name="bass")

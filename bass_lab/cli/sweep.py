@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bass_core.environment import write_whole
-from bass_lab.cli.common import user_errors
+from bass_lab.cli import common
 from bass_lab.sweep import store
 from bass_lab.sweep.run_process import NOTEBOOK
 
@@ -24,16 +24,29 @@ SCRIPT = "plotly.min.js"  # 5 MB: once per sweep, not per page
 FIGURE = "application/vnd.plotly.v1+json"
 
 
-@user_errors(OSError, one_line=False)
 def sweep(
-    notebook: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="a notebook with a `parameters` cell")],
-    out: Annotated[Path, typer.Option(help="folder of the results; a second start goes on there")],
+    notebook: Annotated[
+        Path,
+        typer.Argument(
+            exists=True, dir_okay=False, callback=common.input_file, help="a notebook with a `parameters` cell"
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(callback=common.output_folder, help="folder of the results; a second start goes on there"),
+    ],
     values: Annotated[
         list[str] | None,
         typer.Option("-p", "--parameter", metavar="NAME=VALUE,…", help="values to combine; may be repeated"),
     ] = None,
     rows: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="CSV or YAML file, a run's parameters in each row")
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            callback=common.input_file,
+            help="CSV or YAML file, a run's parameters in each row",
+        ),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="runs at a time; keep 1 where runs measure time")] = 1,
     timeout: Annotated[float | None, typer.Option(min=0.1, help="seconds for each run; none: no limit")] = None,
@@ -57,7 +70,11 @@ def sweep(
 
     if ray_address and executor != "ray":
         raise ValueError(f"--ray-address {ray_address} needs --executor ray")
-    plan = planning.plan(notebook, values or [], rows)
+    try:
+        plan = planning.plan(notebook, values or [], rows)
+    except ValueError as error:  # says what is valid, on lines of its own
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
     if dry_run:
         table = plan.table(out)
         typer.echo(f"{table.to_string(index=False)}\n{_counts(table)}; nothing was run")

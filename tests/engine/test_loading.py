@@ -1,15 +1,19 @@
 """Loading a pair: exactly what the checkpoint says, no foreign code, nothing damaged."""
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import BYTES, byte_tokenizer, ragged_prompts, tiny_model
+from tiny import BYTES, SUPPORTED, byte_tokenizer, ragged_prompts, tiny_model
 from transformers import BertConfig, BertForMaskedLM
 
 import bass_core as bass
@@ -162,6 +166,74 @@ def test_pickle_beside_safetensors_is_not_unpickled(target, tmp_path):
     assert not (tmp_path / "unpickled").exists()
 
 
+def in_shards(folder: Path, shard: str) -> Path:
+    """Put the folder's weights into one file under another name, which an index gives."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / shard).parent.mkdir(exist_ok=True)
+    if shard.endswith(".safetensors"):
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+    else:
+        torch.save(tensors, folder / shard)
+    return folder / shard
+
+
+@pytest.mark.parametrize(
+    "shard", ["weights.bin", "pytorch_model.pt", "../elsewhere.safetensors", "below/some.safetensors", ".safetensors"]
+)
+def test_index_may_name_only_safetensors_files_of_its_own_folder(target, monkeypatch, shard):
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a file was unpickled"))
+    in_shards(target, shard)
+    with pytest.raises(ValueError, match=f"target'.* names '{shard}' as a file of weights"):
+        bass.load_pair(target)
+
+
+def test_config_may_name_only_a_safetensors_file_of_its_own_folder(target):
+    (target / "model.safetensors").rename(target / "other.safetensors")
+    edit_json(target / "config.json", transformers_weights="other.safetensors")
+    assert torch.equal(bass.load_pair(target).target.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
+    for named in ("../other.safetensors", "other.bin", "model.safetensors.index.json"):
+        edit_json(target / "config.json", transformers_weights=named)
+        with pytest.raises(ValueError, match=f"target'.* names '{named}' as a file of weights"):
+            bass.load_pair(target)
+
+
+def test_models_of_the_hub_are_checked_and_loaded_from_one_revision(target, tmp_path):
+    """Without network: the hub's cache holds a good revision, to which `main` points, and a bad one."""
+    hub, good, bad = tmp_path / "hub", "a" * 40, "b" * 40
+    snapshots = hub / "models--owner--model" / "snapshots"
+    shutil.copytree(target, snapshots / good)
+    shutil.copytree(target, snapshots / bad)
+    in_shards(snapshots / bad, "weights.bin")
+    main = snapshots.parent / "refs" / "main"
+    main.parent.mkdir()
+    load = "import bass_core as bass; print(bass.load_pair('owner/model').target.lm_head.weight.sum().item())"
+    environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
+    for revision, expected in ((good, f"{tiny_model(vocab_size=BYTES).lm_head.weight.sum().item()}\n"), (bad, "")):
+        main.write_text(revision)
+        ran = subprocess.run([sys.executable, "-c", load], env=environment, capture_output=True, text=True)
+        assert ran.stdout == expected, ran.stderr
+    assert "'owner/model' (safetensors checkpoints only): it names 'weights.bin' as a file of weights" in ran.stderr
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize("wanted", ["owner/kernel", "flash_attention_2", {"": "owner/kernel"}])
+@pytest.mark.parametrize("weights", ["hub", "dummy"])
+def test_config_may_not_fetch_kernels_unless_the_caller_says_so(target, weights, field, wanted):
+    edit_json(target / "config.json", **{field: wanted})
+    with pytest.raises(ValueError, match=rf"{field}='(owner/kernel|flash_attention_2)'.*trust_remote_code=True"):
+        named_pair(target, weights=weights)
+
+
+@pytest.mark.parametrize("weights", ["hub", "dummy"])
+def test_caller_may_allow_kernels(target, weights):
+    edit_json(target / "config.json", attn_implementation="owner/kernel")
+    with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):  # so it was asked for
+        named_pair(target, weights=weights, trust_remote_code=True)
+
+
 @pytest.fixture
 def executed(target, tmp_path, monkeypatch) -> Path:
     """A file that the code planted in the target's folder creates when it is imported."""
@@ -250,6 +322,86 @@ def test_values_beyond_the_range_of_the_dtype_asked_for_are_refused(target):
         bass.load_pair(target, dtype="float16")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "bool", "complex64"])
+def test_weights_that_are_no_floating_point_numbers_are_refused(target, dtype):
+    edit_weights(
+        target, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(getattr(torch, dtype))})
+    )
+    with pytest.raises(ValueError, match=r"target'.*lm_head\.weight is stored as "):
+        bass.load_pair(target)
+
+
+def test_integer_tensors_that_an_architecture_passes_over_are_not_weights(tmp_path):
+    folder = save(tmp_path, tiny_model("gpt2", vocab_size=BYTES))
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()
+    edit_weights(folder, lambda tensors: tensors.update({"transformer.h.0.attn.bias": mask}))
+    assert bass.load_pair(folder).target.config.model_type == "gpt2"
+
+
+ABSURD = {
+    "llama": {"num_hidden_layers": 10**7, "vocab_size": 10**8, "hidden_size": 10**6, "head_dim": 10**9},
+    "gpt2": {"n_layer": 10**18, "n_positions": 10**8, "n_embd": 10**6},
+    "opt": {"num_hidden_layers": 100, "ffn_dim": 10**8},
+    "mixtral": {"num_local_experts": 10**7},
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"), [(kind, *item) for kind, fields in ABSURD.items() for item in fields.items()]
+)
+def test_config_that_asks_for_more_than_the_files_hold_is_refused_at_once(tmp_path, architecture, field, value):
+    folder = save(tmp_path, tiny_model(architecture, vocab_size=BYTES))
+    edit_json(folder / "config.json", **{field: value})
+    began = time.process_time()  # other programs take none of it
+    with pytest.raises(ValueError, match=rf"config\.json (asks for {field}={value}|describes a model of [0-9,]+ para)"):
+        bass.load_pair(folder)
+    assert time.process_time() - began < 1
+
+
+def test_dummy_weights_are_not_made_for_layers_without_end(target):
+    edit_json(target / "config.json", num_hidden_layers=10**7)
+    with pytest.raises(ValueError, match=r"config\.json asks for num_hidden_layers=10000000"):
+        named_pair(target, weights="dummy")
+
+
+@pytest.mark.parametrize("weights", ["hub", "dummy"])
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("quantization_config", {"quant_method": "of-tomorrow"}, r"quantization_config\.quant_method='of-tomorrow'"),
+        ("quantization_config", {"bits": 4}, r"quantization_config\.quant_method=None"),
+        (
+            "text_config",
+            {"quantization_config": {"quant_method": "x"}},
+            r"text_config\.quantization_config\.quant_method",
+        ),
+        ("dtype", "float12", "dtype in config.json .* got 'float12'"),
+        ("torch_dtype", "nn", "torch_dtype in config.json .* got 'nn'"),
+        ("dtype", "int8", "dtype in config.json .* got 'int8'"),
+    ],
+)
+def test_words_of_a_config_that_mean_nothing_are_refused_by_name(target, weights, field, value, named):
+    edit_json(target / "config.json", **{field: value})
+    with pytest.raises(ValueError, match=f"target'.*{named}"):
+        named_pair(target, weights=weights)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "nn", "float12", "complex64", 3, torch.int64])
+@pytest.mark.parametrize("weights", ["hub", "dummy"])
+def test_dtype_that_no_model_can_have_is_refused(target, weights, dtype):
+    with pytest.raises(ValueError, match="dtype must be a floating-point dtype of torch"):
+        named_pair(target, weights=weights, dtype=dtype)
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED)
+def test_check_of_the_files_passes_every_architecture_and_leaves_its_config_alone(tmp_path, architecture):
+    model = tiny_model(architecture, vocab_size=BYTES)
+    loaded = bass.load_pair(save(tmp_path, model)).target
+    plain = type(model).from_pretrained(tmp_path)
+    assert loaded.config.to_dict() == plain.config.to_dict()
+    assert loaded.config._attn_implementation == plain.config._attn_implementation
+
+
 @pytest.mark.parametrize("keep", [0, 4, 1000, -100])
 def test_truncated_file_is_refused(target, keep):
     file = target / "model.safetensors"
@@ -281,6 +433,44 @@ def test_tokenizers_that_differ_are_refused(target, draft):
     byte_tokenizer(swap=(100, 200)).save_pretrained(draft)
     with pytest.raises(ValueError, match="tokenizers differ: id 100"):
         bass.load_pair(target, draft=draft)
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token"])
+@pytest.mark.parametrize("token", ["<pad>", "<new>"])
+def test_draft_that_begins_or_ends_texts_with_another_token_is_refused(target, draft, role, token):
+    edit_json(draft / "tokenizer_config.json", **{role: token})
+    with pytest.raises(ValueError, match=f"tokenizers differ: {role} is '</?s>' for the target and '{token}'"):
+        bass.load_pair(target, draft=draft)
+    edit_json(draft / "tokenizer_config.json", **{role: None})  # many have none to begin with
+    bass.load_pair(target, draft=draft)
+
+
+def gives_up_on(letter: str) -> dict:
+    """A step of a tokenizer whose regular expression gives up on long runs of a letter; the library panics then."""
+    return {"type": "Replace", "pattern": {"Regex": f"(?:{letter}+{letter}+)+\\d"}, "content": ""}
+
+
+def test_tokenizer_that_panics_on_plain_text_is_refused(target):
+    edit_json(target / "tokenizer.json", normalizer=gives_up_on("q"))
+    with pytest.raises(ValueError, match=r"tokenizer of .*target': the tokenizer failed on a text: .*retry-limit"):
+        bass.load_pair(target)
+
+
+def test_tokenizer_that_cannot_decode_is_refused(target):
+    strip = {"type": "Strip", "content": "h", "start": 5, "stop": 5}
+    edit_json(target / "tokenizer.json", decoder=strip)
+    with pytest.raises(
+        ValueError, match=r"tokenizer of .*target': the tokenizer failed on a text: index out of bounds"
+    ):
+        bass.load_pair(target)
+
+
+def test_tokenizer_that_panics_on_one_prompt_is_a_value_error_for_that_prompt(target):
+    edit_json(target / "tokenizer.json", normalizer=gives_up_on("ж"))
+    pair = bass.load_pair(target)
+    bass.generate(pair, "ж" * 5, max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"the tokenizer failed on a text: .*retry-limit"):
+        bass.generate(pair, ["plain", "ж" * 500], max_new_tokens=2)
 
 
 def test_encoder_only_checkpoint_is_refused(tmp_path):

@@ -1,0 +1,255 @@
+"""Malformed calls of every command: one line and exit code 2 within seconds, before any work, and never a traceback."""
+
+import gzip
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import typer
+from nbclient import NotebookClient
+from transformers import PreTrainedModel
+from typer.testing import CliRunner, Result
+
+from bass_lab.checks import doctor
+from bass_lab.cli import main
+from bass_lab.sweep.run_process import RunProcess
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = typer.main.get_command(main.app).commands
+CALLS = 400
+NUMBERS = (
+    "-1",
+    "0",
+    "1",
+    "2",
+    "3.5",
+    "1e400",
+    "inf",
+    "-inf",
+    "nan",
+    "1e-320",
+    "999999",
+    *map(str, (2**31, 2**63, -(2**63))),
+)
+
+
+class WorkBegins(BaseException):
+    """A call passed all checks: its first forward pass, notebook or run would come now."""
+
+
+class TooLong(BaseException):
+    pass
+
+
+@pytest.fixture(autouse=True)
+def nothing_works(monkeypatch):
+    def begin(*arguments, **options):
+        raise WorkBegins
+
+    for owner, name in (
+        (PreTrainedModel, "__call__"),
+        (NotebookClient, "execute"),
+        (RunProcess, "__init__"),
+        (doctor, "_devices"),
+    ):
+        monkeypatch.setattr(owner, name, begin)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # settled: no look at the machine
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, str]:
+    """Names of things in a folder that are not what a command asks for."""
+    folder = tmp_path_factory.mktemp("hostile")
+    (folder / "folder").mkdir()
+    (folder / "text").write_text("no JSON\n")
+    (folder / "none.jsonl.gz").write_text("no gz\n")
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(random.Random(0).randbytes(5000))[:300])
+    (folder / "bad.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 99)[:12] + b"\xff" * 40)
+    (folder / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    for deep in ("deep.jsonl", "deep.ipynb", "deep.yaml"):
+        (folder / deep).write_text("[" * 200_000)
+    (folder / "empty.csv").touch()
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"a":' * 100_000)
+    found = {path.name: str(path) for path in folder.iterdir()}
+    return found | {"under a file": str(folder / "text" / "below"), "null": "/dev/null", "full": "/dev/full"}
+
+
+@contextmanager
+def bounded(seconds: int, gigabytes: int) -> Iterator[None]:
+    """So much time and so much more memory."""
+
+    def stop(*_):
+        raise TooLong(f"after {seconds} s")
+
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before, handler = resource.getrlimit(resource.RLIMIT_AS), signal.signal(signal.SIGALRM, stop)
+    resource.setrlimit(resource.RLIMIT_AS, (size + gigabytes * 2**30, before[1]))
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def call(arguments: list[str]) -> Result | None:
+    """How a call ended; None if its work would begin."""
+    try:
+        with bounded(seconds=20, gigabytes=6):
+            return CliRunner().invoke(main.app, arguments, input="def f(x):\n")
+    except WorkBegins:
+        return None
+
+
+def fault(result: Result | None) -> str | None:
+    """What is wrong with how a call ended."""
+    if result is None:
+        return None
+    if not isinstance(result.exception, SystemExit | None):
+        return f"{type(result.exception).__name__} came through: {result.exception}"
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    if result.exit_code not in (0, 1, 2):
+        return f"exit code {result.exit_code}"
+    if "Traceback" in result.output or "a fault in bass" in result.output:
+        return f"no error of the user's: {result.output[-300:]}"
+    if result.exit_code == 2 and len(lines) != 1:
+        return f"{len(lines)} lines of errors: {result.stderr[-300:]}"
+    return None
+
+
+def hostile_calls(files: dict[str, str]) -> Iterator[list[str]]:
+    """For each command its own options, one to three of them, with values of their kind and of others."""
+    chance = random.Random(22)
+    texts = ["", " ", "abc", "x" * 5000, "ä\udc80", "../..", "-", "=", "a=1,2", *files.values()]
+    for number in range(CALLS):
+        name = list(COMMANDS)[number % len(COMMANDS)]
+        parameters, options, places = COMMANDS[name].params, [], []
+        for parameter in chance.sample(parameters, min(len(parameters), chance.randint(1, 3))):
+            value = chance.choice(NUMBERS if chance.random() < 0.5 else texts)
+            if parameter.param_type_name == "argument":
+                places.append(value)
+            elif getattr(parameter, "is_flag", False):
+                options.append(parameter.opts[0])
+            elif parameter.name != "help":
+                options += [parameter.opts[0], value]
+        yield [name, *options, *places]
+
+
+def test_no_malformed_call_of_any_command_ends_in_a_traceback(files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "notebooks").mkdir()
+    began, faults, ends = time.monotonic(), [], {}
+    for arguments in hostile_calls(files):
+        result = call(arguments)
+        if found := fault(result):
+            faults.append(f"bass {' '.join(arguments)[:200]!r}: {found}")
+        end = "work begins" if result is None else result.exit_code
+        ends[end] = ends.get(end, 0) + 1
+    print(f"{CALLS} calls in {time.monotonic() - began:.0f} s ended with {ends}")
+    assert not faults, "\n".join(faults)
+    assert ends[2] > CALLS / 2 and ends["work begins"] > CALLS / 50  # most were refused, and not all at the first check
+
+
+REFUSED = {
+    ("generate", "x", "--draft-length", str(2**63)): "out of range",
+    ("generate", "x", "--temperature", "nan"): "finite",
+    ("demo", "--rows", "1000"): "has 164 prompts",
+    ("bench", "--max-new-tokens", "1500"): "beyond the target model's context",
+    ("bench", "--methods", "fast"): "methods must",
+    ("bench", "--record", "folder"): "no regular file",
+    ("bench", "--record", "full", "--check-only"): "no regular file",
+    ("calibrate", "--seconds", "inf"): "finite",
+    ("calibrate", "--output", "under a file"): "nothing can be written into",
+    ("calibrate", "--output", "folder"): "no regular file",
+    ("calibrate", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
+    ("record", "/proc/x.npz"): "nothing can be written into",
+    ("record", "folder"): "no regular file",
+    ("eval", "--budgets", "inf"): "finite",
+    ("eval", "--cut-off", "nan"): "--cut-off",
+    ("eval", "--problems", "folder"): "no regular file",
+    ("eval", "--problems", "full"): "no regular file",
+    ("eval", "--problems", "none.jsonl.gz"): "gzip",
+    ("eval", "--problems", "bad.jsonl.gz"): "invalid",
+    ("eval", "--problems", "deep.jsonl"): "recursion",
+    ("eval", "--output", "text"): "nothing can be written into",
+    ("sweep", "deep.ipynb", "--out", "folder"): "recursion",
+    ("sweep", "full", "--out", "folder"): "no regular file",
+    ("sweep", "text", "--out", "text"): "nothing can be written into",
+    ("doctor", "model", "--nosuch"): "No such option",
+    ("nosuch",): "No such command",
+    ("verify", "text"): "cannot load",
+    ("verify", "model"): "cannot load",
+}
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED.items(), ids=lambda value: " ".join(value)[:60])
+def test_what_cannot_be_done_is_refused_in_one_line_before_the_work(files, monkeypatch, arguments, reason):
+    monkeypatch.chdir(ROOT)
+    result = call([files.get(argument, argument) for argument in arguments])
+    assert result is not None, "the work began"
+    assert fault(result) is None and result.exit_code == 2
+    assert reason in result.stderr
+
+
+# --- the program itself ---------------------------------------------------------------------------
+
+
+def bass(*arguments, module="bass_lab.cli", environment=(), **options):
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    surroundings = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment)
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL} | options
+    return subprocess.run(command, text=True, env=surroundings, timeout=120, **options)
+
+
+@pytest.mark.parametrize("module", ["bass_lab.cli", "bass_lab.cli.main"])
+def test_program_runs_as_a_module(module):
+    done = bass("record", "--help", module=module)
+    assert done.returncode == 0 and "Usage: bass record" in done.stdout
+    assert bass("nosuch", module=module).returncode == 2
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["sweep", "--help"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line(arguments):
+    with Path("/dev/full").open("w") as full:
+        done = bass(*arguments, stdout=full)
+    assert done.returncode == 2 and done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_no_standard_input_at_all_is_one_line():
+    done = bass("generate", stdin=None, preexec_fn=lambda: os.close(0))
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ")
+    assert "give a prompt" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_fault_of_ours_is_called_one_and_can_be_shown(monkeypatch):
+    def broken(*arguments, **options):
+        raise KeyError("nowhere")
+
+    monkeypatch.setattr(doctor, "diagnose", broken)
+    result = CliRunner().invoke(main.app, ["doctor"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "a fault in bass: KeyError: 'nowhere'" in result.stderr and "BASS_DEBUG=1 shows" in result.stderr
+    monkeypatch.setenv("BASS_DEBUG", "1")
+    assert isinstance(CliRunner().invoke(main.app, ["doctor"]).exception, KeyError)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5, 4])
+def test_ctrl_c_early_in_a_command_ends_it_without_a_traceback(seconds):
+    command = [sys.executable, "-m", "bass_lab.cli", "eval", "--limit", "1"]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    time.sleep(seconds)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate(timeout=60)[1]
+    assert running.returncode in (130, -signal.SIGINT) and "Traceback" not in said
