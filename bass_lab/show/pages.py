@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from bass_lab.show import browser
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
+    from nbclient import NotebookClient
 
 # Headless, offline, and willing to run as root in a container.
 BROWSER_FLAGS = (
@@ -68,7 +70,8 @@ def build(
         options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}
         client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": source.parent}}, **options)
         # Figures come with plotly's script in the page, so that it works offline.
-        client.execute(env=os.environ | {"PLOTLY_RENDERER": "notebook"})
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(_execute(client, os.environ | {"PLOTLY_RENDERER": "notebook"}))
         _without_widgets(notebook)
         page = target / f"{source.stem}.html"
         write_whole(page, _linked(as_page(notebook, _title(notebook, source.stem))))
@@ -89,6 +92,25 @@ def as_page(notebook, title: str) -> str:
 
     body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": title}})
     return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", body)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Leaves Ctrl-C to asyncio. nbclient would end the kernel under the cell that it waits for, and then fail."""
+
+    def add_signal_handler(self, *arguments) -> None:
+        raise RuntimeError("there are no handlers of signals here")  # as on systems that have none
+
+
+async def _execute(client: NotebookClient, environment: Mapping[str, str]) -> None:
+    work = asyncio.ensure_future(client.async_execute(env=environment))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:  # Ctrl-C
+        client.shutdown_kernel = "immediate"  # a kernel that had time would complain of closed sockets
+        work.cancel()
+        await asyncio.wait([work])
+        work.exception()  # that its kernel died; seen, so that nobody is told
+        raise
 
 
 def _linked(body: str) -> str:

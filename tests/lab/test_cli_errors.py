@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
 import pytest
 import typer
 from nbclient import NotebookClient
@@ -56,7 +57,7 @@ def nothing_works(monkeypatch):
 
     for owner, name in (
         (PreTrainedModel, "__call__"),
-        (NotebookClient, "execute"),
+        (NotebookClient, "async_execute"),
         (RunProcess, "__init__"),
         (doctor, "_devices"),
     ):
@@ -253,3 +254,22 @@ def test_ctrl_c_early_in_a_command_ends_it_without_a_traceback(seconds):
     running.send_signal(signal.SIGINT)
     said = running.communicate(timeout=60)[1]
     assert running.returncode in (130, -signal.SIGINT) and "Traceback" not in said
+
+
+def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    mark = tmp_path / "kernel"
+    source = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)"
+    cells = [nbformat.v4.new_code_cell(source)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "notebooks" / "00_sleeps.ipynb")
+    command = [sys.executable, "-m", "bass_lab.cli", "notebooks"]
+    surroundings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    running = subprocess.Popen(command, env=surroundings, **options)
+    end = time.monotonic() + 60
+    while not (mark.exists() and mark.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
+    running.send_signal(signal.SIGINT)
+    said = running.communicate(timeout=60)[1]
+    assert running.returncode == 130 and said == ""
+    assert not Path("/proc", mark.read_text()).exists()
