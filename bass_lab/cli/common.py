@@ -50,15 +50,12 @@ class Program(TyperGroup):
 def ended_in_one_line() -> Iterator[None]:
     try:
         yield
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
     except Exception as error:
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # the text of `bass` alone
         nobody_reads = getattr(error, "errno", None) == errno.EPIPE
         if is_help or nobody_reads or isinstance(error, typer.Exit | typer.Abort) or os.environ.get(DEBUG):
             raise
         typer.echo(f"error: {one_line(error)}", err=True)
-        _forget_output()
         raise typer.Exit(2) from error
 
 
@@ -89,16 +86,6 @@ def one_line(error: Exception) -> str:
     if isinstance(error, EXPECTED) or short_of_memory:
         return said or type(error).__name__
     return f"a fault in bass: {type(error).__name__}: {said} (a report helps; {DEBUG}=1 shows where it is)"
-
-
-def _forget_output() -> None:
-    """What is not written yet stays so where it cannot be: Python would try again at its end, and complain."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except AttributeError:
-        return  # there is no standard output
 
 
 def input_file(path: Path | str | None) -> Path | str | None:
