@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
