@@ -132,7 +132,7 @@ class Session:
             policy=repr(self.policy),
         )
         self._watch = Stopwatch(pair.device)
-        self._numbers: dict[int, object] = {}  # of all rows so far, and who took them
+        self._numbers: dict[int, Request] = {}  # the last row of each number
         self._step = 0
         self._stepping: dict[str, object] = {}  # the step that runs now
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
@@ -153,9 +153,9 @@ class Session:
         """Queue a row; it starts at the next step that has a place for it. Returns its handle.
 
         deadline: seconds from now after which the row ends with reason "budget". seed: the session's where None. row:
-        its number, the next unused one where None; random numbers are a function of seed and number alone, so no
-        number is used twice. Raises ValueError or TypeError for a prompt that cannot be decoded, RuntimeError once the
-        session is closed. May be called from other threads and inside a step, as `cancel`.
+        its number, one that no row had where None; random numbers are a function of seed and number alone, so that a
+        number is free again only once its row has ended. Raises ValueError or TypeError for a prompt that cannot be
+        decoded, RuntimeError once the session is closed. May be called from other threads and inside a step.
         """
         self._refuse_closed()
         ids = inputs.prompt_ids(prompt, self.pair.tokenizer, self.vocabulary)
@@ -166,22 +166,26 @@ class Session:
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
-            row=self._number(row),  # last: what is refused takes none
+            row=-1,
         )
+        request.row = self._number(row, request)  # last: what is refused takes none
         if max_new_tokens == 0:
             request.finish_reason = "length"
         else:
             self.batch.submit(request)
         return request
 
-    def _number(self, row: int | None) -> int:
-        """A row's number, which no other row of this session has."""
-        wanted = itertools.count(len(self._numbers)) if row is None else [inputs.integer("row", row)]
-        me = object()  # `setdefault` tells who of several threads was first
-        for number in wanted:
-            if self._numbers.setdefault(number, me) is me:
-                return number
-        raise ValueError(f"row {row} was submitted already; rows of one number would draw the same random numbers")
+    def _number(self, row: int | None, request: Request) -> int:
+        """The number of a row, which no other row of this session that has not ended has."""
+        if row is None:  # `setdefault` tells which of several threads was first
+            return next(
+                n for n in itertools.count(len(self._numbers)) if self._numbers.setdefault(n, request) is request
+            )
+        holder = self._numbers.setdefault(inputs.integer("row", row), request)
+        if holder is not request and holder.finish_reason is None:
+            raise ValueError(f"row {row} has not ended yet; rows of one number would draw the same random numbers")
+        self._numbers[row] = request
+        return row
 
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bass_core.environment import write_whole
 from bass_lab.cli import common
 from bass_lab.sweep import store
 from bass_lab.sweep.run_process import NOTEBOOK
@@ -163,6 +162,7 @@ def _pages(folder: Path) -> list[Path]:
     from plotly.io import to_html
     from plotly.offline import get_plotlyjs
 
+    from bass_core.environment import write_whole
     from bass_lab.show.pages import as_page
 
     written = []

@@ -137,7 +137,7 @@ def short_folder(parent: str | None) -> str:
 
 
 def clear(folder: str | Path) -> None:
-    """Kill every process whose environment names a temporary folder, or one inside it, and remove the folder."""
+    """Kill every process that belongs to a temporary folder (`_started_in`), and remove the folder."""
     deadline = time.monotonic() + 10
     while (left := _started_in(os.fsencode(folder))) and time.monotonic() < deadline:
         for process in left:
@@ -148,14 +148,17 @@ def clear(folder: str | Path) -> None:
 
 
 def _started_in(folder: bytes) -> list[int]:
-    """Processes with a variable that is this folder or leads into it. Linux only; elsewhere none."""
+    """Processes with a variable that is this folder or leads into it, or with a file open there: one that gives itself
+    another title, as those of Ray do, writes it over its variables. Linux only; elsewhere none."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            variables = path.read_bytes() + b"\0"
-            if b"=" + folder + b"\0" in variables or b"=" + folder + b"/" in variables:
-                found.append(int(path.parent.name))
-    return found
+            variables = (process / "environ").read_bytes() + b"\0"
+            named = b"=" + folder + b"\0" in variables or b"=" + folder + b"/" in variables
+            if named or any(os.fsencode(os.readlink(file)).startswith(folder + b"/") for file in process.glob("fd/*")):
+                found.append(int(process.name))
+    sweep = os.getpid(), os.getppid()  # whoever asks, and the sweep that waits for it
+    return [process for process in found if process not in sweep]
 
 
 def complete(job: dict) -> tuple[dict, dict[str, bytes]]:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bass_core.environment import write_whole
 from bass_lab.sweep.run_process import NOTEBOOK, RECORDS
 
 SWEEP, MARK, SCRATCH, FAILED = "sweep.json", "done.json", ".scratch", "failed"
@@ -172,6 +171,8 @@ def in_table(value: Any) -> Any:
 
 def _write(path: Path, document: object) -> None:
     """Replace a JSON file, whole, and wait until the folder knows it."""
+    from bass_core.environment import write_whole  # with torch, for which the command line does not wait
+
     write_whole(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
     _sync(path.parent)
 

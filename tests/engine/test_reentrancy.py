@@ -89,8 +89,18 @@ def test_no_two_rows_of_a_session_have_one_number():
         *(session.submit(PROMPTS[0], max_new_tokens=12).row for _ in range(3)),
     ]
     assert len(set(rows)) == 4
-    with pytest.raises(ValueError, match="row 1 was submitted already"):
+    with pytest.raises(ValueError, match="row 1 has not ended yet"):
         session.submit(PROMPTS[0], max_new_tokens=12, row=1)
+
+
+def test_number_of_a_row_that_has_ended_may_be_asked_for_again_and_draws_the_same():
+    session = session_over(temperature=1.0)
+    texts = []
+    for _ in range(2):
+        handle = session.submit(PROMPTS[0], max_new_tokens=12, row=1)
+        run_to_the_end(session)
+        texts.append(session.result(handle).sequence.tolist())
+    assert texts[0] == texts[1] and session.submit(PROMPTS[0], max_new_tokens=12).row not in (0, 1)
 
 
 def test_samples_with_numbers_of_the_callers_and_of_the_sessions_differ():

@@ -132,7 +132,7 @@ class Code:
             return self._in_module(inner, deeper)
         known = self.names.get(module, {})
         if first not in known:
-            return False
+            return "__getattr__" in known and hasattr(importlib.import_module(module), first)
         node = known[first]
         if not deeper:
             return True

@@ -134,7 +134,7 @@ _OPTIONS = {
 }
 
 REFUSED = ("bloom", "bamba", "llama4", "gpt_neo", "doge")
-SUPPORTED = [name for name in _OPTIONS if name not in REFUSED]
+SUPPORTED = [name for name in _OPTIONS if name not in (*REFUSED, "mpt")]  # MPT: on the path "eager" alone
 
 
 @functools.cache
