@@ -132,7 +132,8 @@ class Session:
             policy=repr(self.policy),
         )
         self._watch = Stopwatch(pair.device)
-        self._numbers: dict[int, Request] = {}  # the last row of each number
+        self._count = itertools.count()
+        self._chosen: set[int] = set()  # rows' numbers that callers chose
         self._step = 0
         self._stepping: dict[str, object] = {}  # the step that runs now
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
@@ -166,25 +167,22 @@ class Session:
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
-            row=-1,
+            row=self._number(row),  # last: what is refused takes none
         )
-        request.row = self._number(row, request)  # last: what is refused takes none
         if max_new_tokens == 0:
             request.finish_reason = "length"
         else:
             self.batch.submit(request)
         return request
 
-    def _number(self, row: int | None, request: Request) -> int:
+    def _number(self, row: int | None) -> int:
         """The number of a row, which no other row of this session that has not ended has."""
-        if row is None:  # `setdefault` tells which of several threads was first
-            return next(
-                n for n in itertools.count(len(self._numbers)) if self._numbers.setdefault(n, request) is request
-            )
-        holder = self._numbers.setdefault(inputs.integer("row", row), request)
-        if holder is not request and holder.finish_reason is None:
+        if row is None:
+            return next(number for number in self._count if number not in self._chosen)
+        inputs.integer("row", row)
+        if any(each.row == row and each.finish_reason is None for each in (*self.rows.live, *self.rows.waiting)):
             raise ValueError(f"row {row} has not ended yet; rows of one number would draw the same random numbers")
-        self._numbers[row] = request
+        self._chosen.add(row)
         return row
 
     @torch.inference_mode()
