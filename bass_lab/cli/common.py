@@ -6,11 +6,14 @@ import errno
 import json
 import math
 import os
+import signal
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -37,6 +40,8 @@ class Program(TyperGroup):
     """All commands. Here alone errors of the user, of the system and of a model become one line and exit code 2."""
 
     def make_context(self, *arguments, **options) -> typer.Context:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, _note_interrupt)
         with ended_in_one_line():
             return super().make_context(*arguments, **options)
 
@@ -50,12 +55,28 @@ def ended_in_one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if _interrupts:
+            raise typer.Exit(130) from None
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # the text of `bass` alone
         nobody_reads = getattr(error, "errno", None) == errno.EPIPE
         if is_help or nobody_reads or isinstance(error, typer.Exit | typer.Abort) or os.environ.get(DEBUG):
             raise
         typer.echo(f"error: {one_line(error)}", err=True)
         raise typer.Exit(2) from error
+
+
+_interrupts: list[int] = []  # what Ctrl-C has sent
+
+
+def _note_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """An interrupted import may end in another error, of its own or of the next one: so it is written down."""
+    _interrupts.append(signal_number)
+    signal.default_int_handler(signal_number, frame)
+
+
+def plain_interrupts() -> None:
+    """Ctrl-C as Python has it: asyncio, which executes notebooks, takes care of nothing else."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Command(TyperCommand):

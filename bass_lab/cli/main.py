@@ -49,6 +49,7 @@ def demo(rows: Annotated[int, typer.Option(min=1, help="prompts decoded at once"
     options = {"methods": ("regular", "batched"), "repeats": 5, "max_new_tokens": 64}
     comparison = benchmark.compare(pair, prompts, **options, progress=lambda message: typer.echo(f"  {message}"))
     typer.echo(f"Building the first lesson ({lesson}) …")
+    common.plain_interrupts()
     (page,) = pages.build([lesson], PAGES, lambda message: typer.echo(f"  {message}"))
     ratio, low, high = comparison.ratio()
     spread = f"95% interval {low:.2f}-{high:.2f}, {options['repeats']} paired runs"
@@ -365,6 +366,7 @@ def notebooks() -> None:
     """Execute every lesson and write it to build/html, with an index."""
     from bass_lab.show import pages
 
+    common.plain_interrupts()
     built = pages.build(_lessons(), PAGES, typer.echo, picture=PICTURE)
     typer.echo(f"open {PAGES / 'index.html'} ({len(built)} pages)")
 
