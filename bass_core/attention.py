@@ -247,9 +247,14 @@ def recomputed_beyond(model: PreTrainedModel) -> int | None:
 
 def _at_positions(table: nn.Embedding) -> Callable:
     """A table of learned positions (BART and its relatives) that would go by the cache's length, which rows share."""
-    return lambda *args, **kwargs: F.embedding(
-        _thread.current.pack(_thread.current.positions) + getattr(table, "offset", 0), table.weight
-    )
+    forward, offset = table.forward, getattr(table, "offset", 0)
+
+    def at_positions(*args, **kwargs) -> Tensor:
+        if (current := _thread.current) is None:
+            return forward(*args, **kwargs)
+        return F.embedding(current.pack(current.positions) + offset, table.weight)
+
+    return at_positions
 
 
 def _by_row(forward: Callable, switch: int) -> Callable:

@@ -44,6 +44,7 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import NgramDrafter
 from bass_core.engine import StepEvent
@@ -164,10 +165,8 @@ def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
 
 def _refuse_other_options(config: GenerationConfig) -> None:
     """Every field is honoured, unset, or what `generate` takes by default."""
-    defaults = GenerationConfig._get_default_generation_params()
-    for name, value in vars(config).items():
-        if name.startswith("_") or name in HONOURED or value is None or value == defaults.get(name, False):
-            continue
+    others = (name for name in vars(config) if not name.startswith("_") and name not in HONOURED)
+    for name, value in inputs.asked_for(config, others):
         _refuse(name, value, "the generation option ")
 
 

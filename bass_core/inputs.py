@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -124,16 +124,22 @@ UNKNOWN_OPTIONS = (
 def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -> GenerationConfig:
     """What the target asks for wherever it is decoded: `given`, or its own. Raises ValueError for what would change its
     text and cannot be honoured."""
-    config = target.generation_config if given is None else given
+    config = (target.generation_config if given is None else given) or GenerationConfig()
+    for name, value in asked_for(config, UNKNOWN_OPTIONS):
+        raise ValueError(
+            f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be honoured; "
+            "generation_config=transformers.GenerationConfig() decodes without what it asks for"
+        )
+    return config
+
+
+def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Those of these options, with their values, that are set, and to something else than `generate` takes anyway."""
     defaults = GenerationConfig._get_default_generation_params()
-    for name in UNKNOWN_OPTIONS:
+    for name in names:
         value = getattr(config, name, None)
         if value is not None and value != defaults.get(name, False):
-            raise ValueError(
-                f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be "
-                "honoured; generation_config=transformers.GenerationConfig() decodes without what it asks for"
-            )
-    return config if config is not None else GenerationConfig()
+            yield name, value
 
 
 def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:

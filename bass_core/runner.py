@@ -40,6 +40,7 @@ class Runner:
         self.path = path
         self.cache = RaggedCache(model.config.get_text_config().num_hidden_layers, max_rows, capacity)
         self.compiled = compiled
+        self._context = attention.context_length(model)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
     def __enter__(self) -> Runner:
@@ -118,7 +119,7 @@ class Runner:
     def extent(self, longest: int) -> int:
         """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for
         the kernel that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
-        capacity = min(self.cache.slots - 1, attention.context_length(self.model) or self.cache.slots)
+        capacity = min(self.cache.slots - 1, self._context or self.cache.slots)
         return capacity if self.path == "ragged" else min(capacity, -(-longest // EXTENT) * EXTENT)
 
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -40,8 +40,8 @@ class Program(TyperGroup):
     """All commands. Here alone errors of the user, of the system and of a model become one line and exit code 2."""
 
     def make_context(self, *arguments, **options) -> typer.Context:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, _note_interrupt)
+        _interrupts.clear()  # of an earlier call in this process
+        _exchange_handlers(signal.default_int_handler, _note_interrupt)
         with ended_in_one_line():
             return super().make_context(*arguments, **options)
 
@@ -76,7 +76,13 @@ def _note_interrupt(signal_number: int, frame: FrameType | None) -> None:
 
 def plain_interrupts() -> None:
     """Ctrl-C as Python has it: asyncio, which executes notebooks, takes care of nothing else."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _exchange_handlers(_note_interrupt, signal.default_int_handler)
+
+
+def _exchange_handlers(old: Callable, new: Callable) -> None:
+    """A program that was told to ignore Ctrl-C (one in the background of a script) goes on doing so."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is old:
+        signal.signal(signal.SIGINT, new)
 
 
 class Command(TyperCommand):

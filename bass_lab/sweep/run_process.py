@@ -1,8 +1,8 @@
 """One run of a notebook by papermill, in a process of its own that dies with the one that started it.
 
 What a run starts besides, such as workers of a cell, is known by its environment, which names the run's temporary
-folder: `clear` kills all of it when the run has ended. Where the sweep itself is killed, a process that outlives it
-does so for the folder in which those of all its runs lie (`Remains`).
+folder, or by files open there: `clear` kills all of it when the run has ended. Where the sweep itself is killed, a
+process that outlives it does so for the folder in which those of all its runs lie (`Remains`).
 
 Needs the standard library and papermill, nothing of bass_core, whose import takes seconds: a copy of this file is
 executed as a script, on this machine or, sent by value, by a worker of Ray on another.

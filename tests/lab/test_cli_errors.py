@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner, Result
 
 from bass_lab.checks import doctor
-from bass_lab.cli import main
+from bass_lab.cli import common, main
 from bass_lab.sweep.run_process import RunProcess
 
 ROOT = Path(__file__).parents[2]
@@ -273,3 +273,20 @@ def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
     said = running.communicate(timeout=60)[1]
     assert running.returncode == 130 and said == ""
     assert not Path("/proc", mark.read_text()).exists()
+
+
+def test_program_that_was_told_to_ignore_ctrl_c_goes_on_ignoring_it():
+    for before, after in ((signal.SIG_IGN, signal.SIG_IGN), (signal.default_int_handler, common._note_interrupt)):
+        found = signal.signal(signal.SIGINT, before)
+        try:
+            CliRunner().invoke(main.app, ["generate", "--draft-length", "x"])
+            assert signal.getsignal(signal.SIGINT) is after
+            common.plain_interrupts()
+            assert signal.getsignal(signal.SIGINT) is before
+        finally:
+            signal.signal(signal.SIGINT, found)
+
+
+def test_ctrl_c_of_an_earlier_call_is_forgotten(monkeypatch):
+    monkeypatch.setattr(common, "_interrupts", [signal.SIGINT])
+    assert CliRunner().invoke(main.app, ["record", "/"]).exit_code == 2
