@@ -2,11 +2,15 @@
 #   make demo PYTHON=python3.12     builds it with another Python
 #   make demo PIP_ARGS="..."        passes options to pip; on Linux without a GPU the README names PyTorch's index of
 #                                   CPU builds, which saves gigabytes
+#   make demo LOCKED=1              installs the very files whose hashes stand in requirements.lock, for Linux (x86-64),
+#                                   Python 3.11 and PyTorch's CPU build
 PYTHON ?= python3
 PIP_ARGS ?=
 
 BIN := .venv/bin
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock && \
+	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lab notebooks bench bench-kernels bench-gpu pictures lint embedded-pair clean
@@ -52,15 +56,17 @@ clean: ## remove what was built and the caches; .venv stays
 	find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -exec rm -rf {} +
 
 # The stamps stand for "installed since these two files last changed", so that a second run starts at once.
+.venv/.installed-notebooks: EXTRAS = notebooks
 .venv/.installed-notebooks: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "==> Installing the pinned versions into .venv (downloads hundreds of MB the first time)"
-	$(PIP_INSTALL) -e '.[notebooks]'
+	$(INSTALL)
 	@touch $@
 
 # Includes all that the notebooks need, hence both stamps.
+.venv/.installed-test: EXTRAS = notebooks,test
 .venv/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "==> Installing the pinned versions and the test tools into .venv (downloads hundreds of MB the first time)"
-	$(PIP_INSTALL) -e '.[notebooks,test]'
+	$(INSTALL)
 	@touch .venv/.installed-notebooks $@
 
 # pip is the last thing that venv writes: where it is missing, an earlier attempt was cut short.

@@ -68,7 +68,14 @@ def test_conda_environment_installs_what_make_test_installs():
     assert "pip" in ENVIRONMENT
     assert pip_lines == ["-c constraints.txt", "-e .[notebooks,test]"]
     makefile = (ROOT / "Makefile").read_text()
-    assert "-c constraints.txt" in makefile and "-e '.[notebooks,test]'" in makefile
+    assert "-c constraints.txt -e '.[$(EXTRAS)]'" in makefile and "EXTRAS = notebooks,test\n" in makefile
+
+
+def test_every_pin_is_locked_by_hash():
+    locked = (ROOT / "requirements.lock").read_text().splitlines()[2:]
+    assert {line.split(" --hash=sha256:")[0] for line in locked} == {
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+    }
 
 
 @functools.cache
