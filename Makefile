@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lab notebooks bench bench-kernels bench-gpu pictures lint embedded-pair clean
+.PHONY: help demo test test-slow lab notebooks bench bench-kernels bench-gpu pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -21,8 +21,13 @@ help: ## list these targets
 demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded models, checked and timed
 	$(BIN)/bass demo
 
-test: .venv/.installed-test ## run all tests, on all cores
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20
+TEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20
+
+test: .venv/.installed-test ## run the tests, on all cores
+	$(TEST)
+
+test-slow: .venv/.installed-test ## run the tests that take long and break rarely, too: kills, Ray, every kind of model
+	$(TEST) -m slow
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

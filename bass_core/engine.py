@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -116,10 +117,6 @@ class Session:
         history = self.vocabulary if self.params.needs_history else None
         self.rows = Rows(max_rows, pair.device, history, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
-        wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
-        options = StepOptions(self.params, self.rule, forced, wants_p, all_or_none, self._enter)
-        fall_back = self._launch_each_time if compile == "auto" else None
-        self.device_step = recorded_step.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self.trace = Trace(
             trace,
             attention=paths[0],
@@ -131,6 +128,11 @@ class Session:
             verification="greedy" if self.params.greedy else self.rule,
             policy=repr(self.policy),
         )
+        me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next looked for
+        wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
+        options = StepOptions(self.params, self.rule, forced, wants_p, all_or_none, lambda phase: me()._enter(phase))
+        fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
+        self.device_step = recorded_step.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self._watch = Stopwatch(pair.device)
         self._count = itertools.count()
         self._chosen: set[int] = set()  # rows' numbers that callers chose
@@ -338,10 +340,6 @@ class Session:
                 "on_row_error='finish' ends such rows and goes on with the others"
             )
         return failed
-
-    def _launch_each_time(self) -> None:
-        """The models' passes could not be recorded."""
-        self.trace.meta["compile"] = "off"
 
     # --- what the loop rests on -------------------------------------------------------------------
 

@@ -17,10 +17,6 @@ torch.set_num_threads(1)
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*", "engine/test_gpu_*"]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-kinds", action="store_true", help="decode every kind of model, not one of each attention")
-
-
 # The proofs come first. Last are files that start programs, wait for kills, time limits and a browser, or run lessons:
 # minutes each, the longest first, so that two workers end together.
 PROOFS = ("law", "engine", "policies", "kernels")

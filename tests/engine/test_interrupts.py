@@ -90,7 +90,7 @@ def interrupted(run: Run, line: Line, occurrence: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("which", ["first", "last"])
+@pytest.mark.parametrize("which", ["first", pytest.param("last", marks=pytest.mark.slow)])
 def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(which):
     pair = small_pair()
     training = [module.training for module in pair.target.modules()]

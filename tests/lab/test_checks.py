@@ -46,6 +46,7 @@ def test_the_healthy_engine_passes(embedded):
     assert list(report.table().columns) == ["check", "passed", "tested", "seconds"]
 
 
+@pytest.mark.slow
 def test_a_rejected_token_redrawn_from_p_is_caught(embedded, monkeypatch):
     """The residual max(0, p - q) forgotten: greedy and coupled text do not change, sampled text does."""
 
@@ -56,6 +57,7 @@ def test_a_rejected_token_redrawn_from_p_is_caught(embedded, monkeypatch):
     assert verdicts(embedded, FOUR, samples=4096) == dict.fromkeys(NAMES, True) | {"sampled law": False}
 
 
+@pytest.mark.slow
 def test_a_raw_q_is_caught(embedded, monkeypatch):
     """Acceptance divides by the draft's raw law, while its tokens come from the processed one."""
     original = ModelDrafter._next_token
@@ -86,6 +88,7 @@ def test_a_lost_cache_entry_is_caught(embedded, monkeypatch):
     assert verdicts(embedded, FOUR) == dict.fromkeys(NAMES, False)
 
 
+@pytest.mark.slow
 def test_a_block_rule_without_its_weights_is_caught(embedded, monkeypatch):
     """Block verification with h_i = p_i for every i: nearly token verification, and not exact."""
 
@@ -164,8 +167,10 @@ def test_what_the_engine_raises_is_a_failed_check(monkeypatch, error):
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_ends_with_one_line_of_json():
-    result = CliRunner().invoke(main.app, ["verify", "--samples", "1000", "--prompt", "def add(a, b):\n"])
+def test_the_command_ends_with_one_line_of_json(embedded, tmp_path):
+    tiny_model("llama", vocab_size=len(embedded.tokenizer)).save_pretrained(tmp_path)
+    embedded.tokenizer.save_pretrained(tmp_path)
+    result = CliRunner().invoke(main.app, ["verify", str(tmp_path), "--samples", "1000"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "PASS"
     assert "PASS  sampled law" in result.stdout

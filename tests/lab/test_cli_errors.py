@@ -246,6 +246,15 @@ def test_a_fault_of_ours_is_called_one_and_can_be_shown(monkeypatch):
     assert isinstance(CliRunner().invoke(main.app, ["doctor"]).exception, KeyError)
 
 
+@pytest.fixture
+def heeded():
+    """Ctrl-C is not ignored by the programs that a test starts, as it is where the tests run in the background."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, found)
+
+
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("seconds", [0.5, 1.5, 4])
 def test_ctrl_c_early_in_a_command_ends_it_without_a_traceback(seconds):
     command = [sys.executable, "-m", "bass_lab.cli", "eval", "--limit", "1"]
@@ -256,6 +265,7 @@ def test_ctrl_c_early_in_a_command_ends_it_without_a_traceback(seconds):
     assert running.returncode in (130, -signal.SIGINT) and "Traceback" not in said, said
 
 
+@pytest.mark.usefixtures("heeded")
 def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
     (tmp_path / "notebooks").mkdir()
     mark = tmp_path / "kernel"

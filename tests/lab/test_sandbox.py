@@ -51,7 +51,7 @@ def returning(value: str) -> str:
 
 def problem_sets() -> list:
     skip = pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="HumanEval is not committed; its file is not here")
-    return [pytest.param(HUMAN_EVAL, id="HumanEval", marks=skip), pytest.param(None, id="mini set")]
+    return [pytest.param(HUMAN_EVAL, id="HumanEval", marks=[pytest.mark.slow, skip]), pytest.param(None, id="mini set")]
 
 
 @confined

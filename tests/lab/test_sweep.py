@@ -214,6 +214,7 @@ def test_models_are_known_by_their_files(tmp_path):
 # --- done once, whatever happens ---
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_of_writing_leaves_whole_results_and_the_rest_to_do(notebook, tmp_path):
     """Killed before its first operation on the folder, then before its second, until a sweep gets through."""
     plan, step, done_before = planning.plan(notebook, ["size=1,2,3"]), 0, set()
@@ -248,6 +249,7 @@ def test_a_kill_at_any_step_of_writing_leaves_whole_results_and_the_rest_to_do(n
     assert step > 50 and done_before == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_twenty_kills_at_random_moments_of_real_runs(notebook, tmp_path):
     draw, kills, round_number = random.Random(0), 0, 0
     while kills < 20:

@@ -14,9 +14,12 @@ import sweeps
 import bass_lab as lab
 from bass_lab.sweep import executors, planning, run_process, store
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'bass-hands-on[sweep]')"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'bass-hands-on[sweep]')"
+    ),
+]
 
 
 def parent(process):

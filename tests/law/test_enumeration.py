@@ -28,7 +28,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize(("vocabulary", "new"), [(2, 5), (3, 4)])
+@pytest.mark.parametrize(("vocabulary", "new"), [(2, 4), (3, 4), pytest.param(2, 5, marks=pytest.mark.slow)])
 def test_law_of_a_row_is_the_targets(vocabulary, new, rule, policy):
     target, draft = tabular(vocabulary, seed=1), tabular(vocabulary, seed=2)
     found = law_of_engine(target, draft, new, POLICIES[policy], verification=rule)
@@ -42,12 +42,12 @@ def test_law_at_vocabulary_four(rule):
     assert total_variation(found, exact_law(target, 3)) < EXACT
 
 
-JOINT = {"k=2": (lambda: 2, 4), "per row": (lambda: PerRow(most=1), 3)}
+JOINT = {"k=2": (lambda: 2, 3), "k=2 and a second step": (lambda: 2, 4), "per row": (lambda: PerRow(most=1), 3)}
 JOINT |= {name: (policy, 3) for name, policy in library_policies(limit=2).items()}
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("policy", JOINT)
+@pytest.mark.parametrize("policy", [pytest.param(name, marks=[pytest.mark.slow] * ("and" in name)) for name in JOINT])
 def test_joint_law_of_a_batch_of_two(rule, policy):
     policy, new = JOINT[policy]
     target, draft = tabular(2, seed=5), tabular(2, seed=6)

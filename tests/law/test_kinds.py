@@ -1,6 +1,6 @@
 """Every kind of decoder that transformers registers is decoded exactly or refused: docs/MODELS.md says which.
 
-One kind of each distinct attention is decoded here; all of them with `--all-kinds`.
+One kind of each distinct attention is decoded by `make test`; the others by `make test-slow`.
 """
 
 import re
@@ -28,8 +28,9 @@ def quiet():
 
 def pytest_generate_tests(metafunc):
     if "kind" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-kinds")
-        metafunc.parametrize("kind", REGISTERED if every else kinds.one_per_implementation())
+        few = kinds.one_per_implementation()
+        others = [pytest.param(kind, marks=pytest.mark.slow) for kind in REGISTERED if kind not in few]
+        metafunc.parametrize("kind", [*few, *others])
 
 
 def without_numbers(reason: str) -> str:

@@ -26,6 +26,7 @@ def exact_checks(checks: str) -> list[str]:
     return [check for check in checks.split(", ") if "bfloat16" not in check]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_verify_finds_it_without_the_probe(fault):
     _, by_probe, checks = faults.found(fault)

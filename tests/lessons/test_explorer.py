@@ -348,6 +348,7 @@ def test_wrong_rates_are_told_what_they_are(solution, message, capsys):
 # --- the lesson with other parameters ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [

@@ -359,6 +359,7 @@ def test_exercises_name_what_is_wrong(check, attempt, hint, capsys):
 # --- other parameters ---
 
 
+@pytest.mark.slow
 def test_notebook_runs_with_other_parameters(tmp_path):
     changed = {"batch_sizes": [1, 4], "max_new_tokens": 32, "temperature": 0.5, "repeats": 2, "seed": 3}
     executed = lesson_runs.execute("04_draft_length", tmp_path, **changed)

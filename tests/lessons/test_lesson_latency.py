@@ -87,6 +87,7 @@ def test_the_paper_stands_beside_with_its_hardware(record):
     assert slow == pytest.approx(2.68, abs=0.01) and fast == pytest.approx(3.46, abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parameters",
     [

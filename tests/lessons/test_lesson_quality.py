@@ -130,6 +130,7 @@ def execute(tmp_path, **parameters):
     return lesson_runs.execute("09_quality_within_a_time_budget", tmp_path, **changed)
 
 
+@pytest.mark.slow
 def test_the_lesson_takes_parameters_and_keeps_its_samples(tmp_path):
     execute(tmp_path, problem_count=2, batch_size=3, draft_length=3, temperature=0.2, seed=4)
     stored = evaluation.load(tmp_path / "samples")
@@ -141,6 +142,7 @@ def test_the_lesson_takes_parameters_and_keeps_its_samples(tmp_path):
     assert [run.settings["draft_length"] for run in stored.values()] == [f"FixedLength(k={n})" for n in (0, 3, 3)]
 
 
+@pytest.mark.slow
 def test_other_problems_drop_in_by_a_path(tmp_path):
     """As HumanEval does, in its format, and a single one will do; its stop strings end the texts."""
     path = tmp_path / "problems.jsonl"

@@ -51,11 +51,16 @@ def test_notebook_is_committed_clean(path):
 # --- execution ---
 
 
-# Repeats make times exact, which no cell judges. The demo runs lesson 00 with its defaults; here it takes others.
+# Every cell runs here, on less than by default: `make notebooks`, which publishes the lessons, runs the defaults.
 QUICKER = {
     "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
-    "01_speculative_decoding": {"repeats": 2},
-    "08_latency_and_utilization": {"repeats": 2},
+    "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},
+    "02_ragged_batches": {"batch_size": 4, "max_new_tokens": 20},
+    "03_acceptance_explorer": {"batch_size": 3, "max_new_tokens": 24},
+    "04_draft_length": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
+    "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
+    "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
+    "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
 }
 
 
@@ -71,7 +76,6 @@ def folder(tmp_path):
 
 
 def test_every_cell_of_every_notebook_runs(folder):
-    """With the defaults, but for the sizes of QUICKER."""
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout", "600", "-q"]
     command += ["-n", "2", "--dist", "loadscope"]  # a notebook is a scope
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=3000)
