@@ -159,7 +159,7 @@ def captured(device: torch.device) -> Callable[[Function], Function]:
                 torch.cuda.synchronize()  # a recording that made room may still have been running
                 companion = next(iter(alive), None)  # held until this one is recorded
                 graph = torch.cuda.CUDAGraph()
-                with _no_garbage_collection():  # which may destroy things of CUDA's in the midst of it
+                with _no_garbage_collection(), _own_workspaces():
                     result = _capture(graph, {} if companion is None else {"pool": companion.pool()}, function)
                 alive.add(graph)
             torch.cuda.current_stream().wait_stream(beside)
@@ -197,7 +197,19 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: dict, function: Function) -> Any
 
 
 @contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Workspaces of matrix products are made inside, in the recording's memory, and nothing else uses them afterwards:
+    others free the memory of those outside (transformers' compiled `generate` does)."""
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
 def _no_garbage_collection() -> Iterator[None]:
+    """Which may destroy things of CUDA's in the midst of a recording."""
     enabled = gc.isenabled()
     gc.disable()
     try:

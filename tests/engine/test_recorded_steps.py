@@ -1,5 +1,8 @@
 """Steps of fixed shapes, recorded and replayed, give what steps launched one operator at a time give."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from enumerated import EXACT, exact_law, law_of_engine
@@ -9,7 +12,7 @@ from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
-from bass_core import recorded_step
+from bass_core import graphs, recorded_step
 from bass_core.graphs import Graphs, NotRecordable
 
 
@@ -287,6 +290,31 @@ def test_a_recording_is_replayed_with_the_values_of_now():
     source.fill_(5.0)
     factor = 7.0
     assert graphs.run("sum", add_up) == 30.0
+
+
+def test_workspaces_of_products_are_made_inside_the_recording(monkeypatch):
+    """Others may free those outside, and a recording goes on pointing at them."""
+    calls = []
+
+    class Graph:
+        def capture_begin(self, **options):
+            calls.append("begin")
+
+        def capture_end(self):
+            calls.append("end")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, stands_for in (
+        ("device", nullcontext), ("stream", nullcontext), ("Stream", lambda *_: stream),
+        ("current_stream", lambda *_: stream), ("synchronize", lambda: None), ("CUDAGraph", Graph),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, stands_for)
+    clear = "_cuda_clearCublasWorkspaces"
+    monkeypatch.setattr(torch._C, clear, lambda: calls.append("clear"), raising=False)
+    graphs._stream_beside.cache_clear()
+    graphs.captured(torch.device("cuda"))(lambda: calls.append("run"))
+    graphs._stream_beside.cache_clear()
+    assert calls[-5:] == ["clear", "begin", "run", "end", "clear"]
 
 
 def test_what_occurs_once_is_not_recorded():

@@ -1,6 +1,8 @@
 """After an interruption or an error: everything is as before, and a re-run gives the same tokens."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -260,6 +262,19 @@ def test_closed_session_is_not_stepped_on_in_silence(pair):
     session.close()
     with pytest.raises((RuntimeError, ValueError), match="clos"):
         session.step()
+
+
+def test_dropped_session_is_gone_at_once(pair):
+    """A circle of references would keep its memory until garbage is next looked for."""
+    session, _ = session_with_rows(pair)
+    session.step()
+    gone = weakref.ref(session)
+    gc.disable()
+    try:
+        del session
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # --- the same again -------------------------------------------------------------------------------

@@ -70,6 +70,7 @@ def test_a_raw_q_is_caught(embedded, monkeypatch):
     assert verdicts(embedded, FOUR) == dict.fromkeys(NAMES, True) | {"sampled law": False}
 
 
+@pytest.mark.slow
 def test_a_lost_cache_entry_is_caught(embedded, monkeypatch):
     """The last drafted token's keys are not kept, so that a fully accepted draft leaves a stale slot behind."""
     original = EagerStep.target_pass

@@ -62,16 +62,19 @@ def training_functions() -> list[grammar.Function]:
     return grammar.functions(recipe.generated, recipe.seed, held_out=False)
 
 
+@pytest.mark.slow
 def test_training_contains_no_composition_of_the_mini_set(training_functions):
     compositions = {problem.composition for problem in load_problems()}
     assert len(compositions) == 164
     assert not compositions & {function.key for function in training_functions}
 
 
+@pytest.mark.slow
 def test_training_contains_no_prompt_of_the_mini_set(training_functions):
     assert not {problem.prompt for problem in load_problems()} & {function.prompt for function in training_functions}
 
 
+@pytest.mark.slow
 def test_every_part_of_the_mini_set_was_met_in_training(training_functions):
     def parts(key: str) -> set[str]:
         return set(key.split("/"))
@@ -80,6 +83,7 @@ def test_every_part_of_the_mini_set_was_met_in_training(training_functions):
     assert set().union(*(parts(problem.composition) for problem in load_problems())) <= met
 
 
+@pytest.mark.slow
 def test_held_out_functions_are_of_other_compositions(training_functions):
     held_out = grammar.functions(500, seed=1, held_out=True)
     assert not {function.key for function in held_out} & {function.key for function in training_functions}

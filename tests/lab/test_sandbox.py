@@ -298,12 +298,14 @@ USERS = [
 ]
 
 
+@pytest.mark.slow
 @confined
 @pytest.mark.parametrize("ordinary", USERS[1:])
 def test_attacks_fail_as_an_ordinary_user_too(standalone, ordinary):
     assert attacks.complaints(standalone, attacks.ATTACKS, ordinary=ordinary) == {}
 
 
+@pytest.mark.slow
 @confined
 @pytest.mark.parametrize("ordinary", USERS)
 @pytest.mark.parametrize("version", range(1, 6))

@@ -155,6 +155,7 @@ def test_another_recipe_does_not_go_on_with_this_ones_training(tokenizer, texts,
         fitted(tokenizer, windows, tmp_path, tokens=2 * TINY.target_tokens)
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_models_and_a_card_of_what_was_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(data_card, "MAX_NEW_TOKENS", 4)
     monkeypatch.setattr(data_card, "prompt_set", lambda name: prompt_set(name, 2))

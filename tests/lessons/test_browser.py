@@ -101,7 +101,7 @@ def test_a_page_is_whole_without_a_network(chromium, tmp_path):
     assert not re.search(r'(src|href)="https?:[^"]*\.js', built.read_text())
 
 
-@pytest.mark.parametrize("name", LESSONS)
+@pytest.mark.parametrize("name", [pytest.param("00_start_here", marks=pytest.mark.slow), "03_acceptance_explorer"])
 def test_lesson_runs_and_its_slider_moves_the_figure(chromium, lab, name):
     with browser.executed(chromium, lab(name), WIDE) as page:
         assert errors(page) == []

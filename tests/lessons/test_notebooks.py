@@ -51,7 +51,8 @@ def test_notebook_is_committed_clean(path):
 # --- execution ---
 
 
-# Every cell runs here, on less than by default: `make notebooks`, which publishes the lessons, runs the defaults.
+# Every cell runs here, on less than by default: `make notebooks`, which publishes the lessons, runs the defaults, and
+# the demo those of lesson 00.
 QUICKER = {
     "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
     "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},

@@ -13,8 +13,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 HEADER = """\
-# The files of constraints.txt by hash, for Linux (x86-64), Python 3.11 and PyTorch's CPU build: `make … LOCKED=1` installs
-# these and no others. Written by tests/support/lock.py.
+# The files of constraints.txt by hash, for Linux (x86-64), Python 3.11 and PyTorch's CPU build: `make … LOCKED=1`
+# installs these and no others. Written by tests/support/lock.py.
 """
 
 
