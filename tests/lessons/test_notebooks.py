@@ -51,10 +51,14 @@ def test_notebook_is_committed_clean(path):
 # --- execution ---
 
 
-# Every cell runs here, on less than by default: `make notebooks`, which publishes the lessons, runs the defaults, and
-# the demo those of lesson 00.
-QUICKER = {
+# With its defaults every lesson runs among the slow tests, on less in `make test`. Repeats make times exact, which no
+# cell judges; the demo runs lesson 00 with its defaults.
+DEFAULTS = {
     "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
+    "01_speculative_decoding": {"repeats": 2},
+    "08_latency_and_utilization": {"repeats": 2},
+}
+QUICKER = DEFAULTS | {
     "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},
     "02_ragged_batches": {"batch_size": 4, "max_new_tokens": 20},
     "03_acceptance_explorer": {"batch_size": 3, "max_new_tokens": 24},
@@ -65,14 +69,16 @@ QUICKER = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Copies of all lessons, some of them quicker, beside the records."""
+@pytest.fixture(
+    params=[pytest.param(DEFAULTS, id="defaults", marks=pytest.mark.slow), pytest.param(QUICKER, id="less")]
+)
+def folder(request, tmp_path):
+    """Copies of all lessons, with these parameters, beside the records."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
     (folder / "records").symlink_to(ROOT / "notebooks/records")
     for path in NOTEBOOKS:
-        lesson_runs.parameterized(path.stem, folder, **QUICKER.get(path.stem, {}))
+        lesson_runs.parameterized(path.stem, folder, **request.param.get(path.stem, {}))
     return folder
 
 
