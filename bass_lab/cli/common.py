@@ -40,8 +40,7 @@ class Program(TyperGroup):
     """All commands. Here alone errors of the user, of the system and of a model become one line and exit code 2."""
 
     def make_context(self, *arguments, **options) -> typer.Context:
-        _interrupts.clear()  # of an earlier call in this process
-        _exchange_handlers(signal.default_int_handler, _note_interrupt)
+        _exchange_handlers(signal.default_int_handler, _at_interrupt)
         with ended_in_one_line():
             return super().make_context(*arguments, **options)
 
@@ -55,8 +54,6 @@ def ended_in_one_line() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _interrupts:
-            raise typer.Exit(130) from None
         is_help = type(error).__name__ == "NoArgsIsHelpError"  # the text of `bass` alone
         nobody_reads = getattr(error, "errno", None) == errno.EPIPE
         if is_help or nobody_reads or isinstance(error, typer.Exit | typer.Abort) or os.environ.get(DEBUG):
@@ -65,18 +62,20 @@ def ended_in_one_line() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-_interrupts: list[int] = []  # what Ctrl-C has sent
-
-
-def _note_interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """An interrupted import may end in another error, of its own or of the next one: so it is written down."""
-    _interrupts.append(signal_number)
+def _at_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    """An interrupted import may end in another error, of its own or of the next one, and in C++ code of torch with the
+    text of a crash: inside of one the program ends on the spot, as after a kill, which loses nothing."""
+    calling = frame
+    while calling is not None:
+        if calling.f_code.co_filename.startswith("<frozen importlib"):
+            os._exit(130)
+        calling = calling.f_back
     signal.default_int_handler(signal_number, frame)
 
 
 def plain_interrupts() -> None:
     """Ctrl-C as Python has it: asyncio, which executes notebooks, takes care of nothing else."""
-    _exchange_handlers(_note_interrupt, signal.default_int_handler)
+    _exchange_handlers(_at_interrupt, signal.default_int_handler)
 
 
 def _exchange_handlers(old: Callable, new: Callable) -> None:

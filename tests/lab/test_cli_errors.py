@@ -286,7 +286,7 @@ def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
 
 
 def test_program_that_was_told_to_ignore_ctrl_c_goes_on_ignoring_it():
-    for before, after in ((signal.SIG_IGN, signal.SIG_IGN), (signal.default_int_handler, common._note_interrupt)):
+    for before, after in ((signal.SIG_IGN, signal.SIG_IGN), (signal.default_int_handler, common._at_interrupt)):
         found = signal.signal(signal.SIGINT, before)
         try:
             CliRunner().invoke(main.app, ["generate", "--draft-length", "x"])
@@ -295,8 +295,3 @@ def test_program_that_was_told_to_ignore_ctrl_c_goes_on_ignoring_it():
             assert signal.getsignal(signal.SIGINT) is before
         finally:
             signal.signal(signal.SIGINT, found)
-
-
-def test_ctrl_c_of_an_earlier_call_is_forgotten(monkeypatch):
-    monkeypatch.setattr(common, "_interrupts", [signal.SIGINT])
-    assert CliRunner().invoke(main.app, ["record", "/"]).exit_code == 2
