@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lab notebooks bench bench-kernels bench-gpu pictures lint embedded-pair clean
+.PHONY: help demo test test-slow lab notebooks bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,9 @@ bench: .venv/.installed-notebooks ## time all ways to decode with the embedded p
 
 bench-kernels: .venv/.installed-notebooks ## time the Triton kernels against their peers (needs a CUDA GPU)
 	PYTHONPATH=.:kernels $(BIN)/python -m bench $(ARGS)
+
+gpu: .venv/.installed-test ## all that a GPU is asked, in stages of minutes, into build/gpu (ARGS=--rehearse: on a CPU)
+	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.measure.gpu build/gpu $(ARGS)
 
 bench-gpu: .venv/.installed-notebooks ## time decoding at real sizes, ends after ten minutes (needs a CUDA GPU; ARGS=--quick: three)
 	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.measure.gpu_benchmark $(ARGS)

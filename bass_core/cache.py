@@ -133,7 +133,8 @@ class RaggedLayer(CacheLayerMixin):
                 rows = states.transpose(1, 2).flatten(0, 1)
                 buffer.view(-1, *buffer.shape[2:]).index_copy_(0, self.cache.flat_slots, rows)
         rows, seen = slice(current.places.start, current.places.stop), slice(0, current.extent)
-        return self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
+        keys, values = self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
+        return (keys.contiguous(), values.contiguous()) if self.cache.contiguous else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.current.extent, 0
@@ -156,9 +157,10 @@ class RaggedCache(Cache):
     `begin(pass_)` announces the pass whose keys and values come next.
     """
 
-    def __init__(self, num_layers: int, max_rows: int, capacity: int):
+    def __init__(self, num_layers: int, max_rows: int, capacity: int, contiguous: bool = False):
+        """contiguous: hand out copies, as models' own code may want them; its products would make these themselves."""
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
-        self.max_rows = max_rows
+        self.max_rows, self.contiguous = max_rows, contiguous
         self.slots = capacity + 1  # + the scratch slot
         self.row_bytes = 0  # keys and values of one row in all layers; known once a layer has shown its shape
         self._device: torch.device | None = None  # known then, too

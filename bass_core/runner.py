@@ -38,7 +38,8 @@ class Runner:
         """compiled: passes of fixed shape run through compiled layers (module compiled_layers)."""
         self.model = model
         self.path = path
-        self.cache = RaggedCache(model.config.get_text_config().num_hidden_layers, max_rows, capacity)
+        layers = model.config.get_text_config().num_hidden_layers
+        self.cache = RaggedCache(layers, max_rows, capacity, contiguous=path == "eager")
         self.compiled = compiled
         self._context = attention.context_length(model)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass

@@ -2,8 +2,9 @@
 
 Models of real shapes with dummy weights decode at forced acceptance (`SyntheticAcceptance`), so nothing is downloaded
 and every α can be had; every line says `synthetic`. All else is real: passes over all weights, a ragged cache,
-verification, the loop. Speed without exactness is no result: first the embedded pair is checked (`bass verify`) with
-its passes made as those that are timed, compiled and recorded, and the verdict stands in every line.
+verification, the loop. Speed without exactness is no result: when all is timed, the embedded pair decodes with its
+passes made as those that were timed, compiled and recorded, and the verdict joins every line. GPU time is dear: what
+was timed is kept whatever happens then.
 
 Every repeat of a way is followed by one of regular decoding in the same minute; a speed-up is the ratio of the two. The
 bounds are measured in the same run: a copy's bandwidth and a matrix product's rate. Definitions: latencies as in
@@ -16,8 +17,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -27,18 +27,22 @@ from transformers import StaticCache
 
 from bass_core import inputs
 from bass_core.engine import Session
+from bass_core.environment import synchronize
+from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import Trace
-from bass_lab.checks import exactness
+from bass_lab.checks import plain_decoding
 from bass_lab.measure import gpu_command, records
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
-from bass_lab.measure.gpu_plan import DRY, REGULAR, Group, Way, plan, policy_of
+from bass_lab.measure.gpu_command import DeviceLost
+from bass_lab.measure.gpu_plan import DRY, PEERS, REGULAR, Group, Way, plan, policy_of
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
 from bass_lab.named_pairs import named_pair
+from bass_lab.texts.prompt_sets import prompt_set
 
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
 NEW = 128  # tokens per row
@@ -49,6 +53,7 @@ FIELDS: inputs.Kinds = records.SPEED | {
     "shape": str,
     "method": str,  # transformers, regular, single, batched
     "policy": str,  # "k=5", a policy's name, or "" where nothing is drafted
+    "way": str,  # what was asked for: a `Way`
     "alpha": (float, type(None)),  # forced; null where nothing is drafted
     "k": (float, type(None)),  # mean planned draft length
     "attention": str,
@@ -60,9 +65,25 @@ FIELDS: inputs.Kinds = records.SPEED | {
     "host_share": (float, type(None)),  # of the decode time, in which the device works on no pass
     "copy_gb_per_s": float,
     "matrix_tflops": float,
-    "exactness": dict,  # of the embedded pair: passed, checks, attention, compile
+    "exactness": dict,  # of the embedded pair: passed (null: not looked at yet), greedy, coupled, attention, compile
 }
-check = partial(records.check_speed, fields=FIELDS)
+FAILED: inputs.Kinds = {
+    "shape": str,
+    "batch": int,
+    "way": str,
+    "reason": str,
+    **{name: FIELDS[name] for name in ("device", "torch", "transformers", "commit")},
+}
+UNCHECKED = {"passed": None}
+
+
+def check(line: dict) -> None:
+    """Raises ValueError naming the field that is missing or wrong in a line of `FIELDS`, or of `FAILED`."""
+    if "reason" in line:
+        inputs.check_fields(line, FAILED, ("batch",))
+    else:
+        records.check_speed(line, FIELDS)
+
 
 # --- one way ------------------------------------------------------------------------------------------------
 
@@ -162,41 +183,56 @@ def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int 
 
 @dataclass(frozen=True)
 class GpuBenchmark:
-    """What all groups share. exactness: the embedded pair's verdict; out_of_time: asked before each way."""
+    """What all groups share. out_of_time: asked before each way."""
 
     device: Device
-    exactness: dict
     environment: dict
     repeats: int = 3
     context: int = CONTEXT
     spread: int = SPREAD
     new: int = NEW
     out_of_time: Callable[[], bool] = lambda: False
-    failed: list[str] = field(default_factory=list)  # ways that raised
 
     def group(self, pair: ModelPair, group: Group) -> Iterator[dict]:
-        """A record per way; each repeat of a way is followed by one of regular decoding."""
+        """A record per way, or the reason why there is none; each repeat is followed by one of regular decoding.
+
+        Raises `DeviceLost` after such a reason if nothing more can be measured.
+        """
         target = Workload.of(pair.target)
         draft = None if pair.draft is None else Workload.of(pair.draft)
         cost = modelled_costs(Roofline(target, self.device), draft and Roofline(draft, self.device))
         prompts = prompts_of(pair, group.batch, self.context, self.spread)
-        regular = RepeatedWay(pair, self._here(pair, REGULAR), prompts, cost, self.new)
+        regular = None
         try:
             for way in group.ways:
                 if self.out_of_time():
                     return
                 runs = None
                 try:
+                    regular = regular or RepeatedWay(pair, self._here(pair, REGULAR), prompts, cost, self.new)
                     runs = RepeatedWay(pair, self._here(pair, way), prompts, cost, self.new)
-                    yield self._line(group, runs, *self._paired(runs, regular), (target, draft))
-                except (RuntimeError, ValueError) as error:  # out of memory, not to be compiled: the others go on
-                    self.failed.append(f"{group.shape}, batch {group.batch}, {way}: {error}")
-                    print(f"FAILED {self.failed[-1]}", flush=True)
+                    line = self._line(group, runs, *self._paired(runs, regular), (target, draft), way)
+                except Exception as error:  # memory, compilers, drivers: the other ways go on
+                    reason = (str(error).strip() or "no reason given").splitlines()[0][:600]
+                    line = {"shape": group.shape, "batch": group.batch, "way": str(way)} | self.environment
+                    line["reason"] = f"{type(error).__name__}: {reason}"
                 finally:
                     if runs is not None:
                         runs.close()
+                yield line
+                if "reason" in line:
+                    self._require_device(pair)
         finally:
-            regular.close()
+            if regular is not None:
+                regular.close()
+
+    @staticmethod
+    def _require_device(pair: ModelPair) -> None:
+        """Raises DeviceLost where an error has left a GPU that answers nothing any more."""
+        try:
+            synchronize(pair.device)
+        except Exception as error:
+            raise DeviceLost(str(error).strip().splitlines()[0]) from error
 
     def _here(self, pair: ModelPair, way: Way) -> Way:
         """The way as this device can go it: a dry run on a CPU has neither kernels nor graphs."""
@@ -230,6 +266,7 @@ class GpuBenchmark:
         pairs: Sequence[tuple[float, float]],
         disturbed: int,
         work: tuple[Workload, Workload | None],
+        asked: Way,
     ) -> dict:
         way, count = runs.way, len(pairs)
         seconds, regular = np.array(pairs).T
@@ -239,6 +276,7 @@ class GpuBenchmark:
             "shape": group.shape,
             "method": way.method,
             "policy": "",
+            "way": str(asked),
             "alpha": way.alpha,
             "batch": group.batch,
             "attention": way.attention,
@@ -258,7 +296,7 @@ class GpuBenchmark:
             "copy_gb_per_s": self.device.bandwidth / 1e9,
             "matrix_tflops": self.device.flops / 1e12,
             "dtype": str(runs.pair.target.dtype).removeprefix("torch."),
-            "exactness": self.exactness,
+            "exactness": UNCHECKED,
             "synthetic": True,  # the weights are
             **self.environment,
         }
@@ -276,16 +314,28 @@ class GpuBenchmark:
         }
 
 
-def checked(device: str, compile: str, **options) -> dict:
-    """`bass verify` of the embedded pair on this device, its passes made in that way: greedy and coupled identity, and
-    the G-tests of its law. It has failed, too, where some pass was made in another way."""
-    report = exactness.verify(load_pair(device=device), compile=compile, **options)
-    runs = [run for check in report.checks for run in check.details.get("runs", ()) if run.get("attention") == "auto"]
+def checked(device: str, compile: str, new: int = 24) -> dict:
+    """Whether the embedded pair decodes exactly on this device with its passes made in that way: greedy text is that of
+    the row alone, coupled text that of regular decoding. It has failed, too, where passes were made in another way.
+
+    Few shapes, since each is compiled: `bass verify` looks at all.
+    """
+    pair, options = load_pair(device=device, dtype="float32"), {"max_new_tokens": new, "eos_token_id": ()}
+    prompts = inputs.token_ids(pair, prompt_set("mini", 4))
+    alone = [plain_decoding.greedy(pair.target, prompt, new)[0] for prompt in prompts]
+    greedy = generate(pair, prompts, draft_length=3, compile=compile, **options)
+    sampled = options | {"temperature": 0.8, "verification": "coupled", "compile": compile}
+    regular, coupled = (generate(pair, prompts, draft_length=k, **sampled).sequences for k in (0, 3))
+    same = {
+        "greedy": sum(map(torch.equal, (each.cpu() for each in greedy.sequences), (each.cpu() for each in alone))),
+        "coupled": sum(map(torch.equal, coupled, regular)),
+    }
+    meta = greedy.trace.meta
     return {
-        "passed": report.passed and all(run["compile"] == compile for run in runs),
-        "checks": {check.name: check.passed for check in report.checks},
-        "attention": runs[0]["path"] if runs else None,
-        "compile": compile,
+        "passed": set(same.values()) == {len(prompts)} and meta["compile"] == compile,
+        **{name: f"{count} of {len(prompts)} rows" for name, count in same.items()},
+        "attention": meta["attention"],
+        "compile": meta["compile"],
     }
 
 
@@ -297,6 +347,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         "gpu",
         "Time decoding at real sizes on a CUDA GPU.",
         quick="the 7.8B shape alone, about three minutes",
+        peers="transformers' own generate, which wants a process of its own",
         dry_run="tiny models on the CPU: what would be done",
     )
     parser.add_argument("--repeats", type=int, default=3)
@@ -306,35 +357,57 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Measure and write way by way. Returns the exit code."""
     dry = options.dry_run
-    lines = gpu_command.Lines("gpu", options, check, limit=165 if options.quick else 540)
+    lines = gpu_command.Lines("gpu", options, check, limit=165 if options.quick or options.peers else 540)
     here = {name: lines.environment[name] for name in ("device", "torch", "transformers", "commit")}
     name = "cpu" if dry else "cuda"
     peaks = measure_device(name, torch.float32 if dry else torch.bfloat16)
     print(f"{here['device']}: a copy moves {peaks.bandwidth / 1e9:.0f} GB/s, a matrix product "
           f"{peaks.flops / 1e12:.3g} TFLOP/s", flush=True)  # fmt: skip
-    fewer = {"samples": 1000, "max_new_tokens": 8} if dry else {}
-    verdict = checked(name, "off" if dry else REGULAR.compile, **fewer)
-    print(f"exactness of {verdict['attention']} with compile={verdict['compile']} on the embedded pair: "
-          f"{'PASS' if verdict['passed'] else 'FAIL'} {verdict['checks']}", flush=True)  # fmt: skip
     small = {"context": 24, "spread": 6, "new": 12} if dry else {}
-    benchmark = GpuBenchmark(
-        peaks, verdict, here, repeats=options.repeats, out_of_time=lambda: lines.out_of_time, **small
-    )
-    groups = [DRY] if dry else plan(options.quick)
+    benchmark = GpuBenchmark(peaks, here, repeats=options.repeats, out_of_time=lambda: lines.out_of_time, **small)
+    groups, lost = _chosen(options), None
+    try:
+        _measure(benchmark, groups, lines, name)
+    except DeviceLost as error:
+        lost = str(error)
+    failed = sum("reason" in line for line in lines.written)
+    ways, planned = len(lines.written) - failed, sum(len(group.ways) for group in groups)
+    passed = None
+    if ways and not lost:
+        verdict = checked(name, "off" if dry else REGULAR.compile)
+        lines.amend(lambda line: line if "reason" in line else line | {"exactness": verdict})
+        passed = verdict["passed"]
+        print(f"exactness of the embedded pair, decoded in this way: {'PASS' if passed else 'FAIL'} {verdict}")
+    left_out = planned - len(lines.written)
+    lines.end({"ways": ways, "failed": failed, "left_out": left_out, "lost": lost, "passed": passed})
+    return 0 if passed and not failed else 1
+
+
+def _chosen(options: argparse.Namespace) -> list[Group]:
+    return [DRY] if options.dry_run else PEERS if options.peers else plan(options.quick)
+
+
+def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: gpu_command.Lines, device: str) -> None:
     pair, shape = None, None
     for group in groups:
+        asked = {"shape": group.shape, "batch": group.batch}
+        left = tuple(way for way in group.ways if not lines.has(**asked, way=str(way)))
         if lines.out_of_time:
             break
+        if not left:
+            continue
+        group = replace(group, ways=left)
         if group.shape != shape:
             pair = None
             gc.collect()
-            pair, shape = _load(group.shape, name), group.shape
-        if found := [lines.add(line) for line in benchmark.group(pair, group)]:
-            print(f"{table(found)}{bounds(pair, group, benchmark)}\n", flush=True)
-    planned, ways, failed = sum(len(group.ways) for group in groups), len(lines.written), len(benchmark.failed)
-    counts = {"ways": ways, "failed": failed, "left_out": planned - ways - failed}
-    lines.end(counts | {"passed": verdict["passed"]})
-    return 0 if verdict["passed"] and not failed else 1
+            pair, shape = _load(group.shape, device), group.shape
+        found = []
+        for line in benchmark.group(pair, group):
+            found.append(lines.add(line))
+            if "reason" in line:
+                print(f"FAILED {line['shape']}, batch {line['batch']}, {line['way']}: {line['reason']}", flush=True)
+        if timed := [line for line in found if "reason" not in line]:
+            print(f"{table(timed)}{bounds(pair, group, benchmark)}\n", flush=True)
 
 
 def _load(shape: str, device: str) -> ModelPair:

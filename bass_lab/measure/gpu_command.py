@@ -11,10 +11,15 @@ from pathlib import Path
 
 import torch
 
+from bass_core.environment import write_whole
 from bass_lab.measure import records
 from bass_lab.provenance import describe_environment
 
 NO_GPU = 2  # exit code
+
+
+class DeviceLost(Exception):
+    """An error has broken the CUDA context: nothing more can be measured in this process."""
 
 
 def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser:
@@ -24,6 +29,7 @@ def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser
     for name, meaning in sizes.items():
         size.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
     found.add_argument("--seconds", type=float, help="begin nothing new after this time (else as the size says)")
+    found.add_argument("--resume", action="store_true", help="leave out what the output has, of this device and commit")
     found.add_argument("--commit", default="", help="of this tree, where it came without its repository")
     file = f"notebooks/records/{kind}_<device>.jsonl"
     found.add_argument("--output", type=Path, help=f"JSON lines go here ({file}; none in a dry run)")
@@ -41,6 +47,20 @@ class Lines:
         device = self.environment["device"]
         self.output = options.output or (None if options.dry_run else records.device_file(kind, device))
         self.written: list[dict] = []
+        self.before = self._before() if options.resume else []
+
+    def _before(self) -> list[dict]:
+        """Lines of an earlier run, cut short, of the same device and commit."""
+        if self.output is None or not self.output.exists():
+            return []
+        records.mend(self.output)
+        here = {name: self.environment[name] for name in ("device", "torch", "commit")}
+        lines = map(json.loads, self.output.read_text(encoding="utf-8").splitlines())
+        return [line for line in lines if here.items() <= line.items()]
+
+    def has(self, **fields) -> bool:
+        """Whether an earlier run that is resumed has measured this: a line with these fields, and no reason."""
+        return any(fields.items() <= line.items() and not line.get("reason") for line in self.before)
 
     @property
     def seconds(self) -> float:
@@ -57,6 +77,17 @@ class Lines:
             records.append(self.output, [line], self.check)
         self.written.append(line)
         return line
+
+    def amend(self, change: Callable[[dict], dict]) -> None:
+        """Change the lines of this run, where they stand, too."""
+        changed = list(map(change, self.written))
+        for line in changed:
+            self.check(line)
+        if self.output is not None:
+            new = {json.dumps(old): json.dumps(line) for old, line in zip(self.written, changed, strict=True)}
+            stored = self.output.read_text(encoding="utf-8").splitlines()
+            write_whole(self.output, "".join(f"{new.get(line, line)}\n" for line in stored).encode())
+        self.written = changed
 
     def end(self, document: dict) -> None:
         """Print what came of it as one JSON object, the last line."""

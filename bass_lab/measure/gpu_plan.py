@@ -46,7 +46,6 @@ def plan(quick: bool) -> list[Group]:
     eight = (
         REGULAR,
         batched(0.8),
-        PEER,
         batched(USELESS, "goodput"),
         batched(0.8, "goodput"),
         batched(0.8, attention="pad"),
@@ -73,6 +72,7 @@ def plan(quick: bool) -> list[Group]:
     return groups
 
 
+PEERS = [Group("paper-7.8b", batch, (PEER,)) for batch in (8, 32)]
 DRY = Group("embedded", 2, (REGULAR, batched(0.8), PEER, batched(0.8, "goodput"), Way("single", "best", 0.8)))
 
 

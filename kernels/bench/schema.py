@@ -74,11 +74,16 @@ def _check_timed(line: dict) -> None:
         raise ValueError(f"{line['percent_of_copy']:.0f}% of the copy bandwidth: the KV sets were in a cache")
 
 
+def of_case(case: Case) -> dict:
+    """The fields of a line that name its case."""
+    return {name: getattr(case, name) for name in CASE}
+
+
 def line(case: Case, outcome: Outcome, copy: float, clock: str, seed: int, environment: dict) -> dict:
     """The record of one kernel. copy: bytes per second. clock: the kind of device that the times are of."""
     gigabytes, timing = case.kv_bytes(seed) / 1e9, outcome.timing
     found = {"kernel": outcome.kernel}
-    found |= {name: getattr(case, name) for name in CASE} | {name: getattr(case.work, name) for name in SHAPE}
+    found |= of_case(case) | {name: getattr(case.work, name) for name in SHAPE}
     found |= {"total_kv": sum(case.lengths(seed)), "gb": gigabytes, "seed": seed, "clock": clock}
     found |= {"copy_gb_per_s": copy / 1e9, "error": outcome.error, "reason": outcome.reason}
     found |= dict.fromkeys(TIMES) | environment

@@ -12,10 +12,10 @@ import bass_core as bass
 from bass_core.draft_length import BassHeuristic
 from bass_core.engine import Session
 from bass_core.policies.goodput import Goodput
-from bass_lab.checks import exactness
+from bass_lab.checks import plain_decoding
 from bass_lab.measure import gpu_benchmark, gpu_command, records
 from bass_lab.measure.clocks import Clock
-from bass_lab.measure.gpu_plan import PEER, REGULAR, USELESS, Way, batched, plan, policy_of
+from bass_lab.measure.gpu_plan import DRY, PEER, PEERS, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.roofline import H100, Roofline, Workload
 from bass_lab.named_pairs import SHAPES, named_config
@@ -25,12 +25,9 @@ METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the 
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Exit code, printed text, records; the pair's check, which has tests of its own, is taken for granted."""
+    """Exit code and records."""
     output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
-    with pytest.MonkeyPatch.context() as patch:
-        passed = [exactness.Check("greedy identity", True, "", 0.0, {})]
-        patch.setattr(exactness, "verify", lambda pair, **options: exactness.Report("embedded", passed))
-        code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
+    code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
     return code, records.read(output, gpu_benchmark.check)
 
 
@@ -39,7 +36,8 @@ def test_a_dry_run_writes_a_record_per_way(dry_run):
     assert code == 0
     assert [line["method"] for line in lines] == METHODS
     for line in lines:
-        assert line["synthetic"] and line["exactness"]["passed"] and line["shape"] == "embedded"
+        assert line["synthetic"] and line["shape"] == "embedded"
+        assert line["exactness"]["passed"] and line["exactness"]["greedy"] == "4 of 4 rows"
         assert line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
         assert len(line["seconds"]) == line["repeats"] == 2
         assert line["over_regular"]["low"] <= line["over_regular"]["median"] <= line["over_regular"]["high"]
@@ -77,17 +75,36 @@ def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
     assert "--dry-run" in capsys.readouterr().err
 
 
-def test_a_run_that_is_out_of_time_says_what_it_left_out(capsys, monkeypatch):
-    passed = exactness.Report("embedded", [])
-    monkeypatch.setattr(exactness, "verify", lambda pair, **options: passed)
-    gpu_benchmark.main(["--dry-run", "--seconds", "0.001"])
+def test_a_run_that_is_out_of_time_says_what_it_left_out_and_has_failed(capsys):
+    assert gpu_benchmark.main(["--dry-run", "--seconds", "0.001"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == len(METHODS)
 
 
-def test_a_failed_check_is_an_exit_code(monkeypatch):
-    failed = exactness.Report("embedded", [exactness.Check("greedy identity", False, "", 0.0, {})])
-    monkeypatch.setattr(exactness, "verify", lambda pair, **options: failed)
-    assert gpu_benchmark.main(["--dry-run", "--seconds", "0.001"]) == 1
+@pytest.fixture
+def one_way(monkeypatch):
+    monkeypatch.setattr(gpu_benchmark, "DRY", replace(DRY, ways=(REGULAR, batched(0.8, 3))))
+
+
+def test_timing_comes_first_and_a_failed_check_is_an_exit_code(one_way, monkeypatch, tmp_path):
+    output = tmp_path / "gpu.jsonl"
+
+    def failing(*_):
+        assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": None}] * 2
+        return {"passed": False}
+
+    monkeypatch.setattr(gpu_benchmark, "checked", failing)
+    assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(output)]) == 1
+    assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": False}] * 2
+
+
+def test_a_run_that_was_cut_short_goes_on(one_way, capsys, tmp_path):
+    options = ["--dry-run", "--repeats", "1", "--resume", "--output", str(tmp_path / "gpu.jsonl")]
+    assert gpu_benchmark.main(options) == 0
+    first, second = records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check)
+    (tmp_path / "gpu.jsonl").write_text(json.dumps(first) + '\n{"half a')
+    assert gpu_benchmark.main(options) == 0
+    found = records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check)
+    assert [line["way"] for line in found] == [first["way"], second["way"]] and found[0] == first
 
 
 # --- the plan --------------------------------------------------------------------------------------------
@@ -96,7 +113,7 @@ def test_a_failed_check_is_an_exit_code(monkeypatch):
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_plan_has_all_that_the_records_are_for(quick):
     groups = defaultdict(tuple)
-    for group in plan(quick):
+    for group in plan(quick) + PEERS:
         groups[group.shape, group.batch] += group.ways
     eight, many = groups["paper-7.8b", 8], groups["paper-7.8b", 32]
     assert {way.attention for way in eight if way.method == "batched"} == {"ragged", "pad", "split"}
@@ -194,27 +211,50 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
     assert (len(pairs), disturbed) == (2, 2)
 
 
-def test_a_way_that_cannot_be_gone_leaves_the_others(capsys, monkeypatch):
-    monkeypatch.setattr(exactness, "verify", lambda pair, **options: exactness.Report("embedded", []))
+class CompilationError(Exception):
+    """As of Triton: of no kind that torch has."""
+
+
+def fail_at_goodput(monkeypatch):
     once = gpu_benchmark.RepeatedWay.once
 
     def failing(self):
         if self.way.draft == "goodput":
-            raise torch.OutOfMemoryError("no room")
+            raise CompilationError("no room in registers\nand more")
         return once(self)
 
     monkeypatch.setattr(gpu_benchmark.RepeatedWay, "once", failing)
-    assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
+
+
+def test_a_way_that_cannot_be_gone_leaves_the_others_and_its_reason(capsys, monkeypatch, tmp_path):
+    fail_at_goodput(monkeypatch)
+    assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
     out = capsys.readouterr().out
-    assert "FAILED embedded, batch 2" in out and "no room" in out
+    assert "FAILED embedded, batch 2" in out and "no room in registers" in out
     summary = json.loads(out.splitlines()[-1])
     assert (summary["ways"], summary["failed"], summary["left_out"]) == (len(METHODS) - 1, 1, 0)
+    failed = [line for line in records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check) if "reason" in line]
+    assert [line["reason"] for line in failed] == ["CompilationError: no room in registers"]
 
 
-def test_a_pair_that_was_checked_in_another_way_has_not_passed(monkeypatch):
-    """The record's word on exactness is of the passes that it times."""
-    run = {"attention": "auto", "path": "ragged", "compile": "off"}
-    passed = exactness.Report("embedded", [exactness.Check("greedy identity", True, "", 0.0, {"runs": [run]})])
-    monkeypatch.setattr(exactness, "verify", lambda pair, **options: passed)
-    assert gpu_benchmark.checked("cpu", "off")["passed"]
-    assert not gpu_benchmark.checked("cpu", "compiled+graphs")["passed"]
+def test_a_device_that_answers_no_more_ends_the_run_with_what_was_measured(capsys, monkeypatch):
+    def lost(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    fail_at_goodput(monkeypatch)
+    monkeypatch.setattr(gpu_benchmark, "synchronize", lost)
+    assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["ways"] == METHODS.index("single") - 1 and "illegal memory" in summary["lost"]
+    assert summary["left_out"] == 1 and summary["passed"] is None
+
+
+def test_the_embedded_pair_is_checked_as_it_was_timed():
+    found = gpu_benchmark.checked("cpu", "off", new=8)
+    assert found["passed"] and found["coupled"] == "4 of 4 rows" and found["compile"] == "off"
+
+
+def test_a_pair_that_decodes_another_text_has_not_passed(monkeypatch):
+    greedy = plain_decoding.greedy
+    monkeypatch.setattr(plain_decoding, "greedy", lambda *given: (greedy(*given)[0] + 1, None))
+    assert not gpu_benchmark.checked("cpu", "off", new=8)["passed"]

@@ -1,0 +1,167 @@
+"""`make gpu`: what a GPU is asked, in stages of minutes, the ones worth most first.
+
+    python -m bass_lab.measure.gpu FOLDER                    every stage
+    python -m bass_lab.measure.gpu FOLDER --stage decode     one; cut short and called again, it goes on
+    python -m bass_lab.measure.gpu FOLDER --rehearse         on a CPU, tiny: times that mean nothing, and every file
+    python -m bass_lab.measure.gpu FOLDER --collect          what came back, into notebooks/records
+
+A stage is a program with a time limit of its own. It adds to its files case by case and leaves out what stands there
+already, of this device and commit. It needs torch, triton, transformers, pandas and pytest; the last one papermill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bass_lab.measure import records
+from bass_lab.measure.gpu_command import NO_GPU
+
+Command = Callable[[str, str, bool], list[str]]  # of folder, seconds and whether it is rehearsed: python's arguments
+
+
+@dataclass(frozen=True)
+class Stage:
+    """seconds: its limit. files: what it writes. needs: a module without which it is left out."""
+
+    about: str
+    seconds: int
+    files: tuple[str, ...]
+    command: Command
+    needs: str | None = None
+
+
+def _tests(folder: str, seconds: str, rehearse: bool) -> list[str]:
+    at_once = ["-n", "8"] if _installed("xdist") and not rehearse else []
+    each = ["--timeout", "300"] if _installed("pytest_timeout") else []
+    return ["-m", "pytest", "-m", "gpu", "-q", "-p", "gpu_log", "-p", "no:cacheprovider", *at_once, *each]
+
+
+def _timed(module: str, file: str, size: str | None = None) -> Command:
+    def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
+        sizes = ["--dry-run"] if rehearse else [size] if size else []
+        return ["-m", module, *sizes, "--resume", "--output", f"{folder}/{file}", "--seconds", seconds]
+
+    return command
+
+
+def _part(name: str) -> Command:
+    def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
+        return ["-m", "bass_lab.measure.gpu_parts", name, folder, *(["--rehearse"] if rehearse else [])]
+
+    return command
+
+
+BENCHMARK = "bass_lab.measure.gpu_benchmark"
+STAGES = {
+    "tests": Stage("the GPU tests, eight at a time", 400, ("tests.jsonl",), _tests),
+    "kernels": Stage("kernels and their peers", 460, ("kernels.jsonl",), _timed("bench", "kernels.jsonl")),
+    "decode": Stage(
+        "7.8B + 310M: regular, batched, useless drafts", 460, ("gpu.jsonl",), _timed(BENCHMARK, "gpu.jsonl", "--quick")
+    ),
+    "peers": Stage(
+        "the same by transformers' generate", 300, ("peers.jsonl",), _timed(BENCHMARK, "peers.jsonl", "--peers")
+    ),
+    "exactness": Stage("`bass verify`, recorded and compiled", 460, ("exactness.jsonl",), _part("exactness")),
+    "costs": Stage(
+        "costs of steps, a profile, recorded acceptance",
+        460,
+        ("costs.json", "costs_check.jsonl", "timeline.json.gz", "acceptance.npz"),
+        _part("costs"),
+    ),
+    "notebooks": Stage("the lessons", 460, ("notebooks.jsonl",), _part("notebooks"), needs="papermill"),
+}
+
+
+def run(name: str, folder: Path, rehearse: bool = False, seconds: float | None = None) -> dict:
+    """One stage, ended at its limit: a summary of what came of it, its files by lines or bytes."""
+    stage, started = STAGES[name], time.monotonic()
+    summary = {"stage": name, "about": stage.about}
+    if stage.needs and not _installed(stage.needs):
+        return summary | {"left_out": f"{stage.needs} is not installed here"}
+    folder.mkdir(parents=True, exist_ok=True)
+    limit = seconds or stage.seconds
+    command = [sys.executable, *stage.command(str(folder), f"{limit - 20:.0f}" if limit > 60 else f"{limit}", rehearse)]
+    paths = [records.ROOT, records.ROOT / "kernels", records.ROOT / "tests/support"]
+    surroundings = os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        "GPU_LOG": str(folder / "tests.jsonl"),
+    }
+    process = subprocess.Popen(command, cwd=records.ROOT, env=surroundings, start_new_session=True)
+    try:
+        code = process.wait(limit)
+    except BaseException as error:  # the limit, or a Ctrl-C: nothing it started is left
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        code = None
+    files = {file: _size(folder / file) for file in stage.files}
+    return summary | {"code": code, "seconds": round(time.monotonic() - started, 1), "files": files}
+
+
+def _size(file: Path) -> str:
+    if not file.exists():
+        return "missing"
+    if file.suffix == ".jsonl":
+        return f"{sum(1 for _ in file.open())} lines"
+    return f"{file.stat().st_size} bytes"
+
+
+def collect(folder: Path) -> list[Path]:
+    """Copy what stages wrote into this repository's records, under the device's name; the new files."""
+    device = next((json.loads(line)["device"] for file in folder.glob("*.jsonl") for line in file.open()), None)
+    if device is None:
+        raise ValueError(f"{folder} holds no line of a stage")
+    written = []
+    for file in (folder / file for stage in STAGES.values() for file in stage.files):
+        if file.exists():
+            kind, _, ending = file.name.partition(".")
+            target = records.device_file(kind, device).with_suffix(f".{ending}")
+            shutil.copyfile(file, target)
+            written.append(target)
+    return written
+
+
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gpu", description="What a GPU is asked, in stages of minutes.")
+    parser.add_argument("folder", type=Path, help="where their files are, or are to be")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--stage", choices=STAGES, help="this one alone")
+    what.add_argument("--collect", action="store_true", help="copy what came back into notebooks/records")
+    parser.add_argument("--seconds", type=float, help="limit of each stage (else its own)")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU: tiny, in times that mean nothing")
+    options = parser.parse_args(given)
+    if options.collect:
+        print("\n".join(f"wrote {path}" for path in collect(options.folder)))
+        return 0
+    if not (options.rehearse or torch.cuda.is_available()):
+        print("this needs a CUDA GPU, and torch sees none here; --rehearse shows what it does", file=sys.stderr)
+        return NO_GPU
+    codes = []
+    for name in [options.stage] if options.stage else STAGES:
+        summary = run(name, options.folder.resolve(), options.rehearse, options.seconds)
+        print(json.dumps(summary, ensure_ascii=False), flush=True)
+        codes.append(summary.get("code", 0))
+    return 0 if not any(code != 0 for code in codes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Stages of `gpu` that are neither tests nor benchmarks: exactness, costs, the lessons. Each adds case by case."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import bass_core as bass
+from bass_lab.checks import exactness
+from bass_lab.measure import records
+from bass_lab.measure.profiling import profile
+from bass_lab.provenance import describe_environment
+from bass_lab.study import calibration, recording
+from bass_lab.texts.prompt_sets import prompt_set
+
+
+class Part:
+    """A file of JSON lines, one per case, each with where it was measured."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        about = describe_environment()
+        self.here = {name: about[name] for name in ("device", "torch", "transformers", "commit")}
+        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        self.done = {line["case"] for line in lines if self.here.items() <= line.items() and "failed" not in line}
+
+    def add(self, case: str, measure: Callable[[], dict]) -> None:
+        """What it measures, or why it did not, unless it stands there already."""
+        if case in self.done:
+            return
+        started = time.perf_counter()
+        try:
+            found = measure()
+        except Exception as error:  # the other cases go on
+            found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+        line = {"case": case} | found | {"seconds": round(time.perf_counter() - started, 1)} | self.here
+        print(json.dumps(line, ensure_ascii=False)[:2000], flush=True)
+        records.append(self.file, [line], lambda line: None)
+
+
+def check(folder: Path, rehearse: bool) -> None:
+    """`bass verify` of the embedded pair, with steps recorded, compiled, and both."""
+    pair, part = bass.load_pair(), Part(folder / "exactness.jsonl")
+    fewer = {"samples": 1000, "max_new_tokens": 8} if rehearse else {"samples": 2000, "max_new_tokens": 24}
+    for way in ("off", "compiled") if rehearse else ("graphs", "compiled+graphs"):
+
+        def verdict(way: str = way) -> dict:
+            return json.loads(exactness.verify(pair, prompt_set("mini", 4), compile=way, **fewer).to_json())
+
+        part.add(way, verdict)
+
+
+def costs(folder: Path, rehearse: bool) -> None:
+    """Costs of the embedded pair's steps, predicted decode times beside real ones, a timeline, recorded acceptance."""
+    pair, part = bass.load_pair(), Part(folder / "costs_check.jsonl")
+    file, timeline, acceptance = (folder / name for name in ("costs.json", "timeline.json.gz", "acceptance.npz"))
+    batches = (1, 2) if rehearse else (1, 2, 4, 8, 16, 32)
+
+    def calibrated() -> dict:
+        calibration.calibrate(pair, batches, seconds=1.0 if rehearse else 42.0).save(file)
+        return {"saved": file.name}
+
+    def compared() -> dict:
+        cost = bass.CostModel.load(file)
+        return {"predicted": calibration.check(cost, pair).to_dict("records")}
+
+    def seen() -> dict:
+        texts, options = prompt_set("mini", 2 if rehearse else 8), {"max_new_tokens": 8 if rehearse else 48}
+        bass.generate(pair, texts, **options)  # what happens only once should not be in it
+        with profile() as found:
+            bass.generate(pair, texts, **options)
+        found.save(timeline)
+        return {"saved": timeline.name}
+
+    def recorded() -> dict:
+        texts = prompt_set("mini", 2 if rehearse else 96)
+        limits = {"samples": 1, "max_new_tokens": 8 if rehearse else 128, "temperature": 0.2, "seed": 0}
+        trace = recording.record(pair, texts, rollout=12, **limits)
+        trace.meta.update(describe_environment(), prompt_set="mini")
+        trace.save(acceptance)
+        return {"saved": acceptance.name, "alpha": trace.alpha}
+
+    for case, measure in (("costs", calibrated), ("timeline", seen), ("check", compared), ("acceptance", recorded)):
+        part.add(case, measure)
+
+
+def lessons(folder: Path, rehearse: bool) -> None:
+    """Every lesson by papermill, or the first alone."""
+    import papermill
+
+    part = Part(folder / "notebooks.jsonl")
+    found = sorted((records.ROOT / "notebooks").glob("*.ipynb"))
+    for lesson in found[:1] if rehearse else found:
+
+        def executed(lesson: Path = lesson) -> dict:
+            parameters = {"batch_size": 2, "max_new_tokens": 8, "repeats": 1} if rehearse else {}
+            options = {"progress_bar": False, "cwd": lesson.parent, "store_widget_state": False}
+            papermill.execute_notebook(lesson, folder / "executed.ipynb", parameters, **options)
+            return {}
+
+        part.add(lesson.stem, executed)
+
+
+PARTS = {"exactness": check, "costs": costs, "notebooks": lessons}
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="gpu-part", description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args(given)
+    if options.rehearse:
+        torch.set_num_threads(1)
+    PARTS[options.part](options.folder, options.rehearse)
+    lines = [json.loads(line) for file in options.folder.glob("*.jsonl") for line in file.open()]
+    return 1 if any("failed" in line for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""`make gpu` rehearsed on a CPU: every stage and its files, its limit, and that it goes on where it was cut short."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sweeps
+
+from bass_lab.measure import gpu, gpu_command, gpu_parts, records
+
+
+def lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd):
+    assert gpu.main([str(tmp_path), "--rehearse"]) == 0
+    summaries = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"stage"')]
+    assert [summary["stage"] for summary in summaries] == list(gpu.STAGES)
+    for summary in summaries:
+        assert summary["code"] == 0 and "missing" not in summary["files"].values()
+    assert {line["outcome"] for line in lines(tmp_path / "tests.jsonl")} == {"skipped"}
+    assert not [line for file in tmp_path.glob("*.jsonl") for line in lines(file) if "failed" in line]
+
+
+def test_a_stage_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path):
+    mark = tmp_path / "process"
+    child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    stage = replace(gpu.STAGES["tests"], command=lambda folder, seconds, rehearse: ["-c", code])
+    monkeypatch.setitem(gpu.STAGES, "tests", stage)
+    summary = gpu.run("tests", tmp_path, seconds=1.5)
+    assert summary["code"] is None and summary["files"] == {"tests.jsonl": "missing"}
+    assert not sweeps.alive(int(mark.read_text()))
+
+
+def test_a_stage_whose_packages_are_missing_is_left_out(monkeypatch, tmp_path):
+    monkeypatch.setitem(gpu.STAGES, "tests", replace(gpu.STAGES["tests"], needs="no_such_package"))
+    assert gpu.run("tests", tmp_path)["left_out"] == "no_such_package is not installed here"
+
+
+def test_without_a_gpu_it_says_so_and_ends(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert gpu.main([str(tmp_path)]) == gpu_command.NO_GPU
+    assert "--rehearse" in capsys.readouterr().err
+
+
+def test_cases_that_stand_there_are_not_measured_again_and_failed_ones_are(tmp_path):
+    calls = []
+
+    def measured(case, error=None):
+        calls.append(case)
+        if error is not None:
+            raise error
+        return {"value": 1}
+
+    part = gpu_parts.Part(tmp_path / "some.jsonl")
+    part.add("a", lambda: measured("a"))
+    part.add("b", lambda: measured("b", ValueError("no")))
+    again = gpu_parts.Part(tmp_path / "some.jsonl")
+    for case in "ab":
+        again.add(case, lambda case=case: measured(case))
+    assert calls == ["a", "b", "b"]
+    assert [line.get("failed") for line in lines(tmp_path / "some.jsonl")] == [None, "ValueError: no", None]
+
+
+def test_what_came_back_is_collected_under_the_devices_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    (tmp_path / "notebooks/records").mkdir(parents=True)
+    back = tmp_path / "back"
+    back.mkdir()
+    (back / "exactness.jsonl").write_text('{"device": "NVIDIA H100 80GB HBM3"}\n')
+    (back / "timeline.json.gz").write_bytes(b"gz")
+    names = [path.name for path in gpu.collect(back)]
+    assert names == ["exactness_h100_80gb_hbm3.jsonl", "timeline_h100_80gb_hbm3.json.gz"]
+    assert (tmp_path / "notebooks/records/timeline_h100_80gb_hbm3.json.gz").read_bytes() == b"gz"
+    with pytest.raises(ValueError, match="no line"):
+        gpu.collect(tmp_path / "nowhere")
+
+
+def test_tests_that_passed_are_not_run_again(monkeypatch, tmp_path):
+    tests = "import os\ndef test_a(): pass\ndef test_b(): assert os.environ.get('MENDED')\n"
+    (tmp_path / "test_two.py").write_text(tests)
+    options = ["-q", "-p", "gpu_log", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"]
+    stage = replace(gpu.STAGES["tests"], command=lambda *_: ["-m", "pytest", *options, str(tmp_path)])
+    monkeypatch.setitem(gpu.STAGES, "tests", stage)
+    assert gpu.run("tests", tmp_path)["code"] == 1
+    monkeypatch.setenv("MENDED", "1")
+    assert gpu.run("tests", tmp_path)["code"] == 0
+    outcomes = [(line["test"].split("::")[-1], line["outcome"]) for line in lines(tmp_path / "tests.jsonl")]
+    assert outcomes == [("test_a", "passed"), ("test_b", "failed"), ("test_b", "passed")]

@@ -1,0 +1,36 @@
+"""A line of JSON per test as it ends, into the file that GPU_LOG names; what has passed there is not run again."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from bass_lab.provenance import describe_environment
+
+LOG = Path(os.environ["GPU_LOG"])
+HERE = {name: describe_environment()[name] for name in ("device", "commit")}
+
+
+def _passed() -> set[str]:
+    lines = map(json.loads, LOG.read_text().splitlines()) if LOG.exists() else ()
+    same = (line for line in lines if all(line[name] == value for name, value in HERE.items()))
+    return {line["test"] for line in same if line["outcome"] == "passed"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    done = _passed()
+    again = [item for item in items if item.nodeid in done]
+    if again:
+        config.hook.pytest_deselected(items=again)
+        items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
+        return
+    line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)} | HERE
+    with LOG.open("a") as log:
+        log.write(json.dumps(line | {"text": report.longreprtext[-4000:]}) + "\n")
