@@ -59,7 +59,7 @@ def _timed(module: str, file: str, size: str | None = None) -> Command:
 
 def _part(name: str) -> Command:
     def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
-        return ["-m", "bass_lab.measure.gpu_parts", name, folder, *(["--rehearse"] if rehearse else [])]
+        return ["-m", "bass_lab.gpu_parts", name, folder, *(["--rehearse"] if rehearse else [])]
 
     return command
 

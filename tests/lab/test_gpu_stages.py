@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import sweeps
 
-from bass_lab.measure import gpu, gpu_command, gpu_parts, records
+from bass_lab import gpu_parts
+from bass_lab.measure import gpu, gpu_command, records
 
 
 def lines(file: Path) -> list[dict]:
