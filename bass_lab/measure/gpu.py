@@ -117,15 +117,16 @@ def _size(file: Path) -> str:
     if not file.exists():
         return "missing"
     if file.suffix == ".jsonl":
-        return f"{sum(1 for _ in file.open())} lines"
+        return f"{len(file.read_text().splitlines())} lines"
     return f"{file.stat().st_size} bytes"
 
 
 def collect(folder: Path) -> list[Path]:
     """Copy what stages wrote into this repository's records, under the device's name; the new files."""
-    device = next((json.loads(line)["device"] for file in folder.glob("*.jsonl") for line in file.open()), None)
-    if device is None:
+    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    if not lines:
         raise ValueError(f"{folder} holds no line of a stage")
+    device = json.loads(lines[0])["device"]
     written = []
     for file in (folder / file for stage in STAGES.values() for file in stage.files):
         if file.exists():

@@ -203,7 +203,7 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
             self.done.append(self.recordings)
             return float(len(self.done))
 
-    benchmark = gpu_benchmark.GpuBenchmark(H100, {}, {}, repeats=2)
+    benchmark = gpu_benchmark.GpuBenchmark(H100, {}, repeats=2)
     way = Recording([1, 2, 2, 3, 3])
     assert benchmark._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
     restless = Recording(range(1, 50))
