@@ -68,7 +68,7 @@ class Draft(NamedTuple):
     def distributions(self, vocabulary: int) -> Tensor:
         """probs, or one-hot where the tokens were certain: [B, K, V]."""
         if self.probs is None:
-            return F.one_hot(self.tokens, vocabulary).float()
+            return sampling.one_hot(self.tokens, vocabulary).float()
         return self.probs
 
 
