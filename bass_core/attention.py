@@ -37,7 +37,8 @@ PATHS = ("ragged", "pad", "split", "eager")
 class _Thread(threading.local):
     """What the attention functions of this thread are called for."""
 
-    current: Pass | None = None  # the pass at hand; see the module's docstring
+    def __init__(self):  # no attribute of the class: torch 2.11 would compile that one into layers
+        self.current: Pass | None = None  # the pass at hand; see the module's docstring
 
 
 _thread = _Thread()
