@@ -43,9 +43,9 @@ class Context(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding tokens follow), also on the host;
-    probs [B, K, V] or None, what the tokens were drawn from (None: chosen with certainty); finite bool [B]: the
-    draft's logits were numbers."""
+    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding tokens follow; in a recorded phase -1
+    where no row lives), also on the host; probs [B, K, V] or None, what the tokens were drawn from (None: chosen with
+    certainty); finite bool [B]: the draft's logits were numbers."""
 
     tokens: Tensor
     lengths: Tensor

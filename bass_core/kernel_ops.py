@@ -156,18 +156,26 @@ def _rows_first(query: Tensor) -> Tensor:
     return query.new_empty(batch, queries, heads, head_dim)
 
 
-@torch.library.custom_op("bass::verify", mutates_args=())
-def verify(
+@torch.library.custom_op("bass::commit", mutates_args=("row_tokens", "row_logprobs", "row_lengths", "row_steps"))
+def commit(
     logits: Tensor,
     drafted: Tensor,
     submitted: Tensor,
     q: Tensor | None,
-    accept_uniform: Tensor,
-    draw_uniform: Tensor,
-    committed: Tensor,
+    draft_finite: Tensor,
+    row_tokens: Tensor,
+    row_logprobs: Tensor,
+    row_lengths: Tensor,
+    row_steps: Tensor,
+    streams: Tensor,
+    chances: Tensor | None,
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`bass_kernels.verify`: accepted, tokens, logprobs, finite, lengths."""
-    numbers = accept_uniform, draw_uniform
-    found = load().verify(logits, drafted, submitted, q, *numbers, committed, temperature)
-    return found.accepted, found.tokens, found.logprobs, found.finite, found.lengths
+    all_or_none: bool,
+) -> Tensor:
+    """`bass_kernels.commit`: token verification (at temperature 0 matching with the argmax), the rows' ends, and what
+    the host is told, int64 [B, K + 4]. The decisions are those of `verification` and the rows those of `Rows.advance`,
+    from the same random numbers, but for numbers within 1e-6 of a boundary."""
+    kernels = load()
+    rows = kernels.RowMemory(row_tokens, row_logprobs, row_lengths, row_steps, streams)
+    options = {"all_or_none": all_or_none, "chances": chances}
+    return kernels.commit(logits, drafted, submitted, q, draft_finite, rows, temperature, **options)

@@ -170,6 +170,11 @@ def others() -> None:
         drafted, lengths = make(8, 5, dtype=torch.int64), make(8, dtype=torch.int64)
         numbers = make(8, 5, dtype=torch.float64), make(8, dtype=torch.float64)
         bass_kernels.verify(logits, drafted, lengths, q, *numbers, lengths, temperature)
+        memory = bass_kernels.RowMemory(make(8, 2049, dtype=torch.int64), make(8, 2049), lengths, lengths, lengths)
+        finite = make(8, dtype=torch.bool)
+        for chances in (None, make(1, 1, dtype=torch.float64)):
+            options = {"all_or_none": temperature != 1.0, "chances": chances}
+            bass_kernels.commit(logits, drafted, lengths, q, finite, memory, temperature, **options)
 
 
 def tile_of(head_dim, query_length, dtype="bfloat16", group=4, deterministic=False, **_) -> dict:
