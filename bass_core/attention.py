@@ -86,7 +86,7 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 
 def _work_list(
     current: Pass, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None, deterministic: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """The ragged kernel's work list, for all layers of these shapes."""
     queries = current.positions.shape[1]
     shape = heads, kv_heads, head_dim, queries, current.extent

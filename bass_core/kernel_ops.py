@@ -76,8 +76,8 @@ def plan(
     dtype: torch.dtype,
     window: int,
     deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """items and rows of a `bass_kernels.Plan` for layers of these shapes over `width` slots of the cache."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """items, rows and counters of a `bass_kernels.Plan` for layers of these shapes over `width` slots of the cache."""
     group = heads // kv_heads
     found = load().plan.make_plan(
         starts,
@@ -90,7 +90,7 @@ def plan(
         window=window,
         deterministic=deterministic,
     )
-    return found.items, found.rows
+    return found.items, found.rows, found.counters
 
 
 def _tile(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) -> tuple:
@@ -106,6 +106,7 @@ def ragged_attention(
     ends: Tensor,
     items: Tensor,
     rows: Tensor,
+    counters: Tensor,
     sinks: Tensor | None,
     *,
     scaling: float | None,
@@ -113,16 +114,18 @@ def ragged_attention(
     softcap: float | None,
     deterministic: bool,
 ) -> Tensor:
-    """`bass_kernels.ragged_attention` with the work list that `plan` made."""
+    """`bass_kernels.ragged_attention` with the work list that `plan` made. Its counters are left as they were found."""
     kernels, group = load(), query.shape[1] // key.shape[1]
     tile = _tile(query.shape[2] * group, query.shape[3], query.dtype, deterministic)
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
-    work = kernels.Plan(items, rows, tile)
+    work = kernels.Plan(items, rows, counters, tile)
     return kernels.ragged_attention(query, key, value, starts, ends, plan=work, deterministic=deterministic, **options)
 
 
 @ragged_attention.register_fake
-def _(query, key, value, starts, ends, items, rows, sinks, *, scaling, sliding_window, softcap, deterministic):
+def _(
+    query, key, value, starts, ends, items, rows, counters, sinks, *, scaling, sliding_window, softcap, deterministic
+):
     return _rows_first(query)
 
 

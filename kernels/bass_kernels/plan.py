@@ -23,7 +23,7 @@ from bass_kernels import launching
 from bass_kernels.tiles import Tile, power_of_two
 
 OVERHEAD = 64  # what starting and ending a program costs, in keys
-REDUCE = 128  # what the second kernel costs where any row is split, in keys
+REDUCE = 128  # what adding up costs where any row is split, in keys
 WAVES = 4  # pieces beyond one per row: enough for this many waves
 CHUNK = 512  # keys per piece in deterministic mode
 DRAFTS = 64  # longest pass that deterministic mode splits: partial results of a long prompt would fill the memory
@@ -33,10 +33,13 @@ CANDIDATES = 64
 
 class Plan(NamedTuple):
     """items int32 [I, 4]: row (-1: nothing to do), first key, one past the last, split (where the partial result goes;
-    -1: the row has one piece, which writes the output). rows int32 [B, 2]: first split and number of splits."""
+    -1: the row has one piece, which writes the output). rows int32 [B, 2]: first split and number of splits. counters
+    int32: how many pieces of a tile are done; all 0, before each launch and after it. Launches that share a plan follow
+    one another."""
 
     items: Tensor
     rows: Tensor
+    counters: Tensor
     tile: Tile
 
     @property
@@ -84,6 +87,7 @@ def make_plan(
     count = most_items(batch, query_length, programs_per_item, slots, width, tile.block_n, deterministic)
     items = torch.empty(count, 4, dtype=torch.int32, device=device)
     rows = torch.empty(batch, 2, dtype=torch.int32, device=device)
+    counters = torch.empty(batch * programs_per_item if count > batch else 0, dtype=torch.int32, device=device)
     block_b = power_of_two(batch, least=2)
     with launching.on(device):
         _plan[(1,)](
@@ -91,8 +95,10 @@ def make_plan(
             kv_lengths,
             items,
             rows,
+            counters,
             batch,
             count,
+            len(counters),
             slots,
             programs_per_item,
             query_length,
@@ -106,17 +112,19 @@ def make_plan(
             CANDIDATES=CANDIDATES,
             num_warps=4 if batch <= 64 else 16,
         )
-    return Plan(items, rows, tile)
+    return Plan(items, rows, counters, tile)
 
 
-@triton.jit(do_not_specialize=["batch", "count", "slots", "programs_per_item", "query_length"])
+@triton.jit(do_not_specialize=["batch", "count", "tiles", "slots", "programs_per_item", "query_length"])
 def _plan(
     starts,
     kv_lengths,
     items,  # out [count, 4]
     rows,  # out [batch, 2]
+    counters,  # out [tiles]
     batch,
     count,
+    tiles,
     slots,
     programs_per_item,
     query_length,
@@ -129,6 +137,11 @@ def _plan(
     REDUCE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
+    # Here rather than where they are made: a launch that broke off cannot leave a count to a later pass.
+    for block in range(0, tiles, ITEM_BLOCK):
+        tile = block + tl.arange(0, ITEM_BLOCK)
+        tl.store(counters + tile, 0, mask=tile < tiles)
+
     # Longest rows first: one number holds how many keys a row needs and which row it is, and is sorted.
     b = tl.arange(0, BLOCK_B)
     first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW, BLOCK_N)

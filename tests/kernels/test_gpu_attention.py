@@ -83,6 +83,25 @@ def test_a_captured_graph_replays_for_other_lengths(dtype, deterministic):
         assert error(out, arguments.expected) <= TOLERANCE[dtype], lengths
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_last_program_of_a_row_sees_what_the_others_stored(dtype):
+    """Many pieces a row, many replays over one plan's counters: an order of memory that is wrong would show."""
+    arguments = case([8000, 30, 4001, 8000], 5, group=4, kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
+    arguments = arguments.filled(0.0)
+    work = bass_kernels.make_plan(*arguments[:2], *arguments[3:5])
+    expected = ragged_attention(*arguments.arguments, plan=work)
+    assert work.rows[:, 1].max() > 4 and error(expected, arguments.expected) <= TOLERANCE[dtype]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [ragged_attention(*arguments.arguments, plan=work) for _ in range(20)]
+    for _ in range(50):
+        for out in outputs:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(out, expected) for out in outputs)
+    assert not work.counters.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_deterministic_queries_have_the_same_bits_alone_and_together(dtype):
     together = case([3000, 31, 513, 1024], 5, dtype=dtype, group=4, kv_heads=8, head_dim=128, device="cuda")

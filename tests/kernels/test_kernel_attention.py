@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
+from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory, shuffled_programs
+from launches import counted
 
 import bass_kernels
 from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention
@@ -78,6 +79,28 @@ def test_one_plan_serves_layers_of_one_shape(dtype):
         assert_agrees(ragged_attention(*arguments.arguments, plan=shared), arguments)
 
 
+@pytest.mark.parametrize("query_length", [2, 40])  # a tile, and several
+def test_a_launch_leaves_the_counters_of_its_pieces_at_zero(query_length):
+    arguments = case([700, 0, 20, 300], query_length, group=4)
+    with poisoned_memory():
+        work = make_plan(*arguments[:2], *arguments[3:5])
+    assert work.rows[:, 1].max() > 1 and not work.counters.any()
+    first = ragged_attention(*arguments.arguments, plan=work)
+    assert_agrees(first, arguments)
+    assert not work.counters.any()
+    with poisoned_memory():
+        assert torch.equal(ragged_attention(*arguments.arguments, plan=work), first)
+
+
+def test_cut_rows_are_added_up_in_the_same_launch():
+    arguments = case([700, 20])
+    with counted() as launches:
+        work = make_plan(*arguments[:2], *arguments[3:5])
+        ragged_attention(*arguments.arguments, plan=work)
+    assert work.rows[:, 1].max() > 1
+    assert launches["around"] == {"_plan": 1, "_attend_pieces": 1}
+
+
 @pytest.mark.parametrize("window", [None, 70])
 def test_deterministic_queries_have_the_same_bits_alone_and_together(monkeypatch, window):
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -109,24 +132,11 @@ def test_permuted_rows_give_permuted_outputs():
     assert torch.equal(permuted, found[order])
 
 
-def test_programs_may_run_in_any_order(monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder
-
+def test_programs_may_run_in_any_order():
     arguments = case([300, 33, 129], 17, group=4, softcap=8.0)
     with poisoned_memory():
         expected = ragged_attention(*arguments.arguments, **arguments.flags)
-    in_order, seen = InterpreterBuilder.set_grid_idx, []
-
-    def shuffled(self, *index):
-        """Another program of the grid for each: the grid's i-th goes to a fixed random place."""
-        grid = torch.Size(self.grid_dim)
-        places = torch.randperm(grid.numel(), generator=torch.Generator().manual_seed(0))
-        linear = int((torch.tensor(index) * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum())
-        seen.append(tuple(int(i) for i in torch.unravel_index(places[linear], grid)))
-        in_order(self, *seen[-1])
-
-    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", shuffled)
-    with poisoned_memory():
+    with poisoned_memory(), shuffled_programs() as seen:
         assert torch.equal(ragged_attention(*arguments.arguments, **arguments.flags), expected)
     assert seen != sorted(seen)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, case, error, poisoned_memory
+from kernel_cases import TOLERANCE, case, error, poisoned_memory, shuffled_programs
 from test_kernel_verification import committing, differing, step
 
 import bass_kernels
@@ -61,9 +61,21 @@ BUGS = {  # by module: what is wrong, the right code and the wrong one
             "at += KV_HEADS * query_length * GROUP",
             "at += query_length * GROUP",
         ),
-        "rows of one piece are reduced too": ("if splits <= 1:", "if splits < 1:"),
+        "the counter is not reset": ("tl.store(count, 0)", "tl.store(count, splits)"),
+        "the last but one adds up": ("== splits - 1:", "== splits - 2:"),
+        "all tiles of a row count together": (
+            "* tl.num_programs(0) + block\n            splits",
+            "* 1\n            splits",
+        ),
+        "heads count together": ("(row * KV_HEADS + kv_head) * tl", "(row * KV_HEADS) * tl"),
+        "a tile's first rows are added up alone": ("range(BLOCK_M // REDUCE_ROWS)", "range(1)"),
+        "the program that adds up begins at its own piece": (
+            "first_split = tl.load(plan_rows + row * 2)",
+            "first_split = split",
+        ),
     },
     "plan": {
+        "counters are not made zero": ("tl.store(counters + tile, 0", "tl.store(counters + tile, 1"),
         "a piece of each row is left out": (
             "tl.maximum(index * chunk, row_first)",
             "tl.maximum(index * chunk, row_first) + chunk",
@@ -137,14 +149,21 @@ def cases():
     yield case([300, 70], 9, group=4, kv_heads=1, sliding_window=40)
     yield case([40, 130], 2, softcap=2.0, sinks=True)
     yield case([33, 5], 33, padded_in_front=True)
+    yield case([260, 300], 20, group=4, kv_heads=1, dtype=torch.float16)  # split, several tiles of 64 rows
 
 
 def attention_is_wrong(package) -> bool:
     """Whether any case shows that this package's attention is wrong."""
     for arguments in cases():
+        options = {name: arguments.flags[name] for name in ("sliding_window",) if name in arguments.flags}
         with poisoned_memory():
-            found = package.ragged_attention(*arguments.arguments, **arguments.flags)
-        if not error(found, arguments.expected) <= TOLERANCE[torch.float32]:
+            work = package.make_plan(*arguments[:2], *arguments[3:5], **options)
+            found = package.ragged_attention(*arguments.arguments, **arguments.flags, plan=work)
+        if not error(found, arguments.expected) <= TOLERANCE[arguments.query.dtype]:
+            return True
+        with poisoned_memory(), shuffled_programs():  # the next layer of the pass
+            again = package.ragged_attention(*arguments.arguments, **arguments.flags, plan=work)
+        if not torch.equal(again, found):
             return True
     return False
 
