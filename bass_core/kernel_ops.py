@@ -76,6 +76,7 @@ def plan(
     dtype: torch.dtype,
     window: int,
     deterministic: bool,
+    span: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """items, rows and counters of a `bass_kernels.Plan` for layers of these shapes over `width` slots of the cache."""
     group = heads // kv_heads
@@ -89,6 +90,7 @@ def plan(
         group=group,
         window=window,
         deterministic=deterministic,
+        span=span,
     )
     return found.items, found.rows, found.counters
 

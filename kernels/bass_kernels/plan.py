@@ -75,11 +75,14 @@ def make_plan(
     group: int,
     window: int = 0,
     deterministic: bool = False,
+    span: int | None = None,
 ) -> Plan:
     """The work list for rows of these lengths. starts, kv_lengths: int32 or int64 [B], on the device.
 
     query_length: of the launch (padding included). width: slots of the cache, an upper bound of the lengths. window:
-    keys a query sees (0: all before it).
+    keys a query sees (0: all before it). span: the plan also serves launches that follow, of no more queries each,
+    which stand at positions starts … starts + span - 1, where kv_lengths is what rows have in the last (None: this
+    launch alone). A launch reads of a piece what its own rows have: pieces beyond add nothing.
     """
     batch, device = len(kv_lengths), kv_lengths.device
     programs_per_item = triton.cdiv(query_length * group, tile.block_m) * kv_heads
@@ -101,7 +104,8 @@ def make_plan(
             len(counters),
             slots,
             programs_per_item,
-            query_length,
+            query_length if span is None else span,
+            width,
             WINDOW=window,
             BLOCK_N=tile.block_n,
             FIXED_CHUNK=CHUNK if deterministic else 0,
@@ -115,7 +119,7 @@ def make_plan(
     return Plan(items, rows, counters, tile)
 
 
-@triton.jit(do_not_specialize=["batch", "count", "tiles", "slots", "programs_per_item", "query_length"])
+@triton.jit(do_not_specialize=["batch", "count", "tiles", "slots", "programs_per_item", "query_length", "width"])
 def _plan(
     starts,
     kv_lengths,
@@ -128,6 +132,7 @@ def _plan(
     slots,
     programs_per_item,
     query_length,
+    width,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
@@ -144,10 +149,10 @@ def _plan(
 
     # Longest rows first: one number holds how many keys a row needs and which row it is, and is sorted.
     b = tl.arange(0, BLOCK_B)
-    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW, BLOCK_N)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW, BLOCK_N)
     order = tl.sort((first - last).to(tl.int64) * BLOCK_B + b)
     b = (order & (BLOCK_B - 1)).to(tl.int32)
-    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW, BLOCK_N)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW, BLOCK_N)
 
     if FIXED_CHUNK > 0:
         # If a row outgrew what the host made room for, no key may be lost: one piece per row then.
@@ -189,11 +194,11 @@ def _plan(
 
 
 @triton.jit
-def _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """First key (a multiple of BLOCK_N) and one past the last that any query of these rows sees; 0, 0: none is live."""
     start = tl.load(starts + b, mask=b < batch, other=0).to(tl.int32)
     last = tl.load(kv_lengths + b, mask=b < batch, other=0).to(tl.int32)
-    last = tl.minimum(last, start + query_length)
+    last = tl.minimum(tl.minimum(last, start + query_length), width)
     start = tl.maximum(start, 0)
     live = start < last
     first = tl.zeros_like(last)

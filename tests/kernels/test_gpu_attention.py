@@ -7,7 +7,7 @@ import torch
 from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
 
 import bass_kernels
-from bass_kernels import pad_attention, ragged_attention, reference, split_attention
+from bass_kernels import pad_attention, plan, ragged_attention, reference, split_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,6 +100,38 @@ def test_the_last_program_of_a_row_sees_what_the_others_stored(dtype):
         graph.replay()
         assert all(torch.equal(out, expected) for out in outputs)
     assert not work.counters.any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_captured_plan_serves_passes_while_rows_grow(deterministic):
+    """As in a recorded draft phase of five tokens: two queries, then one at a time, for any lengths."""
+    shape = {"group": 4, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    arguments = case([4000] * 4, 2, **shape).filled(0.0)
+    ends = arguments.kv_lengths
+    tile = bass_kernels.make_plan(*arguments[:2], *arguments[3:5], deterministic=deterministic).tile
+    sizes = {"query_length": 2, "kv_heads": 8, "width": arguments.key.shape[2], "tile": tile, "group": 4}
+
+    def phase() -> list[tuple[Case, torch.Tensor]]:
+        work = plan.make_plan(ends - 2, ends + 4, **sizes, span=6, deterministic=deterministic)
+        passes = [arguments._replace(starts=ends - 2)]
+        passes += [
+            arguments._replace(starts=ends + slot, kv_lengths=ends + slot + 1, query=arguments.query[:, :, :1])
+            for slot in range(4)
+        ]
+        return [(each, ragged_attention(*each.arguments, plan=work, deterministic=deterministic)) for each in passes]
+
+    ends -= 10
+    phase()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = phase()
+    for lengths in ([3000, 2, 510, 1023], [2, 2, 2, 2], [3999, 31, 32, 3900], [511, 512, 513, 514]):
+        ends.copy_(torch.tensor(lengths))
+        graph.replay()
+        for each, out in found:
+            assert error(out, each.expected) <= TOLERANCE[torch.bfloat16], lengths
+            if deterministic:
+                assert torch.equal(out, ragged_attention(*each.arguments, deterministic=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -92,6 +92,35 @@ def test_a_launch_leaves_the_counters_of_its_pieces_at_zero(query_length):
         assert torch.equal(ragged_attention(*arguments.arguments, plan=work), first)
 
 
+@pytest.mark.parametrize("flags", [{}, {"sliding_window": 40}, {"deterministic": True}], ids=str)
+def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
+    """As in a draft phase: two tokens, then one at a time; the third row rests after the first pass."""
+    monkeypatch.setattr(plan, "CHUNK", 64)
+    drafts, lengths = 5, [190, 2, 130, 63, 64]  # the first crosses a chunk's end, and fills the cache
+    full = case([length + drafts - 1 for length in lengths], 2)
+    first = torch.tensor(lengths) - 2
+    tile = plan.Tile(*make_plan(*full[:2], *full[3:5], deterministic="deterministic" in flags).tile)
+    options = {"window": flags.get("sliding_window", 0), "deterministic": "deterministic" in flags}
+    sizes = {"query_length": 2, "kv_heads": 2, "width": 194, "tile": tile, "group": 2, "span": drafts + 1}
+    with poisoned_memory():
+        work = plan.make_plan(first, first + drafts + 1, **sizes, **options)
+    assert (work.rows[:, 1].max() > 1) == ("sliding_window" not in flags)  # so few keys are not cut
+    for slot in range(drafts):
+        starts = first + (0 if slot == 0 else slot + 1) * (torch.arange(5) != 2)
+        counts = torch.full((5,), 2 if slot == 0 else 1)
+        counts[2] = 2 if slot == 0 else 0
+        arguments = full._replace(starts=starts, kv_lengths=starts + counts, query=full.query[:, :, : 2 - (slot > 0)])
+        for row, length in enumerate(arguments.kv_lengths.tolist()):
+            arguments = arguments._replace(key=arguments.key.clone(), value=arguments.value.clone())
+            arguments.key[row, :, length:] = arguments.value[row, :, length:] = torch.nan
+        with poisoned_memory():
+            found = ragged_attention(*arguments.arguments, **flags, plan=work)
+        expected = {name: value for name, value in flags.items() if name != "deterministic"}
+        assert_agrees(found, arguments._replace(flags=expected))
+        if "deterministic" in flags:
+            assert torch.equal(found, ragged_attention(*arguments.arguments, **flags))
+
+
 def test_cut_rows_are_added_up_in_the_same_launch():
     arguments = case([700, 20])
     with counted() as launches:
