@@ -87,11 +87,17 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 
 def _work_list(
     current: Pass, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None, deterministic: bool
-) -> tuple[Tensor, Tensor]:
-    """The ragged kernel's work list, for all layers of these shapes."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ragged kernel's work list, for all layers of these shapes, and for all passes of a phase."""
     queries = current.positions.shape[1]
-    shape = heads, kv_heads, head_dim, queries, current.extent
-    return kernel_ops.plan(current.starts, current.ends, *shape, dtype, window or 0, deterministic)
+    layers = heads, kv_heads, head_dim, queries, current.extent, dtype, window or 0, deterministic
+    if current.phase is None:
+        return kernel_ops.plan(current.starts, current.ends, *layers, queries)
+    ends, span, lists = current.phase
+    kind = heads, kv_heads, head_dim, dtype, window, deterministic
+    if kind not in lists:
+        lists[kind] = kernel_ops.plan(current.starts, ends, *layers, span)
+    return lists[kind]
 
 
 def _kernels_take(key: Tensor, value: Tensor) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,15 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bass_core import kernel_ops
 from bass_core.environment import free_memory
+
+
+class Phase(NamedTuple):
+    """Passes that follow one another, none of more queries than the first, while rows grow: the keys that rows have
+    at most, int64 [B], how many positions there are from the first to the last, and the work lists that they share."""
+
+    ends: Tensor
+    span: int
+    lists: dict[tuple, Any]
 
 
 @dataclass
@@ -44,6 +53,7 @@ class Pass:
     packed: None where the models see ids [B, Q]. Else int64 [T]: they see ids [1, T], the tokens of [B, Q] at these
     flat indices, without the padding; B · Q stands for a token that belongs to no row.
     last_only: whether only what follows each row's last token is wanted (prefill, passes of a draft).
+    phase: what this pass is one of.
     """
 
     positions: Tensor
@@ -56,6 +66,7 @@ class Pass:
     kv_lengths: list[int] | None = None
     packed: Tensor | None = None
     last_only: bool = False
+    phase: Phase | None = None
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
 

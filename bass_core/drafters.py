@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bass_core import randomness, sampling
+from bass_core.cache import Phase
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 from bass_core.randomness import StepKeys
 from bass_core.runner import Runner
@@ -43,9 +44,9 @@ class Context(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding tokens follow), also on the host;
-    probs [B, K, V] or None, what the tokens were drawn from (None: chosen with certainty); finite bool [B]: the
-    draft's logits were numbers."""
+    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding tokens follow; in a recorded phase -1
+    where no row lives), also on the host; probs [B, K, V] or None, what the tokens were drawn from (None: chosen with
+    certainty); finite bool [B]: the draft's logits were numbers."""
 
     tokens: Tensor
     lengths: Tensor
@@ -167,6 +168,7 @@ class ModelDrafter(Drafter):
     def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before."""
+        phase = Phase(context.lengths + (most - 1), most + 1, {})
 
         def feed(token: Tensor | None, slot: int, lengths: Tensor) -> Tensor:
             drafting = lengths > slot
@@ -174,7 +176,8 @@ class ModelDrafter(Drafter):
                 ids, starts = self._last_two(context)
             else:  # rows that rest stay where they are: further on, a context might have ended
                 ids, starts = self._known(token)[:, None], context.lengths + drafting * (slot - 1)
-            fed = self.runner.feed(ids, starts, drafting * ids.shape[1], extent=extent, last_only=True)
+            counts = drafting * ids.shape[1]
+            fed = self.runner.feed(ids, starts, counts, extent=extent, last_only=True, phase=phase)
             return self._comparable(fed[:, -1])
 
         return self._draw(context, lengths, most, feed)

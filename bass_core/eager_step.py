@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core import randomness, sampling, verification
+from bass_core import kernel_ops, randomness, sampling, verification
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter
 from bass_core.randomness import Key, Purpose
@@ -91,48 +91,47 @@ class EagerStep:
         starts, starts_host = context.lengths - 1, context.lengths_host - 1
         return self.target.feed(ids, starts, draft.lengths_host + 1, starts_host=starts_host)
 
-    def verify(
-        self, context: Context, draft: Draft, logits: Tensor | None = None, live: Tensor | None = None
-    ) -> Decided:
+    def verify(self, context: Context, draft: Draft, logits: Tensor | None = None) -> Decided:
         """The target's pass over what was drafted, which drafts stay and which token follows; the rows' ends move.
 
-        logits: the target's [B, K + 1, V], where they are known. live: bool [B], rows that stand for one (None: all).
+        logits: the target's [B, K + 1, V], where they are known.
         """
         if logits is None:
             logits = self.target_pass(context, draft)
             self.options.begin("commit")
-        params, p = self.options.params, None
+        params, p, forced = self.options.params, None, self.options.synthetic
         if self.options.only_temperature and not self.options.wants_p and verification.can_fuse(logits, draft.probs):
-            drafted = draft.tokens, draft.lengths, draft.probs, logits, context.lengths
-            verified = verification.fused(*drafted, params.temperature, context.keys)
+            drafted = draft.tokens, draft.lengths, draft.probs, draft.finite
+            memory, chances = self.rows.memory(context.places), None if forced is None else forced.chances
+            options = params.temperature, self.options.all_or_none
+            return Decided(kernel_ops.commit(logits, *drafted, *memory, chances, *options))
+        seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)
+        if params.greedy:
+            choices = sampling.penalise(logits, params, seen).argmax(-1)  # [B, K + 1]
+            outcome = verification.matching(draft.tokens, draft.lengths, choices)
+            p = sampling.probabilities(logits, params.at_temperature_one, seen) if self.options.wants_p else None
         else:
-            seen = None if context.seen is None else sampling.seen_after(context.seen, draft.tokens)
-            if params.greedy:
-                choices = sampling.penalise(logits, params, seen).argmax(-1)  # [B, K + 1]
+            p = sampling.probabilities(logits, params, seen)  # [B, K + 1, V]
+            if self.options.rule == "coupled":
+                choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
                 outcome = verification.matching(draft.tokens, draft.lengths, choices)
-                p = sampling.probabilities(logits, params.at_temperature_one, seen) if self.options.wants_p else None
             else:
-                p = sampling.probabilities(logits, params, seen)  # [B, K + 1, V]
-                if self.options.rule == "coupled":
-                    choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
-                    outcome = verification.matching(draft.tokens, draft.lengths, choices)
-                else:
-                    rule, q = verification.RULES[self.options.rule], draft.distributions(self.vocabulary)
-                    outcome = rule(draft.tokens, draft.lengths, q, p, context.keys)
-            verified = verification.verified(outcome, draft.tokens, draft.lengths, logits, context.lengths)
-        if self.options.synthetic is not None:
-            verified = self.options.synthetic.impose(verified, draft, context)
-        return Decided(self._advance(context, verified, draft.finite, live), p)
+                rule, q = verification.RULES[self.options.rule], draft.distributions(self.vocabulary)
+                outcome = rule(draft.tokens, draft.lengths, q, p, context.keys)
+        verified = verification.verified(outcome, draft.tokens, draft.lengths, logits, context.lengths)
+        if forced is not None:
+            verified = forced.impose(verified, draft, context)
+        return Decided(self._advance(context, verified, draft), p)
 
-    def _advance(
-        self, context: Context, verified: verification.Verified, draft_finite: Tensor, live: Tensor | None
-    ) -> Tensor:
+    def _advance(self, context: Context, verified: verification.Verified, draft: Draft) -> Tensor:
         """Move the rows' ends; what the host is told of the step: int64 [B, K + 4], see `Decided`."""
-        fine = verified.finite & draft_finite
+        fine, live = verified.finite & draft.finite, None
+        if self.records:  # some places may have no row
+            live = draft.lengths >= 0
         if self.options.all_or_none:
             fine = (fine if live is None else fine | ~live).all().expand_as(fine)
         self.rows.advance(context.places, verified, fine if live is None else fine & live)
-        flags = torch.stack([verified.accepted, verified.finite.long(), draft_finite.long()], 1)
+        flags = torch.stack([verified.accepted, verified.finite.long(), draft.finite.long()], 1)
         return torch.cat([verified.tokens, flags], 1)
 
     def release(self) -> None:

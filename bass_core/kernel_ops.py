@@ -76,8 +76,9 @@ def plan(
     dtype: torch.dtype,
     window: int,
     deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """items and rows of a `bass_kernels.Plan` for layers of these shapes over `width` slots of the cache."""
+    span: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """items, rows and counters of a `bass_kernels.Plan` for layers of these shapes over `width` slots of the cache."""
     group = heads // kv_heads
     found = load().plan.make_plan(
         starts,
@@ -89,8 +90,9 @@ def plan(
         group=group,
         window=window,
         deterministic=deterministic,
+        span=span,
     )
-    return found.items, found.rows
+    return found.items, found.rows, found.counters
 
 
 def _tile(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) -> tuple:
@@ -106,6 +108,7 @@ def ragged_attention(
     ends: Tensor,
     items: Tensor,
     rows: Tensor,
+    counters: Tensor,
     sinks: Tensor | None,
     *,
     scaling: float | None,
@@ -113,16 +116,18 @@ def ragged_attention(
     softcap: float | None,
     deterministic: bool,
 ) -> Tensor:
-    """`bass_kernels.ragged_attention` with the work list that `plan` made."""
+    """`bass_kernels.ragged_attention` with the work list that `plan` made. Its counters are left as they were found."""
     kernels, group = load(), query.shape[1] // key.shape[1]
     tile = _tile(query.shape[2] * group, query.shape[3], query.dtype, deterministic)
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
-    work = kernels.Plan(items, rows, tile)
+    work = kernels.Plan(items, rows, counters, tile)
     return kernels.ragged_attention(query, key, value, starts, ends, plan=work, deterministic=deterministic, **options)
 
 
 @ragged_attention.register_fake
-def _(query, key, value, starts, ends, items, rows, sinks, *, scaling, sliding_window, softcap, deterministic):
+def _(
+    query, key, value, starts, ends, items, rows, counters, sinks, *, scaling, sliding_window, softcap, deterministic
+):
     return _rows_first(query)
 
 
@@ -156,18 +161,26 @@ def _rows_first(query: Tensor) -> Tensor:
     return query.new_empty(batch, queries, heads, head_dim)
 
 
-@torch.library.custom_op("bass::verify", mutates_args=())
-def verify(
+@torch.library.custom_op("bass::commit", mutates_args=("row_tokens", "row_logprobs", "row_lengths", "row_steps"))
+def commit(
     logits: Tensor,
     drafted: Tensor,
     submitted: Tensor,
     q: Tensor | None,
-    accept_uniform: Tensor,
-    draw_uniform: Tensor,
-    committed: Tensor,
+    draft_finite: Tensor,
+    row_tokens: Tensor,
+    row_logprobs: Tensor,
+    row_lengths: Tensor,
+    row_steps: Tensor,
+    streams: Tensor,
+    chances: Tensor | None,
     temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`bass_kernels.verify`: accepted, tokens, logprobs, finite, lengths."""
-    numbers = accept_uniform, draw_uniform
-    found = load().verify(logits, drafted, submitted, q, *numbers, committed, temperature)
-    return found.accepted, found.tokens, found.logprobs, found.finite, found.lengths
+    all_or_none: bool,
+) -> Tensor:
+    """`bass_kernels.commit`: token verification (at temperature 0 matching with the argmax), the rows' ends, and what
+    the host is told, int64 [B, K + 4]. The decisions are those of `verification` and the rows those of `Rows.advance`,
+    from the same random numbers, but for numbers within 1e-6 of a boundary."""
+    kernels = load()
+    rows = kernels.RowMemory(row_tokens, row_logprobs, row_lengths, row_steps, streams)
+    options = {"all_or_none": all_or_none, "chances": chances}
+    return kernels.commit(logits, drafted, submitted, q, draft_finite, rows, temperature, **options)

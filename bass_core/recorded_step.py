@@ -114,11 +114,9 @@ class RecordedStep(EagerStep):
         q = None if self._q is None or most == 0 else self._q[:rows, :most]
         return Draft(self._drafted[:rows, :most], self.planned[:rows], lengths, q, self._finite[:rows])
 
-    def verify(
-        self, context: Context, draft: Draft, logits: Tensor | None = None, live: Tensor | None = None
-    ) -> Decided:
+    def verify(self, context: Context, draft: Draft, logits: Tensor | None = None) -> Decided:
         if logits is not None:
-            return super().verify(context, draft, logits, live)
+            return super().verify(context, draft, logits)
         rows, drafted = draft.tokens.shape
         places, extent = self._places(rows), self.target.extent(int((context.lengths_host + draft.lengths_host).max()))
         certain = draft.probs is None
@@ -136,10 +134,10 @@ class RecordedStep(EagerStep):
     def _verify_phase(self, places: int, drafted: int, extent: int, certain: bool) -> Tensor:
         context, planned = self.context(range(places), drafted), self.planned[:places]
         tokens, q = self._drafted[:places, :drafted], None if certain else self._q[:places, :drafted]
-        draft = Draft(tokens, planned.clamp(min=0), None, q, self._finite[:places])
+        draft = Draft(tokens, planned, None, q, self._finite[:places])
         ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
         logits = self.target.feed(ids, context.lengths - 1, planned + 1, extent=extent)
-        return super().verify(context, draft, logits, live=planned > NOBODY).block
+        return super().verify(context, draft, logits).block
 
     def _width(self, places: int, submitted: int, planned: int) -> int:
         """For how many drafts the step's functions have room.

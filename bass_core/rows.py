@@ -153,6 +153,11 @@ class Rows:
             None if self.seen is None else self.seen[rows],
         )
 
+    def memory(self, places: range) -> tuple[Tensor, ...]:
+        """What a commit reads and changes of these rows: tokens, log-probabilities, lengths, steps, streams."""
+        rows = slice(places.start, places.stop)
+        return tuple(t[rows] for t in (self.tokens, self.logprobs, self.lengths, self.steps, self.streams))
+
     # --- coming -----------------------------------------------------------------------------------
 
     def admit(self, request: Request, place: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core import attention, compiled_layers
-from bass_core.cache import Pass, RaggedCache
+from bass_core.cache import Pass, Phase, RaggedCache
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
 EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
@@ -70,6 +70,7 @@ class Runner:
         places: range | None = None,
         packed: bool | None = None,
         last_only: bool = False,
+        phase: Phase | None = None,
     ) -> Tensor:
         """Logits [B, Q, V] of each row's tokens at positions start, start + 1, … (last_only: of the last, [B, 1, V]).
 
@@ -103,8 +104,8 @@ class Runner:
         if known and min(starts_host) < 0:
             slots = slots.where(wanted >= 0, self.cache.scratch_slot)
             positions = positions.clamp(min=0)
-        where = positions, slots, starts, ends
-        return self._forward(ids, Pass(*where, places, extent, self.cache.slots, kv_lengths, flat, last_only))
+        where, seen = (positions, slots, starts, ends), (places, extent, self.cache.slots)
+        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase))
 
     def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).

@@ -117,29 +117,10 @@ def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor,
 
 
 def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
-    """Whether `fused` can take these tensors."""
+    """Whether `kernel_ops.commit` can take these tensors."""
     if not kernel_ops.run_on(logits.device) or logits.dtype == torch.float64 or logits.stride(-1) != 1:
         return False
     return q is None or (q.dtype == torch.float32 and q.shape[-1] == logits.shape[-1] and q.stride(-1) == 1)
-
-
-def fused(
-    drafted: Tensor,
-    lengths: Tensor,
-    q: Tensor | None,
-    logits: Tensor,
-    committed: Tensor,
-    temperature: float,
-    keys: StepKeys,
-) -> Verified:
-    """`verified(token(…))` on probabilities at `temperature` (0: `matching` with the argmax), as a few GPU kernels.
-
-    The same decisions from the same random numbers, but for numbers within 1e-6 of a boundary. q [B, K, V], or None:
-    drafted with certainty. logits [B, K + 1, V], the target's. committed: int64 [B], the rows' lengths.
-    """
-    slots = torch.arange(drafted.shape[1], device=drafted.device)
-    numbers = randomness.uniform(keys.accept(slots)), randomness.uniform(keys.target())
-    return Verified(*kernel_ops.verify(logits, drafted, lengths, q, *numbers, committed, temperature))
 
 
 def _of_drafted(probs: Tensor, drafted: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Triton kernels for attention over a ragged KV cache, and for what surrounds it in batched speculative decoding."""
 
-from bass_kernels.fused_verification import VerifyOutput, verify
+from bass_kernels.fused_verification import RowMemory, VerifyOutput, commit, verify
 from bass_kernels.kv_write import write_kv
 from bass_kernels.launching import interpreted, runs_on
 from bass_kernels.paper import pad_attention, split_attention
@@ -9,7 +9,9 @@ from bass_kernels.ragged import make_plan, ragged_attention
 
 __all__ = [
     "Plan",
+    "RowMemory",
     "VerifyOutput",
+    "commit",
     "interpreted",
     "make_plan",
     "pad_attention",

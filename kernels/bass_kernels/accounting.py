@@ -94,7 +94,7 @@ def compare(
 ) -> dict[str, Account]:
     """pad, split and ragged on rows of these lengths. items: of ragged's plan. The rest: as in `finish`.
 
-    reduce: what ragged's second launch costs where a row is cut, in keys.
+    reduce: what adding up costs ragged where a row is cut, in keys.
     """
     accounts = {}
     for name, reads in launches(lengths, items).items():

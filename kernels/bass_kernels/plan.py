@@ -23,7 +23,7 @@ from bass_kernels import launching
 from bass_kernels.tiles import Tile, power_of_two
 
 OVERHEAD = 64  # what starting and ending a program costs, in keys
-REDUCE = 128  # what the second kernel costs where any row is split, in keys
+REDUCE = 128  # what adding up costs where any row is split, in keys
 WAVES = 4  # pieces beyond one per row: enough for this many waves
 CHUNK = 512  # keys per piece in deterministic mode
 DRAFTS = 64  # longest pass that deterministic mode splits: partial results of a long prompt would fill the memory
@@ -33,10 +33,13 @@ CANDIDATES = 64
 
 class Plan(NamedTuple):
     """items int32 [I, 4]: row (-1: nothing to do), first key, one past the last, split (where the partial result goes;
-    -1: the row has one piece, which writes the output). rows int32 [B, 2]: first split and number of splits."""
+    -1: the row has one piece, which writes the output). rows int32 [B, 2]: first split and number of splits. counters
+    int32: how many pieces of a tile are done; all 0, before each launch and after it. Launches that share a plan follow
+    one another."""
 
     items: Tensor
     rows: Tensor
+    counters: Tensor
     tile: Tile
 
     @property
@@ -72,11 +75,14 @@ def make_plan(
     group: int,
     window: int = 0,
     deterministic: bool = False,
+    span: int | None = None,
 ) -> Plan:
     """The work list for rows of these lengths. starts, kv_lengths: int32 or int64 [B], on the device.
 
     query_length: of the launch (padding included). width: slots of the cache, an upper bound of the lengths. window:
-    keys a query sees (0: all before it).
+    keys a query sees (0: all before it). span: the plan also serves launches that follow, of no more queries each,
+    which stand at positions starts … starts + span - 1, where kv_lengths is what rows have in the last (None: this
+    launch alone). A launch reads of a piece what its own rows have: pieces beyond add nothing.
     """
     batch, device = len(kv_lengths), kv_lengths.device
     programs_per_item = triton.cdiv(query_length * group, tile.block_m) * kv_heads
@@ -84,6 +90,7 @@ def make_plan(
     count = most_items(batch, query_length, programs_per_item, slots, width, tile.block_n, deterministic)
     items = torch.empty(count, 4, dtype=torch.int32, device=device)
     rows = torch.empty(batch, 2, dtype=torch.int32, device=device)
+    counters = torch.empty(batch * programs_per_item if count > batch else 0, dtype=torch.int32, device=device)
     block_b = power_of_two(batch, least=2)
     with launching.on(device):
         _plan[(1,)](
@@ -91,11 +98,14 @@ def make_plan(
             kv_lengths,
             items,
             rows,
+            counters,
             batch,
             count,
+            len(counters),
             slots,
             programs_per_item,
-            query_length,
+            query_length if span is None else span,
+            width,
             WINDOW=window,
             BLOCK_N=tile.block_n,
             FIXED_CHUNK=CHUNK if deterministic else 0,
@@ -106,20 +116,23 @@ def make_plan(
             CANDIDATES=CANDIDATES,
             num_warps=4 if batch <= 64 else 16,
         )
-    return Plan(items, rows, tile)
+    return Plan(items, rows, counters, tile)
 
 
-@triton.jit(do_not_specialize=["batch", "count", "slots", "programs_per_item", "query_length"])
+@triton.jit(do_not_specialize=["batch", "count", "tiles", "slots", "programs_per_item", "query_length", "width"])
 def _plan(
     starts,
     kv_lengths,
     items,  # out [count, 4]
     rows,  # out [batch, 2]
+    counters,  # out [tiles]
     batch,
     count,
+    tiles,
     slots,
     programs_per_item,
     query_length,
+    width,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     FIXED_CHUNK: tl.constexpr,
@@ -129,12 +142,17 @@ def _plan(
     REDUCE: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):
+    # Here rather than where they are made: a launch that broke off cannot leave a count to a later pass.
+    for block in range(0, tiles, ITEM_BLOCK):
+        tile = block + tl.arange(0, ITEM_BLOCK)
+        tl.store(counters + tile, 0, mask=tile < tiles)
+
     # Longest rows first: one number holds how many keys a row needs and which row it is, and is sorted.
     b = tl.arange(0, BLOCK_B)
-    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW, BLOCK_N)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW, BLOCK_N)
     order = tl.sort((first - last).to(tl.int64) * BLOCK_B + b)
     b = (order & (BLOCK_B - 1)).to(tl.int32)
-    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW, BLOCK_N)
+    first, last = _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW, BLOCK_N)
 
     if FIXED_CHUNK > 0:
         # If a row outgrew what the host made room for, no key may be lost: one piece per row then.
@@ -176,11 +194,11 @@ def _plan(
 
 
 @triton.jit
-def _keys_needed(starts, kv_lengths, b, batch, query_length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _keys_needed(starts, kv_lengths, b, batch, query_length, width, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """First key (a multiple of BLOCK_N) and one past the last that any query of these rows sees; 0, 0: none is live."""
     start = tl.load(starts + b, mask=b < batch, other=0).to(tl.int32)
     last = tl.load(kv_lengths + b, mask=b < batch, other=0).to(tl.int32)
-    last = tl.minimum(last, start + query_length)
+    last = tl.minimum(tl.minimum(last, start + query_length), width)
     start = tl.maximum(start, 0)
     live = start < last
     first = tl.zeros_like(last)

@@ -1,14 +1,14 @@
 """Ragged attention: every row its own KV length and query length, one set of launches, nothing padded.
 
-Three kernels: the plan (plan.py, once per forward pass), one program per (block of queries, KV head, piece of keys),
-and a reduction for rows that were cut. Splitting over the keys when there are only a few queries is FlashDecoding's
-idea (Dao et al. 2023); here it holds for any query length, packs the query heads of a KV head into one tile, and
-balances rows of different lengths, which is what verifying drafts of many sequences needs (BASS, arXiv 2404.15778).
+Two kernels: the plan (plan.py, once per forward pass), and one program per (block of queries, KV head, piece of keys).
+Where a row was cut, the last of its programs to finish adds up what all have left. Splitting over the keys when there
+are only a few queries is FlashDecoding's idea (Dao et al. 2023); here it holds for any query length, packs the query
+heads of a KV head into one tile, and balances rows of different lengths, which is what verifying drafts of many
+sequences needs (BASS, arXiv 2404.15778).
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +18,7 @@ from bass_kernels.launching import Flags
 from bass_kernels.online_softmax import attend, load_queries, nothing_seen, store_output, tile_rows
 from bass_kernels.plan import Plan
 
-REDUCE_ROWS = 16
+REDUCE_ROWS = 16  # of a tile, added up at a time
 
 
 def make_plan(
@@ -93,7 +93,6 @@ def ragged_attention(
     splits = len(work.items) if work.may_split else 0
     partial = out.new_empty(splits, kv_heads, rows, head_dim, dtype=flags.accumulator)
     partial_top, partial_mass = out.new_empty(2, splits, kv_heads, rows, dtype=flags.accumulator)
-    shape = {"KV_HEADS": kv_heads, "GROUP": group, "D": head_dim, "BLOCK_D": tile.block_d}
     with launching.on(query.device):
         _attend_pieces[(triton.cdiv(rows, tile.block_m), kv_heads, len(work.items))](
             query,
@@ -106,39 +105,28 @@ def ragged_attention(
             starts,
             kv_lengths,
             work.items,
+            work.rows,
+            work.counters,
             sinks,
             *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
             *out.stride()[:3],
             query_length,
-            **shape,
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            D=head_dim,
+            BLOCK_D=tile.block_d,
             **flags.constants,
             MAY_SPLIT=work.may_split,
             ONE_LOOP=deterministic,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
+            REDUCE_ROWS=REDUCE_ROWS,
             **tile.launch,
+            # Left alone, the compiler holds this tile to 168 registers on sm_80 and spills; two programs fit 255.
+            maxnreg=255 if (tile.block_m, tile.block_d) == (32, 256) else None,
         )
-        if work.may_split:
-            _reduce[(triton.cdiv(rows, REDUCE_ROWS), kv_heads, batch)](
-                partial,
-                partial_top,
-                partial_mass,
-                out,
-                starts,
-                kv_lengths,
-                work.rows,
-                sinks,
-                *out.stride()[:3],
-                query_length,
-                **shape,
-                SINKS=flags.constants["SINKS"],
-                BLOCK_M=REDUCE_ROWS,
-                # What the compiler would choose by itself spills: four warps in float64, 64 registers in float32.
-                num_warps=8 if flags.accumulator == torch.float64 else 4,
-                maxnreg=None if flags.accumulator == torch.float64 else 128,
-            )
     return out
 
 
@@ -155,6 +143,8 @@ def _attend_pieces(
     starts,
     kv_lengths,
     items,  # [I, 4]
+    plan_rows,  # [B, 2]
+    counters,  # [B, KV_HEADS, blocks of queries], 0 before and after
     sinks,
     query_stride_b,
     query_stride_h,
@@ -183,6 +173,7 @@ def _attend_pieces(
     ONE_LOOP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    REDUCE_ROWS: tl.constexpr,
 ):
     """One tile of queries over one piece of one row's keys."""
     # Blocks of queries over the same keys are neighbours on the grid, so that all but the first read them from L2.
@@ -225,6 +216,19 @@ def _attend_pieces(
             tl.store(partial + at[:, None] * D + d[None, :], acc, mask=live[:, None] & (d < D)[None, :])
             tl.store(partial_top + at, top, mask=live)
             tl.store(partial_mass + at, mass, mask=live)
+            tl.debug_barrier()  # what all threads have stored comes before the count
+            # The last program of the row to come here finds all that was stored before the others' counts.
+            count = counters + (row * KV_HEADS + kv_head) * tl.num_programs(0) + block
+            splits = tl.load(plan_rows + row * 2 + 1)
+            if tl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                tl.store(count, 0)  # for the next launch
+                first_split = tl.load(plan_rows + row * 2)
+                for part in range(BLOCK_M // REDUCE_ROWS):
+                    _add_up(
+                        block * (BLOCK_M // REDUCE_ROWS) + part, kv_head, row, partial, partial_top, partial_mass,
+                        first_split, splits, out + b * out_stride_b, starts, kv_lengths, sinks, out_stride_q,
+                        out_stride_h, query_length, KV_HEADS, GROUP, D, BLOCK_D, SINKS, REDUCE_ROWS,
+                    )  # fmt: skip
             return
     store_output(
         out + b * out_stride_b, out_stride_q, out_stride_h, acc, top, mass, sinks, kv_head, rows, live, query_length,
@@ -232,19 +236,22 @@ def _attend_pieces(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["query_length"], do_not_specialize_on_alignment=["partial_mass"])
-def _reduce(
+@triton.jit
+def _add_up(
+    block,
+    kv_head,
+    row,
     partial,
     partial_top,
     partial_mass,
+    first_split,
+    splits,
     out,
     starts,
     kv_lengths,
-    plan_rows,  # [B, 2]
     sinks,
-    out_stride_b,
-    out_stride_q,
-    out_stride_h,
+    stride_q,
+    stride_h,
     query_length,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -253,21 +260,17 @@ def _reduce(
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Add up the pieces of one row, in order, for 16 packed queries of one KV head."""
-    block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_split = tl.load(plan_rows + row * 2)
-    splits = tl.load(plan_rows + row * 2 + 1)
-    if splits <= 1:
-        return  # the piece itself has written the output
+    """Add up the pieces of one row, in order, for a block of packed queries of one KV head. out: the row's."""
     rows, _, live, _, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    ACC = partial.dtype.element_ty
-    acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
+    inside = live[:, None] & (d < D)[None, :]
+    acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, partial.dtype.element_ty)
     at = (first_split.to(tl.int64) * KV_HEADS + kv_head) * (query_length * GROUP) + rows
     for _ in range(splits):
-        top_split = tl.load(partial_top + at, mask=live, other=float("-inf"))
-        mass_split = tl.load(partial_mass + at, mask=live, other=0.0)
-        part = tl.load(partial + at[:, None] * D + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
+        # Other multiprocessors have written these: from L2, the only cache that all of them share.
+        top_split = tl.load(partial_top + at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        mass_split = tl.load(partial_mass + at, mask=live, other=0.0, cache_modifier=".cg")
+        part = tl.load(partial + at[:, None] * D + d[None, :], mask=inside, other=0.0, cache_modifier=".cg")
         top_next = tl.maximum(top, top_split)
         base = tl.where(top_next == float("-inf"), 0.0, top_next)
         shrink, weight = tl.exp2(top - base), tl.exp2(top_split - base)
@@ -275,8 +278,6 @@ def _reduce(
         acc = acc * shrink[:, None] + part * weight[:, None]
         top = top_next
         at += KV_HEADS * query_length * GROUP
-    b = row.to(tl.int64)
     store_output(
-        out + b * out_stride_b, out_stride_q, out_stride_h, acc, top, mass, sinks, kv_head, rows, live, query_length,
-        GROUP, D, BLOCK_D, SINKS,
-    )  # fmt: skip
+        out, stride_q, stride_h, acc, top, mass, sinks, kv_head, rows, live, query_length, GROUP, D, BLOCK_D, SINKS
+    )

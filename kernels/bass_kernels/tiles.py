@@ -46,7 +46,8 @@ def choose(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) ->
     block_d = power_of_two(head_dim, least=16)
     if dtype.itemsize > 2:
         # Full precision has no matrix instruction that does not round: plain multiply-adds, small tiles.
-        return Tile(16, 16, block_d, 4, 2, _PROGRAMS_WIDE[max(block_d, 64), dtype.itemsize])
+        warps = 8 if block_d == 256 and dtype.itemsize == 8 else 4  # with 4 it spills where pieces are added up
+        return Tile(16, 16, block_d, warps, 2, _PROGRAMS_WIDE[max(block_d, 64), dtype.itemsize])
     # 64 rows are one warpgroup's matrix instruction (wgmma); longer queries take several such blocks, which are
     # neighbours on the grid, so that the keys they share are read from L2. At head dimension 256, 64 rows would spill.
     most = 32 if block_d == 256 else 64
@@ -67,4 +68,4 @@ _PROGRAMS = {
     (256, 16): 3,
     (256, 32): 2,
 }
-_PROGRAMS_WIDE = {(64, 4): 7, (128, 4): 4, (256, 4): 2, (64, 8): 3, (128, 8): 2, (256, 8): 2}
+_PROGRAMS_WIDE = {(64, 4): 7, (128, 4): 4, (256, 4): 2, (64, 8): 3, (128, 8): 2, (256, 8): 1}

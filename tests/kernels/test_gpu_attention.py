@@ -7,7 +7,7 @@ import torch
 from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
 
 import bass_kernels
-from bass_kernels import pad_attention, ragged_attention, reference, split_attention
+from bass_kernels import pad_attention, plan, ragged_attention, reference, split_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +81,57 @@ def test_a_captured_graph_replays_for_other_lengths(dtype, deterministic):
         out.fill_(torch.nan)
         graph.replay()
         assert error(out, arguments.expected) <= TOLERANCE[dtype], lengths
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_last_program_of_a_row_sees_what_the_others_stored(dtype):
+    """Many pieces a row, many replays over one plan's counters: an order of memory that is wrong would show."""
+    arguments = case([8000, 30, 4001, 8000], 5, group=4, kv_heads=8, head_dim=128, dtype=dtype, device="cuda")
+    arguments = arguments.filled(0.0)
+    work = bass_kernels.make_plan(*arguments[:2], *arguments[3:5])
+    expected = ragged_attention(*arguments.arguments, plan=work)
+    assert work.rows[:, 1].max() > 4 and error(expected, arguments.expected) <= TOLERANCE[dtype]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [ragged_attention(*arguments.arguments, plan=work) for _ in range(20)]
+    for _ in range(50):
+        for out in outputs:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(out, expected) for out in outputs)
+    assert not work.counters.any()
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_captured_plan_serves_passes_while_rows_grow(deterministic):
+    """As in a recorded draft phase of five tokens: two queries, then one at a time, for any lengths."""
+    shape = {"group": 4, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": "cuda"}
+    arguments = case([4000] * 4, 2, **shape).filled(0.0)
+    ends = arguments.kv_lengths
+    tile = bass_kernels.make_plan(*arguments[:2], *arguments[3:5], deterministic=deterministic).tile
+    sizes = {"query_length": 2, "kv_heads": 8, "width": arguments.key.shape[2], "tile": tile, "group": 4}
+
+    def phase() -> list[tuple[Case, torch.Tensor]]:
+        work = plan.make_plan(ends - 2, ends + 4, **sizes, span=6, deterministic=deterministic)
+        passes = [arguments._replace(starts=ends - 2)]
+        passes += [
+            arguments._replace(starts=ends + slot, kv_lengths=ends + slot + 1, query=arguments.query[:, :, :1])
+            for slot in range(4)
+        ]
+        return [(each, ragged_attention(*each.arguments, plan=work, deterministic=deterministic)) for each in passes]
+
+    ends -= 10
+    phase()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = phase()
+    for lengths in ([3000, 2, 510, 1023], [2, 2, 2, 2], [3999, 31, 32, 3900], [511, 512, 513, 514]):
+        ends.copy_(torch.tensor(lengths))
+        graph.replay()
+        for each, out in found:
+            assert error(out, each.expected) <= TOLERANCE[torch.bfloat16], lengths
+            if deterministic:
+                assert torch.equal(out, ragged_attention(*each.arguments, deterministic=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

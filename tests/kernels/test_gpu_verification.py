@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_kernel_verification import disagreements
+from test_kernel_verification import COMMITS, assert_same_bits, committing, differing, disagreements
 
 pytestmark = [
     pytest.mark.gpu,
@@ -101,3 +101,29 @@ def test_the_same_inputs_give_the_same_bits():
     first = verify(*arguments)
     for _ in range(3):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(verify(*arguments), first, strict=True))
+
+
+def test_random_numbers_are_those_of_bass_core_to_the_bit():
+    assert_same_bits("cuda")
+
+
+@pytest.mark.parametrize("changes", COMMITS, ids=str)
+def test_a_captured_commit_moves_the_rows_as_bass_core_does(changes):
+    """Captured once, replayed over other rows, drafts and logits in the same memory."""
+    found = committing(**changes, device="cuda")
+    found.by_the_kernels()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        block = found.by_the_kernels()
+    for seed in range(5):
+        expected = committing(**changes, seed=seed, device="cuda")
+        for ours, theirs in zip((found.logits, *found.memory), (expected.logits, *expected.memory), strict=True):
+            ours.copy_(theirs)
+        for name in ("tokens", "lengths", "probs", "finite"):
+            if (tensor := getattr(found.draft, name)) is not None:
+                tensor.copy_(getattr(expected.draft, name))
+        if changes.get("forced"):
+            found.options.synthetic.chances.copy_(expected.options.synthetic.chances)
+        graph.replay()
+        assert differing(found, block, expected, expected.by_bass_core()) == []

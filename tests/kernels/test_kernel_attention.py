@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
+from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory, shuffled_programs
+from launches import counted
 
 import bass_kernels
 from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention
@@ -78,6 +79,57 @@ def test_one_plan_serves_layers_of_one_shape(dtype):
         assert_agrees(ragged_attention(*arguments.arguments, plan=shared), arguments)
 
 
+@pytest.mark.parametrize("query_length", [2, 40])  # a tile, and several
+def test_a_launch_leaves_the_counters_of_its_pieces_at_zero(query_length):
+    arguments = case([700, 0, 20, 300], query_length, group=4)
+    with poisoned_memory():
+        work = make_plan(*arguments[:2], *arguments[3:5])
+    assert work.rows[:, 1].max() > 1 and not work.counters.any()
+    first = ragged_attention(*arguments.arguments, plan=work)
+    assert_agrees(first, arguments)
+    assert not work.counters.any()
+    with poisoned_memory():
+        assert torch.equal(ragged_attention(*arguments.arguments, plan=work), first)
+
+
+@pytest.mark.parametrize("flags", [{}, {"sliding_window": 40}, {"deterministic": True}], ids=str)
+def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
+    """As in a draft phase: two tokens, then one at a time; the third row rests after the first pass."""
+    monkeypatch.setattr(plan, "CHUNK", 64)
+    drafts, lengths = 5, [190, 2, 130, 63, 64]  # the first crosses a chunk's end, and fills the cache
+    full = case([length + drafts - 1 for length in lengths], 2)
+    first = torch.tensor(lengths) - 2
+    tile = plan.Tile(*make_plan(*full[:2], *full[3:5], deterministic="deterministic" in flags).tile)
+    options = {"window": flags.get("sliding_window", 0), "deterministic": "deterministic" in flags}
+    sizes = {"query_length": 2, "kv_heads": 2, "width": 194, "tile": tile, "group": 2, "span": drafts + 1}
+    with poisoned_memory():
+        work = plan.make_plan(first, first + drafts + 1, **sizes, **options)
+    assert (work.rows[:, 1].max() > 1) == ("sliding_window" not in flags)  # so few keys are not cut
+    for slot in range(drafts):
+        starts = first + (0 if slot == 0 else slot + 1) * (torch.arange(5) != 2)
+        counts = torch.full((5,), 2 if slot == 0 else 1)
+        counts[2] = 2 if slot == 0 else 0
+        arguments = full._replace(starts=starts, kv_lengths=starts + counts, query=full.query[:, :, : 2 - (slot > 0)])
+        for row, length in enumerate(arguments.kv_lengths.tolist()):
+            arguments = arguments._replace(key=arguments.key.clone(), value=arguments.value.clone())
+            arguments.key[row, :, length:] = arguments.value[row, :, length:] = torch.nan
+        with poisoned_memory():
+            found = ragged_attention(*arguments.arguments, **flags, plan=work)
+        expected = {name: value for name, value in flags.items() if name != "deterministic"}
+        assert_agrees(found, arguments._replace(flags=expected))
+        if "deterministic" in flags:
+            assert torch.equal(found, ragged_attention(*arguments.arguments, **flags))
+
+
+def test_cut_rows_are_added_up_in_the_same_launch():
+    arguments = case([700, 20])
+    with counted() as launches:
+        work = make_plan(*arguments[:2], *arguments[3:5])
+        ragged_attention(*arguments.arguments, plan=work)
+    assert work.rows[:, 1].max() > 1
+    assert launches["around"] == {"_plan": 1, "_attend_pieces": 1}
+
+
 @pytest.mark.parametrize("window", [None, 70])
 def test_deterministic_queries_have_the_same_bits_alone_and_together(monkeypatch, window):
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -109,24 +161,11 @@ def test_permuted_rows_give_permuted_outputs():
     assert torch.equal(permuted, found[order])
 
 
-def test_programs_may_run_in_any_order(monkeypatch):
-    from triton.runtime.interpreter import InterpreterBuilder
-
+def test_programs_may_run_in_any_order():
     arguments = case([300, 33, 129], 17, group=4, softcap=8.0)
     with poisoned_memory():
         expected = ragged_attention(*arguments.arguments, **arguments.flags)
-    in_order, seen = InterpreterBuilder.set_grid_idx, []
-
-    def shuffled(self, *index):
-        """Another program of the grid for each: the grid's i-th goes to a fixed random place."""
-        grid = torch.Size(self.grid_dim)
-        places = torch.randperm(grid.numel(), generator=torch.Generator().manual_seed(0))
-        linear = int((torch.tensor(index) * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum())
-        seen.append(tuple(int(i) for i in torch.unravel_index(places[linear], grid)))
-        in_order(self, *seen[-1])
-
-    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", shuffled)
-    with poisoned_memory():
+    with poisoned_memory(), shuffled_programs() as seen:
         assert torch.equal(ragged_attention(*arguments.arguments, **arguments.flags), expected)
     assert seen != sorted(seen)
 

@@ -7,7 +7,7 @@ import torch
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import attention, kernel_ops, verification
+from bass_core import attention, kernel_ops
 
 pytestmark = pytest.mark.interpreted
 PROMPTS = ragged_prompts(5, 11, 3)
@@ -80,15 +80,15 @@ def test_kernels_change_no_token_and_no_log_probability(options, in_plain_torch)
 @pytest.mark.parametrize("draft", ["model", "n-gram"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_verification_is_fused(draft, temperature, monkeypatch):
-    calls, fused = [], verification.fused
-    monkeypatch.setattr(verification, "fused", lambda *args: calls.append(1) or fused(*args))
+    calls, commit = [], kernel_ops.commit
+    monkeypatch.setattr(kernel_ops, "commit", lambda *args: calls.append(1) or commit(*args))
     models = pair() if draft == "model" else bass.ModelPair(tiny_model())
     out = generate(models, temperature=temperature, attention="ragged")
     assert len(calls) == out.trace.steps["step"].nunique()
 
 
 def test_verification_after_more_processing_than_the_temperature_is_not_fused(monkeypatch):
-    monkeypatch.setattr(verification, "fused", lambda *args: pytest.fail("the kernel knows the temperature alone"))
+    monkeypatch.setattr(kernel_ops, "commit", lambda *args: pytest.fail("the kernel knows the temperature alone"))
     for models in (pair(), bass.ModelPair(tiny_model())):
         generate(models, temperature=0.8, attention="ragged", top_p=0.9, max_new_tokens=2)
 

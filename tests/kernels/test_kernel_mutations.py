@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import TOLERANCE, case, error, poisoned_memory
-from test_kernel_verification import step
+from kernel_cases import TOLERANCE, case, error, poisoned_memory, shuffled_programs
+from test_kernel_verification import committing, differing, step
 
 import bass_kernels
 from bass_kernels import reference
@@ -61,9 +61,21 @@ BUGS = {  # by module: what is wrong, the right code and the wrong one
             "at += KV_HEADS * query_length * GROUP",
             "at += query_length * GROUP",
         ),
-        "rows of one piece are reduced too": ("if splits <= 1:", "if splits < 1:"),
+        "the counter is not reset": ("tl.store(count, 0)", "tl.store(count, splits)"),
+        "the last but one adds up": ("== splits - 1:", "== splits - 2:"),
+        "all tiles of a row count together": (
+            "* tl.num_programs(0) + block\n            splits",
+            "* 1\n            splits",
+        ),
+        "heads count together": ("(row * KV_HEADS + kv_head) * tl", "(row * KV_HEADS) * tl"),
+        "a tile's first rows are added up alone": ("range(BLOCK_M // REDUCE_ROWS)", "range(1)"),
+        "the program that adds up begins at its own piece": (
+            "first_split = tl.load(plan_rows + row * 2)",
+            "first_split = split",
+        ),
     },
     "plan": {
+        "counters are not made zero": ("tl.store(counters + tile, 0", "tl.store(counters + tile, 1"),
         "a piece of each row is left out": (
             "tl.maximum(index * chunk, row_first)",
             "tl.maximum(index * chunk, row_first) + chunk",
@@ -77,17 +89,50 @@ BUGS = {  # by module: what is wrong, the right code and the wrong one
             "tl.maximum(start - WINDOW + 1 + BLOCK_N, 0) // BLOCK_N",
         ),
     },
-    "fused_verification": {
+    "verification_kernels": {
         "the residual is the target's law": ("tl.maximum(p - q_ids, 0.0)", "p"),
         "a row that submitted less has a residual": ("rejected = slot < length", "rejected = slot < drafts"),
         "tokens that were not submitted are kept": ("(slots < length) & (slots < drafts)", "slots < drafts"),
-        "a uniform number at the boundary accepts": ("drafted_at) < ratio", "drafted_at) <= ratio"),
+        "a uniform number at the boundary accepts": ("(number < ratio)", "(number <= ratio)"),
         "p of the drafted token has no temperature": ("- shift) * inverse_temperature) / mass", "- shift)) / mass"),
         "the first block has no mass": (
             "tl.sum(residual.to(tl.float64))",
             "tl.sum(residual.to(tl.float64)) * (block > 0)",
         ),
         "NaN counts as a number": ("(total > 0).to(tl.int8)", "(total != 0).to(tl.int8)"),
+        "a row that is not fine moves": ("(slots <= slot) & fine", "slots <= slot"),
+        "a row that is not fine grows": ("end + slot + 1, mask=fine", "end + slot + 1"),
+        "a row that is not fine counts the step": ("step + 1, mask=fine", "step + 1"),
+        "a draft without numbers is committed": ("fine = fine & (is_drafted != 0)", "fine = fine"),
+        "other rows' logits are not looked at": ("(tl.min(tl.min(all_sound, 1), 0) != 0)", "fine"),
+        "other rows' drafts are not looked at": ("(tl.min(all_drafted, 0) != 0)", "(is_drafted != 0)"),
+        "places without a row hold the others up": (
+            "mask=submits >= 0, other=1",
+            "mask=b < tl.num_programs(0), other=1",
+        ),
+        "places without a row move": (
+            "row = tl.program_id(0).to(tl.int64)\n    length = tl.load(submitted + row)\n    if length < 0:",
+            "row = tl.program_id(0).to(tl.int64)\n    length = tl.load(submitted + row)\n    if length < -1:",
+        ),
+        "tokens that were not accepted are appended": ("moves = (slots <= slot)", "moves = (slots <= length)"),
+        "log-probabilities are appended one late": (
+            "logprobs + end + slots, logprob",
+            "logprobs + end + 1 + slots, logprob",
+        ),
+        "the target's token has the drafts' number": (
+            "uniform(stream, step, TARGET, 0)",
+            "uniform(stream, step, ACCEPT, 0)",
+        ),
+        "all drafts have the first one's number": (
+            "tl.load(steps + row), ACCEPT, slot)",
+            "tl.load(steps + row), ACCEPT, 0)",
+        ),
+        "chances are those of another text": ("text * places + (end", "(text + 1) % texts * places + (end"),
+        "chances begin with the row": ("(end + slots) % places", "slots % places"),
+    },
+    "uniform": {
+        "signs are copied": ("(x >> BITS) & ((1 << (64 - BITS)) - 1)", "x >> BITS"),
+        "the counter is not mixed in": ("stream + counter * GOLDEN", "stream + counter"),
     },
     "kv_write": {
         "keys go to the first places": ("((first_place + b) *", "(b *"),
@@ -104,14 +149,21 @@ def cases():
     yield case([300, 70], 9, group=4, kv_heads=1, sliding_window=40)
     yield case([40, 130], 2, softcap=2.0, sinks=True)
     yield case([33, 5], 33, padded_in_front=True)
+    yield case([260, 300], 20, group=4, kv_heads=1, dtype=torch.float16)  # split, several tiles of 64 rows
 
 
 def attention_is_wrong(package) -> bool:
     """Whether any case shows that this package's attention is wrong."""
     for arguments in cases():
+        options = {name: arguments.flags[name] for name in ("sliding_window",) if name in arguments.flags}
         with poisoned_memory():
-            found = package.ragged_attention(*arguments.arguments, **arguments.flags)
-        if not error(found, arguments.expected) <= TOLERANCE[torch.float32]:
+            work = package.make_plan(*arguments[:2], *arguments[3:5], **options)
+            found = package.ragged_attention(*arguments.arguments, **arguments.flags, plan=work)
+        if not error(found, arguments.expected) <= TOLERANCE[arguments.query.dtype]:
+            return True
+        with poisoned_memory(), shuffled_programs():  # the next layer of the pass
+            again = package.ragged_attention(*arguments.arguments, **arguments.flags, plan=work)
+        if not torch.equal(again, found):
             return True
     return False
 
@@ -128,7 +180,16 @@ def verification_is_wrong(package) -> bool:
     if not torch.equal(found.finite, reference.verify(*broken).finite):
         return True
     pairs = [(package.verify(*arguments), reference.verify(*arguments)) for arguments in steps]
-    return any(not all(map(torch.equal, found[:3], expected[:3])) for found, expected in pairs)
+    if any(not all(map(torch.equal, found[:3], expected[:3])) for found, expected in pairs):
+        return True
+    for changes in ({}, {"seed": 1}, {"seed": 2}, {"forced": True}, {"broken": [1]}, {"broken_draft": [2]},
+                    {"broken": [1], "all_or_none": True}, {"broken_draft": [2], "all_or_none": True},
+                    {"broken_draft": [3], "all_or_none": True}):  # fmt: skip
+        found, expected = committing(vocabulary=300, **changes), committing(vocabulary=300, **changes)
+        block = found.by_the_kernels(package.commit, package.RowMemory)
+        if differing(found, block, expected, expected.by_bass_core()):
+            return True
+    return False
 
 
 def write_is_wrong(package) -> bool:
@@ -140,10 +201,10 @@ def write_is_wrong(package) -> bool:
     return not all(map(torch.equal, *caches))
 
 
-CHECKS = {"fused_verification": verification_is_wrong, "kv_write": write_is_wrong}
+CHECKS = {"verification_kernels": verification_is_wrong, "uniform": verification_is_wrong, "kv_write": write_is_wrong}
 
 
-@pytest.mark.parametrize("is_wrong", [attention_is_wrong, *CHECKS.values()])
+@pytest.mark.parametrize("is_wrong", [attention_is_wrong, verification_is_wrong, write_is_wrong])
 def test_without_a_bug_nothing_is_caught(is_wrong):
     assert not is_wrong(bass_kernels)
 

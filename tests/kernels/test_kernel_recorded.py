@@ -1,11 +1,13 @@
 """Steps of fixed shapes over the Triton kernels, in Triton's interpreter: what a CUDA graph would hold of them."""
 
 import pytest
-from recording import use_on_cpu
+from launches import counted
+from recording import use_fixed_steps, use_on_cpu
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core import compiled_layers
+from bass_core.recorded_step import RecordedStep
 
 pytestmark = pytest.mark.interpreted
 
@@ -32,3 +34,23 @@ def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way)
     )
     assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
     assert (found.trace.meta["attention"], found.trace.meta["kernels"]) == ("ragged", "triton")
+
+
+def test_the_passes_of_a_draft_phase_share_a_plan(monkeypatch):
+    models, found, run = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), {}, RecordedStep._run
+    options = {"max_new_tokens": 9, "draft_length": 3, "eos_token_id": (), "attention": "ragged"}
+    expected = bass.generate(models, ragged_prompts(5, 70), **options)
+
+    def counting(self, key, function):
+        with counted() as launches:
+            result = run(self, key, function)
+        found[key[0], key[2]] = launches["around"]["_plan"], launches["model"]["_attend_pieces"]
+        return result
+
+    use_fixed_steps(monkeypatch)
+    monkeypatch.setattr(RecordedStep, "_run", counting)
+    sequences = bass.generate(models, ragged_prompts(5, 70), **options).sequences
+    assert [s.tolist() for s in sequences] == [s.tolist() for s in expected.sequences]
+    layers = models.draft.config.num_hidden_layers
+    assert found["draft", 3] == (1, 3 * layers)
+    assert found["verify", 3] == (1, layers)

@@ -1,12 +1,24 @@
 """Fused verification decides as bass_core does. Triton's interpreter runs the kernels here, on the CPU."""
 
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 import torch
+import triton
+import triton.language as tl
+from launches import counted
 
-from bass_core import randomness, sampling, verification
+from bass_core import kernel_ops, randomness, sampling, verification
+from bass_core.drafters import Draft
+from bass_core.eager_step import EagerStep, StepOptions
+from bass_core.randomness import Key, Purpose
+from bass_core.rows import Rows
 from bass_core.sampling import SamplingParams
+from bass_core.synthetic import SyntheticAcceptance
+from bass_kernels import RowMemory, commit, reference, verify
 from bass_kernels import fused_verification as kernels
-from bass_kernels import reference, verify
+from bass_kernels.uniform import uniform
 
 LARGEST_UNIFORM = 1 - 2.0**-52
 BLOCK = 1024
@@ -312,3 +324,176 @@ def test_unfit_arguments_are_refused():
         verify(logits.transpose(1, 2).contiguous().transpose(1, 2), drafted, submitted, q, *rest)
     with pytest.raises(ValueError, match="q must be float32 with 40 ids"):
         verify(logits, drafted, submitted, q[..., :39], *rest)
+
+
+# --- with the rows ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _uniform(streams, counters, slots, out, purpose, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(out + i, uniform(tl.load(streams + i), tl.load(counters + i), purpose, tl.load(slots + i)))
+
+
+def assert_same_bits(device):
+    edges = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), *(randomness.stream(3, row) for row in range(27))])
+    streams, counters = edges.repeat_interleave(32).to(device), edges.repeat(32).to(device)
+    slots, found = torch.arange(1024, device=device) % 33, torch.empty(1024, dtype=torch.float64, device=device)
+    for purpose in Purpose:
+        _uniform[(1,)](streams, counters, slots, found, int(purpose), SIZE=1024)
+        keys = zip(streams.tolist(), counters.tolist(), slots.tolist(), strict=True)
+        expected = [randomness.uniform(Key(torch.tensor([a]), torch.tensor([b]), purpose, c)) for a, b, c in keys]
+        assert torch.equal(found.cpu(), torch.cat(expected))
+
+
+def test_random_numbers_are_those_of_bass_core_to_the_bit():
+    assert_same_bits("cpu")
+
+
+class Committing(NamedTuple):
+    """Rows in the last places of a batch, and what a step decides about them."""
+
+    rows: Rows
+    places: range
+    logits: torch.Tensor
+    draft: Draft
+    options: StepOptions
+    forced: bool
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Of the whole batch, without the scratch column."""
+        rows = self.rows
+        return rows.tokens[:, :-1], rows.logprobs[:, :-1], rows.lengths, rows.steps, rows.streams
+
+    def by_bass_core(self) -> torch.Tensor:
+        """What the host is told, and the rows moved, in plain torch."""
+        run_on, kernel_ops.run_on = kernel_ops.run_on, lambda device: False
+        try:
+            return self.by_the_step()
+        finally:
+            kernel_ops.run_on = run_on
+
+    def by_the_step(self) -> torch.Tensor:
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=self.logits.shape[-1]))
+        step = EagerStep(self.rows, SimpleNamespace(model=SimpleNamespace(config=config)), None, self.options)
+        step.records = True  # places without a row are possible
+        context = self.rows.context(self.places, self.draft.tokens.shape[1])
+        return step.verify(context, self.draft, self.logits).block
+
+    def by_the_kernels(self, commit=commit, row_memory=RowMemory) -> torch.Tensor:
+        drafted = self.draft.tokens, self.draft.lengths, self.draft.probs, self.draft.finite
+        chances = self.options.synthetic.chances if self.options.synthetic else None
+        options = {"all_or_none": self.options.all_or_none, "chances": chances}
+        rows = row_memory(*self.rows.memory(self.places))
+        return commit(self.logits, *drafted, rows, self.options.params.temperature, **options)
+
+
+def committing(
+    drafts=3, vocabulary=1100, *, temperature=0.7, draft="softmax", all_or_none=False, forced=False, broken=(),
+    broken_draft=(), seed=0, device="cpu",
+) -> Committing:  # fmt: skip
+    """Six rows in places 2 … 7, of which the fourth is nobody's. broken: rows whose logits are no numbers."""
+    places = range(2, 8)
+    (logits, drafted, submitted, q, _, _, lengths, _), keys = step(
+        6, drafts, vocabulary, temperature=temperature, draft=draft, seed=seed
+    )
+    submitted[3], lengths = -1, lengths.clamp(max=60)
+    logits[list(broken), 0, 5] = torch.nan
+    rows = Rows(8, torch.device(device), None, (), None)
+    rows.grow(80)
+    generator = torch.Generator().manual_seed(seed)
+    rows.tokens.copy_(torch.randint(vocabulary, rows.tokens.shape, generator=generator))
+    rows.logprobs.copy_(torch.randn(rows.logprobs.shape, generator=generator))
+    rows.lengths[2:], rows.steps[2:], rows.streams[2:] = (x.to(device) for x in (lengths, keys.counter, keys.stream))
+    finite = torch.ones(6, dtype=torch.bool)
+    finite[list(broken_draft)] = False
+    room = torch.zeros(6, 9, dtype=torch.int64)  # as in recorded steps: drafts lie in wider memory
+    room[:, :drafts] = drafted
+    chances = torch.rand(3, 50, dtype=torch.float64, generator=generator)
+    options = StepOptions(
+        params=SamplingParams(temperature),
+        rule="token",
+        synthetic=SyntheticAcceptance(chances.to(device)) if forced else None,
+        wants_p=False,
+        all_or_none=all_or_none,
+        begin=lambda phase: None,
+    )
+    moved = (x if x is None else x.to(device) for x in (room, submitted, q, finite, logits))
+    room, submitted, q, finite, logits = moved
+    return Committing(rows, places, logits, Draft(room[:, :drafts], submitted, None, q, finite), options, forced)
+
+
+def differing(found: Committing, block, expected: Committing, expected_block) -> list[str]:
+    """Where two commits of the same step differ."""
+    live = expected.draft.lengths >= 0
+    columns = block.shape[1] - 4
+    numbers = live & (expected_block[:, columns + 2] == 1)  # tokens of other rows mean nothing
+    memory = zip(RowMemory._fields, found.memory, expected.memory, strict=True)
+    names = [name for name, ours, theirs in memory if name != "logprobs" and not torch.equal(ours, theirs)]
+    if not torch.allclose(found.memory[1], expected.memory[1], rtol=2e-6, atol=4e-6, equal_nan=True):
+        names.append("logprobs")
+    if not torch.equal(block[numbers], expected_block[numbers]) or not torch.equal(
+        block[live, -2:], expected_block[live, -2:]
+    ):
+        names.append("block")
+    return names
+
+
+COMMITS = [
+    {},
+    {"temperature": 0},
+    {"temperature": 1.0, "draft": "certain"},
+    {"drafts": 0, "draft": "certain"},
+    {"drafts": 0, "draft": "certain", "temperature": 0},
+    {"broken": [1]},
+    {"broken": [1], "all_or_none": True},
+    {"broken": [5], "temperature": 0, "all_or_none": True},
+    {"broken": [3], "all_or_none": True},  # of a place without a row
+    {"broken_draft": [2]},
+    {"broken_draft": [2], "all_or_none": True},
+    {"broken_draft": [3], "all_or_none": True},
+    {"all_or_none": True},
+    {"forced": True},
+    {"forced": True, "temperature": 0, "drafts": 5},
+    {"forced": True, "broken": [4], "broken_draft": [0]},
+]
+
+
+@pytest.mark.parametrize("changes", COMMITS, ids=str)
+def test_committed_rows_are_those_of_bass_core(changes):
+    moved = 0
+    for seed in range(3):
+        found, expected = committing(**changes, seed=seed), committing(**changes, seed=seed)
+        before = found.rows.lengths.clone()
+        assert differing(found, found.by_the_kernels(), expected, expected.by_bass_core()) == []
+        moved += int((found.rows.lengths != before).sum())
+    failed = changes.get("broken", []) + changes.get("broken_draft", [])
+    stays = changes.get("all_or_none") and failed not in ([], [3])
+    assert moved == (0 if stays else 3 * (5 - len(set(failed) - {3})))
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"forced": True}, {"all_or_none": True}], ids=str)
+def test_a_commit_is_these_kernels_and_nothing_else(changes):
+    found = committing(**changes)
+    kernel_ops.run_on(found.logits.device)  # the first time it asks a kernel
+    with counted() as launches:
+        found.by_the_step()
+    drawn = [] if changes.get("temperature") == 0 else ["block_masses"]
+    assert launches["around"] == dict.fromkeys(["block_statistics", "decide", "finish", *drawn], 1)
+
+
+def test_rows_in_a_wide_batch_wait_for_one_another():
+    """More rows than a power of two, the last of them without numbers."""
+    (logits, drafted, submitted, q, _, _, lengths, _), keys = step(33, 2, 300, seed=4)
+    logits[32, 0] = torch.nan
+    for all_or_none, moved in ((True, 0), (False, 32)):
+        memory = (
+            torch.zeros(33, 1100, dtype=torch.int64),
+            torch.zeros(33, 1100),
+            lengths.clone(),
+            torch.zeros(33).long(),
+        )
+        rows = RowMemory(*memory, keys.stream)
+        commit(logits, drafted, submitted, q, torch.ones(33).bool(), rows, 0.7, all_or_none=all_or_none)
+        assert int(rows.steps.sum()) == int((rows.lengths > lengths).sum()) == moved

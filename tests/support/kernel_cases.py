@@ -81,6 +81,27 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / (norm if norm > 0 else 1))
 
 
+@contextmanager
+def shuffled_programs() -> Iterator[list[tuple[int, ...]]]:
+    """The interpreter takes a grid's i-th program for another, at a fixed random place. Yields those taken so far."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    in_order, seen = InterpreterBuilder.set_grid_idx, []
+
+    def shuffled(self, *index):
+        grid = torch.Size(self.grid_dim)
+        places = torch.randperm(grid.numel(), generator=torch.Generator().manual_seed(0))
+        linear = int((torch.tensor(index) * torch.tensor([grid[1] * grid[2], grid[2], 1])).sum())
+        seen.append(tuple(int(i) for i in torch.unravel_index(places[linear], grid)))
+        in_order(self, *seen[-1])
+
+    InterpreterBuilder.set_grid_idx = shuffled
+    try:
+        yield seen
+    finally:
+        InterpreterBuilder.set_grid_idx = in_order
+
+
 QUERY_LENGTHS = (1, 2, 4, 5, 9, 17, 33, 130)
 GROUPS = (1, 2, 3, 4, 8)
 HEAD_DIMS = (64, 80, 96, 128, 256)

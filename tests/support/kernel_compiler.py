@@ -104,8 +104,27 @@ def resources(kernel) -> dict:
         "matrix": len(re.findall(r"\b(?:HMMA|HGMMA|DMMA)\b", code)),
         "warpgroup": len(re.findall(r"\bHGMMA\b", code)),
         "wide_loads": len(re.findall(r"\b(?:LDG|LDGSTS)\.E\.(?:\w+\.)*128", code)),
+        "count": around_count(kernel.asm["ptx"]),
         "narrow_copies": len(re.findall(r"\bLDGSTS\b(?!\.E\.(?:\w+\.)*128)", code)),
     }
+
+
+def around_count(ptx: str) -> str:
+    """What stands right around a program's atomic addition, and whether it loads past the first cache at all; ""
+    without one. (The order of lines is that of execution only as far as no branch lies in between.)"""
+    kinds = {
+        r"st\.global": "store",
+        r"ld\.global[\w.]*\.cg": "load.cg",
+        r"bar\.sync": "barrier",
+        r"atom\.global\.(?:gpu\.acq_rel|acq_rel\.gpu)\.": "acq_rel.gpu",
+    }
+    done = [kind for line in ptx.splitlines() for pattern, kind in kinds.items() if re.search(pattern, line)]
+    done = [kind for kind, before in zip(done, [None, *done], strict=False) if kind != before]
+    if "acq_rel.gpu" not in done:
+        return ""
+    at = done.index("acq_rel.gpu")
+    after = [kind for kind in done[at:] if kind != "store"]  # the counter, back to 0
+    return " ".join([*done[at - 2 : at], *after[:2], *["load.cg"] * ("load.cg" in done)])
 
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -170,6 +189,11 @@ def others() -> None:
         drafted, lengths = make(8, 5, dtype=torch.int64), make(8, dtype=torch.int64)
         numbers = make(8, 5, dtype=torch.float64), make(8, dtype=torch.float64)
         bass_kernels.verify(logits, drafted, lengths, q, *numbers, lengths, temperature)
+        memory = bass_kernels.RowMemory(make(8, 2049, dtype=torch.int64), make(8, 2049), lengths, lengths, lengths)
+        finite = make(8, dtype=torch.bool)
+        for chances in (None, make(1, 1, dtype=torch.float64)):
+            options = {"all_or_none": temperature != 1.0, "chances": chances}
+            bass_kernels.commit(logits, drafted, lengths, q, finite, memory, temperature, **options)
 
 
 def tile_of(head_dim, query_length, dtype="bfloat16", group=4, deterministic=False, **_) -> dict:

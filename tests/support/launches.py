@@ -1,0 +1,70 @@
+"""What a step would launch on a GPU, counted in Triton's interpreter.
+
+Every operator of torch counts as one launch (some are more on a GPU), unless it gives a view, or memory with nothing
+in it. An operator of ours counts as what it is made of: the kernels that it launches, and what it does besides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import GridExecutor
+
+from bass_core import attention, kernel_ops
+
+NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "scalar_tensor", "alias", "detach", "_unsafe_view"}
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, count: Callable[[str], None]):
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operator.namespace == "bass":
+            with self:
+                return getattr(kernel_ops, operator.overloadpacket.__name__)._init_fn(*args, **kwargs)
+        with self:
+            found = operator.decompose(*args, **kwargs)
+        if found is not NotImplemented:
+            return found
+        name = operator.overloadpacket.__name__
+        if not (operator.is_view or name in NO_LAUNCH):
+            self.count(name)
+        return operator(*args, **kwargs)
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, Counter]]:
+    """By part, "model" (inside its forward) and "around": how often each operator and kernel was launched inside."""
+    found, part = {"model": Counter(), "around": Counter(), "interpreter": Counter()}, ["around"]
+    execute, forward = GridExecutor.__call__, attention.forward
+
+    def count(name: str) -> None:
+        found[part[0]][name] += 1
+
+    def launch(self, *args, **kwargs):
+        count(self.fn.__name__)
+        before, part[0] = part[0], "interpreter"
+        try:
+            return execute(self, *args, **kwargs)
+        finally:
+            part[0] = before
+
+    def inside(*args):
+        part[0] = "model"
+        try:
+            return forward(*args)
+        finally:
+            part[0] = "around"
+
+    GridExecutor.__call__, attention.forward = launch, inside
+    try:
+        with _Operators(count):
+            yield found
+    finally:
+        GridExecutor.__call__, attention.forward = execute, forward
