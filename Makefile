@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lab notebooks bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
+.PHONY: help demo test test-slow test-oldest test-oldest-quick lab notebooks bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,21 @@ test: .venv/.installed-test ## run the tests, but for the slow ones, on all core
 
 test-slow: .venv/.installed-test ## run the other tests, which take long and break rarely: kills, Ray, every kind of model
 	$(TEST) -m slow
+
+# What a GPU box runs first, on what it may bring: the oldest versions that pyproject.toml promises, the newest numpy, and
+# nothing that draws or runs notebooks. Left out are tables of what the pinned versions do.
+OLDEST = torch==2.11.0 transformers==5.17.0 numpy pandas tqdm typer scipy pytest pytest-timeout pytest-xdist
+OLDEST_PYTHON ?= $(shell python3.12 --version > /dev/null 2>&1 && echo python3.12 || echo $(PYTHON))
+OLDEST_TESTS = tests/kernels tests/law tests/policies tests/engine tests/lab/test_bench_gpu.py tests/lab/test_gpu_stages.py \
+	$(addprefix --ignore=tests/,law/test_kinds.py engine/test_packaging.py engine/test_loading.py)
+QUICK = tests/kernels/test_interpreter.py tests/kernels/test_kernel_compile.py tests/engine/test_recorded_steps.py \
+	tests/engine/test_compiled_layers.py tests/law/test_greedy_identity.py tests/lab/test_bench_gpu.py
+
+test-oldest: .venv-oldest/.installed ## run what a GPU box runs first, on the oldest versions we promise (downloads 3 GB)
+	PYTHONPATH=.:kernels .venv-oldest/bin/python -m pytest -n auto --dist loadfile $(or $(ARGS),$(OLDEST_TESTS))
+
+test-oldest-quick: .venv-oldest/.installed ## the same in a few minutes: kernels, recorded and compiled steps, identity
+	PYTHONPATH=.:kernels .venv-oldest/bin/python -m pytest -n auto --dist loadfile $(QUICK)
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
@@ -76,6 +91,12 @@ clean: ## remove what was built and the caches; .venv stays
 	@echo "==> Installing the pinned versions and the test tools into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch .venv/.installed-notebooks $@
+
+.venv-oldest/.installed: pyproject.toml
+	@echo "==> Installing the oldest versions into .venv-oldest with $$($(OLDEST_PYTHON) --version) (downloads 3 GB)"
+	$(OLDEST_PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) $(OLDEST)
+	@touch $@
 
 # pip is the last thing that venv writes: where it is missing, an earlier attempt was cut short.
 $(BIN)/pip:

@@ -148,6 +148,8 @@ def _load_model(
     try:
         with _progress_only_for_people():
             config, revision = _checked_config(name, trust_remote_code)
+            # Gemma 2 caps its scores; sdpa, which transformers 5.17 takes, drops that in silence.
+            capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
             model, report = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -155,6 +157,7 @@ def _load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
+                **({"attn_implementation": "eager"} if capped else {}),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
             )

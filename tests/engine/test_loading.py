@@ -61,6 +61,15 @@ def test_loaded_pair_is_the_saved_one(target, draft):
     assert outs[0].texts == outs[1].texts
 
 
+@torch.inference_mode()
+def test_capped_scores_stay_capped(tmp_path):
+    """Whatever attention transformers takes for Gemma 2, its text is that of scores with the cap."""
+    model, ids = tiny_model("gemma2", vocab_size=BYTES), torch.arange(3, 30)[None]
+    loaded = bass.load_pair(save(tmp_path, model)).target
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_folder_may_be_named_by_a_string(target):
     assert bass.load_pair(str(target)).target.config.vocab_size == BYTES
 

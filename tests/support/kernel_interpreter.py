@@ -24,3 +24,14 @@ def _patch_once(kernel):
 
 
 interpreter._patch_lang = _patch_once
+
+# Loops over a tensor's value: numpy 2.4 takes no array of one element for a number any more, and triton 3.6 gives one.
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_index(tensor, *scope):
+    _patch_lang_tensor(tensor, *scope)
+    tensor.__index__ = lambda self: self.handle.data.item()
+
+
+interpreter._patch_lang_tensor = _patch_index

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import nbformat
-
 from bass_lab.sweep import run_process
 
 PARAMETERS = """\
@@ -43,6 +41,8 @@ if output:
 
 def stub(folder: Path, *more: str, name: str = "stub") -> Path:
     """A notebook that says that it has started, waits, fails if told to, and records a line per factor."""
+    import nbformat  # where only processes are looked at it need not be installed
+
     cells = [nbformat.v4.new_code_cell(source) for source in (PARAMETERS, *more, BEGIN, END)]
     cells[0].metadata["tags"] = ["parameters"]
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}

@@ -149,7 +149,9 @@ def tiny_model(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **(options | changes))
     config._experts_implementation = "eager"  # the grouped kernel has no float64
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    chosen = {"attn_implementation": "eager"} if capped else {}  # the sdpa of transformers 5.17 drops the cap
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **chosen).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:  # the default scale (0.02) would repeat one token for ever
