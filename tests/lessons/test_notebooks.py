@@ -51,20 +51,6 @@ def test_notebook_is_committed_clean(path):
 # --- execution ---
 
 
-# Every cell runs here, on less than by default: `make notebooks`, which publishes the lessons, runs the defaults, and
-# the demo those of lesson 00.
-QUICKER = {
-    "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
-    "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},
-    "02_ragged_batches": {"batch_size": 4, "max_new_tokens": 20},
-    "03_acceptance_explorer": {"batch_size": 3, "max_new_tokens": 24},
-    "04_draft_length": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
-    "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
-    "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
-    "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
-}
-
-
 @pytest.fixture
 def folder(tmp_path):
     """Copies of all lessons, some of them quicker, beside the records."""
@@ -72,7 +58,7 @@ def folder(tmp_path):
     folder.mkdir()
     (folder / "records").symlink_to(ROOT / "notebooks/records")
     for path in NOTEBOOKS:
-        lesson_runs.parameterized(path.stem, folder, **QUICKER.get(path.stem, {}))
+        lesson_runs.parameterized(path.stem, folder, **lesson_runs.QUICKER.get(path.stem, {}))
     return folder
 
 
