@@ -23,10 +23,10 @@ demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20
 
-test: .venv/.installed-test ## run the tests, on all cores
+test: .venv/.installed-test ## run the tests, but for the slow ones, on all cores
 	$(TEST)
 
-test-slow: .venv/.installed-test ## run the tests that take long and break rarely, too: kills, Ray, every kind of model
+test-slow: .venv/.installed-test ## run the other tests, which take long and break rarely: kills, Ray, every kind of model
 	$(TEST) -m slow
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
@@ -63,16 +63,16 @@ clean: ## remove what was built and the caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
 	find . -path ./.venv -prune -o \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -exec rm -rf {} +
 
-# The stamps stand for "installed since these two files last changed", so that a second run starts at once.
+# The stamps stand for "installed since these files last changed", so that a second run starts at once.
 .venv/.installed-notebooks: EXTRAS = notebooks
-.venv/.installed-notebooks: pyproject.toml constraints.txt | $(BIN)/pip
+.venv/.installed-notebooks: pyproject.toml constraints.txt requirements.lock | $(BIN)/pip
 	@echo "==> Installing the pinned versions into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch $@
 
 # Includes all that the notebooks need, hence both stamps.
 .venv/.installed-test: EXTRAS = notebooks,test
-.venv/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
+.venv/.installed-test: pyproject.toml constraints.txt requirements.lock | $(BIN)/pip
 	@echo "==> Installing the pinned versions and the test tools into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch .venv/.installed-notebooks $@

@@ -66,10 +66,10 @@ def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention
         rows, lengths = (_thread.current.starts, _thread.current.ends), _thread.current.kv_lengths
         return kernel_ops.load().split_attention(query, key, value, *rows, lengths=lengths, **_flags(kwargs)), None
     bias = _bias(_thread.current, query, key, kwargs)
-    rows = [
-        _attend(query[b : b + 1], key[b : b + 1, :, :n], value[b : b + 1, :, :n], bias[b : b + 1, ..., :n], kwargs)
-        for b, n in enumerate(_thread.current.kv_lengths)
-    ]
+    rows = []
+    for b, n in enumerate(_thread.current.kv_lengths):
+        row, hidden = slice(b, b + 1), None if bias is None else bias[b : b + 1, ..., :n]
+        rows.append(_attend(query[row], key[row, :, :n], value[row, :, :n], hidden, kwargs))
     return torch.cat(rows).transpose(1, 2).contiguous(), None
 
 
@@ -109,19 +109,23 @@ def _needs_scores(options: dict) -> bool:
     return options.get("softcap") is not None or options.get("s_aux") is not None
 
 
-def _bias(current: Pass, query: Tensor, key: Tensor, options: dict) -> Tensor:
-    """Additive mask [B, 1, group * Q, extent] in the query's dtype, built once per pass, window and group."""
+def _bias(current: Pass, query: Tensor, key: Tensor, options: dict) -> Tensor | None:
+    """Additive mask [B, 1, group * Q, extent] in the query's dtype, built once per pass, window and group; None where
+    nothing is hidden."""
     # Query heads that share a KV head become more queries of it, so that nothing is expanded (GQA packing).
     group = 1 if _needs_scores(options) else query.shape[1] // key.shape[1]
     return current.once(_mask, options.get("sliding_window"), group, query.dtype)
 
 
-def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> Tensor:
+def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
+    alike = current.kv_lengths is not None and min(current.kv_lengths) == current.extent
+    if alike and current.positions.shape[1] == 1 and (window is None or current.extent <= window):
+        return None  # one token each, after texts of one length: regular decoding of a single row, above all
     hidden = ~current.visible(window)[:, None].repeat(1, 1, group, 1)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: dict) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, options: dict) -> Tensor:
     """softmax(QK^T * scaling + bias) V with grouped KV heads: [B, H, Q, D]."""
     scaling, softcap, sinks = options.get("scaling"), options.get("softcap"), options.get("s_aux")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -134,7 +138,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, options: di
     scores = query @ key.transpose(-1, -2) * scaling
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores + bias
+    scores = scores if bias is None else scores + bias
     if sinks is not None:  # a learned extra logit per head that takes mass and gives no value
         sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1).to(scores.dtype)
         scores = torch.cat([scores, sink], dim=-1)
@@ -284,8 +288,7 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
 
     ids: int64 [B, Q]. Where `current` is packed, the model sees [1, T]; logits at padding are 0 then.
     """
-    cache.begin(current)
-    _thread.current = current
+    cache.current = _thread.current = current
     try:
         logits = model(
             input_ids=current.pack(ids),

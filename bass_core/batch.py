@@ -127,7 +127,7 @@ class Batch:
         self._copy(source, range(destination, destination + 1), length)
 
     def _copy(self, source: int, places: range, length: int) -> None:
-        self.target.cache.move_row(source, places, length)
+        self.target.cache.move_row(source, places)
         self.drafter.move_row(source, places, length)
 
     def release(self) -> None:

@@ -39,6 +39,7 @@ class Pass:
     are padding) and the keys the row holds once this pass has written its own.
     places: the range of places that the rows occupy.
     extent: slots 0..extent-1 hold every key that any query of this pass may see.
+    room: slots of a place, the last of them the scratch slot.
     kv_lengths: `ends` as host integers (for per-row launches); None where the host does not know them.
     packed: None where the models see ids [B, Q]. Else int64 [T]: they see ids [1, T], the tokens of [B, Q] at these
     flat indices, without the padding; B · Q stands for a token that belongs to no row.
@@ -51,6 +52,7 @@ class Pass:
     ends: Tensor
     places: range
     extent: int
+    room: int
     kv_lengths: list[int] | None = None
     packed: Tensor | None = None
     last_only: bool = False
@@ -82,6 +84,14 @@ class Pass:
         flat = states.new_zeros(rows * width + 1, *states.shape[2:])
         return flat.index_copy_(0, self.packed, states[0])[:-1].view(rows, width, *states.shape[2:])
 
+    def written(self, heads: int) -> Tensor:
+        """Where the pass's keys go, int64 [B · H · Q] (packed: [H · T]), in a buffer [places, H, room] seen flat."""
+        places = torch.arange(self.places.start, self.places.stop, device=self.slots.device)
+        first = places[:, None] * (heads * self.room) + self.slots  # [B, Q], of the first head
+        if self.packed is not None:
+            first = F.pad(first.flatten(), (0, 1), value=self.room - 1)[self.packed][None]  # [1, T]
+        return (first[:, None] + torch.arange(heads, device=first.device)[:, None] * self.room).flatten()
+
     def visible(self, window: int | None = None, chunk: int | None = None) -> Tensor:
         """bool [B, Q, extent]: which slots a query attends to: no later than itself, inside its window or chunk."""
         slots = torch.arange(self.extent, device=self.positions.device)
@@ -101,7 +111,10 @@ def free(tensors: Iterable[Tensor]) -> None:
 
 
 class RaggedLayer(CacheLayerMixin):
-    """One layer's keys and values, [places, slots, heads, head dimension]; the last slot is the scratch slot."""
+    """One layer's keys and values, [places, heads, slots, head dimension]; the last slot is the scratch slot.
+
+    Heads before slots: what one head reads lies in one piece, which CPUs read 1.6 times as fast.
+    """
 
     is_compileable = True
     is_sliding = False
@@ -111,9 +124,11 @@ class RaggedLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        shape = (self.cache.max_rows, self.cache.slots)
-        self.keys = self.cache.allocate(key_states, (*shape, key_states.shape[1], key_states.shape[3]))
-        self.values = self.cache.allocate(value_states, (*shape, value_states.shape[1], value_states.shape[3]))
+        rows, slots = self.cache.max_rows, self.cache.slots
+        self.keys, self.values = (
+            self.cache.allocate(states, (rows, states.shape[1], slots, states.shape[3]))
+            for states in (key_states, value_states)
+        )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
@@ -129,11 +144,11 @@ class RaggedLayer(CacheLayerMixin):
             states = key_states, value_states, self.keys, self.values
             kernel_ops.write_kv(*states, current.slots, current.places.start)
         else:
+            at = current.once(Pass.written, key_states.shape[1])
             for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-                rows = states.transpose(1, 2).flatten(0, 1)
-                buffer.view(-1, *buffer.shape[2:]).index_copy_(0, self.cache.flat_slots, rows)
-        rows, seen = slice(current.places.start, current.places.stop), slice(0, current.extent)
-        keys, values = self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
+                buffer.view(-1, buffer.shape[3]).index_copy_(0, at, states.reshape(-1, buffer.shape[3]))
+        rows = slice(current.places.start, current.places.stop)
+        keys, values = self.keys[rows, :, : current.extent], self.values[rows, :, : current.extent]
         return (keys.contiguous(), values.contiguous()) if self.cache.contiguous else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -154,7 +169,6 @@ class RaggedCache(Cache):
     """The KV cache of one model for up to `max_rows` rows of up to `capacity` positions each.
 
     Buffers are allocated at the first forward pass, when the model shows its heads, head dimensions and dtype.
-    `begin(pass_)` announces the pass whose keys and values come next.
     """
 
     def __init__(self, num_layers: int, max_rows: int, capacity: int, contiguous: bool = False):
@@ -164,24 +178,11 @@ class RaggedCache(Cache):
         self.slots = capacity + 1  # + the scratch slot
         self.row_bytes = 0  # keys and values of one row in all layers; known once a layer has shown its shape
         self._device: torch.device | None = None  # known then, too
-        self.current: Pass | None = None
-        self.flat_slots: Tensor | None = None
-        self._first_slots: Tensor | None = None  # [places, 1], where each place begins in a buffer seen as one long row
+        self.current: Pass | None = None  # whose keys and values come next
 
     @property
     def scratch_slot(self) -> int:
         return self.slots - 1
-
-    def begin(self, current: Pass) -> None:
-        """The next forward pass writes and reads as `current` says."""
-        self.current = current
-        if current.kernels:
-            return  # the kernel finds the places by itself
-        if self._first_slots is None:
-            self._first_slots = torch.arange(self.max_rows, device=current.slots.device)[:, None] * self.slots
-        self.flat_slots = (self._first_slots[current.places.start : current.places.stop] + current.slots).flatten()
-        if current.packed is not None:
-            self.flat_slots = F.pad(self.flat_slots, (0, 1), value=self.scratch_slot)[current.packed]
 
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""
@@ -203,7 +204,7 @@ class RaggedCache(Cache):
         message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {self.slots} positions"
         message += f" and {self.max_rows} rows were wanted"
         if per_row and (unused := free_memory(self._device)) is not None:
-            own = sum(buffer.nbytes for layer in self.layers for buffer in layer.buffers())
+            own = sum(buffer.nbytes for buffer in self.buffers())
             if (fitting := (unused + own) // per_row) < self.max_rows:
                 message += f"; about {fitting} would fit"
         kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError
@@ -227,45 +228,42 @@ class RaggedCache(Cache):
         for layer in self.layers:
             for name in ("keys", "values") if layer.is_initialized else ():
                 old = getattr(layer, name)
-                new = self.allocate(old, (self.max_rows, capacity + 1, *old.shape[2:]))
-                new[:, : self.slots - 1] = old[:, :-1]
+                new = self.allocate(old, (self.max_rows, old.shape[1], capacity + 1, old.shape[3]))
+                new[:, :, : self.slots - 1] = old[:, :, :-1]
                 grown.append((layer, name, new))
         for layer, name, new in grown:
             setattr(layer, name, new)
-        self.slots, self._first_slots = capacity + 1, None
+        self.slots = capacity + 1
 
-    def move_row(self, source: int, places: range, length: int) -> None:
-        """Copy a row's first `length` positions to other places."""
-        for layer in self.layers:
-            for buffer in layer.buffers():
-                self._write(buffer, places, buffer[source, :length])
+    def move_row(self, source: int, places: range) -> None:
+        """Copy a row to other places, all layers at once."""
+        if buffers := self.buffers():
+            to = [buffer[place] for place in places for buffer in buffers]
+            torch._foreach_copy_(to, [buffer[source] for _ in places for buffer in buffers])
 
     def clear(self, places: range) -> None:
         """Forget what rows that lived there have left."""
-        for layer in self.layers:
-            for buffer in layer.buffers():
-                buffer[places.start : places.stop] = 0
+        if buffers := self.buffers():
+            torch._foreach_zero_([buffer[places.start : places.stop] for buffer in buffers])
 
     def save_row(self, place: int, length: int) -> list[Tensor]:
         """A copy of a row's first `length` positions (a prompt's cache, kept for samples that start later)."""
-        return [buffer[place, :length].clone() for layer in self.layers for buffer in layer.buffers()]
+        return [buffer[place, :, :length].clone() for buffer in self.buffers()]
 
     def load_row(self, places: range, saved: list[Tensor]) -> None:
-        """Write what `save_row` returned into places."""
-        buffers = (buffer for layer in self.layers for buffer in layer.buffers())
-        for buffer, stored in zip(buffers, saved, strict=True):
-            self._write(buffer, places, stored)
+        """Write what `save_row` returned into places, and nothing behind it."""
+        for buffer, row in zip(self.buffers(), saved, strict=True):
+            rows, length = buffer[places.start : places.stop], row.shape[1]
+            rows[:, :, :length] = row
+            rows[:, :, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
 
-    @staticmethod
-    def _write(buffer: Tensor, places: range, row: Tensor) -> None:
-        """The beginning of a row into places, and nothing behind it."""
-        rows, length = buffer[places.start : places.stop], row.shape[0]
-        rows[:, :length] = row
-        rows[:, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of all layers, as far as they are allocated."""
+        return [buffer for layer in self.layers for buffer in layer.buffers()]
 
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""
-        self.current = self.flat_slots = None
+        self.current = None
         for layer in self.layers:
             free(layer.buffers())
             layer.keys = layer.values = None

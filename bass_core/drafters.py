@@ -68,7 +68,7 @@ class Draft(NamedTuple):
     def distributions(self, vocabulary: int) -> Tensor:
         """probs, or one-hot where the tokens were certain: [B, K, V]."""
         if self.probs is None:
-            return F.one_hot(self.tokens, vocabulary).float()
+            return sampling.one_hot(self.tokens, vocabulary).float()
         return self.probs
 
 
@@ -135,7 +135,7 @@ class ModelDrafter(Drafter):
         self.cached[places.start : places.stop] = lengths
 
     def move_row(self, source: int, places: range, length: int) -> None:
-        self.runner.cache.move_row(source, places, length)
+        self.runner.cache.move_row(source, places)
         self.cached[places.start : places.stop] = self.cached[source]
 
     def save_row(self, place: int, length: int) -> list[Tensor]:

@@ -137,7 +137,7 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator).to(model.device)
     with within_reach(model), Runner(model, path, max_rows=2, capacity=lengths[0] + MORE) as runner:
         runner.feed_last(ids, lengths, lengths[0])  # allocates
-        for buffer in (b for layer in runner.cache.layers for b in layer.buffers()):
+        for buffer in runner.cache.buffers():
             buffer.fill_(1e4)  # stale values that no query may see
         runner.feed_last(ids, lengths, lengths[0])
         starts = torch.tensor(lengths, device=ids.device)

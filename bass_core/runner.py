@@ -103,7 +103,8 @@ class Runner:
         if known and min(starts_host) < 0:
             slots = slots.where(wanted >= 0, self.cache.scratch_slot)
             positions = positions.clamp(min=0)
-        return self._forward(ids, Pass(positions, slots, starts, ends, places, extent, kv_lengths, flat, last_only))
+        where = positions, slots, starts, ends
+        return self._forward(ids, Pass(*where, places, extent, self.cache.slots, kv_lengths, flat, last_only))
 
     def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).

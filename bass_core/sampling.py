@@ -114,5 +114,9 @@ def seen_after(seen: Tensor, tokens: Tensor) -> Tensor:
     seen: bool [B, V] before the first. tokens: int64 [B, J] that follow. Returns bool [B, J + 1, V]; entry j knows
     tokens < j, which is what transformers' processor would see there.
     """
-    one_hot = torch.nn.functional.one_hot(tokens, seen.shape[-1]).bool()  # [B, J, V]
-    return torch.cat([seen[:, None], one_hot], dim=1).cumsum(1) > 0
+    return torch.cat([seen[:, None], one_hot(tokens, seen.shape[-1])], dim=1).cumsum(1) > 0
+
+
+def one_hot(tokens: Tensor, vocabulary: int) -> Tensor:
+    """bool [..., V]: at which id each token is. (torch's own has the host look at the ids first, on a CPU.)"""
+    return tokens[..., None] == torch.arange(vocabulary, device=tokens.device)

@@ -201,7 +201,7 @@ def _kv_bytes(model: PreTrainedModel, path: str) -> int:
     """Bytes of one position's keys and values, read off the buffers of a pass over two tokens."""
     with Runner(model, path, max_rows=1, capacity=2) as runner:
         runner.feed_last(torch.ones(1, 2, dtype=torch.int64, device=model.device), [2], 2)
-        buffers = [buffer for layer in runner.cache.layers for buffer in layer.buffers()]
+        buffers = runner.cache.buffers()
         return sum(buffer.nbytes for buffer in buffers) // runner.cache.slots
 
 

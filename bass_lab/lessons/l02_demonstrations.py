@@ -141,6 +141,6 @@ def _poison(session: Session, poison: float) -> None:
         (session.target, session.rows.lengths_host - 1),
         (session.drafter.runner, session.drafter.cached),
     ):
-        for buffer in (buffer for layer in runner.cache.layers for buffer in layer.buffers()):
+        for buffer in runner.cache.buffers():
             for place in range(live):
                 buffer[place, known[place] :] = poison

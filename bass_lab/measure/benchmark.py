@@ -44,6 +44,7 @@ from bass_lab.provenance import describe_environment
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
 DRAFTING = ("single", "batched")  # those with a draft length
+BASELINES = ("regular", "transformers")  # those that draft nothing
 COSTS = ("device", "commit", "samples", "spread")  # of what was measured of the costs that the default policy goes by
 COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
 
@@ -205,6 +206,16 @@ def bench(
             yield found
 
 
+def over_baseline(lines: Sequence[dict]) -> tuple[str, list[Ratio]]:
+    """The faster of regular decoding and `transformers`, where both were timed, and each line's speed over it.
+
+    lines: records of one prompt set and batch.
+    """
+    known = [line for line in lines if line["method"] in BASELINES]
+    fastest = max(known, key=lambda line: line["tokens_per_second"])
+    return fastest["method"], [Ratio.of(line["seconds"], fastest["seconds"]) for line in lines]
+
+
 def table(lines: Sequence[dict]) -> str:
     """The records of one prompt set and batch as text for people."""
     first = lines[0]
@@ -213,16 +224,18 @@ def table(lines: Sequence[dict]) -> str:
         f"{first['dtype']}, {first['repeats']} repeats\n"
         f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
     )
+    baseline, ratios = over_baseline(lines)
     rows = [
         {
             "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
             "tokens/s": f"{line['tokens_per_second']:.0f}",
             "over regular": str(Ratio(**line["over_regular"])),
+            **({} if baseline == "regular" else {f"over {baseline}, which is faster": str(ratio)}),
             **{name.replace("_ms", ", ms/token"): records.text(line[name], ".2f") for name in (*LATENCIES, *COUNTS)},
             "outside passes": records.text(line.get("step_overhead"), ".1%"),
             "exact rows": "{identical} of {rows}".format(**line["exactness"]),
         }
-        for line in lines
+        for line, ratio in zip(lines, ratios, strict=True)
     ]
     return records.text_table(heading, rows).rstrip()
 

@@ -59,7 +59,7 @@ def _timed(module: str, file: str, size: str | None = None) -> Command:
 
 def _part(name: str) -> Command:
     def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
-        return ["-m", "bass_lab.measure.gpu_parts", name, folder, *(["--rehearse"] if rehearse else [])]
+        return ["-m", "bass_lab.gpu_parts", name, folder, *(["--rehearse"] if rehearse else [])]
 
     return command
 
@@ -117,15 +117,16 @@ def _size(file: Path) -> str:
     if not file.exists():
         return "missing"
     if file.suffix == ".jsonl":
-        return f"{sum(1 for _ in file.open())} lines"
+        return f"{len(file.read_text().splitlines())} lines"
     return f"{file.stat().st_size} bytes"
 
 
 def collect(folder: Path) -> list[Path]:
     """Copy what stages wrote into this repository's records, under the device's name; the new files."""
-    device = next((json.loads(line)["device"] for file in folder.glob("*.jsonl") for line in file.open()), None)
-    if device is None:
+    lines = [line for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    if not lines:
         raise ValueError(f"{folder} holds no line of a stage")
+    device = json.loads(lines[0])["device"]
     written = []
     for file in (folder / file for stage in STAGES.values() for file in stage.files):
         if file.exists():

@@ -37,7 +37,7 @@ from bass_lab.measure import gpu_command, records
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_command import DeviceLost
-from bass_lab.measure.gpu_plan import DRY, PEERS, REGULAR, Group, Way, plan, policy_of
+from bass_lab.measure.gpu_plan import DRY, PEERS, PROBE, REGULAR, Group, Way, plan, policy_of
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
@@ -94,7 +94,8 @@ class RepeatedWay:
     Times are of decoding: from the first tokens, which the prefill gives, to the last.
     """
 
-    def __init__(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel, new: int):
+    def __init__(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel | None, new: int):
+        """cost: of the policies that go by it, and of the best fixed length."""
         self.pair, self.way, self.prompts, self.new = pair, way, prompts, new
         policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)
         self.policy = f"k={policy}" if isinstance(policy, int) else str(way.draft)
@@ -163,6 +164,21 @@ class RepeatedWay:
             self.session.close()
 
 
+def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
+    """What steps that draft took beyond these costs: seconds per pass of either model and per step, as
+    `modelled_costs` takes them. Medians over the steps."""
+    times = {name: (name, "first") for name in ("draft_ms", "verify_ms", "other_ms")}
+    drafting = steps[steps.kind == "decode"].groupby("step").agg(
+        batch=("row", "size"), k=("drafted", "max"), keys=("kv_length", "mean"), **times
+    ).query("k > 0")  # fmt: skip
+    rows, k, keys = drafting.batch, drafting.k, drafting["keys"] - 1  # the last token is not cached yet
+    return {
+        "target_launch": max(float((drafting.verify_ms / 1e3 - roof.target(rows, k + 1, keys)).median()), 0.0),
+        "draft_launch": max(float(((drafting.draft_ms / 1e3 - roof.draft(rows, k, keys)) / k).median()), 0.0),
+        "overhead": float(drafting.other_ms.median() / 1e3),
+    }
+
+
 def decoding_seconds(clock: Clock, one_by_one: bool = False) -> float:
     """From the first tokens to the last; of rows that take turns, the sum."""
     if one_by_one:
@@ -198,20 +214,20 @@ class GpuBenchmark:
 
         Raises `DeviceLost` after such a reason if nothing more can be measured.
         """
-        target = Workload.of(pair.target)
-        draft = None if pair.draft is None else Workload.of(pair.draft)
-        cost = modelled_costs(Roofline(target, self.device), draft and Roofline(draft, self.device))
+        work = Workload.of(pair.target), None if pair.draft is None else Workload.of(pair.draft)
         prompts = prompts_of(pair, group.batch, self.context, self.spread)
-        regular = None
+        cost = regular = None
         try:
             for way in group.ways:
                 if self.out_of_time():
                     return
                 runs = None
                 try:
-                    regular = regular or RepeatedWay(pair, self._here(pair, REGULAR), prompts, cost, self.new)
+                    regular = regular or RepeatedWay(pair, self._here(pair, REGULAR), prompts, None, self.new)
+                    if isinstance(way.draft, str):
+                        cost = cost or self._costs(pair, prompts, work)
                     runs = RepeatedWay(pair, self._here(pair, way), prompts, cost, self.new)
-                    line = self._line(group, runs, *self._paired(runs, regular), (target, draft), way)
+                    line = self._line(group, runs, *self._paired(runs, regular), work, way)
                 except Exception as error:  # memory, compilers, drivers: the other ways go on
                     reason = (str(error).strip() or "no reason given").splitlines()[0][:600]
                     line = {"shape": group.shape, "batch": group.batch, "way": str(way)} | self.environment
@@ -225,6 +241,17 @@ class GpuBenchmark:
         finally:
             if regular is not None:
                 regular.close()
+
+    def _costs(self, pair: ModelPair, prompts: Sequence[Tensor], work: tuple[Workload, Workload | None]) -> CostModel:
+        """The roofline's, and what steps of `PROBE` take beyond it: with neither could a best length be told."""
+        bounds = [each and Roofline(each, self.device) for each in work]
+        runs = RepeatedWay(pair, self._here(pair, PROBE), prompts, None, self.new)
+        try:
+            for _ in range(3):  # the first compiles, the second records
+                runs.once()
+        finally:
+            runs.close()
+        return modelled_costs(*bounds, **beyond(modelled_costs(*bounds), runs.done[-1][1]))
 
     @staticmethod
     def _require_device(pair: ModelPair) -> None:

@@ -15,7 +15,7 @@ POLICIES = {"algorithm 1": lambda cost: BassHeuristic(), "goodput": Goodput}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode. draft: 0, k, a name of `POLICIES`, or "best", the fixed length that the roofline favours."""
+    """One way to decode. draft: 0, k, a name of `POLICIES`, or "best", the fixed length that the costs favour."""
 
     method: str
     draft: int | str = 0
@@ -39,6 +39,9 @@ PEER = Way("transformers", attention="sdpa", compile="static cache")
 
 def batched(alpha: float, draft: int | str = "best", **changes) -> Way:
     return Way("batched", draft, alpha, **changes)
+
+
+PROBE = batched(0.8, 5)  # from whose steps the costs are taken
 
 
 def plan(quick: bool) -> list[Group]:
@@ -76,8 +79,8 @@ PEERS = [Group("paper-7.8b", batch, (PEER,)) for batch in (8, 32)]
 DRY = Group("embedded", 2, (REGULAR, batched(0.8), PEER, batched(0.8, "goodput"), Way("single", "best", 0.8)))
 
 
-def policy_of(way: Way, batch: int, cost: CostModel, keys: float) -> int | DraftLengthPolicy:
-    """What a session gets as its draft length. cost: the roofline's, at the bounds measured here; keys: of a row."""
+def policy_of(way: Way, batch: int, cost: CostModel | None, keys: float) -> int | DraftLengthPolicy:
+    """What a session gets as its draft length. cost: None will do for a fixed length; keys: of a row."""
     if way.draft == "best":
         rows = 1 if way.method == "single" else batch
         return best_fixed_length(cost, rows, way.alpha, keys)[0] or 1

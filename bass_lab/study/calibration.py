@@ -192,9 +192,8 @@ def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
     runner = stack.enter_context(Runner(model, probe.resolve(model), max(axes["batch"]), capacity))
     stack.enter_context(runner.prepared())
     runner.feed_last(torch.ones(1, 1, dtype=torch.int64, device=model.device), [1], 1)  # allocates
-    for layer in runner.cache.layers:
-        for buffer in layer.buffers():
-            buffer.normal_()
+    for buffer in runner.cache.buffers():
+        buffer.normal_()
     return runner
 
 

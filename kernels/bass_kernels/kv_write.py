@@ -18,9 +18,9 @@ from bass_kernels.tiles import power_of_two
 def write_kv(
     key_states: Tensor, value_states: Tensor, keys: Tensor, values: Tensor, slots: Tensor, first_place: int = 0
 ) -> None:
-    """Row b's token t goes to keys[first_place + b, slots[b, t]], and likewise its values.
+    """Row b's token t goes to keys[first_place + b, :, slots[b, t]], and likewise its values.
 
-    key_states, value_states: [B, H_kv, Q, D], the last dimension contiguous. keys, values: the cache, [places, S, H_kv,
+    key_states, value_states: [B, H_kv, Q, D], the last dimension contiguous. keys, values: the cache, [places, H_kv, S,
     D], contiguous; keys and values may differ in D. slots: int32 or int64 [B, Q], on the device, hence not checked to
     be below S; tokens that share a slot (padding, in a scratch slot) leave it undefined. Raises ValueError for shapes,
     dtypes and devices that do not fit.
@@ -28,9 +28,9 @@ def write_kv(
     batch, heads, query_length, _ = key_states.shape
     launching.check_device(keys.device)
     for name, states, cache in (("key", key_states, keys), ("value", value_states, values)):
-        expected = (*keys.shape[:2], heads, states.shape[3])
+        expected = (len(keys), heads, keys.shape[2], states.shape[3])
         require(states.shape[:3] == (batch, heads, query_length) and cache.shape == expected, f"{name} states "
-                f"{list(states.shape)} do not fit a cache [places, S, H_kv, D] of {list(cache.shape)}")  # fmt: skip
+                f"{list(states.shape)} do not fit a cache [places, H_kv, S, D] of {list(cache.shape)}")  # fmt: skip
         require(states.dtype == cache.dtype, f"{name} states are {states.dtype}, their cache is {cache.dtype}")
         require(
             cache.is_contiguous() and states.stride(-1) == 1, f"{name}s: cache and head dimension must be contiguous"
@@ -47,7 +47,7 @@ def write_kv(
             values,
             slots,
             first_place,
-            keys.shape[1],
+            keys.shape[2],
             *key_states.stride()[:3],
             *value_states.stride()[:3],
             *slots.stride(),
@@ -87,10 +87,10 @@ def _write_token(
     token, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
     slot = tl.load(slots + b * slots_stride_b + token * slots_stride_q)
-    first = ((first_place + b) * slots_per_place + slot) * HEADS + h  # in heads
+    to = ((first_place + b) * HEADS + h) * slots_per_place + slot  # which vector of the cache
     inside = (h < HEADS) & (d < KEY_DIM)
     k = tl.load(key_states + b * key_stride_b + token * key_stride_q + h * key_stride_h + d, mask=inside)
-    tl.store(keys + first * KEY_DIM + d, k, mask=inside)
+    tl.store(keys + to * KEY_DIM + d, k, mask=inside)
     inside = (h < HEADS) & (d < VALUE_DIM)
     v = tl.load(value_states + b * value_stride_b + token * value_stride_q + h * value_stride_h + d, mask=inside)
-    tl.store(values + first * VALUE_DIM + d, v, mask=inside)
+    tl.store(values + to * VALUE_DIM + d, v, mask=inside)

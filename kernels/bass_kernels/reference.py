@@ -54,10 +54,10 @@ def attention(
 def write_kv(
     key_states: Tensor, value_states: Tensor, keys: Tensor, values: Tensor, slots: Tensor, first_place: int = 0
 ) -> None:
-    """As `bass_kernels.write_kv`: row b's token t goes to keys[first_place + b, slots[b, t]]."""
+    """As `bass_kernels.write_kv`: row b's token t goes to keys[first_place + b, :, slots[b, t]]."""
     rows = first_place + torch.arange(len(slots), device=slots.device)[:, None]
-    keys[rows, slots] = key_states.transpose(1, 2)
-    values[rows, slots] = value_states.transpose(1, 2)
+    keys.transpose(1, 2)[rows, slots] = key_states.transpose(1, 2)
+    values.transpose(1, 2)[rows, slots] = value_states.transpose(1, 2)
 
 
 def verify(

@@ -174,7 +174,7 @@ def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def _flat(states: Tensor) -> Tensor:
-    """[B, heads, T, D] stored as [B, T, heads, D] -> [B * T, heads, D], a view."""
+    """[B, heads, T, D] -> [B * T, heads, D]: of queries a view, of a cache a copy in the layout that its peer wants."""
     return states.transpose(1, 2).flatten(0, 1)
 
 
@@ -220,7 +220,6 @@ def flash(paged: bool, inputs: Inputs) -> Prepared:
     queries, keys = _cumulative([query_length] * batch, device), _cumulative([slots] * batch, device)
 
     def call(key: Tensor, value: Tensor) -> Tensor:
-        key, value = _flat(key), _flat(value)  # [B * S, H_kv, D]
         if paged:
             key, value = (x.unflatten(0, (-1, PAGE)) for x in (key, value))
         # dropout 0, causal, no debugging mask
@@ -229,7 +228,7 @@ def flash(paged: bool, inputs: Inputs) -> Prepared:
         )[0]
         return out.view(batch, query_length, heads, head_dim)
 
-    return Prepared([partial(call, *kv) for kv in inputs.sets])
+    return Prepared([partial(call, *map(_flat, kv)) for kv in inputs.sets])
 
 
 # --- FlashInfer -----------------------------------------------------------------------------------
@@ -280,11 +279,11 @@ def _flashinfer(backend: str, inputs: Inputs) -> Prepared:
     torch.cuda.synchronize(device)  # the plan travels from pinned memory
 
     def call(key: Tensor, value: Tensor) -> Tensor:
-        query, cache = _flat(inputs.query), tuple(_flat(x).unflatten(0, (-1, FLASHINFER_PAGE)) for x in (key, value))
+        query, cache = _flat(inputs.query), tuple(x.unflatten(0, (-1, FLASHINFER_PAGE)) for x in (key, value))
         out = wrapper.run(query, cache, out=torch.empty_like(query))  # it would clear an output of its own
         return out.view(batch, query_length, heads, head_dim)
 
-    return Prepared([partial(call, *kv) for kv in inputs.sets])
+    return Prepared([partial(call, *map(_flat, kv)) for kv in inputs.sets])
 
 
 PEERS: dict[str, Callable[[Inputs], Prepared]] = {

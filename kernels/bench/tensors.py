@@ -20,8 +20,8 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 class Inputs:
     """One query, and as many KV sets as it takes for the L2 cache to be of no help.
 
-    query: [B, H, Q, D], a view of [B, Q, H, D] as models make it. sets: (key, value), each [B, H_kv, S, D], a view of
-    [B, S, H_kv, D] as the cache stores them. starts, kv_lengths: int32 [B]. lengths: kv_lengths on the host.
+    query: [B, H, Q, D], a view of [B, Q, H, D] as models make it. sets: (key, value), each [B, H_kv, S, D], as a cache
+    stores them. starts, kv_lengths: int32 [B]. lengths: kv_lengths on the host.
     """
 
     case: Case
@@ -56,13 +56,13 @@ def make(case: Case, device: torch.device, seed: int, sets: int) -> Inputs:
 
     def random(*shape: int) -> Tensor:
         numbers = torch.empty(shape, dtype=getattr(torch, case.dtype), device=device)
-        return numbers.normal_(generator=generator).transpose(1, 2)
+        return numbers.normal_(generator=generator)
 
-    cache = (case.batch, case.slots(seed), work.kv_heads, work.head_dim)
+    cache = (case.batch, work.kv_heads, case.slots(seed), work.head_dim)
     kv_lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
     return Inputs(
         case=case,
-        query=random(case.batch, case.query_length, work.heads, work.head_dim),
+        query=random(case.batch, case.query_length, work.heads, work.head_dim).transpose(1, 2),
         sets=[(random(*cache), random(*cache)) for _ in range(sets)],
         starts=kv_lengths - case.query_length,  # every query token is live
         kv_lengths=kv_lengths,

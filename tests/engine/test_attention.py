@@ -48,7 +48,7 @@ def test_attention_equals_the_reference(monkeypatch, path, options):
     )
     positions = torch.tensor(ENDS)[:, None] - Q + torch.arange(Q)
     ends = torch.tensor(ENDS)
-    current = Pass(positions, positions, ends - Q, ends, range(B), max(ENDS), ENDS)
+    current = Pass(positions, positions, ends - Q, ends, range(B), max(ENDS), max(ENDS) + 1, ENDS)
     monkeypatch.setattr(attention._thread, "current", current)
     found, _ = path(None, query, key, value, None, scaling=D**-0.5, **options)
     visible = current.visible(options.get("sliding_window"))
@@ -59,7 +59,7 @@ def test_attention_equals_the_reference(monkeypatch, path, options):
 
 def test_window_and_chunk_are_what_the_names_say():
     positions, ends = torch.tensor([[6]]), torch.tensor([7])
-    current = Pass(positions, positions, ends - 1, ends, range(1), 10, [7])
+    current = Pass(positions, positions, ends - 1, ends, range(1), 10, 11, [7])
     seen = lambda **options: current.visible(**options)[0, 0].nonzero().flatten().tolist()  # noqa: E731
     assert seen() == [0, 1, 2, 3, 4, 5, 6]
     assert seen(window=3) == [4, 5, 6]

@@ -12,10 +12,11 @@ from bass_core.cache import RaggedCache
 class CountOperations(TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.count, self.writing = 0, 0
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         self.count += 1
+        self.writing += function._schema.is_mutable
         return function(*arguments, **(options or {}))
 
 
@@ -71,3 +72,26 @@ def test_the_cache_is_allocated_once(monkeypatch):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     bass.generate(pair, ragged_prompts(3, 9, 5), max_new_tokens=40, max_batch_size=2, eos_token_id=())
     assert len(allocations) == 2 * (2 + 2)  # keys and values, two layers of each model
+
+
+@torch.inference_mode()
+def test_a_row_of_all_layers_is_moved_or_cleared_by_one_operation():
+    """On a GPU each would be a launch, and a deep model has a hundred buffers."""
+    with running_session(3) as session:
+        cache = session.target.cache
+        assert len(cache.buffers()) > 2
+        for change in (lambda: cache.move_row(2, range(0, 2)), lambda: cache.clear(range(1, 3))):
+            with CountOperations() as operations:
+                change()
+            assert operations.writing == 1
+        assert all(buffer[0].any() and not buffer[1:].any() for buffer in cache.buffers())
+
+
+@torch.inference_mode()
+def test_a_moved_row_is_the_row():
+    with running_session(3) as session:
+        cache = session.target.cache
+        before = [buffer[2].clone() for buffer in cache.buffers()]
+        cache.move_row(2, range(0, 2))
+        for buffer, row in zip(cache.buffers(), before, strict=True):
+            assert row.any() and all(torch.equal(buffer[place], row) for place in range(3))

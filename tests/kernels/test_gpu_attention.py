@@ -99,7 +99,7 @@ def test_write_kv_equals_the_reference():
     for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
         states = [torch.randn(4, 6, 8, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(2)]
         found, expected = (
-            [torch.zeros(9, 50, 8, head_dim, device="cuda", dtype=dtype) for _ in range(2)] for _ in "ab"
+            [torch.zeros(9, 8, 50, head_dim, device="cuda", dtype=dtype) for _ in range(2)] for _ in "ab"
         )
         slots = torch.stack([torch.randperm(50, device="cuda")[:6] for _ in range(4)])
         bass_kernels.write_kv(*states, *found, slots, first_place=3)

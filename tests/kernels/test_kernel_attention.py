@@ -228,7 +228,7 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch):
     ragged_attention(*arguments.arguments)
     pad_attention(*arguments.filled(0.0).arguments, extent=300)
     split_attention(*arguments.arguments, lengths=[300, 20])
-    cache = torch.zeros(2, 4, 2, 16)
+    cache = torch.zeros(2, 2, 4, 16)
     bass_kernels.write_kv(
         torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), cache, cache.clone(), torch.ones(2, 1).long()
     )
@@ -244,7 +244,7 @@ def test_write_kv_equals_the_reference(dtype, head_dims):
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(3, 4, 3, d, generator=generator).to(dtype).transpose(1, 2) for d in head_dims]
     slots = torch.tensor([[0, 1, 2, 3], [7, 8, 9, 10], [4, 2, 6, 11]])
-    found, expected = ([torch.zeros(5, 12, 3, d, dtype=dtype) for d in head_dims] for _ in range(2))
+    found, expected = ([torch.zeros(5, 3, 12, d, dtype=dtype) for d in head_dims] for _ in range(2))
     bass_kernels.write_kv(*states, *found, slots, first_place=1)
     reference.write_kv(*states, *expected, slots, first_place=1)
     assert all(map(torch.equal, found, expected))

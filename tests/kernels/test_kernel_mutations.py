@@ -134,7 +134,7 @@ def verification_is_wrong(package) -> bool:
 def write_is_wrong(package) -> bool:
     """Whether the cache differs from the reference's."""
     states = [torch.randn(2, 3, 2, 16) for _ in range(2)]
-    caches = [[torch.zeros(4, 9, 3, 16) for _ in range(2)] for _ in range(2)]
+    caches = [[torch.zeros(4, 3, 9, 16) for _ in range(2)] for _ in range(2)]
     for write, cache in zip((package.write_kv, reference.write_kv), caches, strict=True):
         write(*states, *cache, torch.tensor([[1, 4], [0, 8]]), 1)
     return not all(map(torch.equal, *caches))

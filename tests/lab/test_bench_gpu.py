@@ -4,6 +4,7 @@ import json
 from collections import defaultdict
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from tiny import greedy_alone, ragged_prompts, tiny_model
@@ -128,9 +129,9 @@ def test_the_plan_has_all_that_the_records_are_for(quick):
     assert all(ways[0] == REGULAR for ways in groups.values())
 
 
-def roofline_costs():
+def roofline_costs(**launches):
     work = [Workload.of(named_config(shape, "")) for shape in (SHAPES["paper-7.8b"].target, SHAPES["paper-7.8b"].draft)]
-    return modelled_costs(*(Roofline(each, H100) for each in work))
+    return modelled_costs(*(Roofline(each, H100) for each in work), **launches)
 
 
 def test_what_a_session_drafts_with():
@@ -142,6 +143,27 @@ def test_what_a_session_drafts_with():
     best = [policy_of(batched(alpha), 8, cost, 576) for alpha in (0.7, 0.8, 0.9)]
     assert best == sorted(best) and len(set(best)) == 3
     assert policy_of(Way("single", "best", 0.8), 32, cost, 576) == policy_of(batched(0.8), 1, cost, 576)
+
+
+def test_costs_have_what_real_steps_take_beyond_the_roofline():
+    """So the best length is shorter: at α 0.8 the roofline alone would draft 8."""
+    launches = {"target_launch": 1.5e-3, "draft_launch": 5e-4, "overhead": 3e-4}
+    roof, real = roofline_costs(), roofline_costs(**launches)
+    lines = [
+        {"step": step, "kind": kind, "row": row, "drafted": k, "kv_length": 577 + 8 * step}
+        | {f"{part}_ms": 1e3 * seconds for part, seconds in parts.items()}
+        for step, (kind, k) in enumerate([("prefill", 0), ("decode", 5), ("decode", 5), ("decode", 3), ("decode", 0)])
+        for row in range(8)
+        for parts in [
+            {
+                "draft": real.draft(8, k, 576 + 8 * step),
+                "verify": real.target(8, k + 1, 576 + 8 * step),
+                "other": real.overhead(8, k),
+            }
+        ]
+    ]
+    assert gpu_benchmark.beyond(roof, pd.DataFrame(lines)) == pytest.approx(launches)
+    assert policy_of(batched(0.8), 8, real, 576) < policy_of(batched(0.8), 8, roof, 576) == 8
 
 
 def clock(first, last):
@@ -203,7 +225,7 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
             self.done.append(self.recordings)
             return float(len(self.done))
 
-    benchmark = gpu_benchmark.GpuBenchmark(H100, {}, {}, repeats=2)
+    benchmark = gpu_benchmark.GpuBenchmark(H100, {}, repeats=2)
     way = Recording([1, 2, 2, 3, 3])
     assert benchmark._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
     restless = Recording(range(1, 50))

@@ -201,6 +201,20 @@ def test_identical_rows_notices_a_changed_token(pair):
     assert benchmark.identical_rows(pair, PROMPTS, max_new_tokens=8, alone=alone) == 2
 
 
+def test_where_transformers_is_faster_the_table_divides_by_it(lines):
+    seconds = {"transformers": [1.0, 1.0], "regular": [2.0, 2.0], "batched": [0.5, 0.5]}
+
+    def timed(line, seconds):
+        return line | {"seconds": seconds, "tokens_per_second": 1 / seconds[0]}
+
+    chosen = [timed(line, seconds[line["method"]]) for line in lines if line["method"] in seconds]
+    name, ratios = benchmark.over_baseline(chosen)
+    assert (name, [ratio.median for ratio in ratios]) == ("transformers", [1.0, 0.5, 2.0, 2.0, 2.0])
+    assert "over transformers, which is faster" in benchmark.table(chosen)
+    slower = [timed(line, [9.0, 9.0]) if line["method"] == "transformers" else line for line in chosen]
+    assert benchmark.over_baseline(slower)[0] == "regular" and "which is faster" not in benchmark.table(slower)
+
+
 def test_peers_ignore_the_models_own_end_tokens(pair):
     for text in benchmark.greedy_alone(pair, PROMPTS, max_new_tokens=40):
         assert len(text) == 40

@@ -76,13 +76,13 @@ def test_a_lost_cache_entry_is_caught(embedded, monkeypatch):
     original = EagerStep.target_pass
 
     def lossy(self, context, draft):
-        buffers = [buffer for layer in self.target.cache.layers for buffer in layer.buffers()]
+        buffers = self.target.cache.buffers()
         before = [buffer.clone() for buffer in buffers]
         logits = original(self, context, draft)
         rows = draft.lengths.nonzero()[:, 0]
         slots = (context.lengths - 1 + draft.lengths)[rows]
         for buffer, old in zip(buffers, before, strict=True):
-            buffer[rows, slots] = old[rows, slots]
+            buffer[rows, :, slots] = old[rows, :, slots]
         return logits
 
     monkeypatch.setattr(EagerStep, "target_pass", lossy)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import sweeps
 
-from bass_lab.measure import gpu, gpu_command, gpu_parts, records
+from bass_lab import gpu_parts
+from bass_lab.measure import gpu, gpu_command, records
 
 
 def lines(file: Path) -> list[dict]:
@@ -27,11 +28,10 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd):
 
 def test_a_stage_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path):
     mark = tmp_path / "process"
-    child = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    code = f"import os, time; os.fork() or open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     stage = replace(gpu.STAGES["tests"], command=lambda folder, seconds, rehearse: ["-c", code])
     monkeypatch.setitem(gpu.STAGES, "tests", stage)
-    summary = gpu.run("tests", tmp_path, seconds=1.5)
+    summary = gpu.run("tests", tmp_path, seconds=5)
     assert summary["code"] is None and summary["files"] == {"tests.jsonl": "missing"}
     assert not sweeps.alive(int(mark.read_text()))
 

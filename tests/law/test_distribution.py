@@ -12,7 +12,7 @@ import bass_core as bass
 
 VOCABULARY = 5
 PROMPT = torch.tensor([3, 1, 4, 1])
-SAMPLES, TOKENS = 30_000, 3
+SAMPLES, TOKENS = 60_000, 3
 CASES = [
     (rule, draft, sampling)
     for rule in ("token", "block", "coupled")

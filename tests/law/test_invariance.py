@@ -141,7 +141,7 @@ def test_stale_slots_never_matter(monkeypatch, path, poison, architecture):
         lengths = session.rows.lengths_host
         live = len(session.rows.live)
         for runner, known in ((session.target, lengths - 1), (session.drafter.runner, session.drafter.cached)):
-            for buffer in (b for layer in runner.cache.layers for b in layer.buffers()):
+            for buffer in runner.cache.buffers():
                 for place in range(session.rows.max_rows):
                     buffer[place, known[place] if place < live else 0 :] = poison
                     poisoned.append(place)

@@ -51,14 +51,19 @@ def test_notebook_is_committed_clean(path):
 # --- execution ---
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Copies of all lessons, some of them quicker, beside the records."""
+@pytest.fixture(
+    params=[
+        pytest.param(lesson_runs.DEFAULTS, id="defaults", marks=pytest.mark.slow),
+        pytest.param(lesson_runs.QUICKER, id="less"),
+    ]
+)
+def folder(request, tmp_path):
+    """Copies of all lessons, with these parameters, beside the records."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
     (folder / "records").symlink_to(ROOT / "notebooks/records")
     for path in NOTEBOOKS:
-        lesson_runs.parameterized(path.stem, folder, **lesson_runs.QUICKER.get(path.stem, {}))
+        lesson_runs.parameterized(path.stem, folder, **request.param.get(path.stem, {}))
     return folder
 
 

@@ -60,10 +60,10 @@ def case(
         query_lengths = [min(query_length, length) for length in kv_lengths]
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(dtype).to(device).transpose(1, 2)
+        return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
-    query = random(batch, query_length, heads, head_dim)
-    key, value = random(batch, slots, kv_heads, head_dim), random(batch, slots, kv_heads, head_dim)
+    query = random(batch, query_length, heads, head_dim).transpose(1, 2)
+    key, value = random(batch, kv_heads, slots, head_dim), random(batch, kv_heads, slots, head_dim)
     for row, length in enumerate(kv_lengths):
         key[row, :, length:] = value[row, :, length:] = math.nan
     if flags.pop("sinks", False):

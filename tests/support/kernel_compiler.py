@@ -150,7 +150,7 @@ def attend(
     batch = 64 if prompt else batch
     make = functools.partial(torch.empty, device="meta", dtype=getattr(torch, dtype))
     query = make(batch, query_length, kv_heads * group, head_dim).transpose(1, 2)
-    key, value = (make(batch, 4096, kv_heads, head_dim).transpose(1, 2) for _ in range(2))
+    key, value = (make(batch, kv_heads, 4096, head_dim) for _ in range(2))
     starts = kv_lengths = torch.empty(batch, device="meta", dtype=torch.int64)
     extra = {"pad": {"extent": 4096}, "split": {"lengths": [4096] * batch}}.get(function, {})
     if sinks:
@@ -163,7 +163,7 @@ def others() -> None:
     import bass_kernels
 
     make = functools.partial(torch.empty, device="meta")
-    states, cache = make(8, 8, 5, 128, dtype=torch.bfloat16), make(8, 4096, 8, 128, dtype=torch.bfloat16)
+    states, cache = make(8, 8, 5, 128, dtype=torch.bfloat16), make(8, 8, 4096, 128, dtype=torch.bfloat16)
     bass_kernels.write_kv(states, states, cache, cache, make(8, 5, dtype=torch.int64))
     for temperature, dtype in ((0.0, torch.bfloat16), (0.8, torch.bfloat16), (1.0, torch.float32)):
         logits, q = make(8, 6, 128256, dtype=dtype), make(8, 5, 128256)

@@ -15,10 +15,14 @@ if TYPE_CHECKING:
     import nbformat
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-# Every cell runs here, on less than by default: `make notebooks`, which publishes the lessons, runs the defaults, and
-# the demo those of lesson 00.
-QUICKER = {
+# With its defaults every lesson runs among the slow tests, on less in `make test`. Repeats make times exact, which no
+# cell judges; the demo runs lesson 00 with its defaults.
+DEFAULTS = {
     "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
+    "01_speculative_decoding": {"repeats": 2},
+    "08_latency_and_utilization": {"repeats": 2},
+}
+QUICKER = DEFAULTS | {
     "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},
     "02_ragged_batches": {"batch_size": 4, "max_new_tokens": 20},
     "03_acceptance_explorer": {"batch_size": 3, "max_new_tokens": 24},

@@ -29,6 +29,7 @@ class Part:
         self.here = {name: about[name] for name in ("device", "torch", "transformers", "commit")}
         lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
         self.done = {line["case"] for line in lines if self.here.items() <= line.items() and "failed" not in line}
+        self.failed: list[str] = []  # cases of this run
 
     def add(self, case: str, measure: Callable[[], dict]) -> None:
         """What it measures, or why it did not, unless it stands there already."""
@@ -39,12 +40,13 @@ class Part:
             found = measure()
         except Exception as error:  # the other cases go on
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+            self.failed.append(case)
         line = {"case": case} | found | {"seconds": round(time.perf_counter() - started, 1)} | self.here
         print(json.dumps(line, ensure_ascii=False)[:2000], flush=True)
         records.append(self.file, [line], lambda line: None)
 
 
-def check(folder: Path, rehearse: bool) -> None:
+def check(folder: Path, rehearse: bool) -> Part:
     """`bass verify` of the embedded pair, with steps recorded, compiled, and both."""
     pair, part = bass.load_pair(), Part(folder / "exactness.jsonl")
     fewer = {"samples": 1000, "max_new_tokens": 8} if rehearse else {"samples": 2000, "max_new_tokens": 24}
@@ -54,9 +56,10 @@ def check(folder: Path, rehearse: bool) -> None:
             return json.loads(exactness.verify(pair, prompt_set("mini", 4), compile=way, **fewer).to_json())
 
         part.add(way, verdict)
+    return part
 
 
-def costs(folder: Path, rehearse: bool) -> None:
+def costs(folder: Path, rehearse: bool) -> Part:
     """Costs of the embedded pair's steps, predicted decode times beside real ones, a timeline, recorded acceptance."""
     pair, part = bass.load_pair(), Part(folder / "costs_check.jsonl")
     file, timeline, acceptance = (folder / name for name in ("costs.json", "timeline.json.gz", "acceptance.npz"))
@@ -88,9 +91,10 @@ def costs(folder: Path, rehearse: bool) -> None:
 
     for case, measure in (("costs", calibrated), ("timeline", seen), ("check", compared), ("acceptance", recorded)):
         part.add(case, measure)
+    return part
 
 
-def lessons(folder: Path, rehearse: bool) -> None:
+def lessons(folder: Path, rehearse: bool) -> Part:
     """Every lesson by papermill, or the first alone."""
     import papermill
 
@@ -105,6 +109,7 @@ def lessons(folder: Path, rehearse: bool) -> None:
             return {}
 
         part.add(lesson.stem, executed)
+    return part
 
 
 PARTS = {"exactness": check, "costs": costs, "notebooks": lessons}
@@ -118,9 +123,7 @@ def main(given: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     if options.rehearse:
         torch.set_num_threads(1)
-    PARTS[options.part](options.folder, options.rehearse)
-    lines = [json.loads(line) for file in options.folder.glob("*.jsonl") for line in file.open()]
-    return 1 if any("failed" in line for line in lines) else 0
+    return 1 if PARTS[options.part](options.folder, options.rehearse).failed else 0
 
 
 if __name__ == "__main__":
