@@ -20,11 +20,13 @@ from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
 from bass_core.engine import Session
 from bass_core.generation import generate
 from bass_core.models import ModelPair
+from bass_core.policies.costs import CostModel
 from bass_core.randomness import Key, Purpose
 from bass_core.sampling import SamplingParams
 from bass_core.trace import alpha
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import benchmark
+from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Workload
 from bass_lab.pairs import require_draft_model
 from bass_lab.show import token_views
@@ -80,6 +82,20 @@ def h100_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
     target = [roofline_ms(TARGET_8B, rows, tokens, context) for tokens in n.tolist()]
     draft = (n - 1) * roofline_ms(DRAFT_310M, rows, 1, context)
     return pd.DataFrame({"n": n, "target_ms": target, "draft_ms": draft})
+
+
+def recorded_costs(record: GpuRecord | None, rows: int, most: int = 8, context: int = 512) -> dict[str, pd.DataFrame]:
+    """As `measured_costs`, under the name of their curve, from the costs that a GPU recorded; empty where none did.
+
+    Of `rows` rows, or of the most that were measured there.
+    """
+    if record is None:
+        return {}
+    cost: CostModel = record.content
+    rows, n = min(rows, int(cost.target_passes.axes["batch"][-1])), np.arange(1, most + 2)
+    target_ms, draft_ms = 1e3 * cost.target(rows, n, context), 1e3 * cost.draft(rows, n - 1, context)
+    curve = pd.DataFrame({"n": n, "target_ms": target_ms, "draft_ms": draft_ms})
+    return {f"{record.name}, {rows} rows": curve}
 
 
 def predicted(curves: Mapping[str, pd.DataFrame], k: int, tokens_per_step: float) -> pd.DataFrame:

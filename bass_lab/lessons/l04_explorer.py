@@ -7,7 +7,7 @@ best in hindsight?
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -20,6 +20,7 @@ from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
 from bass_core.trace import Trace
+from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.show import live_figures, token_views
 from bass_lab.show.live_figures import live
@@ -42,6 +43,7 @@ LOOKS_AT = {
 }
 REGULAR = "regular"
 ALIKE, DRIFTING = "all alike", "easy and hard"
+MODELLED, CPU = "H100 (modelled)", "CPU (measured)"
 LENGTH, SEQUENCES, REPEATS = 128, 64, 8  # of what the explorer replays
 
 
@@ -104,9 +106,10 @@ class LengthExplorer:
     """Controls above two figures: the speed of every policy over regular decoding, and the path of Algorithm 1.
 
     controls: "alpha" (chance that a draft is accepted), "variation" ("all alike", or "easy and hard": passages of 32
-    tokens on average, with chances `spread` above and below alpha), "spread", "batch", "costs" ("H100 (modelled)" or
-    "CPU (measured)"), "launch" (ms to launch a pass of the modelled target; a pass of the draft takes a fifth). Setting
-    a value replays and redraws. `table` is what `contest` found, `path` the trace of Algorithm 1, `sentence` says both.
+    tokens on average, with chances `spread` above and below alpha), "spread", "batch", "costs" ("H100 (modelled)",
+    "CPU (measured)", or what a GPU recorded), "launch" (ms to launch a pass of the modelled target; a pass of the draft
+    takes a fifth). Setting a value replays and redraws. `table` is what `contest` found, `path` the trace of
+    Algorithm 1, `sentence` says both.
     """
 
     def __init__(
@@ -116,15 +119,20 @@ class LengthExplorer:
         variation: str = DRIFTING,
         spread: float = 0.15,
         batch: int = 8,
-        costs: str = "H100 (modelled)",
+        costs: str = MODELLED,
         launch: float = 0.5,
         seed: int = 0,
         repeats: int = REPEATS,
+        recorded: GpuRecord | None = None,
     ):
-        """Raises ValueError or TypeError for a setting that no control could take."""
+        """recorded: costs of a GPU, to choose among the others.
+
+        Raises ValueError or TypeError for a setting that no control could take.
+        """
         self.seed, self.repeats = inputs.integer("seed", seed), inputs.integer("repeats", repeats, least=2)
         values = {"alpha": alpha, "variation": variation, "spread": spread, "batch": batch, "costs": costs}
-        self.controls = _controls(values | {"launch": launch})
+        self.costs = {CPU: measured_cpu()} | ({} if recorded is None else {recorded.name: recorded.content})
+        self.controls = _controls(values | {"launch": launch}, costs=(MODELLED, *self.costs))
         self.widget = live(self._drawn, **self.controls)
         *_, self.sentence, self.bars, self.steps, resizer = self.widget.children
         above = Box(list(self.controls.values()), layout=WRAPPED)
@@ -132,12 +140,12 @@ class LengthExplorer:
 
     def _drawn(self, alpha: float, variation: str, spread: float, batch: int, costs: str, launch: float):
         """Replays with the controls' values: the sentence and both figures."""
-        drifting, modelled = variation == DRIFTING, costs.startswith("H100")
+        drifting, modelled = variation == DRIFTING, costs == MODELLED
         self.controls["spread"].disabled, self.controls["launch"].disabled = not drifting, not modelled
         spread = min(spread, alpha, 1 - alpha) if drifting else 0.0
         made_up = {"alpha": alpha, "length": LENGTH, "sequences": SEQUENCES, "seed": self.seed}
         trace = AcceptanceTrace.synthetic(**made_up, regimes=(spread, 32.0) if drifting else None)
-        cost = modelled_h100(launch) if modelled else measured_cpu()
+        cost = modelled_h100(launch) if modelled else self.costs[costs]
         self.table = contest(trace, cost, batch, repeats=self.repeats, seed=self.seed)
         self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=batch, seed=self.seed)
         sentence = _sentence(self.table, self.path, alpha, spread)
@@ -170,7 +178,7 @@ def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> 
     )
 
 
-def _controls(values: dict) -> dict[str, Widget]:
+def _controls(values: dict, costs: Sequence[str]) -> dict[str, Widget]:
     """The controls with these values. Raises as `LengthExplorer` does: a slider would cut in silence."""
     inputs.integer("batch", values["batch"], least=1)
     common = {"style": {"description_width": "85px"}, "layout": {"width": "270px"}}
@@ -189,6 +197,6 @@ def _controls(values: dict) -> dict[str, Widget]:
         "variation": dropdown("variation", "passages", ALIKE, DRIFTING),
         "spread": slider(FloatSlider, "spread", "spread", 0.0, 0.3, 0.05),
         "batch": slider(IntSlider, "batch", "batch size", 1, 128, 1),
-        "costs": dropdown("costs", "costs", "H100 (modelled)", "CPU (measured)"),
+        "costs": dropdown("costs", "costs", *costs),
         "launch": slider(FloatSlider, "launch", "launch, ms", 0.0, 10.0, 0.5),
     }

@@ -15,7 +15,8 @@ from bass_core.models import ModelPair
 from bass_core.policies import costs
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Objective, first_finished, last_finished
-from bass_lab.lessons.l04_explorer import KINDS, REGULAR, contest, measured_cpu, policy_looks
+from bass_lab.lessons.l04_explorer import KINDS, MODELLED, REGULAR, contest, measured_cpu, policy_looks
+from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
 from bass_lab.study import recorded_acceptance, recording, simulator
@@ -40,15 +41,17 @@ def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dic
     return {name: recording.record(pair, prompt_set(name, 32), **options).past_eos() for name in PROMPT_SETS}
 
 
-def cost_models(pair: ModelPair, own: bool) -> dict[str, CostModel]:
-    """A modelled GPU's costs, and measured ones: of the embedded pair as shipped, or (own) of this pair.
+def cost_models(pair: ModelPair, own: bool, recorded: GpuRecord | None = None) -> dict[str, CostModel]:
+    """A modelled GPU's costs, measured ones: of the embedded pair as shipped, or (own) of this pair, and those that a
+    GPU recorded, if one did.
 
     Raises ValueError for a pair of which no costs are known.
     """
     measured = costs.costs_like(pair) if own else measured_cpu()
     if measured is None:
         raise ValueError("no costs are known of these models on this device; measure them with `bass calibrate`")
-    return {"H100 (modelled)": modelled_h100(), f"{measured.device} (measured)": measured}
+    known = {MODELLED: modelled_h100(), f"{measured.device} (measured)": measured}
+    return known if recorded is None else known | {recorded.name: recorded.content}
 
 
 # --- tables ---------------------------------------------------------------------------------------

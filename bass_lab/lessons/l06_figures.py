@@ -95,6 +95,12 @@ def step_table(profile: Profile) -> pd.DataFrame:
     return table.assign(kernels=sums.kernels, gap_share=sums.gap_ms / sums.duration_ms)
 
 
+def phase_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
+    """`Profile.phases` of decode steps, a line per profile and phase: ms, share, kernels, gap_share."""
+    parts = {name: profile.phases.loc["decode"] for name, profile in profiles.items()}
+    return pd.concat(parts, names=["taken on"])[["ms", "share", "kernels", "gap_share"]]
+
+
 def totals_table(profile: Profile, most: int = 10) -> Styler:
     """The kernels of decode steps that took longest. Their names are shown as they are: they may look like HTML."""
     shown = {"total_ms": "{:.1f}", "share": "{:.1%}", "mean_us": "{:.1f}"}

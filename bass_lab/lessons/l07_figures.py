@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ipywidgets
@@ -194,12 +193,40 @@ def roofline(models: Mapping[str, Workload], query_lengths: Sequence[int], devic
     return figure.update_xaxes(type="log", dtick=1).update_yaxes(type="log", dtick=1)
 
 
-def gpu_records(folder: str | Path) -> pd.DataFrame:
-    """Lines of kernels_*.jsonl in this folder that hold a time measured on a GPU (fields: kernels/bench/schema.py)."""
-    tables = [pd.read_json(path, lines=True) for path in sorted(Path(folder).glob("kernels_*.jsonl"))]
-    if not tables:
-        return pd.DataFrame()
-    return pd.concat(tables, ignore_index=True).query("clock == 'cuda' and us.notna()")
+def beside_the_floor(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
+    """Ragged batches of this size, per model, KV length and query length: MB that have to be read, the floor in µs (at
+    the bandwidth of a copy in the same run), µs of `ragged` and its percent of the copy's bandwidth, and the same of
+    the fastest peer. records: of the kind "kernels" (`gpu_record`)."""
+    index, lines = ["model", "kv_length", "query_length"], []
+    columns = [*index, "MB", "floor µs", "ragged µs", "ragged %", "fastest peer", "peer µs", "peer %"]
+    for case, part in records.query("batch == @batch and distribution == 'ragged'").groupby(index):
+        line = dict(zip(index, case, strict=True))
+        line |= {"MB": 1e3 * part.gb.iloc[0], "floor µs": (1e6 * part.gb / part.copy_gb_per_s).iloc[0]}
+        for kernel in part[part.kernel == "ragged"].itertuples():
+            line |= {"ragged µs": kernel.us, "ragged %": kernel.percent_of_copy}
+        for peer in part[~part.kernel.isin(KERNELS)].nsmallest(1, "us").itertuples():
+            line |= {"fastest peer": peer.kernel, "peer µs": peer.us, "peer %": peer.percent_of_copy}
+        lines.append(line)
+    table = pd.DataFrame(lines, columns=columns).rename(columns={"kv_length": "KV length", "query_length": "Q"})
+    return table.set_index(["model", "KV length", "Q"])
+
+
+def shares_figure(records: pd.DataFrame) -> go.Figure:
+    """Percent of a copy's bandwidth against the bytes that have to be read: `ragged` and the fastest peer of every
+    case; the floor is at 100."""
+    figure = empty_figure("How much of a copy's bandwidth", "MB of keys and values per layer", "percent", 430)
+    case = ["model", "batch", "query_length", "kv_length", "distribution"]
+    peers = records[~records.kernel.isin(KERNELS)].sort_values("us").drop_duplicates(case)
+    for name, part, look in (("ragged", records[records.kernel == "ragged"], "accepted"),
+                             ("fastest peer", peers, "transformers")):  # fmt: skip
+        points = curve(
+            name, 1e3 * part.gb, part.percent_of_copy, look, "markers", customdata=part[["kernel", "us", *case]]
+        )
+        hover = "%{customdata[0]}, %{customdata[2]}, batch %{customdata[3]}, Q %{customdata[4]}, "
+        hover += "%{customdata[5]} keys %{customdata[6]}: %{customdata[1]:.1f} µs, %{y:.0f}%<extra></extra>"
+        figure.add_trace(points.update(hovertemplate=hover))
+    figure.add_hline(100, line={"color": "black", "width": 1}, annotation_text="floor: as fast as a copy")
+    return figure.update_xaxes(type="log", dtick=1).update_yaxes(rangemode="tozero")
 
 
 def records_table(records: pd.DataFrame) -> pd.DataFrame:

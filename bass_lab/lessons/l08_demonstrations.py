@@ -9,10 +9,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pandas as pd
+import torch
 
 from bass_core.generation import generate
 from bass_core.models import ModelPair
-from bass_lab.measure.roofline import Roofline, utilisation
+from bass_lab.measure.gpu_benchmark import CONTEXT, NEW
+from bass_lab.measure.gpu_records import GpuRecord
+from bass_lab.measure.roofline import A100_BANDWIDTH, H100, Device, Roofline, Workload, utilisation
+from bass_lab.named_pairs import SHAPES, named_config
 
 PAPER = {  # arXiv 2404.15778, abstract
     "models": "7.8B target",
@@ -22,7 +26,10 @@ PAPER = {  # arXiv 2404.15778, abstract
     "tokens/s": 1100.0,
     "over regular": 2.15,
 }
-A100_BANDWIDTH = (1.55e12, 2.0e12)  # bytes/s: the 40 GB and the 80 GB variant; the abstract does not say which
+SHAPE, BATCHES = "paper-7.8b", (1, 8, 32)  # of the record at real sizes
+PLAIN = {"attention": "ragged", "compile": "compiled+graphs"}  # how its ways are made, but for comparisons of these
+COLUMNS = ["batch", "way", "source", "method", "device", "dtype", "synthetic", "ms", "tokens/s", "over regular",
+           "bandwidth", "exact"]  # fmt: skip
 PHASES = ("draft", "verify", "other")
 
 
@@ -88,6 +95,62 @@ def beside_the_paper(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
         source = f"measured, {line.prompt_set} prompts, k {line.k:.0f}"
         lines.append({"source": source} | about | speed | {"over regular": line.over_regular})
     return pd.DataFrame(lines).set_index("source")
+
+
+def gpu_of(record: GpuRecord | None) -> Device:
+    """The GPU of a record at real sizes, with the peaks that were measured there; an H100's data sheet without."""
+    if record is None:
+        return H100
+    line = record.content.iloc[-1]
+    name = f"{record.device} (a copy, measured)"
+    return Device(name, bandwidth=1e9 * line.copy_gb_per_s, flops=1e12 * line.matrix_tflops)
+
+
+def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
+    """The paper's 7.8B + 310M, by batch size: what a GPU recorded, if one did (`gpu_record("gpu")`), beside the least
+    time of regular decoding by the roofline, which is a model, and the paper's figure.
+
+    Columns: batch, way, source ("measured", "roofline" or "the paper"), method, device, dtype, synthetic, ms (per token
+    of a row, mean), tokens/s, over regular, bandwidth (used, as a share of a copy's), exact (of the embedded pair).
+    """
+    device, work = gpu_of(record), Workload.of(named_config(SHAPES[SHAPE].target, SHAPE), torch.bfloat16)
+    measured = (
+        [] if record is None else [_measured(line) for line in record.content.query("shape == @SHAPE").itertuples()]
+    )
+    lines = []
+    for batch in sorted({*BATCHES, *(line["batch"] for line in measured)}):
+        least = Roofline(work, device).seconds(batch, 1, CONTEXT + NEW / 2)
+        line = {"batch": batch, "way": "regular: its bytes", "source": "roofline", "method": "regular"}
+        line |= {"device": device.name, "dtype": "bfloat16", "synthetic": False, "ms": 1e3 * least}
+        lines.append(line | {"tokens/s": batch / least})
+        lines += [line for line in measured if line["batch"] == batch]
+        if batch == PAPER["batch"]:
+            line = {"batch": batch, "way": "batched", "source": "the paper", "method": "batched", "synthetic": False}
+            line |= {name: PAPER[name] for name in ("device", "tokens/s", "over regular")}
+            lines.append(line | {"ms": PAPER["mean ms per token"]})
+    return pd.DataFrame(lines, columns=COLUMNS)
+
+
+def _measured(line: NamedTuple) -> dict:
+    """A line of `at_real_sizes` from one of a record."""
+    parts = [f"{line.method} {line.policy}".strip()]
+    parts += [f"α {line.alpha:g}"] if pd.notna(line.alpha) else []
+    parts += [getattr(line, name) for name, usual in PLAIN.items() if getattr(line, name) != usual]
+    used = line.utilisation or {}
+    return {
+        "batch": line.batch,
+        "way": ", ".join(parts),
+        "source": "measured",
+        "method": line.method,
+        "device": line.device,
+        "dtype": line.dtype,
+        "synthetic": line.synthetic,
+        "ms": line.mean_ms,
+        "tokens/s": line.tokens_per_second,
+        "over regular": line.over_regular,
+        "bandwidth": used.get("bandwidth"),
+        "exact": line.exact,
+    }
 
 
 def scaled_to(bandwidth: float) -> tuple[float, float]:

@@ -78,3 +78,23 @@ def roofline_figure(bound: pd.DataFrame, roofline: Roofline) -> go.Figure:
         hover = f"{method}, batch %{{text}}: %{{y:.0f}} Gflop/s, %{{customdata:.0%}} of the roof<extra></extra>"
         figure.add_trace(points.update(hovertemplate=hover))
     return figure.update_xaxes(type="log", dtick=1).update_yaxes(type="log", dtick=1)
+
+
+def real_sizes_figure(table: pd.DataFrame) -> go.Figure:
+    """Milliseconds per token of a row: a bar per line of `at_real_sizes`, labelled with its speed over regular
+    decoding."""
+    title = titled("7.8B + 310M on a GPU: time per token of a row", table)
+    figure = empty_figure(title, "ms per token (mean over rows)", "", 150 + 27 * len(table))
+    labels = [
+        f"batch {line.batch}: {line.way}" + " (paper)" * (line.source == "the paper") for line in table.itertuples()
+    ]
+    table = table.assign(label=labels)
+    looks = {"roofline": "nothing", "the paper": "baseline"}
+    for (source, method), part in table.groupby(["source", "method"], sort=False):
+        name = {"roofline": "roofline (model)", "the paper": "the paper"}.get(source, method)
+        texts = ["" if pd.isna(value) else f"{value:.2f}× regular" for value in part["over regular"]]
+        drawn = bars(name, part.ms, part.label, looks.get(source, method), orientation="h", customdata=part.device)
+        drawn.update(text=texts, textposition="outside", cliponaxis=False)
+        figure.add_trace(drawn.update(hovertemplate="%{y}: %{x:.2f} ms, %{customdata}<extra></extra>"))
+    figure.update_layout(barmode="overlay").update_xaxes(range=[0, 1.2 * table.ms.max()])
+    return figure.update_yaxes(categoryorder="array", categoryarray=labels[::-1], ticksuffix=" ")

@@ -42,8 +42,8 @@ COUNTS = ("rows", "k", "drafted", "accepted", "emitted")
 class Profile:
     """What ran during a `profile` block, or in a loaded one. Times are milliseconds since the first phase began.
 
-    about: device, versions and commit of where it was taken. The properties raise ValueError as long as the block has
-    not ended, and where no step ran in it.
+    about: device, dtype, versions and commit of where it was taken. The properties raise ValueError as long as the
+    block has not ended, and where no step ran in it.
     """
 
     def __init__(self):
@@ -197,7 +197,7 @@ def profile() -> Iterator[Profile]:
     with tempfile.TemporaryDirectory() as folder:
         recorder.export_chrome_trace(f"{folder}/trace.json")
         text = Path(folder, "trace.json").read_bytes()
-    result._fill(text, phases.table(), {"device_type": phases.device_type} | describe_environment())
+    result._fill(text, phases.table(), phases.about | describe_environment())
 
 
 @contextmanager
@@ -219,7 +219,7 @@ class _Phases:
     """Turns the phases that sessions announce into ranges of torch's profiler, and counts the steps."""
 
     def __init__(self):
-        self.device_type = "cpu"
+        self.about = {"device_type": "cpu", "dtype": ""}
         self._thread = threading.get_ident()  # torch records this one
         self._steps: list[dict] = []
         self._traces: list[Trace] = []
@@ -235,7 +235,8 @@ class _Phases:
             run = next(place for place, trace in enumerate(self._traces) if trace is session.trace)
             kind = "prefill" if phase == "prefill" else "decode"
             self._steps.append({"run": run, "number": number, "kind": kind})
-            self.device_type = session.pair.device.type
+            target = session.pair.target
+            self.about = {"device_type": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
         if phase:
             self._range = record_function(kernel_events.range_name(len(self._steps) - 1, phase))
             self._range.__enter__()

@@ -93,6 +93,7 @@ def calibrate(
     tables = {name: Table.of(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
     by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
     how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": 0.0}
+    how["dtype"] = str(pair.target.dtype).removeprefix("torch.")
     how["samples"] = {"least": int(by_point.size().min()), "most": int(by_point.size().max())}
     spreads = (by_point.quantile(0.75) - by_point.quantile(0.25)) / by_point.median()
     how["spread"] = float(spreads.median())

@@ -34,6 +34,7 @@ def test_calibration_measures_every_point(pair):
     for found in (measured.target_passes, measured.draft_phases, measured.overheads):
         assert (found.seconds > 0).all()
     measured.check_pair(pair)
+    assert measured.measured["dtype"] == "float32"
     assert not measured.is_synthetic and measured.kv_of_rows == "max"
     assert measured.models["target"]["attention"] == "pad" and measured.measured["samples"]["least"] >= 1
 

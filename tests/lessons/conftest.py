@@ -1,11 +1,32 @@
 """What the tests of several lessons share."""
 
+import gpu_box
+import lesson_runs
 import pytest
 
 import bass_core as bass
+from bass_lab.measure import gpu, records
 
 
 @pytest.fixture(scope="session")
 def pair():
     """The embedded pair in float32. No test changes it."""
     return bass.load_pair(dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory):
+    """A folder for lessons, its `records` those that ship and all that a GPU would have recorded, made up."""
+    pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
+    folder = tmp_path_factory.mktemp("recorded") / "notebooks"
+    lesson_runs.beside_records(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "ROOT", folder.parent)
+        gpu.collect(gpu_box.write(folder.parent / "box"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def unrecorded(tmp_path_factory):
+    """A folder for lessons, its `records` those that ship but for any of a GPU."""
+    return lesson_runs.beside_records(tmp_path_factory.mktemp("unrecorded") / "notebooks")

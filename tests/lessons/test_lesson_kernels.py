@@ -21,6 +21,7 @@ from bass_kernels import accounting
 from bass_kernels.accounting import Read
 from bass_lab.lessons import checking, l07_figures
 from bass_lab.lessons import l07_exercises as exercises
+from bass_lab.measure.gpu_records import gpu_record
 from bass_lab.measure.roofline import H100, MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -159,13 +160,14 @@ def test_roofline_marks_every_query_length_on_the_roof():
 
 
 def test_only_times_of_a_gpu_are_shown(tmp_path):
-    assert l07_figures.gpu_records(tmp_path).empty
+    assert gpu_record("kernels", tmp_path) is None
     line = {"kernel": "ragged", "clock": "cuda", "us": 25.0, "gb": 0.067, "percent_of_copy": 81.0, "query_length": 5}
-    line |= {"device": "H100", "model": "llama-8b", "batch": 8, "reason": None}
+    line |= {"device": "H100", "model": "llama-8b", "batch": 8, "reason": None, "kv_length": 2048, "dtype": "bfloat16"}
     others = [{"clock": "fake"}, {"us": None, "percent_of_copy": None, "reason": "does not run"}, {"gb": 0.01}]
     lines = [line, line | {"percent_of_copy": 83.0}, *(line | other for other in others)]
+    lines = [line | {"distribution": str(number)} for number, line in enumerate(lines)]
     (tmp_path / "kernels_h100.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    records = l07_figures.gpu_records(tmp_path)
+    records = gpu_record("kernels", tmp_path).content
     assert len(records) == 3
     table = l07_figures.records_table(records)
     assert table.loc[("H100", "ragged", 5)].tolist() == [2, 81, 82, 83]

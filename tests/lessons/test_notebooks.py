@@ -51,26 +51,11 @@ def test_notebook_is_committed_clean(path):
 # --- execution ---
 
 
-# With its defaults every lesson runs among the slow tests, on less in `make test`. Repeats make times exact, which no
-# cell judges; the demo runs lesson 00 with its defaults.
-DEFAULTS = {
-    "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
-    "01_speculative_decoding": {"repeats": 2},
-    "08_latency_and_utilization": {"repeats": 2},
-}
-QUICKER = DEFAULTS | {
-    "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},
-    "02_ragged_batches": {"batch_size": 4, "max_new_tokens": 20},
-    "03_acceptance_explorer": {"batch_size": 3, "max_new_tokens": 24},
-    "04_draft_length": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
-    "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
-    "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
-    "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
-}
-
-
 @pytest.fixture(
-    params=[pytest.param(DEFAULTS, id="defaults", marks=pytest.mark.slow), pytest.param(QUICKER, id="less")]
+    params=[
+        pytest.param(lesson_runs.DEFAULTS, id="defaults", marks=pytest.mark.slow),
+        pytest.param(lesson_runs.QUICKER, id="less"),
+    ]
 )
 def folder(request, tmp_path):
     """Copies of all lessons, with these parameters, beside the records."""

@@ -27,7 +27,7 @@ def kernel(name, start, duration, correlation=None, category="kernel", stream=7,
     return event(category, name, start, duration, stream, GPU, device=0, stream=stream, **args)
 
 
-def write_gpu_profile(path, kernels=True):
+def write_gpu_profile(path, kernels=True, **about):
     """Two steps as a GPU runs them: the draft's kernels are still running when the host is at verification."""
     events = []
     for step, zero in ((0, 0), (1, 120)):
@@ -41,6 +41,6 @@ def write_gpu_profile(path, kernels=True):
             events += [kernel(name, zero + at, ms, one) for one, (name, at, ms) in zip(ids, ran, strict=True)]
     steps = {"run": [0, 0], "number": [1, 2], "kind": ["decode"] * 2, "rows": [2, 2], "k": [1, 1]}
     steps |= {"drafted": [2, 2], "accepted": [1, 2], "emitted": [3, 4]}
-    about = {"device_type": "cuda", "device": "a GPU"}
+    about = {"device_type": "cuda", "device": "a GPU"} | about
     path.write_text(json.dumps({"traceEvents": events, "bass": {"about": about, "steps": steps}}))
     return path

@@ -8,12 +8,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import gpu_box
 import pytest
 
 if TYPE_CHECKING:
     import nbformat
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+# With its defaults every lesson runs among the slow tests, on less in `make test`. Repeats make times exact, which no
+# cell judges; the demo runs lesson 00 with its defaults.
+DEFAULTS = {
+    "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
+    "01_speculative_decoding": {"repeats": 2},
+    "08_latency_and_utilization": {"repeats": 2},
+}
+QUICKER = DEFAULTS | {
+    "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},
+    "02_ragged_batches": {"batch_size": 4, "max_new_tokens": 20},
+    "03_acceptance_explorer": {"batch_size": 3, "max_new_tokens": 24},
+    "04_draft_length": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
+    "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
+    "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
+    "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
+}
 
 
 def accepted_and_stub_is_not(check: Callable, solution: Callable, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,9 +54,19 @@ def refused(check: Callable, attempt: Callable, message: str, capsys: pytest.Cap
     assert out.startswith("Not right. Case ") and message in out, out
 
 
-def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
-    """The notebook of that name (no ending) as it is after a run with these parameters; `folder` gets a copy."""
-    return _papermill(name, folder / "out.ipynb", parameters, cwd=NOTEBOOKS, store_widget_state=False)
+def beside_records(folder: Path) -> Path:
+    """A new folder to run lessons in, its `records` those that ship but for any of a GPU."""
+    (folder / "records").mkdir(parents=True)
+    for record in (NOTEBOOKS / "records").iterdir():
+        if not gpu_box.of_a_stage(record):
+            (folder / "records" / record.name).symlink_to(record)
+    return folder
+
+
+def execute(name: str, folder: Path, /, cwd: Path = NOTEBOOKS, **parameters) -> nbformat.NotebookNode:
+    """The notebook of that name (no ending) as it is after a run with these parameters in the folder `cwd`; `folder`
+    gets a copy."""
+    return _papermill(name, folder / "out.ipynb", parameters, cwd=cwd, store_widget_state=False)
 
 
 def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:

@@ -1,0 +1,139 @@
+"""What GPUs recorded (`make gpu`, collected into notebooks/records), for lessons that run where there is none.
+
+recorded = gpu_record("costs")
+print(recorded or NONE)
+if recorded:
+    recorded.content  # a CostModel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from bass_core import inputs
+from bass_core.policies.costs import CostModel
+from bass_lab.measure import gpu_benchmark, records
+from bass_lab.measure.gpu_plan import DRY
+from bass_lab.measure.profiling import Profile
+
+NONE = "Nothing of this is recorded on a GPU yet. On a machine that has one, `make gpu` records it."
+KERNEL_CASE = ("kernel", "model", "batch", "query_length", "kv_length", "distribution", "dtype")
+WAY = ("shape", "batch", "way")
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """content: what the reader of its kind gives (`READERS`). device, dtype, versions and commit, as far as it says.
+
+    synthetic: weights or acceptance are made up. failed: cases that have a reason instead of a time.
+    """
+
+    content: CostModel | Profile | pd.DataFrame
+    device: str
+    dtype: str = ""
+    torch: str = ""
+    commit: str = ""
+    synthetic: bool = False
+    failed: int = 0
+    on_gpu: bool = field(default=True, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Short, for a legend."""
+        return f"{self.device.removeprefix('NVIDIA ')} (recorded)"
+
+    def __str__(self) -> str:
+        """Where it comes from, in a line."""
+        parts = [self.dtype, f"torch {self.torch}", self.commit and f"commit {self.commit}"]
+        parts += ["synthetic: made-up weights or acceptance"] * self.synthetic
+        parts += [f"{self.failed} cases have a reason instead of a time"] * (self.failed > 0)
+        return f"Recorded on {self.device}: {', '.join(filter(None, parts))}"
+
+
+def gpu_record(kind: str, folder: str | Path = "records") -> GpuRecord | None:
+    """The record of this kind (of `READERS`) that a GPU made: the first by its device's name, None where there is none.
+
+    folder: beside the lessons, where they run. A rehearsal on a CPU is no record. Raises ValueError for another kind,
+    and for a file that holds something else.
+    """
+    inputs.one_of("kind", kind, READERS)
+    ending, _ = READERS[kind]
+    found = (read(kind, path) for path in sorted(Path(folder).glob(f"{kind}_*.{ending}")))
+    return next((record for record in found if record.on_gpu), None)
+
+
+def read(kind: str, path: str | Path) -> GpuRecord:
+    """The record of this kind in a file, of whatever device."""
+    _, reader = READERS[kind]
+    return reader(Path(path))
+
+
+def _costs(path: Path) -> GpuRecord:
+    """A `CostModel` of the embedded pair."""
+    cost = CostModel.load(path)
+    return _of_one_place(cost, cost.measured | {"device": cost.device}, synthetic=cost.is_synthetic)
+
+
+def _timeline(path: Path) -> GpuRecord:
+    """A `Profile` of the embedded pair."""
+    found = Profile.load(path)
+    return _of_one_place(found, found.about)
+
+
+def _of_one_place(content: CostModel | Profile, about: dict, synthetic: bool = False) -> GpuRecord:
+    said = {name: str(about.get(name, "")) for name in ("device", "dtype", "torch", "commit")}
+    return GpuRecord(content, **said, synthetic=synthetic, on_gpu=about.get("device_type") == "cuda")
+
+
+def _kernels(path: Path) -> GpuRecord:
+    """Kernels and their peers that were timed on a GPU, a line per case (fields: kernels/bench/schema.py)."""
+    lines = _latest(records.read(path, lambda line: inputs.check_fields(line, {}, ())), KERNEL_CASE)
+    return _of_lines([line for line in lines if line["clock"] == "cuda"], pd.DataFrame)
+
+
+def _ways(path: Path) -> GpuRecord:
+    """Ways to decode at real sizes, transformers' own (peers_*) with them, a line per shape, batch and way.
+
+    Fields as of `gpu_benchmark`, `over_regular` flattened as by `records.frame`; exact: whether the embedded pair
+    decoded exactly in this way (None: nobody looked).
+    """
+    peers = path.with_name(path.name.replace("gpu_", "peers_", 1))
+    lines = [line for each in (path, peers) if each.exists() for line in records.read(each, gpu_benchmark.check)]
+    lines = [line for line in _latest(lines, WAY) if line["shape"] != DRY.shape]
+
+    def table(timed: Sequence[dict]) -> pd.DataFrame:
+        return records.frame(timed).assign(exact=[line["exactness"]["passed"] for line in timed])
+
+    return _of_lines(lines, table)
+
+
+def _latest(lines: Iterable[dict], case: Sequence[str]) -> list[dict]:
+    """One line per case: what was measured again counts as it came out then."""
+    return list({tuple(line[name] for name in case): line for line in lines}.values())
+
+
+def _of_lines(lines: Sequence[dict], table: Callable[[Sequence[dict]], pd.DataFrame]) -> GpuRecord:
+    timed = [line for line in lines if not line.get("reason")]
+    said = {
+        name: ", ".join(dict.fromkeys(line[name] for line in timed if name in line))
+        for name in ("device", "dtype", "torch", "commit")
+    }
+    return GpuRecord(
+        table(timed) if timed else pd.DataFrame(),
+        **said,
+        synthetic=any(line.get("synthetic", False) for line in timed),
+        failed=len(lines) - len(timed),
+        on_gpu=len(timed) > 0,
+    )
+
+
+READERS: dict[str, tuple[str, Callable[[Path], GpuRecord]]] = {  # ending and reader of the files, by kind
+    "costs": ("json", _costs),
+    "timeline": ("json.gz", _timeline),
+    "kernels": ("jsonl", _kernels),
+    "gpu": ("jsonl", _ways),
+}

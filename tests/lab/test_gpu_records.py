@@ -1,0 +1,133 @@
+"""What a GPU recorded is found by lessons: collected, checked, read by kind, named. Nothing else is taken for it."""
+
+import json
+
+import gpu_box
+import lesson_runs
+import pytest
+
+from bass_core.policies.costs import CostModel
+from bass_lab.measure import gpu, gpu_benchmark, gpu_records, records
+from bass_lab.measure.gpu_plan import DRY, PEERS, REGULAR, Group, plan
+from bass_lab.measure.gpu_records import gpu_record
+from bass_lab.measure.profiling import Profile
+
+pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
+
+EIGHT = Group("paper-7.8b", 8, (REGULAR,))
+
+
+@pytest.fixture
+def collected(tmp_path, monkeypatch):
+    """The folder of records after `--collect` of a folder with every file that stages name."""
+    box = gpu_box.write(tmp_path / "box")
+    assert {path.name for path in box.iterdir()} == {name for stage in gpu.STAGES.values() for name in stage.files}
+    monkeypatch.setattr(records, "ROOT", tmp_path)
+    folder = tmp_path / "notebooks/records"
+    folder.mkdir(parents=True)
+    gpu.collect(box)
+    return folder
+
+
+def save(folder, name, lines, check=gpu_benchmark.check):
+    records.append(folder / name, lines, check)
+
+
+@pytest.mark.parametrize("kind", gpu_records.READERS)
+def test_what_is_collected_is_found_and_says_where_it_comes_from(collected, kind):
+    found = gpu_record(kind, collected)
+    assert found.device == gpu_box.DEVICE and found.name == "X1 Example (recorded)"
+    assert str(found).startswith("Recorded on NVIDIA X1 Example: bfloat16, torch 2.99.0, commit abcdef123456")
+    assert ("synthetic" in str(found)) == (kind == "gpu")
+
+
+@pytest.mark.parametrize("kind", gpu_records.READERS)
+def test_without_a_record_there_is_none(tmp_path, kind):
+    assert gpu_record(kind, tmp_path) is None and gpu_record(kind, tmp_path / "nowhere") is None
+
+
+def test_contents_are_those_of_the_files(collected):
+    assert isinstance(gpu_record("costs", collected).content, CostModel)
+    assert isinstance(gpu_record("timeline", collected).content, Profile)
+    kernels = gpu_record("kernels", collected)
+    assert set(kernels.content.kernel) == {"ragged", "flex"} and kernels.content.us.gt(0).all()
+    assert kernels.failed == len(kernels.content) / 2  # the kernel that does not run
+    assert f"{kernels.failed} cases have a reason instead of a time" in str(kernels)
+    ways = gpu_record("gpu", collected).content
+    assert len(ways) == sum(len(group.ways) for group in [*plan(quick=True), *PEERS])
+    assert set(ways.method) == {"regular", "batched", "single", "transformers"} and ways.exact.all()
+
+
+def test_rehearsals_and_other_runs_on_a_cpu_are_no_records_of_a_gpu(tmp_path):
+    gpu_box.costs(device_type="cpu").save(tmp_path / "costs_a.json")
+    gpu_box.profile(tmp_path, device_type="cpu").save(tmp_path / "timeline_a.json.gz")
+    save(tmp_path, "kernels_a.jsonl", gpu_box.kernel_lines("cpu"), lambda line: None)
+    save(tmp_path, "gpu_a.jsonl", gpu_box.decode_lines([DRY]))
+    assert [gpu_record(kind, tmp_path) for kind in gpu_records.READERS] == [None] * 4
+    save(tmp_path, "gpu_b.jsonl", gpu_box.decode_lines([EIGHT]))
+    assert len(gpu_record("gpu", tmp_path).content) == 1  # what the next file holds is one
+
+
+def test_what_was_measured_again_counts_as_it_came_out_then(tmp_path):
+    first, again = (gpu_box.decode_lines([EIGHT], tokens_per_second=speed) for speed in (100.0, 200.0))
+    save(tmp_path, "gpu_x.jsonl", first + again)
+    assert gpu_record("gpu", tmp_path).content.tokens_per_second.tolist() == [200]
+    line = {name: first[0][name] for name in gpu_benchmark.FAILED if name != "reason"}
+    save(tmp_path, "gpu_x.jsonl", [line | {"reason": "out of memory"}])
+    assert gpu_record("gpu", tmp_path) is None  # nothing is timed any more
+    save(tmp_path, "peers_x.jsonl", gpu_box.decode_lines(PEERS))
+    found = gpu_record("gpu", tmp_path)
+    assert found.failed == 1 and set(found.content.method) == {"transformers"}
+
+
+def test_peers_of_another_gpu_are_not_joined(tmp_path):
+    save(tmp_path, "gpu_x.jsonl", gpu_box.decode_lines([EIGHT]))
+    save(tmp_path, "peers_y.jsonl", gpu_box.decode_lines(PEERS))
+    assert gpu_record("gpu", tmp_path).content.method.tolist() == ["regular"]
+
+
+def test_costs_are_not_mixed_up_with_their_check(tmp_path):
+    (tmp_path / "costs_check_x.jsonl").write_text("{}\n")
+    assert gpu_record("costs", tmp_path) is None
+
+
+def test_a_file_that_holds_something_else_is_refused_by_its_name(tmp_path):
+    (tmp_path / "gpu_x.jsonl").write_text(json.dumps(gpu_box.decode_lines([EIGHT])[0] | {"batch": 0}) + "\n")
+    with pytest.raises(ValueError, match=r"gpu_x.jsonl, line 1: batch must be positive"):
+        gpu_record("gpu", tmp_path)
+    (tmp_path / "costs_x.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"costs_x.json holds no costs"):
+        gpu_record("costs", tmp_path)
+    with pytest.raises(ValueError, match="kind must be one of costs, timeline, kernels, gpu"):
+        gpu_record("speed")
+
+
+def check_records_of_gpus(folder):
+    """Raises ValueError for one that is wrong."""
+    for path in filter(gpu_box.of_a_stage, folder.glob("*.jsonl")):
+        known = path.name.startswith(("gpu_", "peers_"))
+        records.read(path, gpu_benchmark.check if known else lambda line: None)
+    for kind in gpu_records.READERS:
+        gpu_record(kind, folder)
+
+
+def test_records_of_gpus_that_ship_are_valid():
+    check_records_of_gpus(lesson_runs.NOTEBOOKS / "records")
+
+
+def test_a_record_of_a_gpu_that_is_wrong_is_noticed(collected):
+    check_records_of_gpus(collected)
+    for path in collected.glob("peers_*.jsonl"):
+        path.write_text(path.read_text().replace('"batch": 32', '"batch": 0'))
+    with pytest.raises(ValueError, match="batch must be positive"):
+        check_records_of_gpus(collected)
+
+
+def test_what_bass_bench_wrote_is_told_from_what_a_gpu_did(collected):
+    assert all(map(gpu_box.of_a_stage, collected.iterdir()))
+    assert not any(map(gpu_box.of_a_stage, (lesson_runs.NOTEBOOKS / "records").glob("*embedded_cpu.jsonl")))
+
+
+def test_records_of_a_gpu_join_the_table_of_all_records(collected):
+    table = records.load_records(collected)
+    assert len(table) == sum(len(path.read_text().splitlines()) for path in collected.glob("*.jsonl"))

@@ -1,0 +1,130 @@
+"""What comes back from a GPU (`python -m bass_lab.measure.gpu`), written by hand: of a GPU that nobody has built."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import gpu_profile
+
+from bass_core.policies.costs import CostModel
+from bass_lab.measure import gpu, gpu_benchmark, records
+from bass_lab.measure.gpu_plan import PEERS, Group, Way, plan
+from bass_lab.measure.modelled_costs import modelled_costs
+from bass_lab.measure.profiling import Profile
+from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+KERNELS = str(Path(__file__).parents[2] / "kernels")
+DEVICE = "NVIDIA X1 Example"
+HERE = {"device": DEVICE, "torch": "2.99.0", "transformers": "5.99.0", "commit": "abcdef123456"}
+COPY = 2e12  # bytes/s
+MS = {"regular": 8.0, "single": 5.0, "batched": 3.0, "transformers": 9.0}  # per token
+
+
+def of_a_stage(path: Path) -> bool:
+    """Whether this record came back from a GPU: `bass bench` did not write it, and other checks hold for it."""
+    kinds = [name.partition(".")[0] for stage in gpu.STAGES.values() for name in stage.files]
+    return any(path.name.startswith(f"{kind}_") for kind in kinds)
+
+
+def costs(**measured) -> CostModel:
+    """Costs as `calibrate` leaves them."""
+    made_up = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100), target_launch=2e-3)
+    described = {"device_type": "cuda", "dtype": "bfloat16", **HERE} | measured
+    return replace(made_up, device=described["device"], is_synthetic=False, measured=described)
+
+
+def profile(folder: Path, **about) -> Profile:
+    """A profile of two steps."""
+    path = gpu_profile.write_gpu_profile(folder / "profile.json", dtype="bfloat16", **HERE | about)
+    found = Profile.load(path)
+    path.unlink()
+    return found
+
+
+def decode_lines(groups: Iterable[Group], **changes) -> list[dict]:
+    """A line of `gpu_benchmark` per way."""
+    return [decode_line(group, way, **changes) for group in groups for way in group.ways]
+
+
+def decode_line(group: Group, way: Way, **changes) -> dict:
+    """A line of `gpu_benchmark`: every way takes its `MS`, a useless draft twice as many."""
+    ms = MS[way.method] * (2 if way.alpha == 0.02 else 1)
+    ratio = MS["regular"] / ms
+    transformers = way.method == "transformers"
+    return {
+        "shape": group.shape,
+        "method": way.method,
+        "policy": "" if way.draft == 0 else f"k={way.draft}",
+        "way": str(way),
+        "alpha": way.alpha,
+        "batch": group.batch,
+        "attention": way.attention,
+        "compile": way.compile,
+        "context": gpu_benchmark.CONTEXT,
+        "max_new_tokens": gpu_benchmark.NEW,
+        "repeats": 2,
+        "disturbed": 0,
+        "seconds": [ms * 0.127, ms * 0.127],
+        "first_ms": ms,
+        "mean_ms": ms,
+        "last_ms": ms,
+        "tokens_per_second": 1e3 * group.batch / ms,
+        "tokens_per_step": None if transformers else 1.0,
+        "k": None if transformers else 0.0,
+        "over_regular": {"median": ratio, "low": ratio, "high": ratio},
+        "utilisation": None if transformers else {"verified": 0.1, "emitted": 0.05, "draft": 0.01, "bandwidth": 0.5},
+        "host_share": None if transformers else 0.1,
+        "copy_gb_per_s": COPY / 1e9,
+        "matrix_tflops": 700.0,
+        "dtype": "bfloat16",
+        "exactness": {"passed": True},
+        "synthetic": True,
+        **HERE,
+    } | changes
+
+
+def kernel_lines(clock: str = "cuda", **here) -> list[dict]:
+    """Lines of the kernel benchmark: `ragged` at 80% of the copy's bandwidth, a peer at 70% of it, one that does not
+    run."""
+    cases, measure, schema, timing = _bench()
+    environment = {"driver": "1", "triton": "3", "flashinfer": None} | HERE | here
+    del environment["transformers"]
+    found = []
+    for case in cases.default_cases(cases.MODELS):
+        for kernel, share in (("ragged", 0.8), ("flex", 0.7), ("varlen", None)):
+            taken = timing.Timing(None, [], captured=True)
+            if share is not None:
+                taken.calls, taken.samples = 1, [1e3 * case.kv_bytes(0) / (share * COPY)]
+            reason = None if share else "it does not run here"
+            outcome = measure.Outcome(kernel, error=1e-3, reason=reason, timing=taken if share else None)
+            found.append(schema.line(case, outcome, COPY, clock, 0, environment))
+    return found
+
+
+def _bench() -> tuple:
+    """The kernel benchmark, which is run from the repository and never installed."""
+    if KERNELS not in sys.path:
+        sys.path.append(KERNELS)
+    from bench import cases, measure, schema, timing
+
+    return cases, measure, schema, timing
+
+
+def write(folder: Path) -> Path:
+    """Every file that the stages of `gpu` name."""
+    folder.mkdir(parents=True)
+    schema = _bench()[2]
+    records.append(folder / "kernels.jsonl", kernel_lines(), schema.check)
+    records.append(folder / "gpu.jsonl", decode_lines(plan(quick=True)), gpu_benchmark.check)
+    records.append(folder / "peers.jsonl", decode_lines(PEERS), gpu_benchmark.check)
+    for kind in ("tests", "exactness", "costs_check", "notebooks"):
+        (folder / f"{kind}.jsonl").write_text(json.dumps({"case": "some", "seconds": 1.0, **HERE}) + "\n")
+    costs().save(folder / "costs.json")
+    profile(folder).save(folder / "timeline.json.gz")
+    AcceptanceTrace.synthetic(alpha=0.8, length=16, sequences=2).save(folder / "acceptance.npz")
+    return folder
