@@ -54,11 +54,12 @@ class Pass:
     kv_lengths: list[int] | None = None
     packed: Tensor | None = None
     last_only: bool = False
+    first_place: int = field(init=False)
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
 
     def __post_init__(self):
-        self.kernels = kernel_ops.run_on(self.slots.device)
+        self.first_place, self.kernels = self.places.start, kernel_ops.run_on(self.slots.device)
 
     def once(self, make: Callable, *arguments) -> Any:
         """make(this pass, *arguments), worked out once for all layers: masks, work lists."""
@@ -127,12 +128,13 @@ class RaggedLayer(CacheLayerMixin):
                 current.unpack(states.transpose(1, 2)).transpose(1, 2) for states in (key_states, value_states)
             )
             states = key_states, value_states, self.keys, self.values
-            kernel_ops.write_kv(*states, current.slots, current.places.start)
+            kernel_ops.write_kv(*states, current.slots, current.first_place)
         else:
             for buffer, states in ((self.keys, key_states), (self.values, value_states)):
                 rows = states.transpose(1, 2).flatten(0, 1)
                 buffer.view(-1, *buffer.shape[2:]).index_copy_(0, self.cache.flat_slots, rows)
-        rows, seen = slice(current.places.start, current.places.stop), slice(0, current.extent)
+        # Numbers that the compiler may leave open: a range, it would take for a constant.
+        rows, seen = slice(current.first_place, current.first_place + len(current.slots)), slice(0, current.extent)
         keys, values = self.keys[rows, seen].transpose(1, 2), self.values[rows, seen].transpose(1, 2)
         return (keys.contiguous(), values.contiguous()) if self.cache.contiguous else (keys, values)
 

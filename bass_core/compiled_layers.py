@@ -18,7 +18,7 @@ from bass_core.cache import RaggedCache, RaggedLayer
 from bass_core.graphs import unwatched
 
 BACKEND = "inductor"
-SHAPES = 256  # numbers of rows and tokens for which a kind of layer may be compiled
+GRAPHS = 1024  # of one kind of layer in a process: eight for each shape of model that has it
 
 _compiled: dict[Callable, Callable] = {}  # by the layers' own forward; what is compiled lives as long as the process
 
@@ -49,7 +49,7 @@ def using(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
     try:
         for layer, cached in zip(layers, cache.layers, strict=True):
             layer.forward = _with_view(layer, LayerView(cached), cache)
-        with torch._dynamo.config.patch(recompile_limit=SHAPES):
+        with _open_shapes():
             yield
     except torch._dynamo.exc.TorchDynamoException as error:
         reason = str(error).strip().splitlines()[0]
@@ -59,6 +59,16 @@ def using(model: PreTrainedModel, cache: RaggedCache) -> Iterator[None]:
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)  # the class's own is seen again
+
+
+@contextmanager
+def _open_shapes() -> Iterator[None]:
+    """Numbers of rows, tokens and slots stay open in compiled code (but for one row, one token): eight graphs serve a
+    pair. Two numbers that happen to agree are two (duck shapes), and a layer's constants stay constants."""
+    limits = {"recompile_limit": GRAPHS, "accumulated_recompile_limit": GRAPHS}
+    numbers = torch.fx.experimental._config.patch(use_duck_shape=False)
+    with torch._dynamo.config.patch(**limits, specialize_float=True), numbers:
+        yield
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -79,5 +89,5 @@ def _with_view(layer: nn.Module, view: LayerView, cache: RaggedCache) -> Callabl
 
 def _compile(function: Callable) -> Callable:
     if function not in _compiled:
-        _compiled[function] = unwatched(torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND))
+        _compiled[function] = unwatched(torch.compile(function, fullgraph=True, dynamic=True, backend=BACKEND))
     return _compiled[function]

@@ -61,8 +61,7 @@ def test_layers_of_every_family_are_traced_whole(architecture):
 
 @pytest.mark.usefixtures("traced_only")
 def test_nothing_is_compiled_anew_over_fifty_steps():
-    """One graph for each number of tokens, whatever the depth; and then none, while rows grow step by step (but for
-    each 128 keys, on the padded path of a CPU)."""
+    """One graph for one token, one for more, whatever the depth; and then none, while rows grow step by step."""
     room = {"max_position_embeddings": 512}
     models = bass.ModelPair(tiny_model(num_hidden_layers=7, **room), tiny_model(noise=0.1, **room))
     options = {"draft_length": 2, "acceptance": "synthetic:0.3", "eos_token_id": ()}
@@ -72,13 +71,43 @@ def test_nothing_is_compiled_anew_over_fifty_steps():
         for _ in range(3):
             session.step()
         known = dict(counters["stats"])
-        assert known["unique_graphs"] == 3  # the draft's two tokens and its one, the target's three
+        assert known["unique_graphs"] == 2  # the draft's one token; its two and the target's three
         while len(session.rows.live) == 2:  # to the end of a row, where drafts are cut
             session.step()
         assert counters["stats"] == known
         steps = session.trace.steps.query("kind == 'decode'")
         assert steps.step.nunique() > 52 and (steps.drafted < steps.k).any()
         assert counters["graph_break"] == {}
+
+
+@pytest.mark.usefixtures("traced_only")
+def test_eight_graphs_serve_every_batch_draft_length_and_cache():
+    """The shapes of the GPU benchmark's quick plan, and rows that end one after the other."""
+    room = {"max_position_embeddings": 1024}
+    models = bass.ModelPair(tiny_model(**room), tiny_model(hidden_size=16, num_hidden_layers=1, **room))
+    options = {"compile": "compiled", "acceptance": "synthetic:0.8", "eos_token_id": ()}
+    for rows in (8, 32, 1):
+        for k, new in ((0, 3), (6, 30), (5, 300), (bass.BassHeuristic(), 40)):
+            with bass.Session(models, max_batch_size=rows, draft_length=k, **options) as session:
+                for prompt in ragged_prompts(*range(9, 9 + rows)):
+                    session.submit(prompt, max_new_tokens=new)
+                for _ in range(3):  # the prompts, and two steps
+                    session.step()
+    with bass.Session(models, max_batch_size=8, draft_length=3, **options) as session:
+        for index, prompt in enumerate(ragged_prompts(*range(9, 17))):
+            session.submit(prompt, max_new_tokens=3 + 4 * index)
+        while len(session.rows.live) > 1 or session.rows.waiting:
+            session.step()
+    # Of each model those for one token and for more, for one row and for more.
+    assert counters["stats"]["unique_graphs"] == 8 and counters["graph_break"] == {}
+
+
+def test_both_limits_to_compiling_anew_are_raised():
+    before = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+    with compiled_layers._open_shapes():
+        during = torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit
+        assert min(during) > max(before)
+    assert before == (torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit)
 
 
 def watched(function):
