@@ -44,7 +44,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from bass_core import compiled_layers, kernel_ops
+from bass_core import compiled_layers, kernel_ops, randomness
 from bass_core.draft_length import FixedLength
 from bass_core.drafters import ModelDrafter
 from bass_core.eager_step import StepOptions
@@ -264,8 +264,9 @@ def _absent_gpu(counted: _Counted) -> Iterator[None]:
         stack.enter_context(patch.object(kernel_ops, "obstacle", lambda device: None))
         stack.enter_context(patch.object(compiled_layers, "BACKEND", counted.compile))
         stack.enter_context(patch.object(compiled_layers, "_compiled", {}))
-        torch._dynamo.reset()
-        stack.callback(torch._dynamo.reset)
+        for forget in (torch._dynamo.reset, randomness._words.cache_clear):  # a fake tensor is of one run
+            forget()
+            stack.callback(forget)
         yield
 
 

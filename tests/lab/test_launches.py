@@ -53,7 +53,14 @@ def test_operators_count_where_they_fill_memory_and_regions_by_their_code(tables
 def test_a_layer_is_its_products_attention_and_what_is_fused_between(tables, phase, temperature):
     table = tables[f"temperature {temperature}"].query("phase == @phase and place == 'layers'")
     each = table.set_index("what").each.to_dict()
-    assert each == {"product": 7, "fused": 5, "_write_token": 1, "_attend_pieces": 1, "_reduce": 1}
+    assert each == {"product": 4, "fused": 5, "_write_token": 1, "_attend_pieces": 1, "_reduce": 1}
+
+
+@pytest.mark.parametrize(("temperature", "between"), [(0, 1), (1, 5)])
+def test_a_draft_pass_launches_few_kernels_around_its_layers(tables, temperature, between):
+    table = tables[f"temperature {temperature}"].query("phase == 'draft'").groupby("place").launches.sum()
+    assert table.around <= 5 * 6 + 1  # plan, embedding, where tokens go, rotary factors, norm, logits
+    assert table.glue <= 5 * between + 13
 
 
 def test_compiling_spares_launches(tables):
