@@ -37,7 +37,8 @@ PATHS = ("ragged", "pad", "split", "eager")
 class _Thread(threading.local):
     """What the attention functions of this thread are called for."""
 
-    current: Pass | None = None  # the pass at hand; see the module's docstring
+    def __init__(self):  # called in each thread; a default of the class is all that older compilers would see
+        self.current: Pass | None = None  # the pass at hand; see the module's docstring
 
 
 _thread = _Thread()

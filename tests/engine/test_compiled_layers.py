@@ -1,6 +1,7 @@
 """Layers through torch.compile: the same tokens, one compilation per shape, and a model that is left as it was."""
 
 import dataclasses
+import threading
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny import ragged_prompts, tiny_model
 from torch._dynamo.utils import counters
 
 import bass_core as bass
-from bass_core import compiled_layers, randomness, recorded_step
+from bass_core import attention, compiled_layers, randomness, recorded_step
 from bass_core.graphs import NothingReadByHost, NotRecordable
 
 PROMPTS = ragged_prompts(5, 11)
@@ -207,3 +208,12 @@ def test_recorded_and_compiled_steps_have_the_same_columns(monkeypatch):
     use_on_cpu(monkeypatch)
     recorded, _ = assert_same(pair(), PROMPTS, new=6, draft_length=2)
     assert recorded.trace.summary()["compile"] == "graphs"
+
+
+def test_the_pass_at_hand_is_no_default_of_a_class():
+    """torch 2.11 would compile the default, None, where the thread has a pass."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(attention._thread.current))
+    thread.start()
+    thread.join()
+    assert found == [None] and not hasattr(type(attention._thread), "current")

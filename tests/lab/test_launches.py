@@ -59,7 +59,8 @@ def test_a_layer_is_its_products_attention_and_what_is_fused_between(tables, pha
 @pytest.mark.parametrize(("temperature", "between"), [(0, 1), (1, 5)])
 def test_a_draft_pass_launches_few_kernels_around_its_layers(tables, temperature, between):
     table = tables[f"temperature {temperature}"].query("phase == 'draft'").groupby("place").launches.sum()
-    assert table.around <= 5 * 6 + 1  # plan, embedding, where tokens go, rotary factors, norm, logits
+    # Plan, embedding, where tokens go, rotary factors, norm, logits; torch 2.11 fuses in two more kernels.
+    assert table.around <= 5 * 8 + 1
     assert table.glue <= 5 * between + 13
 
 
