@@ -67,11 +67,12 @@ class Pass:
     packed: Tensor | None = None
     last_only: bool = False
     phase: Phase | None = None
+    first_place: int = field(init=False)
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
 
     def __post_init__(self):
-        self.kernels = kernel_ops.run_on(self.slots.device)
+        self.first_place, self.kernels = self.places.start, kernel_ops.run_on(self.slots.device)
 
     def once(self, make: Callable, *arguments) -> Any:
         """make(this pass, *arguments), worked out once for all layers: masks, work lists."""
@@ -153,12 +154,13 @@ class RaggedLayer(CacheLayerMixin):
                 current.unpack(states.transpose(1, 2)).transpose(1, 2) for states in (key_states, value_states)
             )
             states = key_states, value_states, self.keys, self.values
-            kernel_ops.write_kv(*states, current.slots, current.places.start)
+            kernel_ops.write_kv(*states, current.slots, current.first_place)
         else:
             at = current.once(Pass.written, key_states.shape[1])
             for buffer, states in ((self.keys, key_states), (self.values, value_states)):
                 buffer.view(-1, buffer.shape[3]).index_copy_(0, at, states.reshape(-1, buffer.shape[3]))
-        rows = slice(current.places.start, current.places.stop)
+        # Numbers that the compiler may leave open: a range, it would take for a constant.
+        rows = slice(current.first_place, current.first_place + len(current.slots))
         keys, values = self.keys[rows, :, : current.extent], self.values[rows, :, : current.extent]
         return (keys.contiguous(), values.contiguous()) if self.cache.contiguous else (keys, values)
 

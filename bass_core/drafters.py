@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -170,14 +171,12 @@ class ModelDrafter(Drafter):
         where it is 0 or less. `catch_up` comes before."""
         phase = Phase(context.lengths + (most - 1), most + 1, {})
 
+        context = context._replace(keys=replace(context.keys, fused=self.runner.fused))
+        last, starts, counts = self.runner.fused(_passes)(context.tokens, context.lengths, lengths, most)
+
         def feed(token: Tensor | None, slot: int, lengths: Tensor) -> Tensor:
-            drafting = lengths > slot
-            if token is None:
-                ids, starts = self._last_two(context)
-            else:  # rows that rest stay where they are: further on, a context might have ended
-                ids, starts = self._known(token)[:, None], context.lengths + drafting * (slot - 1)
-            counts = drafting * ids.shape[1]
-            fed = self.runner.feed(ids, starts, counts, extent=extent, last_only=True, phase=phase)
+            ids, options = last if token is None else token[:, None], {"last_only": True, "phase": phase}
+            fed = self.runner.feed(self._known(ids), starts[slot], counts[slot], extent=extent, **options)
             return self._comparable(fed[:, -1])
 
         return self._draw(context, lengths, most, feed)
@@ -202,18 +201,19 @@ class ModelDrafter(Drafter):
         seen = context.seen
         while (slot := len(drawn)) < most:
             logits = feed(drawn[-1].token if drawn else None, slot, lengths)
-            peaks.append(logits.amax(-1))
+            peak, best = logits.max(-1)
+            peaks.append(peak)
             if asks:
                 looked_at += lengths > slot  # before a policy can mistake NaN for doubt
                 lengths = self._stop_rows(policy, logits, slot, lengths)
                 if (most := int(lengths.max())) <= slot:
                     break
-            token, q = self._next_token(logits, context, seen, slot)
+            token, q = self._next_token(logits, best, context, seen, slot)
             drawn.append(_Drawn(token, q, _told(logits, token) if chooses else None))
             seen = None if seen is None else seen.scatter(1, token[:, None], True)
         device = context.tokens.device
-        slots, looked_at = torch.arange(len(peaks), device=device), torch.as_tensor(looked_at, device=device)
-        finite = (torch.stack(peaks, 1).isfinite() | (slots >= looked_at[:, None])).all(1)
+        looked_at = torch.as_tensor(looked_at, device=device)
+        finite = self.runner.fused(_finite)(torch.stack(peaks, 1), looked_at)
         if not drawn:
             return Draft.none(context)._replace(finite=finite)
         tokens = torch.stack([each.token for each in drawn], 1)  # [B, K]
@@ -251,10 +251,7 @@ class ModelDrafter(Drafter):
 
     def _last_two(self, context: Context) -> tuple[Tensor, Tensor]:
         """The last two committed tokens of each row [B, 2] and where they begin [B]."""
-        starts = context.lengths - 2
-        places = starts[:, None] + torch.arange(2, device=starts.device)
-        # Places of a fixed batch that nobody lives in have no tokens.
-        return self._known(context.tokens.gather(1, places.clamp(min=0))), starts
+        return self._known(_last_tokens(context.tokens, context.lengths, 2)), context.lengths - 2
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
         """Logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""
@@ -268,13 +265,14 @@ class ModelDrafter(Drafter):
         return self._comparable(self.runner.feed(*fed, starts_host=context.lengths_host + offset)[:, -1])
 
     def _next_token(
-        self, logits: Tensor, context: Context, seen: Tensor | None, slot: int
+        self, logits: Tensor, best: Tensor, context: Context, seen: Tensor | None, slot: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The next draft token [B] and the distribution it came from [B, V] over the target's ids."""
+        """The next draft token [B] and the distribution it came from [B, V] over the target's ids. best [B]: the ids of
+        the largest logits."""
         seen = None if seen is None else seen[:, : logits.shape[-1]]
         if self.params.greedy:
             q = self._q(logits, self.params.at_temperature_one, seen) if self.keep_q else None
-            return sampling.penalise(logits, self.params, seen).argmax(-1), q
+            return best if seen is None else sampling.penalise(logits, self.params, seen).argmax(-1), q
         q = self._q(logits, self.params, seen)
         if self.coupled:
             return perturbed_choice(q, context.noise[:, slot]), q
@@ -307,6 +305,28 @@ class ModelDrafter(Drafter):
             return  # nothing was fed
         # All drafted tokens but the last were fed; the accepted of these are right.
         self.cached[: len(before)] += np.minimum(accepted, np.maximum(draft.lengths_host - 1, 0))
+
+
+def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """The last `count` of each row's tokens: [B, count]."""
+    places = lengths[:, None] - count + torch.arange(count, device=lengths.device)
+    return tokens.gather(1, places.clamp(min=0))  # places of a fixed batch that nobody lives in have no tokens
+
+
+def _passes(tokens: Tensor, committed: Tensor, lengths: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The last two tokens of each row [B, 2]; where rows begin in each pass of a draft phase, and how many tokens they
+    submit to it: [most, B]."""
+    slots = torch.arange(most, device=lengths.device)[:, None]
+    drafting, first = lengths > slots, slots == 0
+    # Rows that rest stay where they are: further on, a context might have ended.
+    starts = torch.where(first, committed - 2, committed + drafting * (slots - 1))
+    return _last_tokens(tokens, committed, 2), starts, drafting * (1 + first.long())
+
+
+def _finite(peaks: Tensor, looked_at: Tensor) -> Tensor:
+    """Whether all logits were numbers: bool [B]. peaks [B, K]: the largest of each slot; looked_at [B]: at how many."""
+    slots = torch.arange(peaks.shape[1], device=peaks.device)
+    return (peaks.isfinite() | (slots >= looked_at[:, None])).all(1)
 
 
 class _Drawn(NamedTuple):

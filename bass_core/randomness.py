@@ -11,6 +11,8 @@ walks every branch (tests/support/oracle.py).
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -50,6 +52,11 @@ class Key:
     together: StepKeys | None = None  # where this key's numbers are worked out with others
 
 
+def as_it_is(function: Callable) -> Callable:
+    """Not compiled."""
+    return function
+
+
 @dataclass(frozen=True)
 class StepKeys:
     """The keys of one step of some rows: drafts, acceptances and the target's token, for `slots` slots each.
@@ -60,6 +67,7 @@ class StepKeys:
     stream: Tensor  # int64 [B]
     counter: Tensor  # int64 [B]
     slots: int
+    fused: Callable[[Callable], Callable] = as_it_is  # makes one region of what is done to small tensors
 
     def draft(self, slot: int) -> Key:
         """For x_{slot + 1} of each row."""
@@ -76,10 +84,7 @@ class StepKeys:
     @cached_property
     def _numbers(self) -> Tensor:
         """Uniform numbers by (row, slot, purpose): [B, slots, 4]."""
-        slots = torch.arange(self.slots, device=self.stream.device)[:, None]
-        purposes = torch.arange(len(Purpose) + 1, device=self.stream.device)
-        words = (slots * 8 + purposes) * _GOLDEN
-        return _unit(_mix(_mix(self.stream + self.counter * _GOLDEN)[:, None, None] + words))
+        return self.fused(_step_numbers)(self.stream, self.counter, _words(self.slots, self.stream.device))
 
     def numbers(self, purpose: Purpose, slot: int | Tensor) -> Tensor:
         """[B] for one slot, [B, J] for slots 0 … J - 1."""
@@ -96,6 +101,19 @@ def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * _MIX_1
     x = (x ^ _shift_right(x, 27)) * _MIX_2
     return x ^ _shift_right(x, 31)
+
+
+@functools.lru_cache(maxsize=64)
+def _words(slots: int, device: torch.device) -> Tensor:
+    """What slots and purposes add to a row's counter: [slots, 4]. Made once: a compiler takes products of places for
+    places in memory, and those do not wrap around."""
+    with torch.inference_mode(False):
+        slot, purpose = torch.arange(slots, device=device)[:, None], torch.arange(len(Purpose) + 1, device=device)
+        return (slot * 8 + purpose) * _GOLDEN
+
+
+def _step_numbers(stream: Tensor, counter: Tensor, words: Tensor) -> Tensor:
+    return _unit(_mix(_mix(stream + counter * _GOLDEN)[:, None, None] + words))
 
 
 def stream(seed: int, row: int) -> int:
@@ -136,14 +154,18 @@ def uniform(key: Key) -> Tensor:
     return _unit(_bits(key))
 
 
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+def inverse_cdf(probs: Tensor, u: Tensor, fused: Callable[[Callable], Callable] = as_it_is) -> Tensor:
     """First id with cumsum > u * total, never an id of probability zero.
 
     probs: [B, V], non-negative, need not sum to one. u: [B], as `uniform` makes them. Returns int64 [B].
     """
     # In float64: a float32 cumsum returns an impossible id in 27% of top-50 rows at the largest u. And u is at most
-    # 1 - 2^-52, so that u * total always rounds below the total.
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    # 1 - 2^-52, so that u * total always rounds below the total. The sum is torch's own in any case: compilers make one
+    # that depends on which block comes first.
+    return fused(_first_beyond)(probs.cumsum(-1, dtype=torch.float64), probs, u)
+
+
+def _first_beyond(cumulative: Tensor, probs: Tensor, u: Tensor) -> Tensor:
     ids = torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
     ids = ids.clamp(max=probs.shape[-1] - 1)  # NaN sorts last; such rows are refused later, but ids index memory now
     if probs.is_cuda:  # a parallel scan need not be monotone to the last bit, where probability 0 adds nothing
@@ -153,7 +175,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 def draw(probs: Tensor, key: Key) -> Tensor:
     """One id per row by inverse CDF over ascending ids. probs [B, V] -> int64 [B]."""
-    return inverse_cdf(probs, uniform(key))
+    return inverse_cdf(probs, uniform(key), as_it_is if key.together is None else key.together.fused)
 
 
 def accept(probability: Tensor, key: Key) -> Tensor:

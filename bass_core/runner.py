@@ -7,14 +7,14 @@ else thinks about padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import attention, compiled_layers
+from bass_core import attention, compiled_layers, side_by_side
 from bass_core.cache import Pass, Phase, RaggedCache
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
@@ -25,6 +25,20 @@ PACKED_BELOW = 0.85  # share of [B, Q] that is submitted, below which packing re
 def packs(query_lengths: Sequence[int], width: int) -> bool:
     """Whether a pass over rows that submit so many tokens each, of `width` at most, is worth packing."""
     return 0 < sum(query_lengths) < PACKED_BELOW * len(query_lengths) * width
+
+
+def _places(ids: Tensor, starts: Tensor, counts: Tensor, scratch_slot: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions and slots [B, Q] of tokens, and the rows' ends [B], where row b submits its first counts[b]."""
+    ends = starts + counts
+    wanted = starts[:, None] + torch.arange(ids.shape[1], device=ids.device)
+    return *_within(wanted, ends, scratch_slot), ends
+
+
+def _within(wanted: Tensor, ends: Tensor, scratch_slot: int) -> tuple[Tensor, Tensor]:
+    """Positions and slots [B, Q] of tokens at the wanted positions, of which those from `ends` [B] on are padding."""
+    # A padding query repeats its row's last valid position: at the end of the context there is no next one.
+    positions = torch.minimum(wanted, ends[:, None] - 1).clamp(min=0)
+    return positions, wanted.where(wanted < ends[:, None], scratch_slot)
 
 
 class Runner:
@@ -41,6 +55,8 @@ class Runner:
         layers = model.config.get_text_config().num_hidden_layers
         self.cache = RaggedCache(layers, max_rows, capacity, contiguous=path == "eager")
         self.compiled = compiled
+        # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
+        self._siblings = side_by_side.arrange(model) if compiled or model.device.type == "cuda" else []
         self._context = attention.context_length(model)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
@@ -58,6 +74,10 @@ class Runner:
         else:
             with attention.using(self.model, self.path):
                 yield
+
+    def fused(self, function: Callable) -> Callable:
+        """A function of tensors, compiled as one region if this runner compiles."""
+        return compiled_layers.region(function) if self.compiled else function
 
     def feed(
         self,
@@ -85,9 +105,9 @@ class Runner:
         """
         known, width = starts_host is not None, ids.shape[1]
         places = range(len(ids)) if places is None else places
-        wanted = positions = slots = starts[:, None] + torch.arange(width, device=ids.device)  # [B, Q]
         kv_lengths, flat = None, None
         if known:
+            wanted = positions = slots = starts[:, None] + torch.arange(width, device=ids.device)  # [B, Q]
             full = min(query_lengths) == width
             ends = starts + (width if full else torch.tensor(query_lengths, device=ids.device))  # [B]
             kv_lengths = [int(start + length) for start, length in zip(starts_host, query_lengths, strict=True)]
@@ -95,15 +115,13 @@ class Runner:
             if packed is None:
                 packed = self.path != "eager" and not last_only and packs(query_lengths, width)
             flat = self._submitted(query_lengths, width) if packed else None
+            if not full:
+                positions, slots = _within(wanted, ends, self.cache.scratch_slot)
+            if min(starts_host) < 0:
+                slots = slots.where(wanted >= 0, self.cache.scratch_slot)
+                positions = positions.clamp(min=0)
         else:
-            full, ends = False, starts + query_lengths
-        if not full:
-            # A padding query repeats its row's last valid position: at the end of the context there is no next one.
-            slots = slots.where(wanted < ends[:, None], self.cache.scratch_slot)
-            positions = torch.minimum(wanted, ends[:, None] - 1).clamp(min=0)
-        if known and min(starts_host) < 0:
-            slots = slots.where(wanted >= 0, self.cache.scratch_slot)
-            positions = positions.clamp(min=0)
+            positions, slots, ends = self.fused(_places)(ids, starts, query_lengths, self.cache.scratch_slot)
         where, seen = (positions, slots, starts, ends), (places, extent, self.cache.slots)
         return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase))
 
@@ -134,14 +152,23 @@ class Runner:
 
     def _forward(self, ids: Tensor, current: Pass) -> Tensor:
         fixed = current.kv_lengths is None
-        layers = compiled_layers.using(self.model, self.cache) if self.compiled and fixed else nullcontext()
-        with self.cache.explaining(), self.prepared(), layers:
+        with self.cache.explaining(), self.prepared(), self._layers(fixed):
             for kind in self._shared if fixed else ():
                 current.once(*kind)  # before the layers, of which compiled code sees one at a time
             logits = attention.forward(self.model, self.path, ids, current, self.cache)
         if not fixed:
             self._shared = tuple(current.shared)
         return logits
+
+    @contextmanager
+    def _layers(self, fixed: bool) -> Iterator[None]:
+        """Layers run compiled inside, if this runner compiles them and the pass has a fixed shape."""
+        if not (self.compiled and fixed):
+            yield
+            return
+        products = [change for group in self._siblings for change in side_by_side.together(group)]
+        with attention.changed(products), compiled_layers.using(self.model, self.cache):
+            yield
 
     def release(self) -> None:
         """Free the cache's memory."""

@@ -86,7 +86,7 @@ def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = 
     if params.is_cold:  # the quotient could overflow: the maximum goes first; and the temperature be 0 in float32
         colder = (logits - logits.amax(-1, keepdim=True)).double() / params.temperature
         logits = colder.to(logits.dtype)
-    else:
+    elif params.temperature != 1:
         logits = logits / params.temperature
     if 0 < params.top_k < logits.shape[-1]:
         smallest_kept = logits.topk(params.top_k, dim=-1).values[..., -1:]

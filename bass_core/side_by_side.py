@@ -1,0 +1,108 @@
+"""Weights that multiply the same input, side by side in memory: one product then does the work of two or three.
+
+Queries, keys and values are three products of one input, gate and up of an MLP are two. `arrange` moves such weights
+into one tensor, of which the model's own parameters become views: they stay the objects that they are and hold what
+they held, no copy is kept, and nothing has to be taken back.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+Group = list[nn.Linear]
+
+
+def arrange(model: nn.Module) -> list[Group]:
+    """Move the weights of sibling products next to each other; the groups that now are. Left alone is what somebody
+    hooks, wraps, quantises, ties or keeps elsewhere."""
+    users = Counter(_place(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    found = []
+    for module in model.modules():
+        for names in SIBLINGS:
+            group = [getattr(module, name, None) for name in names]
+            if all(map(_is_plain, group)) and _arranged(group, users):
+                found.append(group)
+    return found
+
+
+def together(group: Group) -> list[tuple[dict, str, Any]]:
+    """The changes (`attention.changed`) under which each of the group is a part of one product. None where its weights
+    have been moved apart, or somebody stands in for one of its products."""
+    weight = _whole([part.weight for part in group])
+    bias = None if group[0].bias is None else _whole([part.bias for part in group])
+    if weight is None or (bias is None) != (group[0].bias is None) or any("forward" in vars(part) for part in group):
+        return []
+    changes, first = [], 0
+    for part in group:
+        own = {"_whole": (weight, bias), "_first": first, "forward": types.MethodType(_part, part)}
+        changes += [(vars(part), name, value) for name, value in own.items()]
+        first += part.out_features
+    return changes
+
+
+def _part(self: nn.Linear, x: Tensor) -> Tensor:
+    """This module's share of the product with all weights; compilers see that the others' is the same product."""
+    return F.linear(x, *self._whole)[..., self._first : self._first + self.out_features]
+
+
+def _is_plain(part: nn.Module | None) -> bool:
+    if type(part) is not nn.Linear or "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
+        return False
+    tensors = [part.weight] if part.bias is None else [part.weight, part.bias]
+    return all(
+        each.is_contiguous()
+        and each.device.type != "meta"
+        and not each.is_inference()
+        and not is_traceable_wrapper_subclass(each)
+        for each in tensors
+    )
+
+
+def _arranged(group: Group, users: Counter) -> bool:
+    """Whether the parameters of a group lie side by side, now if not before."""
+    if len({(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in group}) > 1:
+        return False
+    kinds = [[part.weight for part in group]] + [[part.bias for part in group]] * (group[0].bias is not None)
+    apart = [parameters for parameters in kinds if _whole(parameters) is None]
+    if not all(_is_alone(each) and users[_place(each)] == 1 for parameters in apart for each in parameters):
+        return False
+    for parameters in apart:
+        _move(parameters)
+    return True
+
+
+@torch.inference_mode(False)
+def _move(parameters: Sequence[nn.Parameter]) -> None:
+    one = torch.cat([each.detach() for each in parameters])
+    for each, part in zip(parameters, one.split([len(each) for each in parameters]), strict=True):
+        each.data = part
+
+
+def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """All of them as one tensor, if they lie side by side."""
+    first = parameters[0]
+    storage, end = first.untyped_storage(), first.storage_offset()
+    for each in parameters:
+        if each.untyped_storage()._cdata != storage._cdata or each.storage_offset() != end or not each.is_contiguous():
+            return None
+        end += each.numel()
+    return first.detach().as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+
+
+def _is_alone(parameter: nn.Parameter) -> bool:
+    """Whether its memory holds nothing else."""
+    return parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def _place(parameter: Tensor) -> tuple[int, int]:
+    return parameter.untyped_storage()._cdata, parameter.storage_offset()

@@ -1,0 +1,71 @@
+"""What a step launches on a GPU that is not there."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pandas as pd
+import pytest
+
+PROGRAM = """
+import torch
+from bass_lab.measure import launches
+
+tables = {}
+for temperature in (0.0, 1.0):
+    table = launches.launches(*launches.named("paper-7.8b", layers=2), temperature=temperature)
+    tables[f"temperature {temperature:.0f}"] = table
+tables["as they are"] = launches.launches(*launches.named("paper-7.8b", layers=2), compiled=False)
+counted = launches._Counted()
+with launches._absent_gpu(counted), counted.fake:
+    x = torch.empty(8, 64, device="cuda")
+    with counted, counted.at("plain", ""):
+        y = (x.view(64, 8).T + 1).to(torch.float32).contiguous()  # a sum and a copy; views and no conversion
+        y.add_(1)
+        torch.empty_like(y)
+    region = torch.compile(lambda x: (x @ x.T).softmax(-1).exp() @ x, backend=counted.compile, fullgraph=True)
+    with counted.at("region", ""):
+        region(x)
+        region(x)
+named = zip(("phase", "place", "what", "launches"), zip(*[(*key, count) for key, count in counted.launches.items()]))
+tables["by hand"] = __import__("pandas").DataFrame(dict(named))
+print(__import__("json").dumps({name: table.to_json() for name, table in tables.items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def tables():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = json.loads(done.stdout.splitlines()[-1])
+    return {name: pd.read_json(io.StringIO(table)) for name, table in lines.items()}
+
+
+def test_operators_count_where_they_fill_memory_and_regions_by_their_code(tables):
+    table = tables["by hand"].set_index(["phase", "what"]).launches
+    assert table["plain"].to_dict() == {"add": 1, "clone": 1, "add_": 1}
+    assert table["region"].to_dict() == {"product": 2 * 2, "fused": 2 * 1}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("phase", ["draft", "verify"])
+def test_a_layer_is_its_products_attention_and_what_is_fused_between(tables, phase, temperature):
+    table = tables[f"temperature {temperature}"].query("phase == @phase and place == 'layers'")
+    each = table.set_index("what").each.to_dict()
+    assert each == {"product": 4, "fused": 5, "_write_token": 1, "_attend_pieces": 1, "_reduce": 1}
+
+
+@pytest.mark.parametrize(("temperature", "between"), [(0, 1), (1, 5)])
+def test_a_draft_pass_launches_few_kernels_around_its_layers(tables, temperature, between):
+    table = tables[f"temperature {temperature}"].query("phase == 'draft'").groupby("place").launches.sum()
+    # Plan, embedding, where tokens go, rotary factors, norm, logits; torch 2.11 fuses in two more kernels.
+    assert table.around <= 5 * 8 + 1
+    assert table.glue <= 5 * between + 13
+
+
+def test_compiling_spares_launches(tables):
+    def of(name):
+        return tables[name].query("place == 'layers'").launches.sum()
+
+    assert of("temperature 0") < of("as they are") / 2
