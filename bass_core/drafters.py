@@ -169,10 +169,9 @@ class ModelDrafter(Drafter):
     def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before."""
-        phase = Phase(context.lengths + (most - 1), most + 1, {})
-
         context = context._replace(keys=replace(context.keys, fused=self.runner.fused))
-        last, starts, counts = self.runner.fused(_passes)(context.tokens, context.lengths, lengths, most)
+        last, starts, counts, ends = self.runner.fused(_passes)(context.tokens, context.lengths, lengths, most)
+        phase = Phase(ends, most + 1, {})
 
         def feed(token: Tensor | None, slot: int, lengths: Tensor) -> Tensor:
             ids, options = last if token is None else token[:, None], {"last_only": True, "phase": phase}
@@ -313,14 +312,14 @@ def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
     return tokens.gather(1, places.clamp(min=0))  # places of a fixed batch that nobody lives in have no tokens
 
 
-def _passes(tokens: Tensor, committed: Tensor, lengths: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
+def _passes(tokens: Tensor, committed: Tensor, lengths: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The last two tokens of each row [B, 2]; where rows begin in each pass of a draft phase, and how many tokens they
-    submit to it: [most, B]."""
+    submit to it: [most, B]; the keys that they have at its end, at most: [B]."""
     slots = torch.arange(most, device=lengths.device)[:, None]
     drafting, first = lengths > slots, slots == 0
     # Rows that rest stay where they are: further on, a context might have ended.
     starts = torch.where(first, committed - 2, committed + drafting * (slots - 1))
-    return _last_tokens(tokens, committed, 2), starts, drafting * (1 + first.long())
+    return _last_tokens(tokens, committed, 2), starts, drafting * (1 + first.long()), committed + (most - 1)
 
 
 def _finite(peaks: Tensor, looked_at: Tensor) -> Tensor:

@@ -143,4 +143,4 @@ def _poison(session: Session, poison: float) -> None:
     ):
         for buffer in runner.cache.buffers():
             for place in range(live):
-                buffer[place, known[place] :] = poison
+                buffer[place, :, known[place] :] = poison

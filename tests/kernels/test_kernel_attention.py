@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory, shuffled_programs
-from launches import counted
+from kernel_launches import counted
 
 import bass_kernels
 from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention

@@ -1,7 +1,7 @@
 """Steps of fixed shapes over the Triton kernels, in Triton's interpreter: what a CUDA graph would hold of them."""
 
 import pytest
-from launches import counted
+from kernel_launches import counted
 from recording import use_fixed_steps, use_on_cpu
 from tiny import ragged_prompts, tiny_model
 

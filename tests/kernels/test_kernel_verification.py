@@ -7,7 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from launches import counted
+from kernel_launches import counted
 
 from bass_core import kernel_ops, randomness, sampling, verification
 from bass_core.drafters import Draft

@@ -143,7 +143,7 @@ def test_stale_slots_never_matter(monkeypatch, path, poison, architecture):
         for runner, known in ((session.target, lengths - 1), (session.drafter.runner, session.drafter.cached)):
             for buffer in runner.cache.buffers():
                 for place in range(session.rows.max_rows):
-                    buffer[place, known[place] if place < live else 0 :] = poison
+                    buffer[place, :, known[place] if place < live else 0 :] = poison
                     poisoned.append(place)
         return event
 

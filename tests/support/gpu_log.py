@@ -28,9 +28,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid not in done]
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
-        return
-    line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)} | HERE
-    with LOG.open("a") as log:
-        log.write(json.dumps(line | {"text": report.longreprtext[-4000:]}) + "\n")
+class _Log:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)} | HERE
+        with LOG.open("a") as log:
+            log.write(json.dumps(line | {"text": report.longreprtext[-4000:]}) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # what xdist's workers report, the process that started them hears, too
+        config.pluginmanager.register(_Log())

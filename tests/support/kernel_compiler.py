@@ -3,7 +3,8 @@
 A stand-in driver names the GPU to compile for; the launchers are then called as they are, with tensors that have shapes
 and no memory, and every launch is a compilation. Registers, shared memory and machine code are read with the tools that
 triton brings. Run as a program (in a process of its own, without TRITON_INTERPRET, under which nothing compiles):
-`python tests/support/kernel_compiler.py 90` prints one JSON line per case.
+`python tests/support/kernel_compiler.py 90` prints one JSON line per case; with `few` behind it only some, in float16,
+which older GPUs have, too.
 """
 
 from __future__ import annotations
@@ -151,6 +152,12 @@ def cases() -> Iterator[dict]:
         yield {"head_dim": 128, "query_length": 5, "function": function}
 
 
+def few_cases() -> Iterator[dict]:
+    for head_dim, query_length in ((64, 17), (128, 1), (128, 5), (256, 5)):
+        yield {"head_dim": head_dim, "query_length": query_length, "dtype": "float16"}
+    yield {"head_dim": 128, "query_length": 5, "dtype": "float32"}
+
+
 def attend(
     head_dim,
     query_length,
@@ -177,14 +184,14 @@ def attend(
     getattr(bass_kernels, f"{function}_attention")(query, key, value, starts, kv_lengths, **extra, **flags)
 
 
-def others() -> None:
+def others(half: torch.dtype = torch.bfloat16) -> None:
     """The kernels around attention: the cache's, and fused verification's."""
     import bass_kernels
 
     make = functools.partial(torch.empty, device="meta")
-    states, cache = make(8, 8, 5, 128, dtype=torch.bfloat16), make(8, 8, 4096, 128, dtype=torch.bfloat16)
+    states, cache = make(8, 8, 5, 128, dtype=half), make(8, 8, 4096, 128, dtype=half)
     bass_kernels.write_kv(states, states, cache, cache, make(8, 5, dtype=torch.int64))
-    for temperature, dtype in ((0.0, torch.bfloat16), (0.8, torch.bfloat16), (1.0, torch.float32)):
+    for temperature, dtype in ((0.0, half), (0.8, half), (1.0, torch.float32)):
         logits, q = make(8, 6, 128256, dtype=dtype), make(8, 5, 128256)
         drafted, lengths = make(8, 5, dtype=torch.int64), make(8, dtype=torch.int64)
         numbers = make(8, 5, dtype=torch.float64), make(8, dtype=torch.float64)
@@ -203,7 +210,7 @@ def tile_of(head_dim, query_length, dtype="bfloat16", group=4, deterministic=Fal
     return tiles.choose(query_length * group, head_dim, getattr(torch, dtype), deterministic)._asdict()
 
 
-def main(capability: int) -> None:
+def main(capability: int, few: bool) -> None:
     from bass_kernels import launching
 
     triton.runtime.driver.set_active(StandIn(capability))
@@ -215,12 +222,12 @@ def main(capability: int) -> None:
             seen.add(kernel.hash)
             print(json.dumps(about | resources(kernel)), flush=True)
 
-    for case in cases():
+    for case in few_cases() if few else cases():
         for kernel in compiled_launches(functools.partial(attend, **case)):
             show(kernel, case | tile_of(**case))
-    for kernel in compiled_launches(others):
+    for kernel in compiled_launches(functools.partial(others, torch.float16) if few else others):
         show(kernel, {})
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), few="few" in sys.argv[2:])

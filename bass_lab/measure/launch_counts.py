@@ -1,6 +1,6 @@
 """How many kernels a decode step launches on an H100, counted on a machine without one.
 
-    python -m bass_lab.measure.launches          # the GPU benchmark's pair, batch 8, five drafts, layers compiled
+    python -m bass_lab.measure.launch_counts          # the GPU benchmark's pair, batch 8, five drafts, layers compiled
 
 The step runs over *fake* tensors: of the real sizes, on a device "cuda", without memory. Three things are counted:
 
