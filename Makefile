@@ -39,10 +39,12 @@ QUICK = tests/kernels/test_interpreter.py tests/kernels/test_kernel_compile.py t
 	tests/engine/test_compiled_layers.py tests/law/test_greedy_identity.py tests/lab/test_bench_gpu.py
 
 test-oldest: .venv-oldest/.installed ## run what a GPU box runs first, on the oldest versions we promise (downloads 3 GB)
-	PYTHONPATH=.:kernels .venv-oldest/bin/python -m pytest -n auto --dist loadfile $(or $(ARGS),$(OLDEST_TESTS))
 
 test-oldest-quick: .venv-oldest/.installed ## the same in a few minutes: kernels, recorded and compiled steps, identity
-	PYTHONPATH=.:kernels .venv-oldest/bin/python -m pytest -n auto --dist loadfile $(QUICK)
+
+test-oldest-quick: OLDEST_TESTS = $(QUICK)
+test-oldest test-oldest-quick:
+	PYTHONPATH=.:kernels .venv-oldest/bin/python -m pytest -n auto --dist loadfile $(or $(ARGS),$(OLDEST_TESTS))
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

@@ -148,8 +148,6 @@ def _load_model(
     try:
         with _progress_only_for_people():
             config, revision = _checked_config(name, trust_remote_code)
-            # Gemma 2 caps its scores; sdpa, which transformers 5.17 takes, drops that in silence.
-            capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
             model, report = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -157,7 +155,7 @@ def _load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
-                **({"attn_implementation": "eager"} if capped else {}),
+                **attention_of(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
@@ -175,6 +173,13 @@ def _load_model(
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{str(name)!r} has NaN or infinite values in {key}; the checkpoint is damaged")
     return model.to(device).eval()
+
+
+def attention_of(config: PreTrainedConfig) -> dict[str, str]:
+    """What `from_pretrained` and `from_config` have to be told, so that a model computes what its config says."""
+    # Gemma 2 caps its scores; sdpa, which transformers 5.17 takes, drops that in silence.
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return {"attn_implementation": "eager"} if capped else {}
 
 
 def _checked_config(name: str | Path, trust_remote_code: bool) -> tuple[PreTrainedConfig, str]:

@@ -27,8 +27,7 @@ class Part:
         self.file = file
         about = describe_environment()
         self.here = {name: about[name] for name in ("device", "torch", "transformers", "commit")}
-        lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
-        self.done = {line["case"] for line in lines if self.here.items() <= line.items() and "failed" not in line}
+        self.done = {line["case"] for line in records.earlier(file, self.here) if "failed" not in line}
         self.failed: list[str] = []  # cases of this run
 
     def add(self, case: str, measure: Callable[[], dict]) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bass_core.drafters import NgramDrafter
-from bass_core.models import ASSETS, ModelPair, check_config, load_pair, place
+from bass_core.models import ASSETS, ModelPair, attention_of, check_config, load_pair, place
 
 WEIGHTS = ("hub", "dummy")
 
@@ -143,7 +143,8 @@ def dummy_model(
     """
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        options = {"dtype": dtype, "trust_remote_code": trust_remote_code, **attention_of(config)}
+        model = AutoModelForCausalLM.from_config(config, **options)
     _check_memory(model, device)
     model.to_empty(device=device)
     model.tie_weights()  # moving has untied them

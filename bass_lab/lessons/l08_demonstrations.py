@@ -13,16 +13,16 @@ import torch
 
 from bass_core.generation import generate
 from bass_core.models import ModelPair
-from bass_lab.measure.gpu_benchmark import CONTEXT, NEW
+from bass_lab.measure.gpu_benchmark import CONTEXT, NEW, PAPER_MS
 from bass_lab.measure.gpu_records import GpuRecord
-from bass_lab.measure.roofline import A100_BANDWIDTH, H100, Device, Roofline, Workload, utilisation
+from bass_lab.measure.roofline import H100, Device, Roofline, Workload, utilisation
 from bass_lab.named_pairs import SHAPES, named_config
 
 PAPER = {  # arXiv 2404.15778, abstract
     "models": "7.8B target",
     "device": "one A100",
     "batch": 8,
-    "mean ms per token": 5.8,
+    "mean ms per token": PAPER_MS,
     "tokens/s": 1100.0,
     "over regular": 2.15,
 }
@@ -151,10 +151,3 @@ def _measured(line: NamedTuple) -> dict:
         "bandwidth": used.get("bandwidth"),
         "exact": line.exact,
     }
-
-
-def scaled_to(bandwidth: float) -> tuple[float, float]:
-    """The paper's 5.8 ms per token at another memory bandwidth (bytes/s), from either A100: what it would be if bytes
-    were all that counts. For devices on which a 7.8B model fits."""
-    slow, fast = A100_BANDWIDTH
-    return PAPER["mean ms per token"] * slow / bandwidth, PAPER["mean ms per token"] * fast / bandwidth

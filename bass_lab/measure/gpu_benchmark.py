@@ -32,9 +32,8 @@ from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import Trace
-from bass_lab.checks import plain_decoding
 from bass_lab.measure import gpu_command, records
-from bass_lab.measure.benchmark import transformers_generate
+from bass_lab.measure.benchmark import greedy_alone, transformers_generate
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_command import DeviceLost
 from bass_lab.measure.gpu_plan import DRY, PEERS, PROBE, REGULAR, Group, Way, plan, policy_of
@@ -349,12 +348,12 @@ def checked(device: str, compile: str, new: int = 24) -> dict:
     """
     pair, options = load_pair(device=device, dtype="float32"), {"max_new_tokens": new, "eos_token_id": ()}
     prompts = inputs.token_ids(pair, prompt_set("mini", 4))
-    alone = [plain_decoding.greedy(pair.target, prompt, new)[0] for prompt in prompts]
+    alone = greedy_alone(pair, prompts, max_new_tokens=new)
     greedy = generate(pair, prompts, draft_length=3, compile=compile, **options)
     sampled = options | {"temperature": 0.8, "verification": "coupled", "compile": compile}
     regular, coupled = (generate(pair, prompts, draft_length=k, **sampled).sequences for k in (0, 3))
     same = {
-        "greedy": sum(map(torch.equal, (each.cpu() for each in greedy.sequences), (each.cpu() for each in alone))),
+        "greedy": sum(map(torch.equal, greedy.sequences, alone)),
         "coupled": sum(map(torch.equal, coupled, regular)),
     }
     meta = greedy.trace.meta
@@ -469,13 +468,20 @@ def table(lines: Sequence[dict]) -> str:
     return records.text_table(f"{batch}; synthetic: dummy weights", rows)
 
 
+def paper_at(bandwidth: float) -> tuple[float, float]:
+    """The paper's `PAPER_MS` at another memory bandwidth (bytes/s), from either A100: what it would be if bytes were
+    all that counts. For devices on which a 7.8B model fits."""
+    slow, fast = A100_BANDWIDTH
+    return PAPER_MS * slow / bandwidth, PAPER_MS * fast / bandwidth
+
+
 def bounds(pair: ModelPair, group: Group, benchmark: GpuBenchmark) -> str:
     """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
     keys, bandwidth = benchmark.context + benchmark.new / 2, benchmark.device.bandwidth
     roof = 1e3 * Roofline(Workload.of(pair.target), benchmark.device).seconds(group.batch, 1, keys)
     text = f"roofline of regular decoding at the measured bandwidth: {roof:.2f} ms per token"
     if group.shape == "paper-7.8b" and group.batch == 8:
-        low, high = (PAPER_MS * a100 / bandwidth for a100 in A100_BANDWIDTH)
+        low, high = paper_at(bandwidth)
         text += f"; the paper's {PAPER_MS} ms (A100, batch 8, batched) scaled to it: {low:.2f} to {high:.2f} ms"
     return text
 

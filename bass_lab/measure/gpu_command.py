@@ -47,16 +47,8 @@ class Lines:
         device = self.environment["device"]
         self.output = options.output or (None if options.dry_run else records.device_file(kind, device))
         self.written: list[dict] = []
-        self.before = self._before() if options.resume else []
-
-    def _before(self) -> list[dict]:
-        """Lines of an earlier run, cut short, of the same device and commit."""
-        if self.output is None or not self.output.exists():
-            return []
-        records.mend(self.output)
         here = {name: self.environment[name] for name in ("device", "torch", "commit")}
-        lines = map(json.loads, self.output.read_text(encoding="utf-8").splitlines())
-        return [line for line in lines if here.items() <= line.items()]
+        self.before = records.earlier(self.output, here) if options.resume and self.output is not None else []
 
     def has(self, **fields) -> bool:
         """Whether an earlier run that is resumed has measured this: a line with these fields, and no reason."""

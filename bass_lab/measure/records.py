@@ -127,6 +127,16 @@ def mend(path: Path) -> None:
         pass
 
 
+def earlier(path: Path, here: dict) -> list[dict]:
+    """What earlier runs left in this file that has these fields (device and commit, say); none where there is no file.
+    A half line at its end is dropped, as by `mend`."""
+    if not path.exists():
+        return []
+    mend(path)
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if here.items() <= line.items()]
+
+
 @contextmanager
 def _for_more(path: Path) -> Iterator[BinaryIO]:
     """The file at its end, behind whole lines alone; nobody else adds any meanwhile."""

@@ -1,4 +1,4 @@
-"""Layers through torch.compile: the same tokens, one compilation per shape, and a model that is left as it was."""
+"""Layers through torch.compile: the same tokens, few compilations for all shapes, and a model left as it was."""
 
 import dataclasses
 import threading
@@ -14,17 +14,6 @@ from bass_core import attention, compiled_layers, randomness, recorded_step
 from bass_core.graphs import NothingReadByHost, NotRecordable
 
 PROMPTS = ragged_prompts(5, 11)
-
-
-@pytest.fixture
-def traced_only(monkeypatch):
-    """Layers are traced and guarded as ever, and run as they were traced: no C++ is written."""
-    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    monkeypatch.setattr(compiled_layers, "_compiled", {})
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def decode(models, compile, new=12, **options):

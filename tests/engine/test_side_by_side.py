@@ -30,15 +30,6 @@ def groups_of(layer):
     ]
 
 
-@pytest.fixture
-def traced_only(monkeypatch):
-    monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    monkeypatch.setattr(compiled_layers, "_compiled", {})
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def decode(models, compile):
     options = {"draft_length": 2, "max_new_tokens": 8, "eos_token_id": (), "compile": compile}
     return [s.tolist() for s in bass.generate(models, PROMPTS, **options).sequences]

@@ -70,6 +70,16 @@ def test_cases_that_stand_there_are_not_measured_again_and_failed_ones_are(tmp_p
     assert [line.get("failed") for line in lines(tmp_path / "some.jsonl")] == [None, "ValueError: no", None]
 
 
+def test_half_a_line_of_a_stage_that_was_killed_is_dropped(tmp_path):
+    file = tmp_path / "some.jsonl"
+    gpu_parts.Part(file).add("a", lambda: {"value": 1})
+    file.write_text(file.read_text() + '{"case": "b", "val')
+    part = gpu_parts.Part(file)
+    assert part.done == {"a"}
+    part.add("b", lambda: {"value": 2})
+    assert [line["case"] for line in lines(file)] == ["a", "b"]
+
+
 def test_what_came_back_is_collected_under_the_devices_name(monkeypatch, tmp_path):
     monkeypatch.setattr(records, "ROOT", tmp_path)
     (tmp_path / "notebooks/records").mkdir(parents=True)

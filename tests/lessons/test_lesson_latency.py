@@ -6,7 +6,7 @@ import pytest
 
 from bass_lab.lessons import l08_demonstrations, l08_figures
 from bass_lab.lessons import l08_exercises as exercises
-from bass_lab.measure import records
+from bass_lab.measure import gpu_benchmark, records
 from bass_lab.measure.roofline import Device, Roofline, Workload
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -83,7 +83,7 @@ def test_the_paper_stands_beside_with_its_hardware(record):
     assert table.loc["the paper, abstract", "device"] == "one A100"
     assert table.loc["the paper, abstract", "mean ms per token"] == 5.8
     assert len(table) == 7 and table.device.str.contains("EPYC").sum() == 6
-    slow, fast = l08_demonstrations.scaled_to(3.35e12)
+    slow, fast = gpu_benchmark.paper_at(3.35e12)
     assert slow == pytest.approx(2.68, abs=0.01) and fast == pytest.approx(3.46, abs=0.01)
 
 

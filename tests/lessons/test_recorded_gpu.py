@@ -20,6 +20,7 @@ from bass_lab.lessons import (
     l08_figures,
 )
 from bass_lab.lessons.l04_explorer import MODELLED, LengthExplorer
+from bass_lab.measure import gpu_benchmark
 from bass_lab.measure.gpu_records import NONE, gpu_record
 from bass_lab.measure.roofline import H100, MODELS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -157,7 +158,7 @@ def test_the_figure_of_real_sizes_says_that_it_is_synthetic(record):
 def test_the_papers_figure_is_scaled_to_the_recorded_gpu(record):
     gpu = l08_demonstrations.gpu_of(record("gpu"))
     assert gpu.bandwidth == gpu_box.COPY and gpu_box.DEVICE in gpu.name
-    assert l08_demonstrations.scaled_to(gpu.bandwidth)[1] == pytest.approx(5.8)
+    assert gpu_benchmark.paper_at(gpu.bandwidth)[1] == pytest.approx(5.8)
     assert l08_demonstrations.gpu_of(None) is H100
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
+from bass_lab.measure import records
 from bass_lab.provenance import describe_environment
 
 LOG = Path(os.environ["GPU_LOG"])
@@ -15,9 +15,7 @@ HERE = {name: describe_environment()[name] for name in ("device", "commit")}
 
 
 def _passed() -> set[str]:
-    lines = map(json.loads, LOG.read_text().splitlines()) if LOG.exists() else ()
-    same = (line for line in lines if all(line[name] == value for name, value in HERE.items()))
-    return {line["test"] for line in same if line["outcome"] == "passed"}
+    return {line["test"] for line in records.earlier(LOG, HERE) if line["outcome"] == "passed"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,8 +31,7 @@ class _Log:
         if report.when != "call" and report.outcome == "passed":
             return
         line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)} | HERE
-        with LOG.open("a") as log:
-            log.write(json.dumps(line | {"text": report.longreprtext[-4000:]}) + "\n")
+        records.append(LOG, [line | {"text": report.longreprtext[-4000:]}], lambda line: None)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from bass_core import attention
+from bass_core.models import attention_of
 
 VOCABULARY = 97
 CONTEXT = 96
@@ -149,9 +150,7 @@ def tiny_model(
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **(options | changes))
     config._experts_implementation = "eager"  # the grouped kernel has no float64
-    capped = getattr(config, "attn_logit_softcapping", None) is not None
-    chosen = {"attn_implementation": "eager"} if capped else {}  # the sdpa of transformers 5.17 drops the cap
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **chosen).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **attention_of(config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:  # the default scale (0.02) would repeat one token for ever
