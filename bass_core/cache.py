@@ -15,8 +15,7 @@ Everything that touches transformers' cache classes is in this module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -96,6 +95,19 @@ class Pass:
         flat = states.new_zeros(rows * width + 1, *states.shape[2:])
         return flat.index_copy_(0, self.packed, states[0])[:-1].view(rows, width, *states.shape[2:])
 
+    def write(self, states: Tensor, buffer: Tensor) -> None:
+        """Put the pass's keys or values [B, H, Q, D] (packed: [1, H, T, D]) into a buffer [places, H, room, D]."""
+        _, heads, tokens, size = states.shape
+        eager = self.kv_lengths is not None  # else each case is compiled anew
+        if eager and tokens == 1 and self.packed is None and self.first_place == 0:  # the fewest operations
+            buffer.scatter_(2, self.once(Pass.written_slots, heads, size), states)
+        else:
+            buffer.view(-1, size).index_copy_(0, self.once(Pass.written, heads), states.reshape(-1, size))
+
+    def written_slots(self, heads: int, size: int) -> Tensor:
+        """The slots of the pass's tokens, for every number of their keys: int64 [B, H, Q, D]."""
+        return self.slots[:, None, :, None].expand(-1, heads, -1, size)
+
     def written(self, heads: int) -> Tensor:
         """Where the pass's keys go, int64 [B · H · Q] (packed: [H · T]), in a buffer [places, H, room] seen flat."""
         places = torch.arange(self.places.start, self.places.stop, device=self.slots.device)
@@ -156,11 +168,10 @@ class RaggedLayer(CacheLayerMixin):
             states = key_states, value_states, self.keys, self.values
             kernel_ops.write_kv(*states, current.slots, current.first_place)
         else:
-            at = current.once(Pass.written, key_states.shape[1])
-            for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-                buffer.view(-1, buffer.shape[3]).index_copy_(0, at, states.reshape(-1, buffer.shape[3]))
+            current.write(key_states, self.keys)
+            current.write(value_states, self.values)
         # Numbers that the compiler may leave open: a range, it would take for a constant.
-        rows = slice(current.first_place, current.first_place + len(current.slots))
+        rows = slice(current.first_place, current.first_place + current.slots.shape[0])
         keys, values = self.keys[rows, :, : current.extent], self.values[rows, :, : current.extent]
         return (keys.contiguous(), values.contiguous()) if self.cache.contiguous else (keys, values)
 
@@ -176,6 +187,18 @@ class RaggedLayer(CacheLayerMixin):
 
     def buffers(self) -> tuple[Tensor, Tensor] | tuple[()]:
         return (self.keys, self.values) if self.is_initialized else ()
+
+
+class _Explaining(NamedTuple):
+    """A context manager, since entering a function that yields takes five times as long, at each pass."""
+
+    cache: RaggedCache
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError | MemoryError) and (explained := self.cache.explain(error)) is not error:
+            raise explained from error
 
 
 class RaggedCache(Cache):
@@ -223,15 +246,9 @@ class RaggedCache(Cache):
         kind = MemoryError if isinstance(error, MemoryError) else torch.OutOfMemoryError
         return kind(message + ". Lower max_batch_size or max_new_tokens; the next call starts from a clean state")
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explaining(self) -> _Explaining:
         """Errors raised inside are retold by `explain`."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if (explained := self.explain(error)) is error:
-                raise
-            raise explained from error
+        return _Explaining(self)
 
     def grow(self, capacity: int) -> None:
         """Make room for rows of `capacity` positions; what is stored stays where it is."""

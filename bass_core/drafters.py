@@ -58,7 +58,7 @@ class Draft(NamedTuple):
     @classmethod
     def none(cls, context: Context) -> Draft:
         """Nothing drafted: regular decoding."""
-        rows, device = len(context.lengths), context.tokens.device
+        rows, device = len(context.lengths_host), context.tokens.device
         return cls(
             context.tokens[:, :0],
             torch.zeros_like(context.lengths),

@@ -83,7 +83,10 @@ class EagerStep:
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]. planned: the lengths before they
         were cut to what rows may still emit."""
-        return self.drafter.draft(context, lengths, policy) if lengths.any() else Draft.none(context)
+        if not lengths.any():
+            return Draft.none(context)
+        with self.drafter.prepared():
+            return self.drafter.draft(context, lengths, policy)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""
@@ -100,7 +103,7 @@ class EagerStep:
             logits = self.target_pass(context, draft)
             self.options.begin("commit")
         params, p, forced = self.options.params, None, self.options.synthetic
-        if self.options.only_temperature and not self.options.wants_p and verification.can_fuse(logits, draft.probs):
+        if verification.can_fuse(logits, draft.probs) and self.options.only_temperature and not self.options.wants_p:
             drafted = draft.tokens, draft.lengths, draft.probs, draft.finite
             memory, chances = self.rows.memory(context.places), None if forced is None else forced.chances
             options = params.temperature, self.options.all_or_none
@@ -112,13 +115,15 @@ class EagerStep:
             p = sampling.probabilities(logits, params.at_temperature_one, seen) if self.options.wants_p else None
         else:
             p = sampling.probabilities(logits, params, seen)  # [B, K + 1, V]
-            if self.options.rule == "coupled":
+            if self.options.rule != "coupled" and draft.tokens.shape[1] == 0:
+                outcome = verification.regular(p, context.keys)
+            elif self.options.rule == "coupled":
                 choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
                 outcome = verification.matching(draft.tokens, draft.lengths, choices)
             else:
                 rule, q = verification.RULES[self.options.rule], draft.distributions(self.vocabulary)
                 outcome = rule(draft.tokens, draft.lengths, q, p, context.keys)
-        verified = verification.verified(outcome, draft.tokens, draft.lengths, logits, context.lengths)
+        verified = verification.verified(outcome, draft.tokens, draft.lengths, logits)
         if forced is not None:
             verified = forced.impose(verified, draft, context)
         return Decided(self._advance(context, verified, draft), p)
@@ -131,8 +136,8 @@ class EagerStep:
         if self.options.all_or_none:
             fine = (fine if live is None else fine | ~live).all().expand_as(fine)
         self.rows.advance(context.places, verified, fine if live is None else fine & live)
-        flags = torch.stack([verified.accepted, verified.finite.long(), draft.finite.long()], 1)
-        return torch.cat([verified.tokens, flags], 1)
+        flags = verified.accepted, verified.finite, draft.finite
+        return torch.cat([verified.tokens, *(each[:, None] for each in flags)], 1)
 
     def release(self) -> None:
         """Let go of memory of its own."""

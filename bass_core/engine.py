@@ -251,7 +251,7 @@ class Session:
         self.batch.compact()  # what an interrupted step may have left
         for request in self.rows.expired():
             self.batch.end(request, "budget")
-        with self.target.cache.explaining(), self.prepared():
+        with self.target.cache.explaining(), self.target.prepared():
             if self.rows.waiting and self.rows.free:
                 return self._prefill()
             return self._decode() if self.rows.live else StepEvent(self._step, [], [])

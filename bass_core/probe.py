@@ -166,5 +166,5 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 def _plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The model's own forward pass, in evaluation mode: [T, V]."""
-    with evaluating(model):
+    with evaluating(map(vars, model.modules())):
         return model(input_ids=ids, use_cache=False).logits[0]

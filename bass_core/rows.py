@@ -191,14 +191,15 @@ class Rows:
         rows = slice(places.start, places.stop)
         new, lengths = verified.tokens, self.lengths[rows]
         slots = torch.arange(new.shape[1], device=self.device)
-        kept = (slots <= verified.accepted[:, None]) & fine[:, None]
+        moved = (verified.accepted + 1) * fine
+        kept = slots < moved[:, None]
         if self.seen is not None:
             known = self.tokens[rows].gather(1, (lengths[:, None] - 1).clamp(min=0))  # [B, 1], seen already
             self.seen[rows].scatter_(1, torch.where(kept, new, known), True)
         at = torch.where(kept, lengths[:, None] + slots, self.capacity)
         self.tokens[rows].scatter_(1, at, new)
         self.logprobs[rows].scatter_(1, at, verified.logprobs.to(self.logprobs.dtype))
-        lengths.copy_(torch.where(fine, verified.lengths, lengths))
+        lengths += moved
         self.steps[rows] += fine
 
     def rewind(self) -> None:
@@ -225,30 +226,30 @@ class Rows:
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
         columns = np.arange(new_host.shape[1])
         at_host = np.where(columns < emitted[:, None], self.lengths_host[rows, None] + columns, self.capacity)
-        np.put_along_axis(self.tokens_host[rows], at_host, new_host, axis=1)
+        self.tokens_host[np.arange(rows.start, rows.stop)[:, None], at_host] = new_host
         self.lengths_host[rows] += emitted
         self.steps_host[rows] += 1
-        reasons[failed] = "error"
+        reasons |= dict.fromkeys(np.flatnonzero(failed).tolist(), "error")
         commit = Commit(self.live[rows], new_host, accepted_host, emitted)
-        for index in np.flatnonzero(reasons != ""):
-            self._finish(places[index], reasons[index])
+        for index, reason in reasons.items():
+            self._finish(places[index], reason)
         return commit
 
-    def _ends(self, rows: slice, new: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How many of each row's `counts` new tokens are kept, and why the row ends there ("" if it goes on)."""
-        reasons = np.full(len(counts), "", dtype=object)
-        reasons[self.lengths_host[rows] + counts >= self.limits[rows]] = "length"
+    def _ends(self, rows: slice, new: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
+        """How many of each row's `counts` new tokens are kept, and why rows end there, by index."""
+        full = self.lengths_host[rows] + counts >= self.limits[rows]
+        reasons = dict.fromkeys(np.flatnonzero(full).tolist(), "length")
         if len(self.eos):
-            is_eos = np.isin(new, self.eos) & (np.arange(new.shape[1]) < counts[:, None])
+            is_eos = (new[..., None] == self.eos).any(-1) & (np.arange(new.shape[1]) < counts[:, None])
             ends = is_eos.any(1)
             counts = np.where(ends, is_eos.argmax(1) + 1, counts)
-            reasons[ends] = "eos"
+            reasons |= dict.fromkeys(np.flatnonzero(ends).tolist(), "eos")
         if self.stop is not None:
-            for index in np.flatnonzero(counts):
+            for index in np.flatnonzero(counts).tolist():
                 place, count = rows.start + index, int(counts[index])
                 generated = self.tokens_host[place, self.prompt_lengths[place] : self.lengths_host[place]]
                 kept = self.stop.completed_at(np.concatenate([generated, new[index, :count]]), count)
-                if kept is not None and (kept < count or reasons[index] != "eos"):
+                if kept is not None and (kept < count or reasons.get(index) != "eos"):
                     counts[index], reasons[index] = kept, "stop"
         return counts, reasons
 

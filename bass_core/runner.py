@@ -8,7 +8,7 @@ else thinks about padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class Runner:
         # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
         self._siblings = side_by_side.arrange(model) if compiled or model.device.type == "cuda" else []
         self._context = attention.context_length(model)
+        self._switch = attention.Switch(model, path)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
     def __enter__(self) -> Runner:
@@ -66,14 +67,9 @@ class Runner:
     def __exit__(self, *exc) -> None:
         self.release()
 
-    @contextmanager
-    def prepared(self) -> Iterator[None]:
+    def prepared(self) -> AbstractContextManager[None]:
         """Keep the model switched to this runner's path for many passes; nests."""
-        if attention.path_of(self.model) == self.path:
-            yield
-        else:
-            with attention.using(self.model, self.path):
-                yield
+        return nullcontext() if attention.path_of(self.model) == self.path else self._switch.on()
 
     def fused(self, function: Callable) -> Callable:
         """A function of tensors, compiled as one region if this runner compiles."""
@@ -103,8 +99,8 @@ class Runner:
         depends on, and it can be compiled and recorded. It then looks at `extent` slots. An ordinary pass has to come
         first: it makes the cache's buffers, and shows what the layers share.
         """
-        known, width = starts_host is not None, ids.shape[1]
-        places = range(len(ids)) if places is None else places
+        known, (rows, width) = starts_host is not None, ids.shape
+        places = range(rows) if places is None else places
         kv_lengths, flat = None, None
         if known:
             wanted = positions = slots = starts[:, None] + torch.arange(width, device=ids.device)  # [B, Q]
@@ -152,7 +148,8 @@ class Runner:
 
     def _forward(self, ids: Tensor, current: Pass) -> Tensor:
         fixed = current.kv_lengths is None
-        with self.cache.explaining(), self.prepared(), self._layers(fixed):
+        layers = self._compiled_layers() if self.compiled and fixed else nullcontext()
+        with self.cache.explaining(), self.prepared(), layers:
             for kind in self._shared if fixed else ():
                 current.once(*kind)  # before the layers, of which compiled code sees one at a time
             logits = attention.forward(self.model, self.path, ids, current, self.cache)
@@ -161,11 +158,8 @@ class Runner:
         return logits
 
     @contextmanager
-    def _layers(self, fixed: bool) -> Iterator[None]:
-        """Layers run compiled inside, if this runner compiles them and the pass has a fixed shape."""
-        if not (self.compiled and fixed):
-            yield
-            return
+    def _compiled_layers(self) -> Iterator[None]:
+        """Layers run compiled inside."""
         products = [change for group in self._siblings for change in side_by_side.together(group)]
         with attention.changed(products), compiled_layers.using(self.model, self.cache):
             yield

@@ -78,5 +78,4 @@ class SyntheticAcceptance:
             accepted=accepted,
             tokens=tokens,
             logprobs=torch.full_like(verified.logprobs, torch.nan),
-            lengths=context.lengths + accepted + 1,
         )

@@ -31,14 +31,13 @@ class Verified(NamedTuple):
 
     accepted: int64 [B]. tokens: int64 [B, K + 1], accepted drafts, then the target's token, then padding. logprobs
     [B, K + 1]: of `tokens` under the target at temperature 1, in nats. finite: bool [B], the target's logits were
-    numbers wherever the row submitted tokens. lengths: int64 [B], committed tokens afterwards.
+    numbers wherever the row submitted tokens.
     """
 
     accepted: Tensor
     tokens: Tensor
     logprobs: Tensor
     finite: Tensor
-    lengths: Tensor
 
 
 def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys) -> Outcome:
@@ -46,8 +45,6 @@ def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
 
     drafted int64 [B, K], lengths int64 [B], q [B, K, V], p [B, K + 1, V]; keys: the randomness of this step.
     """
-    if drafted.shape[1] == 0:
-        return _regular(p, keys)
     slots = torch.arange(drafted.shape[1], device=drafted.device)  # [K]
     p_x, q_x = _of_drafted(p, drafted), _of_drafted(q, drafted)  # [B, K]
     # p >= q: accept. p < q: accept with probability p/q. First rejection: resample from norm(max(0, p - q)).
@@ -62,8 +59,6 @@ def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
 
     Arguments as for `token`. q must be the distribution that the drafts were really drawn from.
     """
-    if drafted.shape[1] == 0:
-        return _regular(p, keys)
     slots = torch.arange(drafted.shape[1], device=drafted.device)
     p, q = p.double(), q.double()
     ratio = _of_drafted(p, drafted) / _of_drafted(q, drafted)  # [B, K]
@@ -82,8 +77,8 @@ def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
 RULES = {"token": token, "block": block}  # coupled verification compares choices instead: `matching`
 
 
-def _regular(p: Tensor, keys: StepKeys) -> Outcome:
-    """Nothing was drafted: one token from the target's distribution."""
+def regular(p: Tensor, keys: StepKeys) -> Outcome:
+    """Nothing was drafted: one token from the target's distribution, p [B, 1, V]."""
     return Outcome(torch.zeros_like(keys.counter), randomness.draw(p[:, 0], keys.target()))
 
 
@@ -104,16 +99,15 @@ def perturbed_choice(probs: Tensor, gumbel: Tensor) -> Tensor:
     return (probs.log() + gumbel).argmax(-1)
 
 
-def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor, committed: Tensor) -> Verified:
-    """The outcome as tokens with their log-probabilities. logits [B, K + 1, V], the target's; committed int64 [B]."""
+def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor) -> Verified:
+    """The outcome as tokens with their log-probabilities. logits [B, K + 1, V], the target's."""
     accepted, next_token = outcome
     tokens = torch.cat([drafted, next_token[:, None]], 1).scatter(1, accepted[:, None], next_token[:, None])
-    logits = sampling.wide(logits)
-    total = logits.logsumexp(-1)  # [B, K + 1]; finite only if every logit is a number and one is finite
+    logprobs = sampling.wide(logits).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # [B, K + 1]
     slots = torch.arange(tokens.shape[1], device=tokens.device)
-    finite = (total.isfinite() | (slots > lengths[:, None])).all(1)
-    logprobs = logits.gather(-1, tokens[..., None])[..., 0] - total
-    return Verified(accepted, tokens, logprobs, finite, committed + accepted + 1)
+    # One logit that is NaN or +inf, or none that is finite, makes all of a distribution NaN.
+    finite = (~logprobs.isnan() | (slots > lengths[:, None])).all(1)
+    return Verified(accepted, tokens, logprobs, finite)
 
 
 def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
