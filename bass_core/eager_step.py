@@ -90,7 +90,9 @@ class EagerStep:
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""
-        ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
+        ids = context.last_tokens()
+        if draft.tokens.shape[1]:
+            ids = torch.cat([ids, draft.tokens], dim=1)
         starts, starts_host = context.lengths - 1, context.lengths_host - 1
         return self.target.feed(ids, starts, draft.lengths_host + 1, starts_host=starts_host)
 

@@ -89,6 +89,8 @@ def matching(drafted: Tensor, lengths: Tensor, choices: Tensor) -> Outcome:
     argmax(log p + noise) with the noise that the draft used too (coupled verification: the Gumbel coupling of Daliri
     et al. 2024, arXiv 2408.07978). The committed text is the target's own, whatever was drafted.
     """
+    if drafted.shape[1] == 0:
+        return Outcome(torch.zeros_like(lengths), choices[:, 0])
     slots = torch.arange(drafted.shape[1], device=drafted.device)
     accepted = leading((drafted == choices[:, :-1]) & (slots < lengths[:, None]))
     return Outcome(accepted, choices.gather(1, accepted[:, None])[:, 0])
@@ -102,7 +104,9 @@ def perturbed_choice(probs: Tensor, gumbel: Tensor) -> Tensor:
 def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor) -> Verified:
     """The outcome as tokens with their log-probabilities. logits [B, K + 1, V], the target's."""
     accepted, next_token = outcome
-    tokens = torch.cat([drafted, next_token[:, None]], 1).scatter(1, accepted[:, None], next_token[:, None])
+    tokens = next_token[:, None]
+    if drafted.shape[1]:
+        tokens = torch.cat([drafted, tokens], 1).scatter(1, accepted[:, None], tokens)
     logprobs = sampling.wide(logits).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # [B, K + 1]
     slots = torch.arange(tokens.shape[1], device=tokens.device)
     # One logit that is NaN or +inf, or none that is finite, makes all of a distribution NaN.
