@@ -215,7 +215,8 @@ def path_of(model: PreTrainedModel) -> str | None:
 
 
 class Switch:
-    """Switches `model` to an attention path and back. Its modules are looked through once, for many times."""
+    """Switches `model` to an attention path and back. Its modules are looked through once, for many times; modules that
+    it is given later keep their mode."""
 
     def __init__(self, model: PreTrainedModel, path: str):
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]

@@ -100,7 +100,7 @@ class Drafter(ABC):
         """Rows had `before` tokens and accepted that many of the draft."""
 
     def prepared(self) -> AbstractContextManager:
-        """Held while steps run."""
+        """May be held while many steps run, so that what each would prepare for itself is prepared once."""
         return nullcontext()
 
     def grow(self, capacity: int) -> None:
@@ -164,7 +164,8 @@ class ModelDrafter(Drafter):
         def feed(token: Tensor | None, slot: int, lengths: np.ndarray) -> Tensor:
             return self._catch_up(context, rows) if token is None else self._feed(token, context, slot, lengths)
 
-        return self._draw(context, lengths, int(lengths.max()), feed, policy)
+        with self.prepared():
+            return self._draw(context, lengths, int(lengths.max()), feed, policy)
 
     def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
@@ -178,7 +179,8 @@ class ModelDrafter(Drafter):
             fed = self.runner.feed(self._known(ids), starts[slot], counts[slot], extent=extent, **options)
             return self._comparable(fed[:, -1])
 
-        return self._draw(context, lengths, most, feed)
+        with self.prepared():
+            return self._draw(context, lengths, most, feed)
 
     def _draw(
         self,

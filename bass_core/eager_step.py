@@ -83,10 +83,7 @@ class EagerStep:
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]. planned: the lengths before they
         were cut to what rows may still emit."""
-        if not lengths.any():
-            return Draft.none(context)
-        with self.drafter.prepared():
-            return self.drafter.draft(context, lengths, policy)
+        return self.drafter.draft(context, lengths, policy) if lengths.any() else Draft.none(context)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""
