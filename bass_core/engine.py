@@ -91,7 +91,7 @@ class Session:
         on_row_error: str = "raise",
         trace: str = "steps",
     ):
-        self.pair, self.seed = pair, inputs.integer("seed", seed, least=None)
+        self.pair, self.seed = inputs.model_pair(pair), inputs.integer("seed", seed, least=None)
         own = inputs.generation_config(pair.target, generation_config)
         penalty = (own.repetition_penalty or 1.0) if repetition_penalty is None else repetition_penalty
         self.params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
@@ -146,7 +146,7 @@ class Session:
 
     def submit(
         self,
-        prompt: str | Tensor | Sequence[int],
+        prompt: inputs.PromptLike,
         *,
         max_new_tokens: int = 128,
         deadline: float | None = None,
@@ -155,6 +155,7 @@ class Session:
     ) -> Request:
         """Queue a row; it starts at the next step that has a place for it. Returns its handle.
 
+        prompt: a text, a conversation, or token ids, as in `generate`.
         deadline: seconds from now after which the row ends with reason "budget". seed: the session's where None. row:
         its number, one that no row had where None; random numbers are a function of seed and number alone, so that a
         number is free again only once its row has ended. Raises ValueError or TypeError for a prompt that cannot be

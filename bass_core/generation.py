@@ -42,7 +42,7 @@ class Generation:
 
 def generate(
     pair: ModelPair,
-    prompts: str | Sequence[str] | Sequence[Tensor] | Tensor,
+    prompts: inputs.PromptLike | Sequence[inputs.PromptLike],
     *,
     num_return_sequences: int = 1,
     max_new_tokens: int = 128,
@@ -68,7 +68,9 @@ def generate(
 ) -> Generation:
     """Continue every prompt by batched speculative decoding; the text has the target model's law exactly.
 
-    prompts: a text, a list of texts, or a list of 1-D int tensors of token ids (of any lengths).
+    prompts: a text, a conversation ([{"role": …, "content": …}, …], written out by the tokenizer's chat template), 1-D
+        token ids, or a list of these; or what a tokenizer returned of several texts, padding and all (input_ids with
+        their attention_mask). A text that begins with the BOS is not given a second one.
     num_return_sequences: samples per prompt; a prompt is prefilled once.
     temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty (None: the model's own): as in
         transformers, same order.
@@ -98,11 +100,11 @@ def generate(
     logits that are not numbers. Models are left as they were found, caches are freed, also after an error.
     """
     started = time.monotonic()
-    prompts = inputs.prompt_list(prompts)
+    prompts = inputs.token_ids(inputs.model_pair(pair), inputs.prompt_list(prompts))
     samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
-    prompts = inputs.token_ids(pair, prompts)
-    for prompt in prompts:
-        inputs.check_context(pair, len(prompt), inputs.integer("max_new_tokens", max_new_tokens))
+    for index, prompt in enumerate(prompts):
+        with inputs.saying_which(index):
+            inputs.check_context(pair, len(prompt), inputs.integer("max_new_tokens", max_new_tokens))
     budget = None if time_budget is None else inputs.seconds("time_budget", time_budget)
     with Session(
         pair,

@@ -3,21 +3,24 @@
     model.generate(**inputs, custom_generate=bass_generate, draft_model=draft, do_sample=True, num_return_sequences=8)
 
 transformers prepares everything as for its own decoding and calls us in place of its loop. What it prepared is either
-honoured or refused by name: nothing that would change the text is dropped in silence. Four arguments never reach a
-callable, so they can be neither (transformers 5.17 - 5.23, tried):
+honoured or refused by name: nothing that would change the text is dropped in silence. Four arguments of `generate`
+never reach a callable (transformers 5.17 - 5.23, tried). Two are looked up where they stand, in `generate`'s frame:
 
-* `assistant_model` is not used, and `generate` refuses it together with `num_return_sequences`. Pass `draft_model`.
-* `streamer` is given the prompt, then nothing, and its `end` is never called: whoever reads a `TextIteratorStreamer`
-  waits for ever. Pass `on_step`.
-* `tokenizer` is dropped, so `generate` raises for `stop_strings` whether it was passed or not. Use
+* `assistant_model` is the draft model, for a single sequence: `generate` itself refuses it with more. Where neither it
+  nor `draft_model` is given, the call is refused: drafts come from somewhere that the caller chose.
+* `streamer` hears tokens as they are committed, of a single sequence as ever, and of the end, also after an error.
+* `tokenizer` is gone, so `generate` raises for `stop_strings` whether it was passed or not. Use
   `bass_core.generate(..., stop=...)`.
-* `assistant_tokenizer` is dropped: draft and target must share a vocabulary.
+* `assistant_tokenizer` is gone: draft and target must share a vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -27,6 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EosTokenCriteria,
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -42,7 +46,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
@@ -77,6 +81,7 @@ INSTEAD = {
     "use_cache": "the engine always has a cache; leave it out",
     "past_key_values": "the engine brings its own cache; pass the whole text as input_ids",
     "inputs_embeds": "pass token ids (input_ids)",
+    "streamer": "it shows one sequence; pass on_step=…, which is called with the tokens of every row",
     "trace": "it is returned with return_dict_in_generate=True",
 }
 
@@ -98,7 +103,7 @@ def bass_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    draft_model: PreTrainedModel | NgramDrafter | None = None,
+    draft_model: PreTrainedModel | NgramDrafter | str | None = None,
     draft_length: int | DraftLengthPolicy | None = None,
     verification: str = "token",
     attention: str = "auto",
@@ -112,10 +117,12 @@ def bass_generate(
     """For `model.generate(..., custom_generate=bass_generate)`; returns what `generate` does, by BASS.
 
     The named arguments are yours to pass to `model.generate`, and mean what they mean for `bass_core.generate`:
-    draft_model: a smaller model of the same vocabulary, an `NgramDrafter`, or None for n-gram drafting.
+    draft_model: a smaller model of the same vocabulary, an `NgramDrafter`, or "ngram" for one with its defaults; None
+        takes `assistant_model`, and there has to be one.
     draft_length, verification, attention, compile, max_batch_size: as there.
     seed: None draws one from torch's global generator if tokens are sampled, so that `torch.manual_seed` governs.
-    on_step: called with a StepEvent after each step; its rows are those of the output. This is how to stream.
+    on_step: called with a StepEvent after each step; its rows are those of the output. This is how to stream several;
+        for one sequence, transformers' `streamer` does.
     trace: "steps" or "tokens" need return_dict_in_generate=True, whose result holds the trace.
 
     Returns int64 [B * num_return_sequences, P + N] on the input's device: the prompts with their left padding, then the
@@ -127,7 +134,8 @@ def bass_generate(
     Raises ValueError naming any other processor, stopping criterion, generation option or model input, for masks that
     hide anything but left padding, and where `bass_core.generate` does.
     """
-    pair = ModelPair(model, draft_model)
+    pair = ModelPair(model, _drafts_from(draft_model))
+    streamer = _swallowed("streamer")
     _refuse_other_options(generation_config)
     _refuse_other_inputs(model_kwargs)
     _refuse_other_processors(logits_processor, generation_config, input_ids.shape[1])
@@ -138,24 +146,71 @@ def bass_generate(
         _refuse("trace", trace)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ())) if sampling["temperature"] else 0
-    generation = generate(
-        pair,
-        _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")),
-        **stops,
-        **sampling,
-        generation_config=GenerationConfig(),  # the caller's own is honoured or refused above
-        seed=seed,
-        draft_length=draft_length,
-        verification=verification,
-        attention=attention,
-        compile=compile,
-        max_batch_size=max_batch_size,
-        on_step=on_step,
-        trace=trace,
-    )
+    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    with _streaming(streamer, len(prompts), on_step) as told:
+        generation = generate(
+            pair,
+            prompts,
+            **stops,
+            **sampling,
+            generation_config=GenerationConfig(),  # the caller's own is honoured or refused above
+            seed=seed,
+            draft_length=draft_length,
+            verification=verification,
+            attention=attention,
+            compile=compile,
+            max_batch_size=max_batch_size,
+            on_step=told,
+            trace=trace,
+        )
     new = pad_sequence(generation.sequences, batch_first=True, padding_value=pad)  # [B, N]
     sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
     return BassOutput(sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
+
+
+def _swallowed(name: str) -> Any:
+    """An argument that transformers' `generate` was given and hands to no callable; None outside of it."""
+    theirs, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe()
+    while frame is not None and frame.f_code is not theirs:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
+
+
+def _drafts_from(draft_model: PreTrainedModel | NgramDrafter | str | None) -> PreTrainedModel | NgramDrafter:
+    """What was chosen to draft. Raises ValueError where nothing was, or two."""
+    assistant = _swallowed("assistant_model")
+    if draft_model is not None and assistant is not None:
+        raise ValueError("give draft_model or assistant_model: both say where drafts come from")
+    if draft_model is None and assistant is None:
+        raise ValueError(
+            "bass_generate does not guess where drafts come from: pass draft_model=small, a smaller model of the same "
+            'vocabulary, or draft_model="ngram" to look them up in the text'
+        )
+    chosen = assistant if draft_model is None else draft_model
+    return NgramDrafter() if isinstance(chosen, str) and chosen == "ngram" else chosen
+
+
+@contextmanager
+def _streaming(
+    streamer: BaseStreamer | None, rows: int, on_step: Callable[[StepEvent], None] | None
+) -> Iterator[Callable[[StepEvent], None] | None]:
+    """What to call after each step, so that the streamer hears of it, too; it is ended on the way out."""
+    if streamer is None:
+        yield on_step
+        return
+    if rows > 1:
+        _refuse("streamer", type(streamer).__name__)
+
+    def told(event: StepEvent) -> None:
+        for tokens in filter(None, event.new_tokens):
+            streamer.put(torch.tensor(tokens))
+        if on_step is not None:
+            on_step(event)
+
+    try:
+        yield told
+    finally:
+        streamer.end()
 
 
 def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:

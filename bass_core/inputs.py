@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -50,14 +51,35 @@ def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
     return value
 
 
+# A text, a conversation, token ids [P] or [1, P], or what a tokenizer returns.
+PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | Mapping[str, Any]
+
+
+def model_pair(pair: Any) -> ModelPair:
+    """`pair`, if it is one. Raises TypeError that says how to make one of a model."""
+    if isinstance(pair, ModelPair):
+        return pair
+    how = "load_pair() loads one"
+    if isinstance(pair, PreTrainedModel):
+        how = (
+            f"of this {type(pair).__name__} make one: ModelPair(model, small, tokenizer=tokenizer), or without "
+            "`small`, with drafts looked up in the text"
+        )
+    raise TypeError(f"pair must be a ModelPair, got {type(pair).__name__}; {how}")
+
+
 def prompt_list(prompts: Any) -> list:
-    """`prompts` as a list: one text, or a list of texts or of 1-D tensors of token ids."""
-    if isinstance(prompts, str) or (isinstance(prompts, Tensor) and prompts.ndim == 1):
+    """`prompts` as a list: one prompt, a list of them, or rows of token ids with their attention mask, as tokenizers
+    return them (see `prompt_ids` for what a prompt may be)."""
+    if isinstance(prompts, Mapping):
+        return _rows(prompts)
+    one = isinstance(prompts, str) or _is_conversation(prompts)
+    if one or (isinstance(prompts, Tensor) and (prompts.ndim == 1 or (prompts.ndim == 2 and len(prompts) == 1))):
         return [prompts]
     if isinstance(prompts, Tensor) or not isinstance(prompts, Sequence):
         raise TypeError(
-            f"prompts must be a str, a list of str or a list of 1-D token tensors, got {_kind(prompts)}. "
-            "Pass padded batches as a list, each row without its padding"
+            "prompts must be a text, a conversation, 1-D token ids, a list of these, or what a tokenizer returns: "
+            f"input_ids with their attention_mask; got {_kind(prompts)}"
         )
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give at least one prompt")
@@ -65,16 +87,25 @@ def prompt_list(prompts: Any) -> list:
 
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> Tensor:
-    """A prompt as int64 ids [P] on the host, P >= 1, all within the vocabulary."""
-    if isinstance(prompt, str):
+    """A prompt as int64 ids [P] on the host, P >= 1, all within the vocabulary.
+
+    prompt: a text; a conversation, [{"role": …, "content": …}, …], which the tokenizer's chat template writes out, the
+    assistant's turn next (or going on, where the last message is the assistant's); ids [P] or [1, P]; what a tokenizer
+    returns of one text.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = only_row(prompt)
+    elif isinstance(prompt, str) or _is_conversation(prompt):
         if tokenizer is None:
             raise ValueError("text prompts need a tokenizer: ModelPair(..., tokenizer=...), or pass token ids")
         with panics_are_errors():
-            prompt = tokenizer(prompt)["input_ids"]
+            prompt = _text_ids(prompt, tokenizer) if isinstance(prompt, str) else _chat_ids(prompt, tokenizer)
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"a prompt must be a str or a 1-D tensor of token ids, got {_kind(prompt)}") from error
+        raise TypeError(f"a prompt must be a text, a conversation or 1-D token ids, got {_kind(prompt)}") from error
+    if isinstance(prompt, Tensor) and ids.ndim == 2 and len(ids) == 1:
+        ids = ids[0]
     if ids.ndim != 1:
         raise ValueError(f"a prompt must be a 1-D tensor of token ids, got shape {tuple(ids.shape)}")
     if len(ids) == 0:
@@ -88,10 +119,78 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
     return ids
 
 
-def token_ids(pair: ModelPair, prompts: Iterable[str | Tensor]) -> list[Tensor]:
-    """Every prompt as int64 ids on the host, checked as `prompt_ids` does."""
-    vocabulary = pair.target.config.get_text_config().vocab_size
-    return [prompt_ids(prompt, pair.tokenizer, vocabulary) for prompt in prompts]
+def token_ids(pair: ModelPair, prompts: Iterable[Any]) -> list[Tensor]:
+    """Every prompt as int64 ids on the host, checked as `prompt_ids` does; an error says which prompt it is about."""
+    vocabulary, found = pair.target.config.get_text_config().vocab_size, []
+    for index, prompt in enumerate(prompts):
+        with saying_which(index):
+            found.append(prompt_ids(prompt, pair.tokenizer, vocabulary))
+    return found
+
+
+@contextmanager
+def saying_which(index: int) -> Iterator[None]:
+    """Errors about a prompt say which of several it is, counted from 0."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"prompt {index}: {error}") from error
+
+
+def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of a text. One that brings the BOS, as a chat template writes it, gets no second one."""
+    ids, bos = tokenizer(text)["input_ids"], tokenizer.bos_token
+    doubled = bos and text.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2
+    return ids[1:] if doubled and not text.startswith(2 * bos) else ids
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """Whether this is a list of messages, rather than one of prompts."""
+    many = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    return many and all(isinstance(each, Mapping) and "role" in each for each in prompt)
+
+
+def _chat_ids(messages: Sequence[Mapping], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A conversation's ids, by the tokenizer's chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            "a conversation needs a tokenizer with a chat template, as instruction-tuned models have it; this one has "
+            "none: give a text"
+        )
+    going_on = messages[-1]["role"] == "assistant"
+    turn = {"continue_final_message": going_on, "add_generation_prompt": not going_on}
+    try:
+        return tokenizer.apply_chat_template(list(messages), return_dict=True, **turn)["input_ids"]
+    except Exception as error:  # a template is a program of the model's, which raises whatever it likes
+        raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
+
+
+def only_row(encoding: Mapping) -> Tensor:
+    """The one row of what a tokenizer returned."""
+    rows = _rows(encoding)
+    if len(rows) != 1:
+        raise ValueError(f"a prompt must be one row of token ids, got {len(rows)} rows")
+    return rows[0]
+
+
+def _rows(encoding: Mapping) -> list[Tensor]:
+    """The rows of what a tokenizer returned (lists or a padded batch), each without its padding."""
+    if "input_ids" not in encoding:
+        raise TypeError(f"prompts must be a mapping with input_ids (and attention_mask), got {', '.join(encoding)}")
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    if not isinstance(ids, Tensor) and len(ids) and not isinstance(ids[0], Sequence):
+        ids, mask = [ids], None if mask is None else [mask]  # one text, without return_tensors
+    elif isinstance(ids, Tensor) and ids.ndim == 1:
+        ids, mask = ids[None], None if mask is None else mask[None]
+    if mask is None and len(ids) > 1 and isinstance(ids, Tensor):
+        raise ValueError("several rows of token ids come with their attention_mask, which tells padding from text")
+    rows = [torch.as_tensor(row) for row in ids]
+    kept = [torch.ones_like(row) for row in rows] if mask is None else [torch.as_tensor(row) for row in mask]
+    if [row.shape for row in rows] != [row.shape for row in kept]:
+        raise ValueError("input_ids and attention_mask must have the same shape")
+    if any(bool((row.bool().int().diff() != 0).sum() > 1) for row in kept):
+        raise ValueError("an attention_mask must be 1 over the text and 0 over the padding before or behind it")
+    return [row[mask.bool().to(row.device)] for row, mask in zip(rows, kept, strict=True)]
 
 
 def check_context(pair: ModelPair, prompt: int, new: int) -> None:

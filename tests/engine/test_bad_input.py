@@ -63,13 +63,13 @@ def test_empty_prompt_is_refused(empty):
         generate([PROMPTS[0], empty], pair)
 
 
-@pytest.mark.parametrize("prompts", [None, 7, {"input_ids": PROMPTS}, torch.ones(2, 3, dtype=torch.int64)], ids=repr)
-def test_prompts_of_another_type_or_a_padded_batch_are_refused(prompts):
+@pytest.mark.parametrize("prompts", [None, 7, {"ids": PROMPTS}, torch.ones(2, 3, dtype=torch.int64)], ids=repr)
+def test_prompts_of_another_type_or_a_batch_without_its_mask_are_refused(prompts):
     with refused(TypeError, "prompts must be"):
         generate(prompts)
 
 
-@pytest.mark.parametrize("prompt", [torch.ones(1, 3, dtype=torch.int64), [[1, 2], [3, 4]], torch.tensor(5)], ids=repr)
+@pytest.mark.parametrize("prompt", [torch.ones(2, 3, dtype=torch.int64), [[1, 2], [3, 4]], torch.tensor(5)], ids=repr)
 def test_prompt_that_is_not_one_dimensional_is_refused(prompt):
     with refused(ValueError, "1-D", tuple(torch.as_tensor(prompt).shape)):
         generate([prompt])

@@ -1,6 +1,7 @@
 """`model.generate(custom_generate=bass_generate)` returns what `generate` does, or refuses by name."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from transformers import (
     TemperatureLogitsWarper,
     TextStreamer,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, LogitsProcessor
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessor
 
 import bass_core as bass
 from bass_core import bass_generate
@@ -67,7 +68,7 @@ def test_greedy_is_generate_on_left_padded_rows_of_every_architecture(architectu
         assert found.dtype == torch.int64 and not found.is_inference()
 
 
-@pytest.mark.parametrize("draft", [None, bass.NgramDrafter(longest=2)], ids=["none", "ngram"])
+@pytest.mark.parametrize("draft", ["ngram", bass.NgramDrafter(longest=2)], ids=["by name", "by hand"])
 def test_greedy_without_a_draft_model_is_generate(draft):
     options = {**BATCH, "max_new_tokens": NEW, "custom_generate": bass_generate, "draft_model": draft}
     assert torch.equal(tiny_model().generate(**options), tiny_model().generate(**BATCH, max_new_tokens=NEW))
@@ -110,7 +111,7 @@ def test_mask_is_inferred_from_the_pad_token_as_in_generate():
 
 def test_inputs_may_be_positional_and_short_integers():
     ids = PROMPTS[3][None]
-    found = tiny_model().generate(ids.int(), custom_generate=bass_generate, max_new_tokens=NEW)
+    found = tiny_model().generate(ids.int(), custom_generate=bass_generate, draft_model="ngram", max_new_tokens=NEW)
     assert torch.equal(found, tiny_model().generate(ids, max_new_tokens=NEW))
 
 
@@ -332,16 +333,78 @@ def test_draft_of_another_kind_and_encoder_decoder_models_are_refused():
 # --- what transformers keeps from us --------------------------------------------------------------
 
 
-def test_what_becomes_of_arguments_that_transformers_swallows(capsys):
-    one = {"input_ids": PROMPTS[1][None], "attention_mask": None}
-    draft = tiny_model(noise=0.1)
+ONE = {"input_ids": PROMPTS[1][None], "attention_mask": None}
+
+
+def test_an_assistant_model_drafts():
+    model, draft = tiny_model(), tiny_model(noise=0.1)
+    options = {"input_ids": ONE["input_ids"], "max_new_tokens": NEW, "custom_generate": bass_generate}
     with forward_passes(draft) as passes:
-        by_bass(draft=bass.NgramDrafter(), **one, assistant_model=draft)
-    assert passes == []
+        found = model.generate(**options, assistant_model=draft)
+    assert passes and torch.equal(found, by_bass(draft=draft, **ONE))
+    method = functools.partial(bass_generate, draft_length=2)
+    with forward_passes(draft) as passes:
+        model.generate(**options | {"custom_generate": method}, assistant_model=draft)
+    assert passes
+
+
+def test_where_drafts_come_from_is_never_guessed():
+    with pytest.raises(ValueError, match=r'pass draft_model=small, .* or draft_model="ngram"'):
+        tiny_model().generate(**BATCH, max_new_tokens=NEW, custom_generate=bass_generate)
+    with pytest.raises(ValueError, match="draft_model or assistant_model"):
+        by_bass(**ONE, assistant_model=tiny_model(noise=0.1))
     with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
-        by_bass(do_sample=True, num_return_sequences=2, assistant_model=draft)
-    shown = []
-    streamer = TextStreamer(byte_tokenizer())
-    streamer.put, streamer.end = lambda ids: shown.append(ids.shape), lambda: shown.append("end")
-    by_bass(**one, streamer=streamer)
-    assert shown == [(1, len(PROMPTS[1]))]  # the prompt, and no end
+        by_bass(do_sample=True, num_return_sequences=2, assistant_model=tiny_model(noise=0.1))
+
+
+class Heard(BaseStreamer):
+    """What a streamer was given."""
+
+    def __init__(self):
+        self.given = []
+
+    def put(self, value):
+        self.given.append(value.flatten().tolist())
+
+    def end(self):
+        self.given.append("end")
+
+
+def test_a_streamer_hears_the_prompt_then_tokens_as_they_are_committed_then_the_end():
+    heard = Heard()
+    found = by_bass(**ONE, streamer=heard, on_step=lambda event: heard.given.append(event.step))
+    tokens = [each for each in heard.given if isinstance(each, list)]
+    steps = [each for each in heard.given if isinstance(each, int)]
+    assert heard.given[-1] == "end" and heard.given.count("end") == 1
+    assert list(itertools.chain(*tokens)) == found[0].tolist() and len(tokens) == len(steps) + 1 < NEW
+
+
+def test_a_text_streamer_prints_the_text(capsys):
+    tokenizer = byte_tokenizer()
+    found = by_bass(**ONE, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    new = found[0, len(PROMPTS[1]) :]
+    assert capsys.readouterr().out.strip("\n") == tokenizer.decode(new).strip("\n")
+
+
+def test_whoever_reads_a_streamer_does_not_wait_for_ever_after_an_error():
+    heard = Heard()
+    with pytest.raises(ValueError, match="beyond the target model's context"):
+        by_bass(**ONE, streamer=heard, max_new_tokens=1000)
+    assert heard.given[-1] == "end"
+
+
+def test_a_streamer_of_several_rows_is_refused():
+    with pytest.raises(ValueError, match=r"cannot honour streamer=Heard: .*on_step"):
+        by_bass(streamer=Heard())
+
+
+def test_a_call_within_a_call_sees_its_own_arguments():
+    def on_step(event):
+        with pytest.raises(ValueError, match="where drafts come from"):
+            tiny_model("gpt2").generate(
+                **ONE | {"attention_mask": None}, max_new_tokens=2, custom_generate=bass_generate
+            )
+
+    heard = Heard()
+    by_bass(**ONE, streamer=heard, on_step=on_step, max_new_tokens=2)
+    assert heard.given[-1] == "end"
