@@ -114,9 +114,7 @@ class EagerStep:
             p = sampling.probabilities(logits, params.at_temperature_one, seen) if self.options.wants_p else None
         else:
             p = sampling.probabilities(logits, params, seen)  # [B, K + 1, V]
-            if self.options.rule != "coupled" and draft.tokens.shape[1] == 0:
-                outcome = verification.regular(p, context.keys)
-            elif self.options.rule == "coupled":
+            if self.options.rule == "coupled":
                 choices = verification.perturbed_choice(p, context.noise[:, : p.shape[1]])
                 outcome = verification.matching(draft.tokens, draft.lengths, choices)
             else:

@@ -45,6 +45,8 @@ def token(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
 
     drafted int64 [B, K], lengths int64 [B], q [B, K, V], p [B, K + 1, V]; keys: the randomness of this step.
     """
+    if drafted.shape[1] == 0:
+        return _regular(p, keys)
     slots = torch.arange(drafted.shape[1], device=drafted.device)  # [K]
     p_x, q_x = _of_drafted(p, drafted), _of_drafted(q, drafted)  # [B, K]
     # p >= q: accept. p < q: accept with probability p/q. First rejection: resample from norm(max(0, p - q)).
@@ -59,6 +61,8 @@ def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
 
     Arguments as for `token`. q must be the distribution that the drafts were really drawn from.
     """
+    if drafted.shape[1] == 0:
+        return _regular(p, keys)
     slots = torch.arange(drafted.shape[1], device=drafted.device)
     p, q = p.double(), q.double()
     ratio = _of_drafted(p, drafted) / _of_drafted(q, drafted)  # [B, K]
@@ -77,8 +81,8 @@ def block(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys
 RULES = {"token": token, "block": block}  # coupled verification compares choices instead: `matching`
 
 
-def regular(p: Tensor, keys: StepKeys) -> Outcome:
-    """Nothing was drafted: one token from the target's distribution, p [B, 1, V]."""
+def _regular(p: Tensor, keys: StepKeys) -> Outcome:
+    """Nothing was drafted: one token from the target's distribution."""
     return Outcome(torch.zeros_like(keys.counter), randomness.draw(p[:, 0], keys.target()))
 
 
