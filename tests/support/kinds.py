@@ -360,8 +360,8 @@ def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[in
 
 
 def _said(error: Exception) -> str:
-    """What an error says, on one line; with its type, unless it is the engine's own."""
-    text = " ".join(str(error).split())
+    """What an error says of the kind, on one line; with its type, unless it is the engine's own."""
+    text = re.sub(r"^prompt \d+: ", "", " ".join(str(error).split()))
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
