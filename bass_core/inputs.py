@@ -94,7 +94,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
     returns of one text.
     """
     if isinstance(prompt, Mapping):
-        prompt = only_row(prompt)
+        prompt = _only_row(prompt)
     elif isinstance(prompt, str) or _is_conversation(prompt):
         if tokenizer is None:
             raise ValueError("text prompts need a tokenizer: ModelPair(..., tokenizer=...), or pass token ids")
@@ -165,7 +165,7 @@ def _chat_ids(messages: Sequence[Mapping], tokenizer: PreTrainedTokenizerBase) -
         raise ValueError(f"the tokenizer's chat template refuses this conversation: {error}") from error
 
 
-def only_row(encoding: Mapping) -> Tensor:
+def _only_row(encoding: Mapping) -> Tensor:
     """The one row of what a tokenizer returned."""
     rows = _rows(encoding)
     if len(rows) != 1:

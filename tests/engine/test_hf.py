@@ -401,9 +401,7 @@ def test_a_streamer_of_several_rows_is_refused():
 def test_a_call_within_a_call_sees_its_own_arguments():
     def on_step(event):
         with pytest.raises(ValueError, match="where drafts come from"):
-            tiny_model("gpt2").generate(
-                **ONE | {"attention_mask": None}, max_new_tokens=2, custom_generate=bass_generate
-            )
+            tiny_model("gpt2").generate(**ONE, max_new_tokens=2, custom_generate=bass_generate)
 
     heard = Heard()
     by_bass(**ONE, streamer=heard, on_step=on_step, max_new_tokens=2)
