@@ -12,7 +12,7 @@ Where what is:
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.drafters import ModelDrafter, NgramDrafter
 from bass_core.engine import Session, StepEvent
-from bass_core.generation import Generation, generate
+from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, costs_for
@@ -29,6 +29,7 @@ __all__ = [
     "FixedLength",
     "Generation",
     "Goodput",
+    "Interrupted",
     "Learned",
     "MarginalValue",
     "ModelDrafter",
@@ -40,8 +41,10 @@ __all__ = [
     "Session",
     "StepEvent",
     "Trace",
+    "astream",
     "bass_generate",
     "costs_for",
     "generate",
     "load_pair",
+    "stream",
 ]

@@ -1,43 +1,99 @@
-"""`generate`: many prompts in, their continuations out; a thin loop over `Session`."""
+"""`generate`: many prompts in, their continuations out; `stream`: piece by piece. Thin loops over `Session`."""
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+import pandas as pd
 from torch import Tensor
 from transformers import GenerationConfig
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
-from bass_core.engine import Session, StepEvent
+from bass_core.engine import Result, Session, StepEvent
 from bass_core.models import ModelPair
+from bass_core.rows import Request
 from bass_core.trace import Trace
 
+CLEANED = 4  # how long what follows a space has to be before no clean-up of a tokenizer's removes it (" n't" it does)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Generation:
     """What `generate` returns; one entry per row, prompt-major.
 
     sequences: int64 ids on the host, prompt not included, no padding, with the EOS or the token that completed a stop.
     texts: special tokens skipped, ending before the stop string; None without a tokenizer.
     logprobs: the target's log-probability of each token, float32 (temperature 1, unprocessed).
-    finish_reasons: "eos", "stop", "length", "budget", "cancelled" or "error".
+    finish_reasons: "eos", "stop", "length", "budget", "cancelled", "error", or None for a row that was interrupted.
     trace: what happened at each step.
+    samples: rows per prompt.
+
+    A sequence of rows, each a `Result`: `out[0].text`, `for row in out`; `by_prompt` has them prompt by prompt.
     """
 
     sequences: list[Tensor]
     texts: list[str | None]
     logprobs: list[Tensor]
-    finish_reasons: list[str]
+    finish_reasons: list[str | None]
     trace: Trace
+    samples: int = 1
 
     @property
     def synthetic(self) -> bool:
         """Whether models had dummy weights or accepted counts were drawn: then only the times mean something."""
         return self.trace.synthetic
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, row: int) -> Result:
+        """Raises IndexError beyond the last row."""
+        return Result(self.sequences[row], self.texts[row], self.logprobs[row], self.finish_reasons[row])
+
+    def __iter__(self) -> Iterator[Result]:
+        return (self[row] for row in range(len(self)))
+
+    @property
+    def by_prompt(self) -> list[list[Result]]:
+        """The rows of each prompt."""
+        rows = list(self)
+        return [rows[first : first + self.samples] for first in range(0, len(rows), self.samples)]
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One line per row: prompt and sample (from 0), text, tokens (how many), logprob (of all of them, in nats) and
+        finish_reason."""
+        return pd.DataFrame(
+            {
+                "prompt": [row // self.samples for row in range(len(self))],
+                "sample": [row % self.samples for row in range(len(self))],
+                "text": self.texts,
+                "tokens": [len(sequence) for sequence in self.sequences],
+                "logprob": [float(logprobs.sum()) for logprobs in self.logprobs],
+                "finish_reason": self.finish_reasons,
+            }
+        )
+
+    def __repr__(self) -> str:
+        reasons = collections.Counter(str(reason) for reason in self.finish_reasons)
+        ended = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
+        tokens, prompts = sum(map(len, self.sequences)), len(self) // self.samples
+        synthetic = ", synthetic" if self.synthetic else ""
+        return f"Generation({len(self)} rows of {prompts} prompts, {tokens} tokens; ended: {ended}{synthetic})"
+
+
+class Interrupted(KeyboardInterrupt):
+    """A Ctrl-C in `generate`. generation: the rows so far; None is the finish reason of those that had not ended."""
+
+    def __init__(self, generation: Generation):
+        super().__init__("generate was interrupted; the rows so far are in this exception's .generation")
+        self.generation = generation
 
 
 def generate(
@@ -99,16 +155,12 @@ def generate(
     Raises ValueError / TypeError for input that cannot be honoured, before any forward pass; FloatingPointError for
     logits that are not numbers. Models are left as they were found, caches are freed, also after an error.
     """
-    started = time.monotonic()
-    prompts = inputs.token_ids(inputs.model_pair(pair), inputs.prompt_list(prompts))
+    ends = _deadline(time_budget)
+    ids = _checked(pair, prompts, max_new_tokens)
     samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
-    for index, prompt in enumerate(prompts):
-        with inputs.saying_which(index):
-            inputs.check_context(pair, len(prompt), inputs.integer("max_new_tokens", max_new_tokens))
-    budget = None if time_budget is None else inputs.seconds("time_budget", time_budget)
     with Session(
         pair,
-        max_batch_size=len(prompts) * samples if max_batch_size is None else max_batch_size,
+        max_batch_size=len(ids) * samples if max_batch_size is None else max_batch_size,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
@@ -126,17 +178,123 @@ def generate(
         on_row_error=on_row_error,
         trace=trace,
     ) as session:
-        handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in prompts for _ in range(samples)]
-        session.reserve(max(handle.limit for handle in handles))
-        # What `on_step` calls finds the models as their owner left them, at the price of switching them at each step.
-        with session.prepared() if on_step is None else nullcontext():
-            while not session.idle:
-                if budget is not None and time.monotonic() - started >= budget:
-                    for handle in handles:
-                        session.cancel(handle, "budget")
-                    break
-                event = session.step()
-                if on_step is not None:
-                    on_step(event)
-        results = [session.result(handle) for handle in handles]
-        return Generation(*(list(column) for column in zip(*results, strict=True)), session.trace)
+        handles = _submit(session, ids, samples, max_new_tokens)
+
+        def so_far() -> Generation:
+            results = [session.result(handle) for handle in handles]
+            return Generation(*(list(column) for column in zip(*results, strict=True)), session.trace, samples)
+
+        try:
+            # What `on_step` calls finds the models as their owner left them, at the price of switching at each step.
+            with session.prepared() if on_step is None else nullcontext():
+                for event in _steps(session, handles, ends):
+                    if on_step is not None:
+                        on_step(event)
+        except KeyboardInterrupt as interrupt:
+            raise Interrupted(so_far()) from interrupt
+        return so_far()
+
+
+def stream(
+    pair: ModelPair,
+    prompts: inputs.PromptLike | Sequence[inputs.PromptLike],
+    *,
+    num_return_sequences: int = 1,
+    max_new_tokens: int = 128,
+    max_batch_size: int | None = None,
+    time_budget: float | None = None,
+    **options: Any,
+) -> Iterator[tuple[int, str]]:
+    """Yield (row, text) as the text of rows becomes final: the next piece of that row, never taken back.
+
+    Arguments as in `generate` (but for `on_step`), rows numbered as there; a row's pieces, joined, are its text. What
+    may still change is held back: a character of which bytes are missing, the beginning of what could become a stop
+    string, spaces that the tokenizer may clean up. Leaving the loop ends the decoding. Raises at once what `generate`
+    raises before its first pass, and ValueError for a pair without a tokenizer.
+    """
+    ends = _deadline(time_budget)
+    ids = _checked(pair, prompts, max_new_tokens)
+    if pair.tokenizer is None:
+        raise ValueError("stream yields texts, and the pair has no tokenizer: ModelPair(..., tokenizer=...)")
+    samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
+    most = len(ids) * samples if max_batch_size is None else max_batch_size
+    session = Session(pair, max_batch_size=most, **options)
+    return _pieces(session, _submit(session, ids, samples, max_new_tokens), ends)
+
+
+async def astream(
+    pair: ModelPair, prompts: inputs.PromptLike | Sequence[inputs.PromptLike], **options: Any
+) -> AsyncIterator[tuple[int, str]]:
+    """`stream` for `async for`: steps run in a thread, one after the other, and the event loop goes on meanwhile."""
+    pieces, waiting = stream(pair, prompts, **options), None
+    try:
+        while True:
+            waiting = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
+            if (piece := await asyncio.shield(waiting)) is None:
+                return
+            yield piece
+    finally:
+        if waiting is not None:
+            await asyncio.wait([waiting])  # cancelled: the step that runs ends first
+        pieces.close()
+
+
+def _deadline(time_budget: float | None) -> float | None:
+    """The clock at which a call that begins now ends."""
+    return None if time_budget is None else time.monotonic() + inputs.seconds("time_budget", time_budget)
+
+
+def _checked(pair: ModelPair, prompts: Any, max_new_tokens: int) -> list[Tensor]:
+    """The prompts' ids, all of them fit to be continued by so many tokens."""
+    ids = inputs.token_ids(inputs.model_pair(pair), inputs.prompt_list(prompts))
+    for index, prompt in enumerate(ids):
+        with inputs.saying_which(index):
+            inputs.check_context(pair, len(prompt), inputs.integer("max_new_tokens", max_new_tokens))
+    return ids
+
+
+def _submit(session: Session, ids: Sequence[Tensor], samples: int, max_new_tokens: int) -> list[Request]:
+    handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in ids for _ in range(samples)]
+    session.reserve(max(handle.limit for handle in handles))
+    return handles
+
+
+def _steps(session: Session, handles: Sequence[Request], ends: float | None) -> Iterator[StepEvent]:
+    """Steps until all rows have ended, or the clock says so."""
+    while not session.idle:
+        if ends is not None and time.monotonic() >= ends:
+            for handle in handles:
+                session.cancel(handle, "budget")
+            return
+        yield session.step()
+
+
+def _pieces(session: Session, handles: Sequence[Request], ends: float | None) -> Iterator[tuple[int, str]]:
+    with session:
+        sent, stops = [""] * len(handles), session.rows.stop.stop if session.rows.stop else ()
+        tokenizer = session.pair.tokenizer
+        cleans_up = tokenizer.decode(tokenizer("a .", add_special_tokens=False)["input_ids"]) != "a ."
+
+        def more(row: int) -> Iterator[tuple[int, str]]:
+            result = session.result(handles[row])
+            text = result.text if result.finish_reason is not None else _final(result.text, stops, cleans_up)
+            if len(text) > len(sent[row]) and text.startswith(sent[row]):
+                piece, sent[row] = text[len(sent[row]) :], text
+                yield row, piece
+
+        for event in _steps(session, handles, ends):
+            for row in event.rows:
+                yield from more(row)
+        for row in range(len(handles)):  # those that the clock has ended
+            yield from more(row)
+
+
+def _final(text: str, stops: Sequence[str], cleans_up: bool) -> str:
+    """What of a running row's text no further token can change."""
+    text = text.rstrip("\ufffd")  # bytes of a character that is not complete
+    if cleans_up and (space := text.rfind(" ", -CLEANED)) >= 0:
+        text = text[:space]
+    for stop in stops:
+        held = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+        text = text[: len(text) - held]
+    return text

@@ -43,7 +43,7 @@ SHIPPED = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # the
 PROBE = " ".join(chr(code) * 64 for code in range(32, 127)) + "é🙂\n\n"  # long runs: where regular expressions give up
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelPair:
     """A target model, where its drafts come from, and a tokenizer.
 
@@ -71,6 +71,17 @@ class ModelPair:
             raise TypeError(f"draft must be a transformers model, an NgramDrafter or None, got {type(self.draft)}")
         if self.tokenizer is not None and self.draft_tokenizer is not None:
             _check_same_tokens(self.tokenizer, self.draft_tokenizer)
+
+    def __repr__(self) -> str:
+        def short(part: object) -> str:
+            name = type(part).__name__
+            if not isinstance(part, PreTrainedModel):
+                return name
+            return f"{name} of {part.num_parameters() / 1e6:.3g} M, {str(part.dtype).removeprefix('torch.')}"
+
+        parts = {"target": self.target, "draft": self.draft, "tokenizer": self.tokenizer}
+        named = (f"{role}={short(part)}" for role, part in parts.items() if part is not None)
+        return f"ModelPair({', '.join(named)}, on {self.device})"
 
     @property
     def device(self) -> torch.device:
