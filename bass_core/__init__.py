@@ -9,9 +9,9 @@ Where what is:
     a lesson                 notebooks/, its figures and exercises in bass_lab/lessons/
 """
 
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
-from bass_core.drafters import ModelDrafter, NgramDrafter
-from bass_core.engine import Session, StepEvent
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
+from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
+from bass_core.engine import Result, Session, StepEvent
 from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
@@ -19,13 +19,19 @@ from bass_core.policies.costs import CostModel, costs_for
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
+from bass_core.rows import Request
 from bass_core.sampling import SamplingParams
 from bass_core.trace import Trace
 
+__version__ = "0.1.0"
+
 __all__ = [
     "BassHeuristic",
+    "Context",
     "CostModel",
+    "Draft",
     "DraftLengthPolicy",
+    "Drafter",
     "FixedLength",
     "Generation",
     "Goodput",
@@ -37,10 +43,14 @@ __all__ = [
     "NgramDrafter",
     "Objective",
     "RaggedBudget",
+    "Request",
+    "Result",
+    "RowsView",
     "SamplingParams",
     "Session",
     "StepEvent",
     "Trace",
+    "__version__",
     "astream",
     "bass_generate",
     "costs_for",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import transformers
 
+from bass_core import __version__
 from bass_core.environment import processor
 
 HERE = "bass_lab/provenance.py"  # in this project's own repository
@@ -26,16 +26,9 @@ def describe_environment() -> dict[str, str | int]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "bass": _own_version(),
+        "bass": __version__,
         "commit": _commit(),
     }
-
-
-def _own_version() -> str:
-    try:
-        return version("bass-hands-on")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _commit() -> str:

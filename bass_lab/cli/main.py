@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,8 +20,16 @@ PICTURE = Path("pictures/acceptance_raster.png")  # the README's, and the index 
 command()(sweep.sweep)
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"bass {importlib.metadata.version('bass-hands-on')}")
+        raise typer.Exit()
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="and exit")] = False,
+) -> None:
     """Batched speculative decoding, hands on. With BASS_DEBUG=1 an error shows where it was raised."""
     if "--help" not in sys.argv:
         from bass_lab.threads import settle_threads

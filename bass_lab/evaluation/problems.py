@@ -93,7 +93,8 @@ def hub_rows(name: str, *, split: str, otherwise: str, revision: str | None = No
         import datasets
     except ImportError:
         raise ValueError(
-            f"reading {name} from the hub needs the package datasets: pip install 'bass-hands-on[eval]', {otherwise}"
+            f"reading {name} from the hub needs the package datasets: pip install '.[eval]' in the checkout, "
+            f"{otherwise}"
         ) from None
     try:
         return datasets.load_dataset(name, split=split, revision=revision)

@@ -77,7 +77,7 @@ def rouge_2(predictions: Sequence[str], references: Sequence[str], *, use_stemme
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise ValueError("ROUGE needs the package rouge-score: pip install 'bass-hands-on[eval]'") from None
+        raise ValueError("ROUGE needs the package rouge-score: pip install '.[eval]' in the checkout") from None
     scorer = RougeScorer(["rouge2"], use_stemmer=use_stemmer)
     found = [scorer.score(reference, text)["rouge2"] for text, reference in zip(predictions, references, strict=True)]
     return pd.DataFrame(found, columns=["precision", "recall", "fmeasure"]).assign(

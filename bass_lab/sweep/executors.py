@@ -81,7 +81,7 @@ class RayExecutor:
         try:
             import ray  # which reads the variables, so they are set by now
         except ImportError:
-            raise ValueError("--executor ray needs Ray: pip install 'bass-hands-on[sweep]'") from None
+            raise ValueError("--executor ray needs Ray: pip install '.[sweep]' in the checkout") from None
         self._ray, self.jobs, self._gpus, self._remains = ray, jobs, gpus, None
         self._runs: list[RayRun] = []
         if address is None:

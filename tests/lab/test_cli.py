@@ -41,6 +41,11 @@ def draft(tmp_path_factory) -> Path:
 # --- doctor ---------------------------------------------------------------------------------------
 
 
+def test_it_tells_its_version_and_nothing_else():
+    done = run("--version")
+    assert done.output == f"bass {bass.__version__}\n"
+
+
 def test_doctor_without_a_target_describes_the_embedded_pair():
     result = run("doctor")
     assert result.exit_code == 0, result.output

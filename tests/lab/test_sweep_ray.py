@@ -17,7 +17,7 @@ from bass_lab.sweep import executors, planning, run_process, store
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install 'bass-hands-on[sweep]')"
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed (pip install '.[sweep]' in the checkout)"
     ),
 ]
 
