@@ -79,14 +79,15 @@ def teacher_forced(
     ids = inputs.token_ids(pair, prompts)
     eos = sorted(inputs.eos_ids(inputs.generation_config(pair.target, None), None, vocabulary))
     runner = Runner(pair.draft, probe.resolve(pair.draft, "auto"), ROWS_AT_ONCE)
-    drafter = ModelDrafter(runner, params, vocabulary, coupled=False, keep_q=False)
+    drafter = ModelDrafter(runner, vocabulary, coupled=False, show_q=False)
     lines = []
     with runner:
         drafter.grow(max(map(len, ids)) + len(texts[0]))
         for row, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
             # The text may have used the streams of (seed, row): rollouts have others.
             stream = randomness.stream(seed, len(texts) + row)
-            lines.append(_recorded(pair, drafter, prompt, text, stream, inputs.integer("rollout", rollout, least=1)))
+            most = inputs.integer("rollout", rollout, least=1)
+            lines.append(_recorded(pair, drafter, params, prompt, text, stream, most))
     ends = [torch.isin(text, torch.tensor(eos, dtype=torch.int64)).nonzero()[:1, 0] for text in texts]
     meta = {"temperature": temperature, "seed": seed, "rows": len(texts), "max_new_tokens": len(texts[0])}
     return AcceptanceTrace(
@@ -98,20 +99,26 @@ def teacher_forced(
 
 
 def _recorded(
-    pair: ModelPair, drafter: ModelDrafter, prompt: Tensor, text: Tensor, stream: int, rollout: int
+    pair: ModelPair,
+    drafter: ModelDrafter,
+    params: SamplingParams,
+    prompt: Tensor,
+    text: Tensor,
+    stream: int,
+    rollout: int,
 ) -> dict[str, np.ndarray]:
     """One text's line of each array of the trace."""
     ids = torch.cat([prompt, text]).to(pair.device)
     written = ids[len(prompt) :, None]  # [T, 1]
     known = ids.clamp(max=drafter.draft_vocabulary - 1)  # ids that only the target has, as ModelDrafter feeds them
     logits = pair.draft(input_ids=known[None], use_cache=False).logits[0, len(prompt) - 1 : -1, : drafter.vocabulary]
-    q = _law(logits, drafter.params, logits.argmax(-1))
+    q = _law(logits, params, logits.argmax(-1))
     q = F.pad(q, (0, drafter.vocabulary - q.shape[-1]))  # [T, V]
     own = logits.double().softmax(-1)  # at temperature 1
     entropy, maximum = torch.special.entr(own).sum(-1), own.amax(-1)  # [T] each
     own = F.pad(own, (0, drafter.vocabulary - own.shape[-1]))  # [T, V]
     logits = pair.target(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-    p = _law(logits, drafter.params, written[:, 0])
+    p = _law(logits, params, written[:, 0])
     p_text, q_text = p.gather(-1, written)[:, 0], q.gather(-1, written)[:, 0]
     chance, rejected_chance = own.gather(-1, written)[:, 0], np.full(len(text), np.nan, np.float16)
     after = np.full((3, len(text), rollout), np.nan, np.float16)
@@ -130,7 +137,7 @@ def _recorded(
         at = len(prompt) + rejected
         tokens = known.repeat(len(at), 1).scatter(1, at[:, None], drawn)
         lengths = (len(text) - 2 - rejected).clamp(max=rollout)
-        found = _rollouts(drafter, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
+        found = _rollouts(drafter, params, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
         after[:, rejected.cpu().numpy(), : found.shape[-1]] = found
     line = {"p": p_text, "q": q_text, "entropy": entropy, "maximum": maximum, "chance": chance}
     line = {name: each.float().cpu().numpy() for name, each in line.items()} | {"rejected_chance": rejected_chance}
@@ -166,7 +173,13 @@ class _Listener(DraftLengthPolicy):
 
 
 def _rollouts(
-    drafter: ModelDrafter, text: Tensor, tokens: Tensor, at: np.ndarray, lengths: np.ndarray, stream: int
+    drafter: ModelDrafter,
+    params: SamplingParams,
+    text: Tensor,
+    tokens: Tensor,
+    at: np.ndarray,
+    lengths: np.ndarray,
+    stream: int,
 ) -> np.ndarray:
     """Entropy and maximum before each of the drafts that follow token at[n] of row n, and that draft's own chance:
     [3, n, R], NaN beyond lengths.
@@ -184,7 +197,7 @@ def _rollouts(
             drafter.load_row(range(place, place + 1), cached, end)
         keys = StepKeys(torch.full_like(ends, stream), ends, int(lengths[rows].max()))
         listener = _Listener()
-        context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, seen=None)
+        context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, params, seen=None)
         drafter.draft(context, lengths[rows], listener)
         heard = np.concatenate([torch.stack(listener.heard, -1).numpy(), listener.chances[None]])  # [3, rows, slots]
         beyond = np.arange(heard.shape[-1]) >= lengths[rows, None]
