@@ -239,7 +239,7 @@ class _Run:
         """Decode one problem, grade its rows and store them, column by column."""
         rows = _graded(problem, self.decode(problem), grade)
         columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name not in ("graded", "text")}
-        line = {"task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
+        line = {"schema": "samples", "task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
         if self._file is not None:
             self._file.append(line)
         self.lines[problem.task_id] = line

@@ -180,7 +180,11 @@ def bench(
     options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
     decoding = {name: options[name] for name in ("max_new_tokens", "temperature")}
     exact, new = in_dtype(pair, torch.float32), decoding["max_new_tokens"]
-    common = describe_environment() | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    common = (
+        {"schema": "speed"}
+        | describe_environment()
+        | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    )
     common |= {"repeats": repeats, "seed": 0, **decoding, "synthetic": pair.synthetic}
     common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
     cost = costs_like(pair)

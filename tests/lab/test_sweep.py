@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import bass_lab as lab
 from bass_lab.cli import sweep
 from bass_lab.cli.main import app
+from bass_lab.measure import records
 from bass_lab.sweep import executors, parameters, planning, run_process, store
 
 LATENCY = lesson_runs.NOTEBOOKS / "08_latency_and_utilization.ipynb"
@@ -601,10 +602,10 @@ def test_a_new_version_of_the_code_replaces_the_runs_of_the_old_one(notebook, tm
 
 
 def test_all_records_that_ship_are_one_table():
-    table = lab.load_records(lesson_runs.NOTEBOOKS / "records")
+    table = lab.load_records()
     assert {"embedded_cpu.jsonl", "quality_embedded_cpu/single.jsonl"} <= set(table.source)
     speeds = table[table.source == "embedded_cpu.jsonl"]
-    assert len(speeds) == len((lesson_runs.NOTEBOOKS / "records/embedded_cpu.jsonl").read_text().splitlines())
+    assert len(speeds) == len((records.SHIPPED / "embedded_cpu.jsonl").read_text().splitlines())
     assert (speeds.identical == speeds.rows).all() and speeds.over_regular.notna().all()
     with pytest.raises(FileNotFoundError):
         lab.load_records("nowhere")
