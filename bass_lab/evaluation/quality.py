@@ -123,7 +123,7 @@ def compare(
     }
     _check(pair, problems, options)
     grade, grading = _grader(grade, unsafe)
-    environment = describe_environment()
+    environment = describe_environment(pair.device)
     common = {**fingerprints(pair), "runs_on": pair.device.type, **{name: environment[name] for name in TIMED_BY}}
     with ExitStack() as files:
         runs = [_Run(pair, method, options, grading, common, environment, folder, files) for method in methods]

@@ -177,7 +177,7 @@ class AcceptanceExplorer:
             **rates,
             "tokens_per_step": summary["tokens_per_step"],
             "same_text": self.same_text,
-            **describe_environment(),
+            **describe_environment(self.pair.device),
         }
 
     def static(self) -> tuple:

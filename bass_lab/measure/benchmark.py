@@ -182,7 +182,7 @@ def bench(
     exact, new = in_dtype(pair, torch.float32), decoding["max_new_tokens"]
     common = (
         {"schema": "speed"}
-        | describe_environment()
+        | describe_environment(pair.device)
         | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
     )
     common |= {"repeats": repeats, "seed": 0, **decoding, "synthetic": pair.synthetic}
@@ -202,7 +202,7 @@ def bench(
                 method, called = line["method"], greedy[line["method"]]
                 identical = _identical(called.decode(Clock(), 0), alone[:batch])
                 line |= {"exactness": {"dtype": "float32", "rows": batch, "identical": identical}}
-                if method in spent:
+                if method in spent and new > 1:  # a single token comes of the prefill
                     line["step_overhead"] = step_overhead(pair, first, draft_length=spent[method], **decoding)
                 if method.split()[0] in DRAFTING and line["k"] is None:
                     line["costs"] = costs

@@ -65,10 +65,10 @@ def without_gpus(folder: Path) -> Path:
     return folder
 
 
-def execute(name: str, folder: Path, /, cwd: Path = NOTEBOOKS, **parameters) -> nbformat.NotebookNode:
-    """The notebook of that name (no ending) as it is after a run with these parameters in the folder `cwd`; `folder`
-    gets a copy."""
-    return _papermill(name, folder / "out.ipynb", parameters, cwd=cwd, store_widget_state=False)
+def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
+    """The notebook of that name (no ending) as it is after a run with these parameters in `folder`, far from the
+    repository; the folder gets a copy."""
+    return _papermill(name, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
 
 
 def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
