@@ -40,9 +40,11 @@ class Part:
         except Exception as error:  # the other cases go on
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
             self.failed.append(case)
-        line = {"case": case} | found | {"seconds": round(time.perf_counter() - started, 1)} | self.here
+        line = (
+            {"schema": "stage", "case": case} | found | {"seconds": round(time.perf_counter() - started, 1)} | self.here
+        )
         print(json.dumps(line, ensure_ascii=False)[:2000], flush=True)
-        records.append(self.file, [line], lambda line: None)
+        records.append(self.file, [line])
 
 
 def check(folder: Path, rehearse: bool) -> Part:

@@ -16,11 +16,11 @@ from bass_core.environment import processor
 HERE = "bass_lab/provenance.py"  # in this project's own repository
 
 
-def describe_environment() -> dict[str, str | int]:
-    """Where a figure was measured: device, processor, cores, versions, commit."""
-    cuda = torch.cuda.is_available()
+def describe_environment(device: torch.device | None = None) -> dict[str, str | int]:
+    """Where a figure was measured: device, cores, versions, commit. device: None is the GPU where there is one."""
+    cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name() if cuda else processor(),
+        "device": torch.cuda.get_device_name(device) if cuda else processor(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),

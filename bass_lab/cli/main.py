@@ -388,6 +388,7 @@ def pictures() -> None:
     import bass_core as bass
     from bass_lab import evaluation
     from bass_lab.lessons import l09_figures
+    from bass_lab.measure import records
     from bass_lab.show import browser, pages, plots
     from bass_lab.texts.prompt_sets import prompt_set
 
@@ -396,7 +397,7 @@ def pictures() -> None:
     explorer = PICTURE.with_name("acceptance_explorer.png")
     lesson = next(path for path in _lessons() if path.stem.startswith("03"))
     browser.picture(lesson, explorer, {"batch_size": 6, "max_new_tokens": 48}, {"width": 1300, "height": 1600})
-    record = evaluation.load("notebooks/records/quality_embedded_cpu")
+    record = evaluation.load(records.shipped("quality_embedded_cpu"))
     curve = pd.concat(run.scores(l09_figures.BUDGETS).assign(method=method) for method, run in record.items())
     quality = PICTURE.with_name("quality_within_a_budget.png")
     pages.picture(l09_figures.budget_figure(curve), quality, width=800)

@@ -123,7 +123,7 @@ def compare(
     }
     _check(pair, problems, options)
     grade, grading = _grader(grade, unsafe)
-    environment = describe_environment()
+    environment = describe_environment(pair.device)
     common = {**fingerprints(pair), "runs_on": pair.device.type, **{name: environment[name] for name in TIMED_BY}}
     with ExitStack() as files:
         runs = [_Run(pair, method, options, grading, common, environment, folder, files) for method in methods]
@@ -239,7 +239,7 @@ class _Run:
         """Decode one problem, grade its rows and store them, column by column."""
         rows = _graded(problem, self.decode(problem), grade)
         columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name not in ("graded", "text")}
-        line = {"task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
+        line = {"schema": "samples", "task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
         if self._file is not None:
             self._file.append(line)
         self.lines[problem.task_id] = line

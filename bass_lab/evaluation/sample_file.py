@@ -57,7 +57,7 @@ class SampleFile:
         if len(whole) < len(found):
             self._file.truncate(len(whole))
         if header is None:
-            self.append({HEADER: settings, "environment": environment})
+            self.append({HEADER: settings, "environment": environment, "schema": HEADER})
         return lines
 
     def append(self, line: dict) -> None:

@@ -26,8 +26,10 @@ class Race:
     with equal tokens. In a notebook, `_repr_html_` is the final picture.
     """
 
-    def __init__(self, pair: ModelPair, prompts: Sequence[str], shown: int = 0, draft_length: int = 5, **options):
-        """shown: the row whose text is drawn. options: as in `generate`."""
+    def __init__(
+        self, pair: ModelPair, prompts: Sequence[str], shown: int = 0, draft_length: int | None = 5, **options
+    ):
+        """shown: the row whose text is drawn. draft_length: None is the default policy. options: as in `generate`."""
         self.pair, self.prompts, self.shown = pair, list(prompts), shown
         self.options = {"trace": "tokens", **options}
         self.draft_length = draft_length
@@ -94,7 +96,8 @@ class Race:
     def _column(self, name: str) -> str:
         detail = "one token per row and pass"
         if name == "speculative":
-            detail = f"{self.draft_length} drafted per row and pass"
+            chosen = "as the default policy says" if self.draft_length is None else f"{self.draft_length}"
+            detail = f"{chosen} drafted per row and pass"
             if self.speculative is not None:
                 detail += f", {self.speculative.trace.summary()['tokens_per_step']:.2f} tokens per step"
         text = f"<p style='margin:4px 0;font-size:90%'>{detail}</p>{self._text[name]}"

@@ -161,12 +161,13 @@ class AcceptanceExplorer:
         self.badge.value = _badge(*("✓", "bonus") if self.same_text else ("✗", "recovered"), about)
 
     def record(self) -> dict:
-        """The run as a JSON object: settings and acceptance, with the names of `records.FIELDS`. No speed."""
+        """The run as a line of kind "acceptance" (docs/RECORDS.md): settings and what was accepted. No speed."""
         summary = self.out.trace.summary()
         fixed = self.controls["policy"].value == "fixed"
         rates = {name: summary[name] if summary["alpha"] >= 0 else None for name in ("alpha", "acceptance_rate")}
         names = ("prompt_set", "policy", "verification", "temperature", "seed")
         return {
+            "schema": "acceptance",
             "method": "batched" if summary["alpha"] >= 0 else "regular",
             "dtype": str(self.pair.target.dtype).removeprefix("torch."),
             **{name: self.controls[name].value for name in names},
@@ -176,7 +177,7 @@ class AcceptanceExplorer:
             **rates,
             "tokens_per_step": summary["tokens_per_step"],
             "same_text": self.same_text,
-            **describe_environment(),
+            **describe_environment(self.pair.device),
         }
 
     def static(self) -> tuple:

@@ -34,9 +34,11 @@ WINDOW = 4  # steps of a moving mean
 
 
 def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dict[str, AcceptanceTrace]:
-    """Both prompt sets' traces, running on after EOS: the shipped ones, or (own) of 32 texts of this pair each."""
-    if not own:
-        return {name: recorded_acceptance.shipped(name).past_eos() for name in PROMPT_SETS}
+    """Both prompt sets' traces, running on after EOS: the shipped ones, or of 32 texts each where the pair is the
+    caller's own or the temperature not theirs."""
+    shipped = {name: recorded_acceptance.shipped(name) for name in PROMPT_SETS}
+    if not own and all(trace.meta["temperature"] == temperature for trace in shipped.values()):
+        return {name: trace.past_eos() for name, trace in shipped.items()}
     options = {"max_new_tokens": 128, "temperature": temperature, "seed": seed}
     return {name: recording.record(pair, prompt_set(name, 32), **options).past_eos() for name in PROMPT_SETS}
 

@@ -101,6 +101,17 @@ def phase_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
     return pd.concat(parts, names=["taken on"])[["ms", "share", "kernels", "gap_share"]]
 
 
+def phase_lines(profile: Profile, **settings: str | int | None) -> list[dict]:
+    """The phases of the decode steps as lines of kind "phases" (docs/RECORDS.md).
+
+    settings: what a profile does not know: method, batch, k (None: the default policy) and max_new_tokens.
+    """
+    about = {name: profile.about[name] for name in ("dtype", "device", "torch", "commit")}
+    table = profile.phases.loc["decode"].rename_axis("phase").reset_index()
+    measured = table[["phase", "ms", "share", "kernels", "gap_ms"]].to_dict("records")
+    return [{"schema": "phases", **settings, **line, **about} for line in measured]
+
+
 def totals_table(profile: Profile, most: int = 10) -> Styler:
     """The kernels of decode steps that took longest. Their names are shown as they are: they may look like HTML."""
     shown = {"total_ms": "{:.1f}", "share": "{:.1%}", "mean_us": "{:.1f}"}
@@ -108,7 +119,8 @@ def totals_table(profile: Profile, most: int = 10) -> Styler:
 
 
 def full_steps(profile: Profile) -> pd.Index:
-    """Decode steps of the whole batch with the full draft length: those that can be compared with each other.
+    """Decode steps of the whole batch with the same draft length for every row, of several lengths the most frequent:
+    those that can be compared with each other.
 
     Raises ValueError where the counts are missing (trace="off") and where there is no such step.
     """
@@ -116,11 +128,10 @@ def full_steps(profile: Profile) -> pd.Index:
     if decode.rows.isna().all():
         raise ValueError("the profile knows no counts: profile a run with trace='steps' or 'tokens'")
     most = decode.rows.max()
-    full = (decode.rows == most) & (decode.drafted == most * decode.k.max())
-    found = decode.index[full.fillna(False)]
-    if found.empty:
-        raise ValueError("no decode step had the whole batch and the full draft length: profile a longer run")
-    return found
+    full = decode[((decode.rows == most) & (decode.drafted == most * decode.k)).fillna(False)]
+    if full.empty:
+        raise ValueError("no decode step had the whole batch and one draft length for all rows: profile a longer run")
+    return full.index[full.k == full.k.mode().max()]
 
 
 def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:

@@ -20,6 +20,7 @@ VALUES = {  # what a sweep is about, the first that was recorded; and its unit
     "tokens_per_step": "tokens per step",
     "alpha": "α",
     "passed": "share of samples that pass",
+    "ms": "milliseconds of a decode step, in a phase",
 }
 
 

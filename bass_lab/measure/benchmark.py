@@ -180,7 +180,11 @@ def bench(
     options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
     decoding = {name: options[name] for name in ("max_new_tokens", "temperature")}
     exact, new = in_dtype(pair, torch.float32), decoding["max_new_tokens"]
-    common = describe_environment() | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    common = (
+        {"schema": "speed"}
+        | describe_environment(pair.device)
+        | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    )
     common |= {"repeats": repeats, "seed": 0, **decoding, "synthetic": pair.synthetic}
     common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
     cost = costs_like(pair)
@@ -198,7 +202,7 @@ def bench(
                 method, called = line["method"], greedy[line["method"]]
                 identical = _identical(called.decode(Clock(), 0), alone[:batch])
                 line |= {"exactness": {"dtype": "float32", "rows": batch, "identical": identical}}
-                if method in spent:
+                if method in spent and new > 1:  # a single token comes of the prefill
                     line["step_overhead"] = step_overhead(pair, first, draft_length=spent[method], **decoding)
                 if method.split()[0] in DRAFTING and line["k"] is None:
                     line["costs"] = costs

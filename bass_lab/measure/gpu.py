@@ -3,7 +3,7 @@
     python -m bass_lab.measure.gpu FOLDER                    every stage
     python -m bass_lab.measure.gpu FOLDER --stage decode     one; cut short and called again, it goes on
     python -m bass_lab.measure.gpu FOLDER --rehearse         on a CPU, tiny: times that mean nothing, and every file
-    python -m bass_lab.measure.gpu FOLDER --collect          what came back, into notebooks/records
+    python -m bass_lab.measure.gpu FOLDER --collect          what came back, into bass_lab/assets/records
 
 A stage is a program with a time limit of its own. It adds to its files case by case and leaves out what stands there
 already, of this device and commit. It needs torch, triton, transformers, pandas and pytest; the last one papermill.
@@ -146,7 +146,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="where their files are, or are to be")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--stage", choices=STAGES, help="this one alone")
-    what.add_argument("--collect", action="store_true", help="copy what came back into notebooks/records")
+    what.add_argument("--collect", action="store_true", help="copy what came back into bass_lab/assets/records")
     parser.add_argument("--seconds", type=float, help="limit of each stage (else its own)")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU: tiny, in times that mean nothing")
     options = parser.parse_args(given)

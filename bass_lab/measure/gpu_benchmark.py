@@ -48,40 +48,12 @@ NEW = 128  # tokens per row
 CYCLES = 2e9  # of a GPU in a second, at most
 PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: its 7.8B model, batch 8, an A100
 
-FIELDS: inputs.Kinds = records.SPEED | {
-    "shape": str,
-    "method": str,  # transformers, regular, single, batched
-    "policy": str,  # "k=5", a policy's name, or "" where nothing is drafted
-    "way": str,  # what was asked for: a `Way`
-    "alpha": (float, type(None)),  # forced; null where nothing is drafted
-    "k": (float, type(None)),  # mean planned draft length
-    "attention": str,
-    "compile": str,
-    "context": int,  # mean tokens of a prompt
-    "seconds": list,  # of decoding, prefill left out, one per repeat
-    "disturbed": int,  # repeats in which something was compiled or recorded for the first time
-    "utilisation": (dict, type(None)),  # verified, emitted, draft, bandwidth: shares of the measured peaks
-    "host_share": (float, type(None)),  # of the decode time, in which the device works on no pass
-    "copy_gb_per_s": float,
-    "matrix_tflops": float,
-    "exactness": dict,  # of the embedded pair: passed (null: not looked at yet), greedy, coupled, attention, compile
-}
-FAILED: inputs.Kinds = {
-    "shape": str,
-    "batch": int,
-    "way": str,
-    "reason": str,
-    **{name: FIELDS[name] for name in ("device", "torch", "transformers", "commit")},
-}
 UNCHECKED = {"passed": None}
 
 
 def check(line: dict) -> None:
-    """Raises ValueError naming the field that is missing or wrong in a line of `FIELDS`, or of `FAILED`."""
-    if "reason" in line:
-        inputs.check_fields(line, FAILED, ("batch",))
-    else:
-        records.check_speed(line, FIELDS)
+    """Raises ValueError naming the field that is missing or wrong in a line of this benchmark."""
+    records.check(line, "gpu_speed", "gpu_failure")
 
 
 # --- one way ------------------------------------------------------------------------------------------------
@@ -229,7 +201,8 @@ class GpuBenchmark:
                     line = self._line(group, runs, *self._paired(runs, regular), work, way)
                 except Exception as error:  # memory, compilers, drivers: the other ways go on
                     reason = (str(error).strip() or "no reason given").splitlines()[0][:600]
-                    line = {"shape": group.shape, "batch": group.batch, "way": str(way)} | self.environment
+                    line = {"schema": "gpu_failure", "shape": group.shape, "batch": group.batch, "way": str(way)}
+                    line |= self.environment
                     line["reason"] = f"{type(error).__name__}: {reason}"
                 finally:
                     if runs is not None:
@@ -299,6 +272,7 @@ class GpuBenchmark:
         done = runs.done[-count:]
         latencies = pd.DataFrame([clock.latencies(self.new) for clock, _ in done]).median()
         line = {
+            "schema": "gpu_speed",
             "shape": group.shape,
             "method": way.method,
             "policy": "",

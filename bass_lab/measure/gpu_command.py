@@ -31,7 +31,7 @@ def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser
     found.add_argument("--seconds", type=float, help="begin nothing new after this time (else as the size says)")
     found.add_argument("--resume", action="store_true", help="leave out what the output has, of this device and commit")
     found.add_argument("--commit", default="", help="of this tree, where it came without its repository")
-    file = f"notebooks/records/{kind}_<device>.jsonl"
+    file = f"bass_lab/assets/records/{kind}_<device>.jsonl"
     found.add_argument("--output", type=Path, help=f"JSON lines go here ({file}; none in a dry run)")
     return found
 

@@ -1,4 +1,4 @@
-"""What GPUs recorded (`make gpu`, collected into notebooks/records), for lessons that run where there is none.
+"""What GPUs recorded (`make gpu`, collected into bass_lab/assets/records), for lessons that run where there is none.
 
 recorded = gpu_record("costs")
 print(recorded or NONE)
@@ -16,7 +16,7 @@ import pandas as pd
 
 from bass_core import inputs
 from bass_core.policies.costs import CostModel
-from bass_lab.measure import gpu_benchmark, records
+from bass_lab.measure import gpu_benchmark, record_schema, records
 from bass_lab.measure.gpu_plan import DRY
 from bass_lab.measure.profiling import Profile
 
@@ -54,15 +54,16 @@ class GpuRecord:
         return f"Recorded on {self.device}: {', '.join(filter(None, parts))}"
 
 
-def gpu_record(kind: str, folder: str | Path = "records") -> GpuRecord | None:
+def gpu_record(kind: str, folder: str | Path | None = None) -> GpuRecord | None:
     """The record of this kind (of `READERS`) that a GPU made: the first by its device's name, None where there is none.
 
-    folder: beside the lessons, where they run. A rehearsal on a CPU is no record. Raises ValueError for another kind,
+    folder: None is where records are kept. A rehearsal on a CPU is no record. Raises ValueError for another kind,
     and for a file that holds something else.
     """
     inputs.one_of("kind", kind, READERS)
     ending, _ = READERS[kind]
-    found = (read(kind, path) for path in sorted(Path(folder).glob(f"{kind}_*.{ending}")))
+    place = records.folder() if folder is None else Path(folder)
+    found = (read(kind, path) for path in sorted(place.glob(f"{kind}_*.{ending}")))
     return next((record for record in found if record.on_gpu), None)
 
 
@@ -91,7 +92,7 @@ def _of_one_place(content: CostModel | Profile, about: dict, synthetic: bool = F
 
 def _kernels(path: Path) -> GpuRecord:
     """Kernels and their peers that were timed on a GPU, a line per case (fields: kernels/bench/schema.py)."""
-    lines = _latest(records.read(path, lambda line: inputs.check_fields(line, {}, ())), KERNEL_CASE)
+    lines = _latest(records.read(path, lambda line: record_schema.check(line, "kernel")), KERNEL_CASE)
     return _of_lines([line for line in lines if line["clock"] == "cuda"], pd.DataFrame)
 
 

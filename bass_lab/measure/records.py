@@ -1,7 +1,10 @@
 """Measured results as JSON lines that pandas reads back, and that others can contribute.
 
-A line of `SPEED` is one way to decode, timed beside regular decoding; one of `FIELDS` (`bass bench`) is one method on
-one prompt set at one batch size. A speed without a word on exactness is not a result: every line carries it.
+Every line names its kind in the field `schema`; `record_schema` knows what such a line holds. A speed without a word on
+exactness is not a result: every line of a speed carries it.
+
+The records that ship lie in the package, so that lessons find them wherever they run; BASS_RECORDS names another
+folder.
 """
 
 from __future__ import annotations
@@ -18,58 +21,43 @@ from typing import BinaryIO
 
 import pandas as pd
 
-from bass_core import inputs
+from bass_lab.measure import record_schema
 from bass_lab.sweep import store
 
 ROOT = Path(__file__).resolve().parents[2]
-
-NUMBER, MAYBE = (int, float), (int, float, type(None))
-SPEED: inputs.Kinds = {
-    "method": str,
-    "dtype": str,
-    "batch": int,
-    "k": MAYBE,  # draft length
-    "alpha": MAYBE,
-    "tokens_per_step": MAYBE,
-    "max_new_tokens": int,
-    "repeats": int,
-    "seconds": list,  # one per repeat
-    "tokens_per_second": NUMBER,
-    "first_ms": MAYBE,  # per token of a row; see `Clock.latencies`. null: none came later
-    "last_ms": MAYBE,
-    "mean_ms": MAYBE,
-    "over_regular": dict,  # `Ratio` of the seconds of regular decoding to these
-    "exactness": dict,
-    "synthetic": bool,  # acceptance forced rather than earned, or dummy weights
-    "device": str,
-    "torch": str,
-    "transformers": str,
-    "commit": str,
-}
-FIELDS: inputs.Kinds = SPEED | {
-    "models": str,
-    "prompt_set": str,
-    "k": (int, type(None)),  # null: nothing drafted, or the default policy
-    "temperature": NUMBER,
-    "seed": int,
-    "acceptance_rate": MAYBE,
-    "exactness": dict,  # dtype, rows, identical: how many equal transformers' greedy text of the row alone
-    "cores": int,
-    "python": str,
-}
+SHIPPED = ROOT / "bass_lab" / "assets" / "records"
 PEERS = ("transformers", "assisted")  # methods that are not this engine's
-POSITIVE = ("batch", "max_new_tokens", "repeats", "tokens_per_second", "first_ms", "last_ms", "mean_ms")
+TIMED = ("speed", "gpu_speed")  # kinds of lines that say how long something took
 
 
-def check(line: dict) -> None:
-    """Raises ValueError naming the field of a line of `FIELDS` that is missing, wrong, or contradicts another."""
-    check_speed(line, FIELDS)
-    _check_exactness(line["exactness"], ours=line["method"] not in PEERS)
+def folder() -> Path:
+    """Where records are kept: in the package, or where the environment's BASS_RECORDS says."""
+    return Path(os.environ.get("BASS_RECORDS") or SHIPPED)
 
 
-def check_speed(line: dict, fields: inputs.Kinds) -> None:
-    """As `check`, for a line of these fields, those of `SPEED` among them."""
-    inputs.check_fields(line, fields, POSITIVE)
+def shipped(name: str) -> Path:
+    """A file or folder of the records that are kept. Raises FileNotFoundError that says where it was looked for."""
+    path = folder() / name
+    if not path.exists():
+        held = ", ".join(sorted(each.name for each in folder().glob("*"))) or "nothing"
+        where = "that BASS_RECORDS names" if os.environ.get("BASS_RECORDS") else "of the package"
+        raise FileNotFoundError(f"there is no {name} in {folder()}, the folder {where}; it holds {held}")
+    return path
+
+
+def check(line: dict, *kinds: str) -> None:
+    """Raises ValueError naming the field of a line that is missing, wrong, or contradicts another.
+
+    kinds: those that it may be of; any where none is named.
+    """
+    record_schema.check(line, *kinds)
+    if line[record_schema.KIND] in TIMED:
+        _check_times(line)
+    if line[record_schema.KIND] == "speed":
+        _check_exactness(line["exactness"], ours=line["method"] not in PEERS)
+
+
+def _check_times(line: dict) -> None:
     if len(line["seconds"]) != line["repeats"] or not all(_positive(s) for s in line["seconds"]):
         raise ValueError(
             f"seconds must be {line['repeats']} positive numbers (one per repeat), got {line['seconds']!r}"
@@ -170,7 +158,7 @@ def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
 
 
 def frame(lines: Sequence[dict]) -> pd.DataFrame:
-    """Lines of `FIELDS` as a table: one line each, `over_regular` as the columns over_regular (its median), low, high,
+    """Lines of a speed as a table: one line each, `over_regular` as the columns over_regular (its median), low, high,
     `exactness` (if they have it) as identical and rows."""
     flat = []
     for line in lines:
@@ -180,17 +168,18 @@ def frame(lines: Sequence[dict]) -> pd.DataFrame:
     return pd.DataFrame(flat).drop(columns="exactness", errors="ignore")
 
 
-def load_records(path: str | Path) -> pd.DataFrame:
+def load_records(path: str | Path | None = None) -> pd.DataFrame:
     """What was recorded under a path, as one table: a file of JSON lines, the folder of a sweep, or a folder of these.
 
-    `source` names the file, relative to the folder. Lines of `FIELDS` are checked, and flattened as by `frame`; samples
-    of `bass eval` have a line per row, beside their settings; other lines stay as they are. Of a sweep, finished runs
-    count, `run` is their key, and their parameters are columns, None as "auto" and lists as text; a field of a record
-    that has the name of a parameter and another value becomes NAME_recorded.
+    path: None is all that ships. `source` names the file, relative to the folder. Lines that name a kind of
+    docs/RECORDS.md are checked, those of a speed flattened as by `frame`; samples of `bass eval` have a line per row,
+    beside their settings; lines without a kind stay as they are. Of a sweep, finished runs count, `run` is their key,
+    and their parameters are columns, None as "auto" and lists as text; a field of a record that has the name of a
+    parameter and another value becomes NAME_recorded.
 
     Raises FileNotFoundError, and ValueError naming file and line for what is no record, or where there is none.
     """
-    path = Path(path)
+    path = folder() if path is None else Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}")
     tables = [
@@ -224,10 +213,15 @@ def _table(path: Path) -> pd.DataFrame:
         run = evaluation.load(path)
         fixed = {name: value for name, value in (run.environment | run.settings).items() if not isinstance(value, list)}
         return run.samples.assign(**{name: value for name, value in fixed.items() if name not in run.samples})
-    lines = read(path, lambda line: check(line) if "prompt_set" in line else inputs.check_fields(line, {}, ()))
-    if all("prompt_set" in line for line in lines):
-        return frame(lines)
-    return pd.DataFrame(lines)
+    lines = read(path, _check_if_known)
+    return frame(lines) if all("over_regular" in line for line in lines) else pd.DataFrame(lines)
+
+
+def _check_if_known(line: dict) -> None:
+    """As `check`, but that a line may be of no kind: a notebook of somebody's own records what it likes."""
+    if isinstance(line, dict) and record_schema.KIND not in line:
+        return
+    check(line)
 
 
 def _with_parameters(table: pd.DataFrame, result: store.FinishedRun) -> pd.DataFrame:
@@ -251,6 +245,6 @@ def text(value: float | None, form: str) -> str:
 
 
 def device_file(kind: str, device: str) -> Path:
-    """Where this repository keeps such records of a GPU: notebooks/records/<kind>_<device>.jsonl."""
+    """Where such records of a GPU are kept: <kind>_<device>.jsonl in `folder`."""
     slug = re.sub(r"[^a-z0-9]+", "_", device.lower().replace("nvidia", "")).strip("_")
-    return ROOT / "notebooks" / "records" / f"{kind}_{slug}.jsonl"
+    return folder() / f"{kind}_{slug}.jsonl"

@@ -32,6 +32,7 @@ COMMON_RULES: dict[str, Rule] = {  # of names that mean the same in every notebo
     **dict.fromkeys(("batch_size", "batch_sizes", "max_new_tokens", "repeats", "problem_count"), ">= 1"),
     "draft_length": ">= 0",
     "temperature": ">= 0",
+    "dtype": ("float32", "bfloat16", "float16", "float64"),
     "prompt_set": PROMPT_SETS,
     "verification": (*VERIFICATIONS, "coupled"),
 }
@@ -63,7 +64,9 @@ class Parameter:
         return " or ".join(words + [AUTO] * (NoneType in self.kinds))
 
     def check(self, value: Any) -> Any:
-        """The value; an integer becomes a float where that is what it stands for. Raises ValueError."""
+        """The value; an integer becomes a float where that is what it stands for, "auto" None. Raises ValueError."""
+        if value == AUTO and NoneType in self.kinds:
+            return None
         if type(value) is int and int not in self.kinds and float in self.kinds:
             value = float(value)
         if type(value) not in self.kinds or not _obeys(value, self.rule):
@@ -81,6 +84,7 @@ class Parameter:
 
 def check_parameters(**rules: Rule) -> None:
     """In a notebook, after its parameters: stop if papermill set a name that is not among them, or any value is wrong.
+    Where one may be None, the text "auto", as papermill's own -p passes it on, becomes None.
 
     rules: what is valid in this notebook beyond the types, in place of `COMMON_RULES`: the values themselves (a list
     or a range) or a bound such as "> 0". Literals only: `bass sweep` reads them from the source. Raises ValueError
@@ -100,7 +104,7 @@ def check_parameters(**rules: Rule) -> None:
     for statement in ast.parse(injected).body:
         known("this notebook", statement.targets[0].id, parameters)
     for parameter in parameters.values():
-        parameter.check(names[parameter.name])
+        names[parameter.name] = parameter.check(names[parameter.name])
 
 
 def of_notebook(notebook: Mapping, title: str) -> dict[str, Parameter]:

@@ -4,56 +4,20 @@ from __future__ import annotations
 
 import math
 
-from bass_core import inputs
-from bass_lab.measure.records import MAYBE, NUMBER
+from bass_lab.measure import record_schema
 from bench.cases import Case
 from bench.measure import Outcome
 
 SHAPE = ("heads", "kv_heads", "head_dim")  # of a `Workload`
 CASE = ("model", "batch", "query_length", "kv_length", "distribution", "dtype")  # of a `Case`
-FIELDS: inputs.Kinds = {
-    "kernel": str,
-    "model": str,
-    "heads": int,
-    "kv_heads": int,
-    "head_dim": int,
-    "batch": int,
-    "query_length": int,
-    "kv_length": int,  # mean of the rows
-    "distribution": str,
-    "total_kv": int,  # sum of the rows' lengths
-    "dtype": str,
-    "gb": NUMBER,  # keys and values of all rows, read once; 1e9 bytes
-    "seed": int,
-    "clock": str,  # cuda, or cpu in a dry run, whose times mean nothing
-    "copy_gb_per_s": NUMBER,  # of a large copy in the same run, bytes read and written
-    "error": MAYBE,  # ‖out − ref‖ / ‖ref‖ against float64
-    "reason": (str, type(None)),  # why there is no time, or null
-    "us": MAYBE,  # of one call; of `ragged` with its share of the plan
-    "us_plan_share": MAYBE,  # time of the plan alone by the number of layers that share it
-    "gb_per_s": MAYBE,
-    "percent_of_copy": MAYBE,
-    "captured": (bool, type(None)),  # whether in a CUDA graph; else launch gaps are in the time
-    "calls": (int, type(None)),  # per replay, over all KV sets in turn
-    "replays": (int, type(None)),  # whose median is given
-    "device": str,
-    "driver": str,
-    "torch": str,
-    "triton": str,
-    "flashinfer": (str, type(None)),
-    "commit": str,  # empty outside a repository
-}
 TIMES = ("us", "us_plan_share", "gb_per_s", "percent_of_copy", "captured", "calls", "replays")  # null with a reason
-POSITIVE = ("heads", "kv_heads", "head_dim", "batch", "query_length", "kv_length", "total_kv", "gb", "copy_gb_per_s")
 # Reading alone may beat a copy's read and write by some percent; much more comes out of a cache.
 MOST_PERCENT_OF_COPY = 125.0
 
 
 def check(line: dict) -> None:
     """ValueError naming the field that is missing, of the wrong type, or contradicts another."""
-    inputs.check_fields(line, FIELDS, POSITIVE)
-    if unknown := sorted(set(line) - set(FIELDS)):
-        raise ValueError(f"unknown fields: {', '.join(unknown)}")
+    record_schema.check(line, "kernel")
     if line["reason"] is None:
         _check_timed(line)
     elif not line["reason"] or any(line[name] is not None for name in TIMES):
@@ -82,7 +46,7 @@ def of_case(case: Case) -> dict:
 def line(case: Case, outcome: Outcome, copy: float, clock: str, seed: int, environment: dict) -> dict:
     """The record of one kernel. copy: bytes per second. clock: the kind of device that the times are of."""
     gigabytes, timing = case.kv_bytes(seed) / 1e9, outcome.timing
-    found = {"kernel": outcome.kernel}
+    found = {"schema": "kernel", "kernel": outcome.kernel}
     found |= of_case(case) | {name: getattr(case.work, name) for name in SHAPE}
     found |= {"total_kv": sum(case.lengths(seed)), "gb": gigabytes, "seed": seed, "clock": clock}
     found |= {"copy_gb_per_s": copy / 1e9, "error": outcome.error, "reason": outcome.reason}

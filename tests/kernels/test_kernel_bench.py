@@ -218,7 +218,7 @@ def test_line_that_contradicts_itself_is_refused_and_nothing_written(changes, co
 
 
 def test_committed_records_are_valid():
-    for path in (ROOT / "notebooks" / "records").glob("kernels_*.jsonl"):
+    for path in records.SHIPPED.glob("kernels_*.jsonl"):
         for text in path.read_text().splitlines():
             schema.check(json.loads(text))
 
@@ -271,7 +271,7 @@ def test_dry_run_writes_valid_lines_for_every_kernel_and_ends_in_one_document(tm
 
 
 def test_dry_run_without_output_writes_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(records, "ROOT", tmp_path)
+    monkeypatch.setenv("BASS_RECORDS", str(tmp_path))
     assert command.main(["--dry-run", "--kernels", "sdpa-math"]) == 0
     assert list(tmp_path.iterdir()) == []
 

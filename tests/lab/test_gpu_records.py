@@ -3,11 +3,10 @@
 import json
 
 import gpu_box
-import lesson_runs
 import pytest
 
 from bass_core.policies.costs import CostModel
-from bass_lab.measure import gpu, gpu_benchmark, gpu_records, records
+from bass_lab.measure import gpu, gpu_benchmark, gpu_records, record_schema, records
 from bass_lab.measure.gpu_plan import DRY, PEERS, REGULAR, Group, plan
 from bass_lab.measure.gpu_records import gpu_record
 from bass_lab.measure.profiling import Profile
@@ -22,9 +21,9 @@ def collected(tmp_path, monkeypatch):
     """The folder of records after `--collect` of a folder with every file that stages name."""
     box = gpu_box.write(tmp_path / "box")
     assert {path.name for path in box.iterdir()} == {name for stage in gpu.STAGES.values() for name in stage.files}
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    folder = tmp_path / "notebooks/records"
-    folder.mkdir(parents=True)
+    folder = tmp_path / "records"
+    folder.mkdir()
+    monkeypatch.setenv("BASS_RECORDS", str(folder))
     gpu.collect(box)
     return folder
 
@@ -72,8 +71,8 @@ def test_what_was_measured_again_counts_as_it_came_out_then(tmp_path):
     first, again = (gpu_box.decode_lines([EIGHT], tokens_per_second=speed) for speed in (100.0, 200.0))
     save(tmp_path, "gpu_x.jsonl", first + again)
     assert gpu_record("gpu", tmp_path).content.tokens_per_second.tolist() == [200]
-    line = {name: first[0][name] for name in gpu_benchmark.FAILED if name != "reason"}
-    save(tmp_path, "gpu_x.jsonl", [line | {"reason": "out of memory"}])
+    line = {name: first[0][name] for name in record_schema.required("gpu_failure") if name != "reason"}
+    save(tmp_path, "gpu_x.jsonl", [line | {"schema": "gpu_failure", "reason": "out of memory"}])
     assert gpu_record("gpu", tmp_path) is None  # nothing is timed any more
     save(tmp_path, "peers_x.jsonl", gpu_box.decode_lines(PEERS))
     found = gpu_record("gpu", tmp_path)
@@ -112,7 +111,7 @@ def check_records_of_gpus(folder):
 
 
 def test_records_of_gpus_that_ship_are_valid():
-    check_records_of_gpus(lesson_runs.NOTEBOOKS / "records")
+    check_records_of_gpus(records.SHIPPED)
 
 
 def test_a_record_of_a_gpu_that_is_wrong_is_noticed(collected):
@@ -125,7 +124,7 @@ def test_a_record_of_a_gpu_that_is_wrong_is_noticed(collected):
 
 def test_what_bass_bench_wrote_is_told_from_what_a_gpu_did(collected):
     assert all(map(gpu_box.of_a_stage, collected.iterdir()))
-    assert not any(map(gpu_box.of_a_stage, (lesson_runs.NOTEBOOKS / "records").glob("*embedded_cpu.jsonl")))
+    assert not any(map(gpu_box.of_a_stage, records.SHIPPED.glob("*embedded_cpu.jsonl")))
 
 
 def test_records_of_a_gpu_join_the_table_of_all_records(collected):

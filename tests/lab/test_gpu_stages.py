@@ -9,7 +9,7 @@ import pytest
 import sweeps
 
 from bass_lab import gpu_parts
-from bass_lab.measure import gpu, gpu_command, records
+from bass_lab.measure import gpu, gpu_command
 
 
 def lines(file: Path) -> list[dict]:
@@ -81,15 +81,14 @@ def test_half_a_line_of_a_stage_that_was_killed_is_dropped(tmp_path):
 
 
 def test_what_came_back_is_collected_under_the_devices_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(records, "ROOT", tmp_path)
-    (tmp_path / "notebooks/records").mkdir(parents=True)
+    monkeypatch.setenv("BASS_RECORDS", str(tmp_path))
     back = tmp_path / "back"
     back.mkdir()
     (back / "exactness.jsonl").write_text('{"device": "NVIDIA H100 80GB HBM3"}\n')
     (back / "timeline.json.gz").write_bytes(b"gz")
     names = [path.name for path in gpu.collect(back)]
     assert names == ["exactness_h100_80gb_hbm3.jsonl", "timeline_h100_80gb_hbm3.json.gz"]
-    assert (tmp_path / "notebooks/records/timeline_h100_80gb_hbm3.json.gz").read_bytes() == b"gz"
+    assert (tmp_path / "timeline_h100_80gb_hbm3.json.gz").read_bytes() == b"gz"
     with pytest.raises(ValueError, match="no line"):
         gpu.collect(tmp_path / "nowhere")
 

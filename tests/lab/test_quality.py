@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import record_lines
 import torch
 from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
 from typer.testing import CliRunner
@@ -301,6 +302,11 @@ def test_a_problem_that_changed_is_refused(pair, stored):
     changed = [replace(PROBLEMS[0], test="def check(candidate): pass\n"), *PROBLEMS[1:]]
     with pytest.raises(ValueError, match="another problem named mini/0"):
         again(pair, stored, changed)
+
+
+def test_stored_samples_are_lines_of_a_record(stored):
+    kinds = [record_lines.kind_of(json.loads(text)) for text in stored.read_text().splitlines()]
+    assert kinds == ["evaluation", *["samples"] * (len(kinds) - 1)] and len(kinds) > 1
 
 
 def test_two_processes_do_not_write_one_file(pair, stored):

@@ -15,14 +15,17 @@ from pathlib import Path
 import lesson_runs
 import nbformat
 import pytest
+import record_lines
 import sweeps
 from typer.testing import CliRunner
 
 import bass_lab as lab
 from bass_lab.cli import sweep
 from bass_lab.cli.main import app
+from bass_lab.measure import records
 from bass_lab.sweep import executors, parameters, planning, run_process, store
 
+LESSONS = sorted(lesson_runs.NOTEBOOKS.glob("*.ipynb"))
 LATENCY = lesson_runs.NOTEBOOKS / "08_latency_and_utilization.ipynb"
 
 
@@ -89,7 +92,7 @@ def test_what_is_wrong_stops_before_the_first_run_and_says_what_is_valid(noteboo
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ("batchsize=1", r"no parameter 'batchsize'. Did you mean batch_size\? It has(?s:.*)max_new_tokens .* >= 1"),
+        ("batchsize=1", r"no parameter 'batchsize'. Did you mean batch_size\? It has(?s:.*)max_new_tokens .* >= 2"),
         ("prompt_set=mini,small", "prompt_set must be one of mini, library; got 'small'"),
         ("draft_length=0", "draft_length must be an integer >= 1 or auto; got 0"),
         ("batch_size=[1,0]", r"batch_size must be an integer or a list >= 1; got \[1, 0\]"),
@@ -108,7 +111,7 @@ def test_the_readmes_command_is_a_plan_of_twelve_runs():
     assert {run["draft_length"] for run in plan.runs.values()} == {None, 4, 7}
 
 
-@pytest.mark.parametrize("path", sorted(lesson_runs.NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_every_lesson_checks_its_parameters_as_soon_as_it_can(path):
     notebook = nbformat.read(path, as_version=4)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -119,12 +122,25 @@ def test_every_lesson_checks_its_parameters_as_soon_as_it_can(path):
     assert re.search(r"^(lab\.)?check_parameters\(", first.source, re.MULTILINE)
 
 
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_the_same_name_means_the_same_in_every_lesson(path):
+    known = parameters.of_notebook(nbformat.read(path, as_version=4), path.name)
+    if "target" in known:
+        assert {"draft", "dtype", "device"} <= set(known)
+    for name in {"dtype", "device"} & set(known) - ({"dtype"} if "kv_heads" in known else set()):
+        assert known[name].parse("auto") is None and known[name].default is None, name
+    if "draft_length" in known and type(None) in known["draft_length"].kinds:
+        assert known["draft_length"].parse("auto") is None
+
+
 def run_cells(*cells, **values):
-    """What `check_parameters` sees in a kernel that has run these cells."""
+    """What `check_parameters` makes of a kernel that has run these cells: its names."""
     names = {"In": ["", *cells], "check": lab.check_parameters}
     for cell in cells:
         exec(cell, names)
-    exec("check(**rules)", names | {"rules": values})
+    names["rules"] = values
+    exec("check(**rules)", names)
+    return names
 
 
 OWN = "size: int = 3\nname: str = 'a'\nmode: str | None = 'x'\n"
@@ -132,6 +148,7 @@ OWN = "size: int = 3\nname: str = 'a'\nmode: str | None = 'x'\n"
 
 def test_a_notebook_refuses_names_and_values_that_it_does_not_know():
     run_cells(OWN)
+    assert run_cells(OWN, "# Parameters\nmode = 'auto'\n")["mode"] is None  # as papermill's -p mode auto sets it
     run_cells(OWN, "# Parameters\nsize = 4\nmode = None\n", size=">= 4", mode=["x", "y"])
     run_cells(OWN, "# Parameters\nsize = 4\n", size=range(1, 5))
     with pytest.raises(
@@ -591,6 +608,26 @@ def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path
         lab.load_records(out)
 
 
+def records_something(path):
+    return planning.OUTPUT in parameters.of_notebook(nbformat.read(path, as_version=4), path.name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [*filter(records_something, LESSONS)], ids=lambda path: path.stem)
+def test_what_a_lesson_records_is_one_table_and_a_report(path, tmp_path):
+    """As `bass sweep` runs it, read back by `load_records` and drawn by lesson 12."""
+    out = tmp_path / "out"
+    values = [f"{name}={json.dumps(value)}" for name, value in lesson_runs.QUICKER[path.stem].items()]
+    table = planning.run(planning.plan(path, [*values, "draft_length=auto,2"]), out, executors.LocalExecutor())
+    assert list(table.status) == ["done", "done"], table.error.tolist()
+    found = lab.load_records(out)
+    assert set(found.run) == set(table.run) and set(found.draft_length) == {"auto", 2}
+    for file in out.rglob("*.jsonl"):
+        assert all(record_lines.kind_of(json.loads(text)) for text in file.read_text().splitlines())
+    report = lesson_runs.execute("12_sweep_report", tmp_path, folder=str(out))
+    assert f"{len(found)} records of 2 runs" in "".join(map(str, (cell.get("outputs") for cell in report.cells)))
+
+
 def test_a_new_version_of_the_code_replaces_the_runs_of_the_old_one(notebook, tmp_path, monkeypatch):
     out = tmp_path / "out"
     swept(notebook, out, "size=1,2")
@@ -601,10 +638,10 @@ def test_a_new_version_of_the_code_replaces_the_runs_of_the_old_one(notebook, tm
 
 
 def test_all_records_that_ship_are_one_table():
-    table = lab.load_records(lesson_runs.NOTEBOOKS / "records")
+    table = lab.load_records()
     assert {"embedded_cpu.jsonl", "quality_embedded_cpu/single.jsonl"} <= set(table.source)
     speeds = table[table.source == "embedded_cpu.jsonl"]
-    assert len(speeds) == len((lesson_runs.NOTEBOOKS / "records/embedded_cpu.jsonl").read_text().splitlines())
+    assert len(speeds) == len((records.SHIPPED / "embedded_cpu.jsonl").read_text().splitlines())
     assert (speeds.identical == speeds.rows).all() and speeds.over_regular.notna().all()
     with pytest.raises(FileNotFoundError):
         lab.load_records("nowhere")

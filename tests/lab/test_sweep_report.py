@@ -6,9 +6,10 @@ import sweeps
 
 import bass_lab as lab
 from bass_lab.lessons import l12_figures
+from bass_lab.measure import records
 from bass_lab.sweep import planning
 
-SHIPPED = lesson_runs.NOTEBOOKS / "records/latency_sweep"
+SHIPPED = records.SHIPPED / "latency_sweep"
 
 
 @pytest.fixture
@@ -25,9 +26,9 @@ def test_the_shipped_sweep_is_whole_and_exact():
     runs = l12_figures.runs(SHIPPED)
     assert len(runs) == 12 and (runs.status == "done").all()
     assert set(runs.batch_size) == {1, 2, 4, 8} and set(runs.draft_length) == {"auto", 4, 7}
-    records = lab.load_records(SHIPPED)
-    assert (records.identical == records.rows).all() and (records.rows == records.batch_size).all()
-    batched = records[records.method == "batched"]
+    found = lab.load_records(SHIPPED)
+    assert (found.identical == found.rows).all() and (found.rows == found.batch_size).all()
+    batched = found[found.method == "batched"]
     assert batched.run.is_unique and set(batched.run) == set(runs.index)
     assert (batched.k.isna() == (batched.draft_length == "auto")).all()
 
@@ -43,11 +44,11 @@ def test_runs_that_failed_or_are_missing_are_named(folder):
 
 
 def test_a_view_chooses_what_is_left_empty():
-    records, varied = lab.load_records(SHIPPED), l12_figures.varying(SHIPPED)
-    view = l12_figures.view(records, varied)
+    found, varied = lab.load_records(SHIPPED), l12_figures.varying(SHIPPED)
+    view = l12_figures.view(found, varied)
     assert (view.value, view.across, view.by) == ("over_regular", "batch_size", ["draft_length"])
     assert view.only == "method == 'batched'" and set(view.table.method) == {"batched"}
-    other = l12_figures.view(records, varied, "mean_ms", "draft_length", "batch_size, method", "batch_size > 1")
+    other = l12_figures.view(found, varied, "mean_ms", "draft_length", "batch_size, method", "batch_size > 1")
     assert l12_figures.summary(other).shape == (3, 3 * 5)
     assert "batch_size 2, method regular" in l12_figures.summary(other)
 
@@ -68,11 +69,11 @@ def test_a_view_of_what_is_not_there_lists_what_is(chosen, said):
 
 
 def test_figure_table_and_best_agree_with_the_records():
-    records = lab.load_records(SHIPPED)
-    view = l12_figures.view(records, l12_figures.varying(SHIPPED))
+    found = lab.load_records(SHIPPED)
+    view = l12_figures.view(found, l12_figures.varying(SHIPPED))
     summary, lines = l12_figures.summary(view), {line.name: line for line in l12_figures.figure(view).data}
     assert list(lines) == ["draft_length auto", "draft_length 4", "draft_length 7"] == list(summary)
-    four = records.query("method == 'batched' and draft_length == 4 and batch_size == 8").iloc[0]
+    four = found.query("method == 'batched' and draft_length == 4 and batch_size == 8").iloc[0]
     line = lines["draft_length 4"]
     assert list(line.x) == ["1", "2", "4", "8"] and line.y[3] == summary.loc[8, "draft_length 4"] == four.over_regular
     assert line.y[3] + line.error_y.array[3] == pytest.approx(four.high)

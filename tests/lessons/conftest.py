@@ -5,7 +5,7 @@ import lesson_runs
 import pytest
 
 import bass_core as bass
-from bass_lab.measure import gpu, records
+from bass_lab.measure import gpu
 
 
 @pytest.fixture(scope="session")
@@ -16,17 +16,16 @@ def pair():
 
 @pytest.fixture(scope="session")
 def recorded(tmp_path_factory):
-    """A folder for lessons, its `records` those that ship and all that a GPU would have recorded, made up."""
+    """A folder of records: those that ship and all that a GPU would have recorded, made up."""
     pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
-    folder = tmp_path_factory.mktemp("recorded") / "notebooks"
-    lesson_runs.beside_records(folder)
+    folder = lesson_runs.without_gpus(tmp_path_factory.mktemp("recorded") / "records")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "ROOT", folder.parent)
+        patch.setenv("BASS_RECORDS", str(folder))
         gpu.collect(gpu_box.write(folder.parent / "box"))
     return folder
 
 
 @pytest.fixture(scope="session")
 def unrecorded(tmp_path_factory):
-    """A folder for lessons, its `records` those that ship but for any of a GPU."""
-    return lesson_runs.beside_records(tmp_path_factory.mktemp("unrecorded") / "notebooks")
+    """A folder of records: those that ship but for any of a GPU."""
+    return lesson_runs.without_gpus(tmp_path_factory.mktemp("unrecorded") / "records")

@@ -7,6 +7,7 @@ import lesson_runs
 import numpy as np
 import plotly.graph_objects as go
 import pytest
+import record_lines
 
 import bass_core as bass
 from bass_lab.lessons import l03_explorer as explorer_module
@@ -286,6 +287,7 @@ def test_static_views_hold_what_the_widgets_show(pair):
 def test_record_holds_settings_and_acceptance(pair):
     explorer = AcceptanceExplorer(pair, draft_length=3, **SIZE)
     record, summary = explorer.record(), explorer.out.trace.summary()
+    assert record_lines.kind_of(record) == "acceptance"
     assert json.loads(json.dumps(record, allow_nan=False)) == record
     assert record["k"] == 3 and record["method"] == "batched" and record["same_text"] is True
     assert (record["alpha"], record["tokens_per_step"]) == (summary["alpha"], summary["tokens_per_step"])
@@ -361,7 +363,7 @@ def test_lesson_takes_parameters(pair, tmp_path, changed):
     changed = changed | {"max_new_tokens": 16}
     executed = lesson_runs.execute("03_acceptance_explorer", tmp_path, **changed)
     printed = [str(output.get("text", "")) for cell in executed.cells for output in cell.get("outputs", [])]
-    (record,) = [json.loads(text) for text in printed if text.startswith('{"method"')]
+    (record,) = [json.loads(text) for text in printed if text.startswith('{"schema"')]
     texts = prompt_set(changed["prompt_set"], changed["batch_size"])
     names = ("draft_length", "max_new_tokens", "verification", "seed")
     options = {name: changed[name] for name in names if name in changed}

@@ -71,6 +71,8 @@ def test_own_models_are_recorded(monkeypatch, traces):
     recorded = views.recordings("a pair", True, 0.2, 3)
     assert asked == [("a pair", 32, {"max_new_tokens": 128, "temperature": 0.2, "seed": 3})] * 2
     assert list(recorded) == ["mini", "library"]
+    views.recordings("the embedded pair", False, 0.8, 3)  # not the temperature of what ships
+    assert [options["temperature"] for _, _, options in asked[2:]] == [0.8, 0.8]
 
 
 def test_shipped_recordings_go_on_after_eos():

@@ -10,7 +10,7 @@ from bass_lab.measure import gpu_benchmark, records
 from bass_lab.measure.roofline import Device, Roofline, Workload
 from bass_lab.texts.prompt_sets import prompt_set
 
-RECORD = lesson_runs.NOTEBOOKS / "records/embedded_cpu.jsonl"
+RECORD = records.SHIPPED / "embedded_cpu.jsonl"
 DEVICE = Device("made up", bandwidth=1e9, flops=4e9)
 
 

@@ -13,8 +13,9 @@ from bass_lab import evaluation
 from bass_lab.evaluation import Evaluation, scores
 from bass_lab.lessons import l09_exercises as exercises
 from bass_lab.lessons import l09_figures
+from bass_lab.measure import records
 
-RECORD = lesson_runs.NOTEBOOKS / "records/quality_embedded_cpu"
+RECORD = records.SHIPPED / "quality_embedded_cpu"
 
 
 def samples(finish, passed, logprob_sum, problem="a") -> pd.DataFrame:

@@ -6,6 +6,7 @@ import json
 
 import lesson_runs
 import pytest
+import record_lines
 from gpu_profile import write_gpu_profile
 from tiny import ragged_prompts, tiny_model
 
@@ -168,6 +169,14 @@ def test_full_steps_have_all_rows_and_the_full_draft(speculative):
         bass.generate(pair, ragged_prompts(5), max_new_tokens=4, trace="off")
     with pytest.raises(ValueError, match="trace='steps'"):
         l06_figures.full_steps(blind)
+
+
+def test_phases_are_lines_of_a_record(speculative):
+    found, _ = speculative
+    lines = l06_figures.phase_lines(found, method="batched", batch=3, k=None, max_new_tokens=16)
+    assert {record_lines.kind_of(line) for line in lines} == {"phases"}
+    assert [line["phase"] for line in lines] == list(PHASES[1:])
+    assert sum(line["share"] for line in lines) == pytest.approx(1)
 
 
 def test_cost_table_compares_steps(speculative, regular):

@@ -58,10 +58,9 @@ def test_notebook_is_committed_clean(path):
     ]
 )
 def folder(request, tmp_path):
-    """Copies of all lessons, with these parameters, beside the records."""
+    """Copies of all lessons, with these parameters, in a folder of their own."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
-    (folder / "records").symlink_to(ROOT / "notebooks/records")
     for path in NOTEBOOKS:
         lesson_runs.parameterized(path.stem, folder, **request.param.get(path.stem, {}))
     return folder

@@ -30,7 +30,7 @@ NAME = "X1 Example (recorded)"
 
 @pytest.fixture
 def record(recorded):
-    return lambda kind: gpu_record(kind, recorded / "records")
+    return lambda kind: gpu_record(kind, recorded)
 
 
 # --- lesson 01 ---
@@ -175,11 +175,13 @@ SHOWN = {  # what a lesson shows of its records
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lesson", SHOWN)
-def test_a_lesson_shows_what_is_recorded_and_says_where_nothing_is(lesson, recorded, unrecorded, tmp_path):
+def test_a_lesson_shows_what_is_recorded_and_says_where_nothing_is(lesson, recorded, unrecorded, tmp_path, monkeypatch):
     quicker = lesson_runs.QUICKER.get(lesson, {})
-    shown = text_of(lesson_runs.execute(lesson, tmp_path, cwd=recorded, **quicker))
+    monkeypatch.setenv("BASS_RECORDS", str(recorded))
+    shown = text_of(lesson_runs.execute(lesson, tmp_path, **quicker))
     assert f"Recorded on {gpu_box.DEVICE}: bfloat16" in shown and NONE not in shown
-    without = text_of(lesson_runs.execute(lesson, tmp_path, cwd=unrecorded, **quicker))
+    monkeypatch.setenv("BASS_RECORDS", str(unrecorded))
+    without = text_of(lesson_runs.execute(lesson, tmp_path, **quicker))
     assert NONE in without and gpu_box.DEVICE not in without and NAME not in without
     for text in SHOWN[lesson]:
         assert text in shown and text not in without, text

@@ -57,6 +57,7 @@ def decode_line(group: Group, way: Way, **changes) -> dict:
     ratio = MS["regular"] / ms
     transformers = way.method == "transformers"
     return {
+        "schema": "gpu_speed",
         "shape": group.shape,
         "method": way.method,
         "policy": "" if way.draft == 0 else f"k={way.draft}",

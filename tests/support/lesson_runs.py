@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import gpu_box
 import pytest
 
+from bass_lab.measure import records
+
 if TYPE_CHECKING:
     import nbformat
 
@@ -54,19 +56,19 @@ def refused(check: Callable, attempt: Callable, message: str, capsys: pytest.Cap
     assert out.startswith("Not right. Case ") and message in out, out
 
 
-def beside_records(folder: Path) -> Path:
-    """A new folder to run lessons in, its `records` those that ship but for any of a GPU."""
-    (folder / "records").mkdir(parents=True)
-    for record in (NOTEBOOKS / "records").iterdir():
+def without_gpus(folder: Path) -> Path:
+    """A new folder of records: those that ship but for any of a GPU."""
+    folder.mkdir(parents=True)
+    for record in records.SHIPPED.iterdir():
         if not gpu_box.of_a_stage(record):
-            (folder / "records" / record.name).symlink_to(record)
+            (folder / record.name).symlink_to(record)
     return folder
 
 
-def execute(name: str, folder: Path, /, cwd: Path = NOTEBOOKS, **parameters) -> nbformat.NotebookNode:
-    """The notebook of that name (no ending) as it is after a run with these parameters in the folder `cwd`; `folder`
-    gets a copy."""
-    return _papermill(name, folder / "out.ipynb", parameters, cwd=cwd, store_widget_state=False)
+def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
+    """The notebook of that name (no ending) as it is after a run with these parameters in `folder`, far from the
+    repository; the folder gets a copy."""
+    return _papermill(name, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
 
 
 def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:

@@ -1,0 +1,44 @@
+"""What the cells of lessons do with their settings: load the pair, and say what its dtype promises."""
+
+from __future__ import annotations
+
+import torch
+
+from bass_core import models
+from bass_core.models import ModelPair
+
+EXACT = (torch.float32, torch.float64)  # where greedy text is that of the row alone, token for token
+
+
+def load_pair(target: str, draft: str, dtype: str | None, device: str | None) -> ModelPair:
+    """The pair that a lesson's parameters name.
+
+    target, draft: a name on the hub or a folder; empty: the embedded pair, or n-gram drafting. dtype: None is float32
+    for the embedded pair, and for others as in `bass_core.load_pair`: float32 on a CPU, the checkpoint's own on a GPU.
+    device: None is the GPU where there is one. Raises ValueError as `bass_core.load_pair`, and for a GPU that is not
+    there.
+    """
+    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device must be cpu or auto here, where torch sees no CUDA GPU; got {device!r}")
+    dtype = dtype or (None if target else "float32")
+    return models.load_pair(target or None, draft or None, dtype=dtype, device=device)
+
+
+def is_exact(pair: ModelPair) -> bool:
+    """Whether greedy and coupled text is promised token for token: both are, up to rounding, in any dtype, and in
+    float32 exactly."""
+    return all(model.dtype in EXACT for model in pair.models)
+
+
+def identity(identical: int, rows: int, pair: ModelPair, other: str = "transformers.generate for the row alone") -> str:
+    """A sentence on how many rows have the tokens of the other text.
+
+    Raises AssertionError where that has to be all of them (`is_exact`) and is not. Elsewhere rounding, which depends on
+    the shape of a batch, may tip a close call, with speculation and without.
+    """
+    told = f"{identical} of {rows} rows are identical to {other}"
+    if is_exact(pair):
+        assert identical == rows, f"{told}; in float32 all have to be: this is a fault, please report it"
+        return told
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    return f"{told} (in {dtype} rounding may tip close calls; `bass verify` tells it from faults)"

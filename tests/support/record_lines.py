@@ -1,0 +1,25 @@
+"""Whether a line of a record is what the JSON schema says, by a validator that is not ours."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import jsonschema  # nbformat needs it, too
+
+from bass_lab.measure import record_schema
+
+
+@cache
+def validator() -> jsonschema.Draft202012Validator:
+    document = json.loads(record_schema.PATH.read_text(encoding="utf-8"))
+    jsonschema.Draft202012Validator.check_schema(document)
+    return jsonschema.Draft202012Validator(document)
+
+
+def kind_of(line: dict) -> str:
+    """The kind of a line as it is written and read back. Raises an error where it is no line of that kind."""
+    line = json.loads(json.dumps(line, allow_nan=False))
+    validator().validate(line)
+    record_schema.check(line)
+    return line["schema"]
