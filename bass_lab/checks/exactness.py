@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from bass_core import inputs
+from bass_core.checkpoints import is_quantized
 from bass_core.models import ASSETS, ModelPair
 from bass_lab.checks import four_checks
 from bass_lab.checks.four_checks import TOKENS, Finding, Subject, name_of_dtype
 from bass_lab.checks.switches import rows_beside
-from bass_lab.pairs import context_of, name_of
+from bass_lab.pairs import context_of, in_dtype, name_of
 from bass_lab.texts.prompt_sets import prompt_set
 
 FAULTS = (FloatingPointError, ValueError, RuntimeError, MemoryError)  # raised during a check, they fail it
@@ -90,6 +91,7 @@ def verify(
 
     The first three checks run in float32 (float64 where the pair is), the last in the pair's half precision or in
     bfloat16; where that is another dtype than the pair's they run on copies. Models are left as they were found.
+    Quantized models cannot be cast: there are the first three checks, of a pair that was loaded in float32.
     Raises ValueError / TypeError for input that cannot be decoded; what is raised during a check makes it fail.
     """
     prompts, new = _prompts(pair, prompts, inputs.integer("max_new_tokens", max_new_tokens, least=1))
@@ -99,6 +101,9 @@ def verify(
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     half = dtype if dtype == torch.float16 else torch.bfloat16
     seed = inputs.integer("seed", seed, least=None)
+    quantized = any(map(is_quantized, pair.models))
+    if quantized:
+        in_dtype(pair, precise)  # raises before anything runs
     subject = Subject(pair, precise, prompts, new, samples, seed, compile, beside, switches)
     checks = []
     for name, check in (
@@ -107,8 +112,9 @@ def verify(
         ("coupled identity", four_checks.coupled),
     ):
         checks.append(_run(name, check, subject, progress))
-    subject = replace(subject, dtype=half)  # and the first copy is gone before the second is made
-    checks.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress))
+    if not quantized:
+        subject = replace(subject, dtype=half)  # and the first copy is gone before the second is made
+        checks.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress))
     names = ", ".join(f"{role} {name_of(model)}" for role, model in (("target", pair.target), ("draft", pair.draft)))
     return Report(f"{names}, on {pair.device}", checks)
 
