@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS
 from references import ROOT, Code, prose
 
-PLACES = ["README.md", "kernels", "bass_core", "bass_lab", "notebooks", "tests", "Makefile", "pyproject.toml"]
+PAGES = [name for name in DOCUMENTS if name != "docs/MODELS.md"]  # which lists kinds of models, names of transformers'
+PLACES = [*PAGES, "kernels", "bass_core", "bass_lab", "notebooks", "tests", "Makefile", "pyproject.toml"]
 
 
 @pytest.fixture(scope="module")
