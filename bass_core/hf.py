@@ -50,7 +50,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
-from bass_core.drafters import NgramDrafter
+from bass_core.drafters import Drafter, NgramDrafter
 from bass_core.engine import StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
@@ -103,7 +103,7 @@ def bass_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    draft_model: PreTrainedModel | NgramDrafter | str | None = None,
+    draft_model: PreTrainedModel | Drafter | str | None = None,
     draft_length: int | DraftLengthPolicy | None = None,
     verification: str = "token",
     attention: str = "auto",
@@ -117,7 +117,7 @@ def bass_generate(
     """For `model.generate(..., custom_generate=bass_generate)`; returns what `generate` does, by BASS.
 
     The named arguments are yours to pass to `model.generate`, and mean what they mean for `bass_core.generate`:
-    draft_model: a smaller model of the same vocabulary, an `NgramDrafter`, or "ngram" for one with its defaults; None
+    draft_model: a smaller model of the same vocabulary, any `Drafter`, or "ngram" for one with its defaults; None
         takes `assistant_model`, and there has to be one.
     draft_length, verification, attention, compile, max_batch_size: as there.
     seed: None draws one from torch's global generator if tokens are sampled, so that `torch.manual_seed` governs.
@@ -176,7 +176,7 @@ def _swallowed(name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-def _drafts_from(draft_model: PreTrainedModel | NgramDrafter | str | None) -> PreTrainedModel | NgramDrafter:
+def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrainedModel | Drafter:
     """What was chosen to draft. Raises ValueError where nothing was, or two."""
     assistant = _swallowed("assistant_model")
     if draft_model is not None and assistant is not None:

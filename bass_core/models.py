@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
-from bass_core.drafters import NgramDrafter
+from bass_core.drafters import Drafter, ModelDrafter, NgramDrafter
 
 ASSETS = Path(__file__).parent / "assets"
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # a device_map of all devices there are
@@ -24,7 +24,7 @@ NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters of which a PeftModel computes some
 class ModelPair:
     """A target model, where its drafts come from, and a tokenizer.
 
-    draft: a smaller causal language model, an `NgramDrafter`, or None for n-gram drafting with its defaults.
+    draft: a smaller causal language model, any `Drafter`, or None for n-gram drafting with its defaults.
     tokenizer: needed for text prompts, texts and stop strings. draft_tokenizer: compared with it where given.
     A `PeftModel` of the package peft stands for the transformers model in it, with the adapter in that one's layers.
 
@@ -33,7 +33,7 @@ class ModelPair:
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel | NgramDrafter | None = None
+    draft: PreTrainedModel | Drafter | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     draft_tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -41,14 +41,14 @@ class ModelPair:
         for role in ("target", "draft"):
             object.__setattr__(self, role, _transformers_model(role, getattr(self, role)))
         _check_decoder("target", self.target)
-        if isinstance(self.draft, PreTrainedModel):
-            _check_decoder("draft", self.draft)
-            if self.draft.device != self.target.device:
+        if not isinstance(self.draft, PreTrainedModel | Drafter | None):
+            raise TypeError(f"draft must be a transformers model, a Drafter or None, got {type(self.draft)}")
+        for model in self.drafter.models:
+            _check_decoder("draft", model)
+            if model.device != self.target.device:
                 raise ValueError(
-                    f"target is on {self.target.device} and draft on {self.draft.device}; move both to one device"
+                    f"target is on {self.target.device} and draft on {model.device}; move both to one device"
                 )
-        elif not isinstance(self.draft, NgramDrafter | None):
-            raise TypeError(f"draft must be a transformers model, an NgramDrafter or None, got {type(self.draft)}")
         if self.tokenizer is not None and self.draft_tokenizer is not None:
             _check_same_tokens(self.tokenizer, self.draft_tokenizer)
 
@@ -67,16 +67,20 @@ class ModelPair:
     def device(self) -> torch.device:
         return self.target.device
 
+    @cached_property
+    def drafter(self) -> Drafter:
+        """What drafts."""
+        return ModelDrafter(self.draft) if isinstance(self.draft, PreTrainedModel) else self.draft or NgramDrafter()
+
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The target, and the draft if it is a model."""
-        return [model for model in (self.target, self.draft) if isinstance(model, PreTrainedModel)]
+        """The target, and those that draft."""
+        return [self.target, *self.drafter.models]
 
     @cached_property
     def contexts(self) -> dict[str, int]:
         """How many positions the target and the draft have, by role; a model that does not say is left out."""
-        roles = {"target": self.target, "draft": self.draft}
-        limits = {role: context_length(model) for role, model in roles.items() if isinstance(model, PreTrainedModel)}
+        limits = dict(zip(("target", "draft"), map(context_length, self.models), strict=False))
         return {role: limit for role, limit in limits.items() if limit is not None}
 
     @property
@@ -88,7 +92,7 @@ class ModelPair:
 
 def load_pair(
     target: str | Path | None = None,
-    draft: str | Path | NgramDrafter | None = None,
+    draft: str | Path | Drafter | None = None,
     *,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
@@ -101,7 +105,7 @@ def load_pair(
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
-    target: a folder or an id on the hub. draft: likewise, or an `NgramDrafter`; None: n-gram drafting.
+    target: a folder or an id on the hub. draft: likewise, or any `Drafter`; None: n-gram drafting.
     dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own ("auto") on a GPU. torch_dtype:
         its older name.
     device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",
@@ -261,13 +265,14 @@ def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 def fingerprints(pair: ModelPair) -> dict[str, str]:
     """What tells the pair's models apart from others, wherever they were loaded from, under "target" and "draft"."""
-    return {"target": fingerprint(pair.target), "draft": fingerprint(pair.draft or NgramDrafter())}
+    return {"target": fingerprint(pair.target), "draft": fingerprint(pair.draft or pair.drafter)}
 
 
-def fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
-    """What tells a model apart: names, shapes and the first 64 values of all tensors."""
-    if isinstance(model, NgramDrafter):
-        return f"n-gram {model.longest}-{model.shortest}"
+def fingerprint(model: PreTrainedModel | Drafter) -> str:
+    """What tells a model apart: names, shapes and the first 64 values of all tensors; of a drafter its settings."""
+    if isinstance(model, Drafter):
+        settings = [f"{name}={value}" for name, value in vars(model).items() if isinstance(value, int | float | str)]
+        return " ".join([type(model).__name__, *settings, *map(fingerprint, model.models)])
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)}".encode())

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core.checkpoints import is_quantized
-from bass_core.drafters import NgramDrafter
+from bass_core.drafters import Drafter, NgramDrafter
 from bass_core.models import ModelPair, has_dummy_weights
 
 
@@ -43,11 +43,11 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
     return replace(pair, target=target, draft=draft)
 
 
-def name_of(model: PreTrainedModel | NgramDrafter | None) -> str:
+def name_of(model: PreTrainedModel | Drafter | None) -> str:
     """For people: the class, the hub name or the last part of the folder that it was loaded from, and whether its
     weights are dummies."""
     if not isinstance(model, PreTrainedModel):
-        return "n-gram lookup"
+        return "n-gram lookup" if isinstance(model, NgramDrafter | None) else type(model).__name__
     path = Path(model.name_or_path)
     name = f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
     return f"{name} (dummy weights)" if has_dummy_weights(model) else name

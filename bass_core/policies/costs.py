@@ -30,7 +30,6 @@ import torch
 
 from bass_core import inputs
 from bass_core.draft_length import RowsView
-from bass_core.drafters import NgramDrafter
 from bass_core.environment import processor, write_whole
 from bass_core.models import ASSETS, ModelPair, fingerprint
 
@@ -289,7 +288,7 @@ def _marks(pair: ModelPair) -> dict[str, str]:
     for model in pair.models:
         if model not in _MARKS:
             _MARKS[model] = fingerprint(model)
-    draft = pair.draft or NgramDrafter()
+    draft = pair.draft or pair.drafter
     return {"target": _MARKS[pair.target], "draft": _MARKS.get(draft) or fingerprint(draft)}
 
 

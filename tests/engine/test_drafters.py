@@ -18,7 +18,8 @@ def lookup(rows, k, longest=3, shortest=1):
         line[: len(row)] = torch.tensor(row)
     nothing = torch.zeros(len(rows), dtype=torch.int64)
     keys, params = StepKeys(nothing, nothing, k), bass.SamplingParams()
-    context = Context(range(len(rows)), tokens, torch.from_numpy(lengths), lengths, keys, params, seen=None)
+    known = tokens, tokens.numpy(), torch.from_numpy(lengths), lengths
+    context = Context(range(len(rows)), *known, keys, params, seen=None)
     draft = bass.NgramDrafter(longest, shortest).draft(context, np.full(len(rows), k), bass.FixedLength(k))
     return [t[:n].tolist() for t, n in zip(draft.tokens, draft.lengths_host, strict=True)]
 

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from enumerated import EXACT, exact_law, law_of_engine
 from recording import PROMPTS, Recorder, assert_same, pair, use_fixed_steps, use_on_cpu
-from tabular import tabular, total_variation
 from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
 from bass_core import graphs, recorded_step
 from bass_core.graphs import Graphs, NotRecordable
+from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
+from bass_lab.checks.tabular import tabular, total_variation
 
 
 @pytest.fixture(autouse=True)

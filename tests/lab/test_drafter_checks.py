@@ -1,0 +1,115 @@
+"""`check_drafter`: drafters that keep their word pass, and each broken demand is named."""
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_model
+
+import bass_core as bass
+import bass_lab as lab
+
+TARGET = tiny_model(dtype="float64")
+LAWS = ["law, token verification", "law, block verification"]
+NAMES = [*LAWS, "greedy identity", "coupled identity", "sessions apart"]
+
+
+class Guesses(bass.Drafter):
+    """Guesses by the last token alone: a table of logits that its seed decides."""
+
+    def __init__(self, seed: int = 0):
+        self.seed = seed
+
+    def begin(self, setting: bass.Setting) -> "Guesses":
+        mine = super().begin(setting)
+        size = (setting.vocabulary, setting.vocabulary)
+        mine.table = torch.randn(size, generator=torch.Generator().manual_seed(self.seed), dtype=torch.float64)
+        return mine
+
+    def draft(self, context, lengths, policy):
+        token, tokens, laws = context.last_tokens()[:, 0], [], []
+        for slot in range(int(lengths.max())):
+            q = self.law(context, token)
+            token = self.draw(context, q, slot)
+            context = context.after(token)
+            tokens.append(token)
+            laws.append(self.claimed(q))
+        return bass.Draft.of(torch.stack(tokens, 1), lengths, torch.stack(laws, 1))
+
+    def law(self, context, token):
+        return context.law(self.table[token])
+
+    def draw(self, context, q, slot):
+        return context.draw(q, slot)
+
+    def claimed(self, q):
+        return q
+
+
+class Flatters(Guesses):
+    def claimed(self, q):
+        return (q + q.mean(-1, keepdim=True)) / 2
+
+
+class HasDiceOfItsOwn(Guesses):
+    def draw(self, context, q, slot):
+        return torch.multinomial(q, 1)[:, 0]
+
+
+class PicksTheMostLikely(Guesses):
+    def draw(self, context, q, slot):
+        return q.argmax(-1)
+
+
+class ForgetsWhatWasSaid(Guesses):
+    def law(self, context, token):
+        return self.table[token].softmax(-1)  # neither the temperature nor what rows have had
+
+
+class SharesItsState(Guesses):
+    """What it counts belongs to no session."""
+
+    calls = np.zeros(1)
+
+    def law(self, context, token):
+        self.calls += 1
+        return context.law(self.table[token].roll(int(self.calls[0]), -1))
+
+
+def broken(drafter: bass.Drafter) -> list[str]:
+    report = lab.check_drafter(drafter, TARGET)
+    assert [check.name for check in report.checks] == NAMES
+    return [check.name for check in report.checks if not check.passed]
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        Guesses(),
+        ForgetsWhatWasSaid(),  # a worse draft, and an honest one
+        bass.NgramDrafter(),
+        bass.SuffixDrafter(),
+        bass.LayerSkipDrafter(1),
+        bass.ModelDrafter(tiny_model(dtype="float64", noise=0.1)),
+    ],
+    ids=lambda drafter: type(drafter).__name__,
+)
+def test_drafters_that_keep_their_word_pass(drafter):
+    assert broken(drafter) == []
+
+
+@pytest.mark.parametrize("drafter", [Flatters(), PicksTheMostLikely()], ids=lambda drafter: type(drafter).__name__)
+def test_a_law_that_is_not_the_drafts_is_caught(drafter):
+    assert broken(drafter)[:2] == LAWS
+
+
+def test_dice_of_its_own_are_caught():
+    assert set(broken(HasDiceOfItsOwn())) >= {"sessions apart"}
+
+
+def test_state_that_sessions_share_is_caught():
+    assert "sessions apart" in broken(SharesItsState())
+
+
+def test_what_is_no_drafter_is_refused():
+    with pytest.raises(TypeError, match="must be a Drafter"):
+        lab.check_drafter("ngram")
