@@ -35,7 +35,7 @@ QUICKER = DEFAULTS | {
 }
 SMALLEST = {  # the least that each lesson takes, the default policy where it takes one
     "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
-    "01_speculative_decoding": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4, "repeats": 1},
+    "01_speculative_decoding": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 8, "repeats": 1},
     "02_ragged_batches": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4},
     "03_acceptance_explorer": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4},
     "04_draft_length": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
