@@ -127,7 +127,7 @@ def test_the_same_name_means_the_same_in_every_lesson(path):
     known = parameters.of_notebook(nbformat.read(path, as_version=4), path.name)
     if "target" in known:
         assert {"draft", "dtype", "device"} <= set(known)
-    for name in {"dtype", "device"} & set(known) - ({"dtype"} if "kv_heads" in known else set()):
+    for name in {"dtype", "device"} & set(known):
         assert known[name].parse("auto") is None and known[name].default is None, name
     if "draft_length" in known and type(None) in known["draft_length"].kinds:
         assert known["draft_length"].parse("auto") is None
