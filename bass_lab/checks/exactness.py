@@ -72,7 +72,7 @@ class Report:
 
 def verify(
     pair: ModelPair,
-    prompts: str | Sequence[str] | Sequence[Tensor] | None = None,
+    prompts: str | Sequence[inputs.PromptLike] | None = None,
     *,
     max_new_tokens: int = 48,
     samples: int = 6144,
@@ -82,10 +82,11 @@ def verify(
 ) -> Report:
     """Check that decoding this pair is exact: greedy, sampled, coupled, and in half precision.
 
-    prompts: texts or token ids; None takes some that suit the pair (random ids where there is no tokenizer). Fewer than
-        four are joined by shortened ones; all are shortened where the context would not hold what is generated. In
-        the greedy check one of up to 160 tokens joins them, and others on both sides of every window and switch that
-        the target's configuration names; the report says which lie beyond 512 tokens and were not reached.
+    prompts: texts, conversations or token ids; None takes some that suit the pair (random ids where there is no
+        tokenizer). Fewer than four are joined by shortened ones; all are shortened where the context would not hold
+        what is generated. In the greedy check one of up to 160 tokens joins them, and others on both sides of every
+        window and switch that the target's configuration names; the report says which lie beyond 512 tokens and were
+        not reached.
     max_new_tokens: per row (the context may allow fewer). samples: rows of each G-test. compile: as in `generate`, what
         is checked; attention "split", which cannot be recorded, is checked without. progress: told what comes next.
 

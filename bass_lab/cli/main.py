@@ -151,7 +151,7 @@ def bench(
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     rows: common.Rows = [1, 2, 4, 8, 16],  # noqa: B006
-    prompts: Annotated[list[str], typer.Option(help="prompt sets: mini, library")] = ["mini", "library"],  # noqa: B006
+    prompts: Annotated[list[str], typer.Option(help="prompt sets: mini, library, FILE.jsonl")] = ["mini", "library"],  # noqa: B006
     methods: Annotated[list[str] | None, typer.Option(help="ways to decode; none: all that this pair can")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="interleaved repeats")] = 7,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
@@ -171,7 +171,7 @@ def bench(
     from bass_core import inputs
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
-    from bass_lab.texts.prompt_sets import prompt_set
+    from bass_lab.texts.prompt_sets import label, prompt_set
 
     if check_only and record is None:
         raise ValueError("--check-only checks a record: name it with --record FILE")
@@ -181,9 +181,9 @@ def bench(
         typer.echo(f"{record}: {len(records.read(record))} lines are as they should be", err=True)
     if check_only:
         return
-    sets = {name: prompt_set(name, max(rows)) for name in prompts}
+    sets = {label(name): prompt_set(name, max(rows)) for name in prompts}
     if vary_prompts:
-        sets = {name: prompt_set(name) for name in prompts}
+        sets = {label(name): prompt_set(name) for name in prompts}
     pair = named_pair(target, draft, dtype=dtype)
     for texts in sets.values():  # before the first is measured
         inputs.check_context(pair, max(map(len, inputs.token_ids(pair, texts))), max_new_tokens)
@@ -253,7 +253,7 @@ def record(
     target: common.TargetOption = None,
     draft: Annotated[str | None, typer.Option(help="hub name or folder of the draft model")] = None,
     dtype: common.Dtype = None,
-    prompts: Annotated[str, typer.Option(help="prompt set: mini or library")] = "mini",
+    prompts: Annotated[str, typer.Option(help="prompt set: mini, library or FILE.jsonl")] = "mini",
     count: Annotated[int, typer.Option(min=1, help="prompts of it")] = 96,
     samples: Annotated[int, typer.Option(min=1, help="texts per prompt")] = 1,
     max_new_tokens: common.NewTokens = 128,
@@ -265,14 +265,14 @@ def record(
     from bass_lab.pairs import name_of
     from bass_lab.provenance import describe_environment
     from bass_lab.study import recording
-    from bass_lab.texts.prompt_sets import prompt_set
+    from bass_lab.texts.prompt_sets import label, prompt_set
 
     texts = prompt_set(prompts, count)
     pair = named_pair(target, draft, dtype=dtype)
     limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     trace = recording.record(pair, texts, rollout=12, **limits)
     models = [name_of(model) for model in (pair.target, pair.draft)]
-    trace.meta.update(describe_environment(), prompt_set=prompts, models=models)
+    trace.meta.update(describe_environment(), prompt_set=label(prompts), models=models)
     output.parent.mkdir(parents=True, exist_ok=True)
     trace.save(output)
     common.last_line({"saved": str(output), "texts": len(trace.lengths), "alpha": trace.alpha})
@@ -346,13 +346,17 @@ def verify(
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     prompt: Annotated[list[str] | None, typer.Option(help="may be repeated; none: some that come with it")] = None,
+    prompts: Annotated[str | None, typer.Option(help="or the first 8 of mini, library or FILE.jsonl")] = None,
     samples: Annotated[int, typer.Option(min=1000, help="rows of each sampled test")] = 6144,
     seed: Annotated[int, typer.Option(help="of the sampled tests")] = 0,
 ) -> None:
     """Check that decoding is exact for these models; exit code 1 if it is not. The last line is JSON."""
     from bass_lab.checks import exactness
     from bass_lab.named_pairs import named_pair
+    from bass_lab.texts.prompt_sets import prompt_set
 
+    if prompts is not None:
+        prompt = [*(prompt or ()), *prompt_set(prompts)[:8]]
     pair = named_pair(target, draft, dtype=dtype)
     report = exactness.verify(
         pair, prompt, samples=samples, seed=seed, progress=lambda name: typer.echo(f"checking {name} …", err=True)
