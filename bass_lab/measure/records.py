@@ -6,7 +6,6 @@ one prompt set at one batch size. A speed without a word on exactness is not a r
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from typing import BinaryIO
 import pandas as pd
 
 from bass_core import inputs
+from bass_lab.locks import lock
 from bass_lab.sweep import store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,7 +141,7 @@ def earlier(path: Path, here: dict) -> list[dict]:
 def _for_more(path: Path) -> Iterator[BinaryIO]:
     """The file at its end, behind whole lines alone; nobody else adds any meanwhile."""
     with path.open("a+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno())
         file.seek(0)
         found = file.read()
         end = found.rfind(b"\n") + 1
