@@ -28,7 +28,7 @@ OPTIONAL = {  # package: what there is not without it
     "triton": "Triton kernels (attention 'ragged')",
     "plotly": "figures (bass_lab.show.plots, the lessons)",
     "ipywidgets": "live controls (bass_lab.lessons.l00_figures)",
-    "nbconvert": "pages (`bass notebooks`, the end of `bass demo`)",
+    "nbconvert": "pages (`make docs`, the end of `bass demo`)",
     "papermill": "lessons run from a shell with parameters of your own",
 }
 

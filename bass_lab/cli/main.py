@@ -14,8 +14,9 @@ from bass_lab.cli import common, sweep
 
 app = typer.Typer(cls=common.Program, no_args_is_help=True, add_completion=False)
 command = functools.partial(app.command, cls=common.Command)
-PAGES = Path("build/html")
-PICTURE = Path("pictures/acceptance_raster.png")  # the README's, and the index page's
+DEMO = Path("build/html")  # the demo's page
+LESSONS = Path("build/lessons")  # executed; `make docs` makes pages of them
+PICTURE = Path("pictures/acceptance_raster.png")  # the README's
 
 command()(sweep.sweep)
 
@@ -43,6 +44,7 @@ def demo(rows: Annotated[int, typer.Option(min=1, help="prompts decoded at once"
     lesson = _lessons()[0]
     typer.echo("Loading the embedded pair …")
     import bass_core as bass
+    from bass_core.environment import write_whole
     from bass_lab.measure import benchmark
     from bass_lab.show import pages, terminal
     from bass_lab.texts.prompt_sets import prompt_set
@@ -59,7 +61,11 @@ def demo(rows: Annotated[int, typer.Option(min=1, help="prompts decoded at once"
     comparison = benchmark.compare(pair, prompts, **options, progress=lambda message: typer.echo(f"  {message}"))
     typer.echo(f"Building the first lesson ({lesson}) …")
     common.plain_interrupts()
-    (page,) = pages.build([lesson], PAGES, lambda message: typer.echo(f"  {message}"))
+    notebook = pages.execute(lesson)
+    pages.draw_figures(notebook)
+    page = DEMO / f"{lesson.stem}.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(page, pages.as_page(notebook))
     ratio, low, high = comparison.ratio()
     spread = f"95% interval {low:.2f}-{high:.2f}, {options['repeats']} paired runs"
     typer.echo(f"\nbatched speculative over regular decoding: {ratio:.2f}× ({spread})")
@@ -376,12 +382,20 @@ def verify(
 
 @command()
 def notebooks() -> None:
-    """Execute every lesson and write it to build/html, with an index."""
+    """Execute every lesson into build/lessons; `make docs` makes a site of them."""
+    import nbformat
+
+    from bass_core.environment import write_whole
     from bass_lab.show import pages
 
     common.plain_interrupts()
-    built = pages.build(_lessons(), PAGES, typer.echo, picture=PICTURE)
-    typer.echo(f"open {PAGES / 'index.html'} ({len(built)} pages)")
+    LESSONS.mkdir(parents=True, exist_ok=True)
+    pages.write_script(LESSONS)
+    for lesson in _lessons():
+        typer.echo(f"executing {lesson.name}")
+        notebook = pages.execute(lesson)
+        pages.draw_figures(notebook, pages.SCRIPT)
+        write_whole(LESSONS / lesson.name, nbformat.writes(notebook))
 
 
 @command()

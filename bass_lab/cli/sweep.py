@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 SHOWN = 3  # failures told in full; the others lie in the folder
 LINES = 40  # of each
-SCRIPT = "plotly.min.js"  # 5 MB: once per sweep, not per page
-FIGURE = "application/vnd.plotly.v1+json"
 
 
 def sweep(
@@ -159,11 +157,9 @@ def _counts(table: pd.DataFrame) -> str:
 def _pages(folder: Path) -> list[Path]:
     """Write KEY/notebook.html for every finished run that has none. The pages share a script, and work offline."""
     import nbformat
-    from plotly.io import to_html
-    from plotly.offline import get_plotlyjs
 
     from bass_core.environment import write_whole
-    from bass_lab.show.pages import as_page
+    from bass_lab.show import pages
 
     written = []
     for run in store.finished_runs(folder):
@@ -172,12 +168,9 @@ def _pages(folder: Path) -> list[Path]:
         if page.exists() or not source.exists():
             continue
         notebook = nbformat.read(source, as_version=4)
-        for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
-            if figure := output.get("data", {}).get(FIGURE):
-                drawn = to_html(figure, full_html=False, include_plotlyjs=f"../{SCRIPT}", validate=False)
-                output.data = {"text/html": drawn}
-        write_whole(page, as_page(notebook, run.key))
+        pages.draw_figures(notebook, f"../{pages.SCRIPT}")
+        write_whole(page, pages.as_page(notebook, run.key))
         written.append(page)
-    if written and not (folder / SCRIPT).exists():
-        write_whole(folder / SCRIPT, get_plotlyjs())
+    if written:
+        pages.write_script(folder)
     return written

@@ -20,9 +20,9 @@ import sweeps
 from typer.testing import CliRunner
 
 import bass_lab as lab
-from bass_lab.cli import sweep
 from bass_lab.cli.main import app
 from bass_lab.measure import records
+from bass_lab.show import pages
 from bass_lab.sweep import executors, parameters, planning, run_process, store
 
 LESSONS = sorted(lesson_runs.NOTEBOOKS.glob("*.ipynb"))
@@ -661,7 +661,7 @@ def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
     assert done.exit_code == 0, done.output
     (executed,), (page,) = out.glob("*/notebook.ipynb"), out.glob("*/notebook.html")
     assert executed.stat().st_size < 50_000 and "widgets" not in json.loads(executed.read_text())["metadata"]
-    assert page.stat().st_size < 500_000 and f'src="../{sweep.SCRIPT}"' in page.read_text()
+    assert page.stat().st_size < 500_000 and f'src="../{pages.SCRIPT}"' in page.read_text()
     assert '<script src="https:' not in page.read_text()
-    assert (out / sweep.SCRIPT).stat().st_size > 1_000_000
+    assert (out / pages.SCRIPT).stat().st_size > 1_000_000
     assert "Plotly.newPlot" in page.read_text()
