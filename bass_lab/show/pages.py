@@ -47,14 +47,14 @@ small, footer { color: #57606a }
 def build(
     sources: list[Path],
     target: Path,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
     timeout: int = 600,
     picture: Path | None = None,
 ) -> list[Path]:
     """Execute each notebook where it lies and write it to `target`; the notebooks themselves stay as they are.
 
-    picture: shown above the index. Returns the pages. Raises nbclient's CellExecutionError where a cell fails,
-    ValueError without notebooks.
+    progress: told what is executed and which share of all, 0 to 1, is done. picture: shown above the index. Returns the
+    pages. Raises nbclient's CellExecutionError where a cell fails, ValueError without notebooks.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -63,8 +63,8 @@ def build(
         raise ValueError("no notebooks to build")
     target.mkdir(parents=True, exist_ok=True)
     pages = []
-    for source in sources:
-        progress(f"executing {source.name}")
+    for done, source in enumerate(sources):
+        progress(f"executing {source.name}", done / len(sources))
         notebook = nbformat.read(source, as_version=4)
         # Every kernel warns that it talks TCP; here to this process only.
         options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}

@@ -174,7 +174,7 @@ REFUSED = {
     ("calibrate", "--seconds", "inf"): "finite",
     ("calibrate", "--output", "under a file"): "nothing can be written into",
     ("calibrate", "--output", "folder"): "no regular file",
-    ("calibrate", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
+    ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
     ("record", "/proc/x.npz"): "nothing can be written into",
     ("record", "folder"): "no regular file",
     ("eval", "--budgets", "inf"): "finite",
@@ -188,10 +188,19 @@ REFUSED = {
     ("sweep", "deep.ipynb", "--out", "folder"): "recursion",
     ("sweep", "full", "--out", "folder"): "no regular file",
     ("sweep", "text", "--out", "text"): "nothing can be written into",
-    ("doctor", "model", "--nosuch"): "No such option",
+    ("doctor", "--nosuch"): "No such option",
     ("nosuch",): "No such command",
-    ("verify", "text"): "cannot load",
-    ("verify", "model"): "cannot load",
+    ("verify", "--target", "text"): "cannot load",
+    ("verify", "-t", "model"): "cannot load",
+    ("verify", "model"): "models are named by --target NAME and --draft NAME",
+    ("record", "x.npz", "model"): "models are named by --target NAME and --draft NAME",
+    ("demo", "surplus"): "unexpected argument 'surplus'",
+    ("notebooks", "05"): "there is no lesson 05; there are 00, 01,",
+    ("generate", "x", "--input", "text"): "leave one out",
+    ("generate", "--input", "nosuch"): "does not exist",
+    ("generate", "--input", "folder"): "is a directory",
+    ("generate", "x", "--chat"): "chat template",
+    ("generate", "x", "--json", "--show-accepted"): "leave out --show-accepted",
 }
 
 
@@ -281,7 +290,7 @@ def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
         time.sleep(0.1)
     running.send_signal(signal.SIGINT)
     said = running.communicate(timeout=60)[1]
-    assert running.returncode == 130 and said == ""
+    assert running.returncode == 130 and said == "  executing 00_sleeps.ipynb\n"
     assert not Path("/proc", mark.read_text()).exists()
 
 
