@@ -28,7 +28,7 @@ def show_table(rows: Iterable[Mapping[str, object]], heading: str = "") -> None:
     shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
     names = [name for name in (shown[0] if shown else ()) if any(row[name] for row in shown)]
     columns = [[row[name] for row in shown] for name in names]
-    widths = _widths([[name, *column] for name, column in zip(names, columns, strict=True)], Console().width)
+    widths = _widths(names, columns, Console().width)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
     for place, (name, column, width) in enumerate(zip(names, columns, widths, strict=True)):
         right = place > 0 and all(cell[:1] in NUMERIC for cell in column if cell)
@@ -40,15 +40,22 @@ def show_table(rows: Iterable[Mapping[str, object]], heading: str = "") -> None:
     _print(table)
 
 
-def _widths(columns: list[list[str]], room: int) -> list[int]:
-    """How wide columns are: as their cells, or where there is no room the widest ones narrower, without breaking words
-    while that can be."""
-    widths = [max(map(cell_len, cells)) for cells in columns]
-    words = [max((cell_len(word) for cell in cells for word in cell.split()), default=1) for cells in columns]
-    while sum(widths) + GAP * (len(widths) - 1) > room and max(widths) > 1:
-        wrapped = [place for place in range(len(widths)) if widths[place] > words[place]]
-        widths[max(wrapped or range(len(widths)), key=widths.__getitem__)] -= 1
+def _widths(names: list[str], columns: list[list[str]], room: int) -> list[int]:
+    """How wide columns are: as their cells, or where there is no room the widest ones narrower. Names are wrapped
+    before cells, and words broken last."""
+    cells = [max(map(cell_len, column)) for column in columns]
+    widths = [max(cell_len(name), cell) for name, cell in zip(names, cells, strict=True)]
+    of_name = [_longest_word([name]) for name in names]
+    words = [max(name, _longest_word(column)) for name, column in zip(of_name, columns, strict=True)]
+    for least in (list(map(max, of_name, cells)), words, [1] * len(widths)):
+        while sum(widths) + GAP * (len(widths) - 1) > room and widths != least:
+            wider = [place for place in range(len(widths)) if widths[place] > least[place]]
+            widths[max(wider, key=widths.__getitem__)] -= 1
     return widths
+
+
+def _longest_word(texts: Iterable[str]) -> int:
+    return max((cell_len(word) for text in texts for word in text.split()), default=1)
 
 
 def show_facts(facts: Iterable[tuple[str, str]] | Mapping[str, str], heading: str = "", indent: int = 2) -> None:

@@ -86,11 +86,14 @@ def calibrate(
     with ExitStack() as stack:
         watch = stack.enter_context(passes_marked(pair))
         warm, longer = _turns(pair, axes, watch, stack, recorded)
-        progress(MEASURING, 0.0)
+
+        def tell(now: float) -> None:
+            progress(MEASURING, 1.0 if now >= end else 1 - (end - now) / seconds)
+
+        tell(time.perf_counter())
         for turn in warm:
             list(turn.take())
-        begun = time.perf_counter()
-        samples = _take_turns(warm + longer, end, lambda now: progress(MEASURING, min(1.0, (now - begun) / seconds)))
+        samples = _take_turns(warm + longer, end, tell)
     found = mixed_model.times(samples)
     tables = {name: Table.of(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
     by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
