@@ -1,6 +1,7 @@
-"""`bass doctor` and `bass generate`: plain output, one-line errors, exit codes."""
+"""`bass doctor`, `generate`, `notebooks` and `demo`: plain output, one-line errors, exit codes."""
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_lab.checks import doctor
 from bass_lab.cli import decoding, main
-from bass_lab.show import terminal
+from bass_lab.show import pages, terminal
 
 PROMPT = "def add(a, b):\n"
 NEW = 24
@@ -125,6 +126,53 @@ def test_doctor_says_what_a_missing_package_is_for(monkeypatch):
     assert packages == {"no-such-package": "not installed; without it no wings", "numpy": version("numpy")}
 
 
+# --- the lessons ---
+
+
+@pytest.fixture
+def lessons(monkeypatch, tmp_path):
+    """A folder with two notebooks; the names of those that are built."""
+    built = []
+
+    def build(sources, target, progress, picture=None):
+        built.extend(source.name for source in sources)
+        return sources
+
+    monkeypatch.setattr(pages, "build", build)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    for name in ("00_start.ipynb", "03_explorer.ipynb", "12_report.ipynb"):
+        (tmp_path / "notebooks" / name).touch()
+    return built
+
+
+def test_notebooks_are_built_all_or_those_that_are_named(lessons):
+    assert run("notebooks").exit_code == 0
+    assert lessons == ["00_start.ipynb", "03_explorer.ipynb", "12_report.ipynb"]
+    lessons.clear()
+    assert "(2 pages)" in run("notebooks", "12", "3").stdout
+    assert lessons == ["03_explorer.ipynb", "12_report.ipynb"]
+    refused = run("notebooks", "3", "4")
+    assert refused.exit_code == 2 and "there is no lesson 04; there are 00, 03, 12" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "notebooks"])
+def test_pages_that_cannot_be_written_are_refused_first(lessons, tmp_path, command):
+    (tmp_path / "build").touch()
+    refused = run(command)
+    assert refused.exit_code == 2 and "nothing can be written into" in refused.stderr and refused.stdout == ""
+    assert lessons == []
+
+
+def test_demo_works_outside_the_repository_without_a_lesson(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = run("demo", "--rows", "2")
+    assert result.exit_code == 0, result.output
+    assert "in the root of the repository" in result.stdout
+    assert re.fullmatch(r"identical tokens: 2/2 \(greedy, float32\) · \d+\.\d×", result.stdout.splitlines()[-1])
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- generate -------------------------------------------------------------------------------------
 
 
@@ -144,6 +192,52 @@ def test_options_reach_the_engine_and_bytes_that_are_no_text_stream(target, draf
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     result = run("generate", PROMPT, "--target", target, "--draft", draft, *flags)
     expected = bass.generate(bass.load_pair(target, draft), PROMPT, **options)
+    assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
+
+
+def test_json_is_one_document_with_the_rows_of_the_library(target, draft):
+    options = {"max_new_tokens": 5, "num_return_sequences": 2, "temperature": 1.0}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    result = run("generate", "ab", "cd", "-t", target, "-d", draft, *flags, "--json")
+    document = json.loads(result.stdout)
+    out = bass.generate(bass.load_pair(target, draft), ["ab", "cd"], **options)
+    assert document["prompts"] == ["ab", "cd"]
+    assert document["rows"] == out.to_pandas().to_dict("records")
+    assert document["summary"].keys() == out.trace.summary().keys()
+    assert " tokens for 4 rows" in result.stderr
+
+
+def test_json_has_null_where_there_is_no_number():
+    result = run("generate", PROMPT, "--max-new-tokens=4", "--draft-length=0", "--json")
+    assert json.loads(result.stdout)["summary"]["alpha"] is None
+
+
+@pytest.fixture
+def chatting(tmp_path):
+    """A target whose tokenizer has a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    return save(tmp_path / "chatting", tokenizer)
+
+
+def test_chat_sends_each_prompt_as_a_message_and_prints_the_answer_alone(chatting):
+    result = run("generate", "hello", "--target", chatting, "--max-new-tokens=8", "--chat")
+    pair = bass.load_pair(chatting)
+    expected = bass.generate(pair, [{"role": "user", "content": "hello"}], max_new_tokens=8)
+    assert expected.texts == bass.generate(pair, "<user>hello", max_new_tokens=8).texts
+    assert result.exit_code == 0 and result.stdout == f"{expected.texts[0]}\n"
+    both = run("generate", "hello", "you", "-t", chatting, "--max-new-tokens=8", "--chat", "--json")
+    assert json.loads(both.stdout)["prompts"][1] == [{"role": "user", "content": "you"}]
+
+
+def test_chat_without_a_template_is_refused():
+    result = run("generate", "hello", "--chat")
+    assert result.exit_code == 2 and "needs a tokenizer with a chat template" in result.stderr
+
+
+def test_dtype_reaches_the_models(target):
+    result = run("generate", PROMPT, "-t", target, "--max-new-tokens=8", "--dtype=float64", "--device=cpu")
+    expected = bass.generate(bass.load_pair(target, dtype="float64"), PROMPT, max_new_tokens=8)
     assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
 
 

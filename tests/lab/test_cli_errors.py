@@ -176,6 +176,8 @@ REFUSED = {
     ("calibrate", "--output", "folder"): "no regular file",
     ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
     ("record", "/proc/x.npz"): "nothing can be written into",
+    ("record", "under a file"): "nothing can be written into",
+    ("bench", "--record", "under a file"): "nothing can be written into",
     ("record", "folder"): "no regular file",
     ("eval", "--budgets", "inf"): "finite",
     ("eval", "--cut-off", "nan"): "--cut-off",
@@ -228,6 +230,46 @@ def test_program_runs_as_a_module(module):
     done = bass("record", "--help", module=module)
     assert done.returncode == 0 and "Usage: bass record" in done.stdout
     assert bass("nosuch", module=module).returncode == 2
+
+
+HEAVY = ("torch", "transformers", "pandas", "numpy", "tqdm", "rich")  # what help and completion need not wait for
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["-h"], ["generate", "-h"], ["sweep", "--help"], ["--version"]], ids=" ".join
+)
+def test_help_imports_nothing_heavy(arguments):
+    code = f"from bass_lab.cli.main import app; import sys\napp({arguments}, standalone_mode=False)\n"
+    code += f"print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_help_fits_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("", *COMMANDS):
+        text = CliRunner().invoke(main.app, [*([name] if name else []), "--help"]).stdout
+        assert max(map(len, text.splitlines())) <= 80, name
+        assert "..." not in text.replace("[...]", "").replace("]...", ""), f"bass {name}: a sentence was cut"
+
+
+def test_every_command_that_takes_models_names_them_by_the_same_options():
+    named = {"target": ["--target", "-t"], "draft": ["--draft", "-d"]}
+    found = {name: {p.name: p for p in command.params} for name, command in COMMANDS.items()}
+    taking = {name for name, options in found.items() if "target" in options}
+    assert taking == {"generate", "doctor", "verify", "bench", "calibrate", "record", "eval"}
+    for name in taking:
+        assert {option: found[name][option].opts for option in named} == named
+        assert {"dtype", "device", "as_json"} < found[name].keys()
+
+
+def test_a_shell_completes_commands_and_options():
+    typed = {"COMP_WORDS": "bass verify --d", "COMP_CWORD": "2", "_BASS_COMPLETE": "complete_bash"}
+    code = "from bass_lab.cli.main import app; app(prog_name='bass')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | typed, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["--draft", "--dtype", "--device"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["sweep", "--help"]], ids=" ".join)
