@@ -51,6 +51,9 @@ def verify(
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="may be repeated; none: some that come with it")
     ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="SET", help="or the first 8 of mini, library or FILE.jsonl")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1000, metavar="N", help="rows of each sampled test")] = 6144,
     seed: common.Seed = 0,
     as_json: common.Json = False,
@@ -62,7 +65,10 @@ def verify(
     """
     from bass_lab.checks import exactness
     from bass_lab.named_pairs import named_pair
+    from bass_lab.texts.prompt_sets import prompt_set
 
+    if prompts is not None:
+        prompt = [*(prompt or ()), *prompt_set(prompts)[:8]]
     pair = named_pair(target, draft, dtype=dtype, device=device)
     with Progress() as progress:
         report = exactness.verify(pair, prompt, samples=samples, seed=seed, progress=progress)

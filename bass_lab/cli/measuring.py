@@ -23,7 +23,7 @@ def bench(
     dtype: common.Dtype = None,
     device: common.Device = None,
     rows: common.Rows = [1, 2, 4, 8, 16],  # noqa: B006
-    prompts: Annotated[list[str], typer.Option(metavar="SET", help="mini or library; may be repeated")] = [  # noqa: B006
+    prompts: Annotated[list[str], typer.Option(metavar="SET", help="mini, library or FILE.jsonl; may be repeated")] = [  # noqa: B006
         "mini",
         "library",
     ],
@@ -58,7 +58,7 @@ def bench(
     from bass_core import inputs
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
-    from bass_lab.texts.prompt_sets import prompt_set
+    from bass_lab.texts.prompt_sets import label, prompt_set
 
     if check_only and record is None:
         raise ValueError("--check-only checks a record: name it with --record FILE")
@@ -71,9 +71,9 @@ def bench(
         if as_json:
             common.print_json({"results": checked})
         return
-    sets = {name: prompt_set(name, max(rows)) for name in prompts}
+    sets = {label(name): prompt_set(name, max(rows)) for name in prompts}
     if vary_prompts:
-        sets = {name: prompt_set(name) for name in prompts}
+        sets = {label(name): prompt_set(name) for name in prompts}
     pair = named_pair(target, draft, dtype=dtype, device=device)
     for texts in sets.values():  # before the first is measured
         inputs.check_context(pair, max(map(len, inputs.token_ids(pair, texts))), max_new_tokens)
@@ -177,7 +177,7 @@ def record(
     ] = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
-    prompts: Annotated[str, typer.Option(metavar="SET", help="mini or library")] = "mini",
+    prompts: Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")] = "mini",
     count: Annotated[int, typer.Option(min=1, metavar="N", help="prompts of it")] = 96,
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="texts per prompt")] = 1,
     max_new_tokens: common.NewTokens = 128,
@@ -194,7 +194,7 @@ def record(
     from bass_lab.pairs import name_of
     from bass_lab.provenance import describe_environment
     from bass_lab.study import recording
-    from bass_lab.texts.prompt_sets import prompt_set
+    from bass_lab.texts.prompt_sets import label, prompt_set
 
     texts = prompt_set(prompts, count)
     pair = named_pair(target, draft, dtype=dtype, device=device)
@@ -202,7 +202,7 @@ def record(
     with Progress() as progress:
         trace = recording.record(pair, texts, rollout=12, **limits, progress=progress)
     models = [name_of(model) for model in (pair.target, pair.draft)]
-    trace.meta.update(describe_environment(), prompt_set=prompts, models=models)
+    trace.meta.update(describe_environment(), prompt_set=label(prompts), models=models)
     output.parent.mkdir(parents=True, exist_ok=True)
     trace.save(output)
     if as_json:

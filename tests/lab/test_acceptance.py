@@ -370,4 +370,4 @@ def test_the_command_records_what_the_function_does(tmp_path):
 def test_the_command_refuses_in_one_line(tmp_path):
     result = CliRunner().invoke(main.app, ["record", str(tmp_path / "x.npz"), "--prompts", "other"])
     assert result.exit_code == 2
-    assert result.stderr == "error: prompt_set must be one of mini, library; got 'other'\n"
+    assert result.stderr == "error: prompt_set must be one of mini, library, *.jsonl, *.jsonl.gz; got 'other'\n"

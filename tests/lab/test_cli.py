@@ -235,6 +235,18 @@ def test_chat_without_a_template_is_refused():
     assert result.exit_code == 2 and "needs a tokenizer with a chat template" in result.stderr
 
 
+def test_prompts_come_from_a_file_texts_and_conversations(chatting, tmp_path):
+    asked = ["def f(x):\n", [{"role": "user", "content": "hello"}]]
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"prompt": asked[0]}) + "\n" + json.dumps({"messages": asked[1]}) + "\n")
+    result = run("generate", "--input", file, "-t", chatting, "--max-new-tokens=6", "--json")
+    document = json.loads(result.stdout)
+    out = bass.generate(bass.load_pair(chatting), asked, max_new_tokens=6)
+    assert document["prompts"] == asked and [row["text"] for row in document["rows"]] == out.texts
+    shown = run("generate", "--input", file, "-t", chatting, "--max-new-tokens=6").stdout
+    assert f"{asked[0]}{out.texts[0]}\n" in shown and f"(length)\n{out.texts[1]}\n" in shown
+
+
 def test_dtype_reaches_the_models(target):
     result = run("generate", PROMPT, "-t", target, "--max-new-tokens=8", "--dtype=float64", "--device=cpu")
     expected = bass.generate(bass.load_pair(target, dtype="float64"), PROMPT, max_new_tokens=8)

@@ -77,7 +77,8 @@ def files(tmp_path_factory) -> dict[str, str]:
     (folder / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
     for deep in ("deep.jsonl", "deep.ipynb", "deep.yaml"):
         (folder / deep).write_text("[" * 200_000)
-    (folder / "empty.csv").touch()
+    for empty in ("empty.csv", "empty.jsonl"):
+        (folder / empty).touch()
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"a":' * 100_000)
     found = {path.name: str(path) for path in folder.iterdir()}
@@ -184,7 +185,7 @@ REFUSED = {
     ("eval", "--problems", "folder"): "no regular file",
     ("eval", "--problems", "full"): "no regular file",
     ("eval", "--problems", "none.jsonl.gz"): "gzip",
-    ("eval", "--problems", "bad.jsonl.gz"): "invalid",
+    ("eval", "--problems", "bad.jsonl.gz"): "no file of JSON lines",
     ("eval", "--problems", "deep.jsonl"): "recursion",
     ("eval", "--output", "text"): "nothing can be written into",
     ("sweep", "deep.ipynb", "--out", "folder"): "recursion",
@@ -200,6 +201,9 @@ REFUSED = {
     ("notebooks", "05"): "there is no lesson 05; there are 00, 01,",
     ("generate", "x", "--input", "text"): "leave one out",
     ("generate", "--input", "nosuch"): "does not exist",
+    ("generate", "--input", "bytes.jsonl"): "bytes.jsonl",
+    ("generate", "--input", "empty.jsonl"): "prompts is empty",
+    ("generate", "x", "--device", "banana"): "device must be a device",
     ("generate", "--input", "folder"): "is a directory",
     ("generate", "x", "--chat"): "chat template",
     ("generate", "x", "--json", "--show-accepted"): "leave out --show-accepted",

@@ -90,7 +90,8 @@ def test_what_is_wrong_stops_before_the_first_run_and_says_what_is_valid(noteboo
     ("values", "said"),
     [
         ("batchsize=1", r"no parameter 'batchsize'. Did you mean batch_size\? It has(?s:.*)max_new_tokens .* >= 1"),
-        ("prompt_set=mini,small", "prompt_set must be one of mini, library; got 'small'"),
+        ("prompt_set=mini,small", r"prompt_set must be one of mini, library, \*.jsonl, \*.jsonl.gz; got 'small'"),
+        ("prompt_set=nowhere.jsonl", "the prompt set 'nowhere.jsonl' is no file beside the notebook: No such file"),
         ("draft_length=0", "draft_length must be an integer >= 1 or auto; got 0"),
         ("batch_size=[1,0]", r"batch_size must be an integer or a list >= 1; got \[1, 0\]"),
         ("temperature=-1", r"temperature must be a number >= 0; got -1\.0"),
