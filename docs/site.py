@@ -29,7 +29,7 @@ def on_config(config):
     shutil.rmtree(staged, ignore_errors=True)
     for path in (path for pattern in FILES for path in ROOT.glob(pattern)):
         _copy(path, staged / path.relative_to(ROOT))
-    for path in (ROOT / "build/lessons").glob("*"):
+    for path in (each for pattern in ("*.ipynb", "*.js") for each in (ROOT / "build/lessons").glob(pattern)):
         _copy(path, staged / "notebooks" / path.name)
     config["docs_dir"] = str(staged)
     return config

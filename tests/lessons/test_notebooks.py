@@ -88,7 +88,7 @@ def demo():
 
 def test_demo_ends_with_the_promised_line(demo):
     last = demo.strip().splitlines()[-1]
-    pattern = r"identical tokens: 8/8 \(greedy, float32\) · \d+\.\d× · open build/html/00_start_here\.html"
+    pattern = r"identical tokens: 8/8 \(greedy, float32\) · \d+\.\d× · open build/lessons/00_start_here\.html"
     assert re.fullmatch(pattern, last)
 
 
@@ -97,7 +97,7 @@ def test_demo_shows_generated_python_first(demo):
 
 
 def test_page_draws_its_figures_in_a_browser(demo, tmp_path):
-    page = ROOT / "build/html/00_start_here.html"
+    page = ROOT / "build/lessons/00_start_here.html"
     command = [lesson_runs.chromium(), *pages.BROWSER_FLAGS, f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     assert dom.count('class="main-svg"') >= 2  # the raster and the speed chart are drawn
