@@ -64,7 +64,10 @@ def notebooks(
         list[str] | None, typer.Argument(metavar="LESSON", help="such as 03; several may be given; none: all")
     ] = None,
 ) -> None:
-    """Execute lessons into build/lessons, each also as a page; `make docs` makes a site of them."""
+    """Execute lessons into build/lessons.
+
+    Each is a notebook and a page there; `make docs` makes a site of them all.
+    """
     chosen = _lessons(numbers or [])
     common.output_folder(BUILT)
     for page in _built(chosen):
