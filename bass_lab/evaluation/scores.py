@@ -162,7 +162,7 @@ def table(scores: pd.DataFrame) -> list[dict[str, str]]:
     """Scores with a column `method` for people: one line per (budget, method), shares with their intervals."""
     lines = []
     for (budget, method), group in scores.groupby(["budget", "method"], sort=False):
-        line = {"budget, s": f"{budget:.3g}", "method": method}
+        line = {"seconds": f"{budget:.3g}", "method": method}
         for found in group.itertuples():
             line[found.metric] = f"{found.value:.1%} ({100 * found.low:.1f}-{found.high:.1%})"
         lines.append((budget, line))
