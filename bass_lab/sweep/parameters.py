@@ -32,8 +32,8 @@ Rule = str | Sequence  # "> 0" or ">= 1", or the values themselves, as patterns 
 COMMON_RULES: dict[str, Rule] = {  # of names that mean the same in every notebook
     **dict.fromkeys(("batch_size", "batch_sizes", "max_new_tokens", "repeats", "problem_count"), ">= 1"),
     "draft_length": ">= 0",
-    "temperature": ">= 0",
     "dtype": ("float32", "bfloat16", "float16", "float64"),
+    "temperature": ">= 0",
     "prompt_set": NAMES,
     "verification": (*VERIFICATIONS, "coupled"),
 }

@@ -131,14 +131,14 @@ def test_doctor_says_what_a_missing_package_is_for(monkeypatch):
 
 @pytest.fixture
 def lessons(monkeypatch, tmp_path):
-    """A folder with two notebooks; the names of those that are built."""
+    """A folder with three notebooks; the names of those that are executed."""
     built = []
 
-    def build(sources, target, progress, picture=None):
-        built.extend(source.name for source in sources)
-        return sources
+    def execute(source):
+        built.append(source.name)
+        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {source.stem}")])
 
-    monkeypatch.setattr(pages, "build", build)
+    monkeypatch.setattr(pages, "execute", execute)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notebooks").mkdir()
     for name in ("00_start.ipynb", "03_explorer.ipynb", "12_report.ipynb"):
@@ -150,8 +150,9 @@ def test_notebooks_are_built_all_or_those_that_are_named(lessons):
     assert run("notebooks").exit_code == 0
     assert lessons == ["00_start.ipynb", "03_explorer.ipynb", "12_report.ipynb"]
     lessons.clear()
-    assert "(2 pages)" in run("notebooks", "12", "3").stdout
-    assert lessons == ["03_explorer.ipynb", "12_report.ipynb"]
+    built = [Path(line.removeprefix("open ")) for line in run("notebooks", "12", "3").stdout.splitlines()]
+    assert lessons == [page.with_suffix(".ipynb").name for page in built] == ["03_explorer.ipynb", "12_report.ipynb"]
+    assert all(page.exists() and page.with_suffix(".ipynb").exists() for page in built)
     refused = run("notebooks", "3", "4")
     assert refused.exit_code == 2 and "there is no lesson 04; there are 00, 03, 12" in refused.stderr
 
