@@ -34,14 +34,15 @@ BROWSER_FLAGS = (
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to move it. What it shows follows below.</i></p>"
+PATIENCE = 600  # seconds, for a cell
 FIGURE = "application/vnd.plotly.v1+json"
 SCRIPT = "plotly.min.js"  # 5 MB: once per folder of pages, not per page
 
 
-def execute(source: Path, timeout: int = 600) -> NotebookNode:
+def execute(source: Path) -> NotebookNode:
     """The notebook executed where it lies, without its widgets; the file stays as it is.
 
-    timeout: seconds per cell. Raises nbclient's CellExecutionError where a cell fails.
+    Raises nbclient's CellExecutionError where a cell fails, CellTimeoutError where it takes more than `PATIENCE`.
     """
     import nbformat
     from nbclient import NotebookClient
@@ -49,7 +50,7 @@ def execute(source: Path, timeout: int = 600) -> NotebookNode:
     notebook = nbformat.read(source, as_version=4)
     # Every kernel warns that it talks TCP; here to this process only.
     options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}
-    client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": source.parent}}, **options)
+    client = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": source.parent}}, **options)
     with asyncio.Runner(loop_factory=_Loop) as runner:
         runner.run(_execute(client, os.environ | {"PLOTLY_RENDERER": "plotly_mimetype"}))
     _without_widgets(notebook)
@@ -75,8 +76,7 @@ def write_script(folder: Path) -> None:
     """Put plotly's script where pages look for it."""
     from plotly.offline import get_plotlyjs
 
-    if not (folder / SCRIPT).exists():
-        write_whole(folder / SCRIPT, get_plotlyjs())
+    write_whole(folder / SCRIPT, get_plotlyjs())
 
 
 def as_page(notebook: NotebookNode, title: str = "") -> str:
