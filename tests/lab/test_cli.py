@@ -5,6 +5,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from tiny import BYTES, byte_tokenizer, tiny_model
