@@ -54,7 +54,8 @@ class Program(TyperGroup):
     """All commands. Here alone errors of the user, of the system and of a model become one line and exit code 2."""
 
     def make_context(self, *arguments, **options) -> typer.Context:
-        _exchange_handlers(signal.default_int_handler, _at_interrupt)
+        for early in (signal.SIG_DFL, signal.default_int_handler):
+            _exchange_handlers(early, _at_interrupt)
         with ended_in_one_line():
             return super().make_context(*arguments, **options)
 

@@ -16,7 +16,8 @@ class Progress:
     def __init__(self) -> None:
         from tqdm import tqdm
 
-        self._bar = tqdm(total=1.0, bar_format=FORM, leave=False, smoothing=0, dynamic_ncols=True, disable=None)
+        look = {"bar_format": FORM, "leave": False, "dynamic_ncols": True}
+        self._bar = tqdm(total=1.0, disable=None, miniters=0, smoothing=0, **look)
         self._doing = ""
 
     def __enter__(self) -> Progress:
@@ -28,10 +29,9 @@ class Progress:
     def __call__(self, doing: str, share: float) -> None:
         if self._bar.disable and doing != self._doing:
             typer.echo(f"  {doing}", err=True)
-        elif not self._bar.disable:
-            self._bar.set_description_str(doing, refresh=False)
-            self._bar.n = share
-            self._bar.refresh()
+        self._bar.update(min(share, 1.0) - self._bar.n)  # is drawn ten times a second at most
+        if doing != self._doing:
+            self._bar.set_description_str(doing)
         self._doing = doing
 
     def aside(self) -> AbstractContextManager:

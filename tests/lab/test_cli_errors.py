@@ -269,10 +269,7 @@ def test_every_command_that_takes_models_names_them_by_the_same_options():
 
 def test_a_shell_completes_commands_and_options():
     typed = {"COMP_WORDS": "bass verify --d", "COMP_CWORD": "2", "_BASS_COMPLETE": "complete_bash"}
-    code = "from bass_lab.cli.main import app; app(prog_name='bass')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | typed, capture_output=True, text=True, timeout=60
-    )
+    done = bass(environment=typed)
     assert done.stdout.split() == ["--draft", "--dtype", "--device"]
 
 

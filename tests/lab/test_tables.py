@@ -95,5 +95,5 @@ def test_outside_of_a_terminal_each_part_is_one_line(monkeypatch):
 
 def test_a_terminal_shows_share_and_time_left_and_is_clean_afterwards(monkeypatch):
     said = drive(monkeypatch, Terminal())
-    assert "first  40%" in said and "second  80%" in said and re.search(r"00:00, \d\d:\d\d left", said)
+    assert "first   0%" in said and "second  60%" in said and re.search(r"00:00, \d\d:\d\d left", said)
     assert "\n" not in said and said.endswith("\r")
