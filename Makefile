@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest test-oldest-quick lab notebooks bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
+.PHONY: help demo test test-slow test-oldest test-oldest-quick lab docs bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -49,8 +49,10 @@ test-oldest test-oldest-quick:
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
-notebooks: .venv/.installed-notebooks ## execute every lesson and write it to build/html
+docs: .venv/.installed-docs ## execute every lesson, and build a site of them and all documentation: build/site
 	$(BIN)/bass notebooks
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html; for its search: $(BIN)/python -m http.server --directory build/site"
 
 bench: .venv/.installed-notebooks ## time all ways to decode with the embedded pair, on both prompt sets
 	$(BIN)/bass bench
@@ -86,6 +88,12 @@ clean: ## remove what was built and the caches; .venv stays
 	@echo "==> Installing the pinned versions into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch $@
+
+.venv/.installed-docs: EXTRAS = notebooks,docs
+.venv/.installed-docs: pyproject.toml constraints.txt requirements.lock | $(BIN)/pip
+	@echo "==> Installing the pinned versions and MkDocs into .venv (downloads hundreds of MB the first time)"
+	$(INSTALL)
+	@touch .venv/.installed-notebooks $@
 
 # Includes all that the notebooks need, hence both stamps.
 .venv/.installed-test: EXTRAS = notebooks,test

@@ -22,7 +22,7 @@ from bass_core.cache import Phase
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 from bass_core.randomness import StepKeys
 from bass_core.runner import Runner
-from bass_core.sampling import SamplingParams
+from bass_core.sampling import MixedParams, SamplingParams
 from bass_core.verification import perturbed_choice
 
 CATCH_UP = 8  # tokens to which what a row missed is rounded up
@@ -36,6 +36,7 @@ class Context(NamedTuple):
     lengths: Tensor  # int64 [B], committed tokens
     lengths_host: np.ndarray  # the same on the host
     keys: StepKeys  # the randomness of the rows' own step
+    params: SamplingParams | MixedParams  # how tokens are chosen
     seen: Tensor | None  # bool [B, V], ids so far (repetition penalty)
     noise: Tensor | None = None  # [B, K + 1, V], Gumbel noise of the next positions (coupled verification)
 
@@ -118,11 +119,10 @@ class ModelDrafter(Drafter):
     up on everything it missed: holes in its cache would cost acceptance.
     """
 
-    def __init__(self, runner: Runner, params: SamplingParams, vocabulary: int, coupled: bool, keep_q: bool):
-        """keep_q: return q with the draft. Greedy and coupled verification do without; a trace may want it."""
-        self.keep_q = keep_q
+    def __init__(self, runner: Runner, vocabulary: int, coupled: bool, show_q: bool):
+        """show_q: return q with every draft. Greedy and coupled verification do without; a trace may want it."""
+        self.show_q = show_q
         self.runner = runner
-        self.params = params
         self.vocabulary = vocabulary  # the target's: ids beyond it are never drafted
         self.coupled = coupled
         self.draft_vocabulary = runner.model.config.get_text_config().vocab_size
@@ -218,7 +218,7 @@ class ModelDrafter(Drafter):
         if not drawn:
             return Draft.none(context)._replace(finite=finite)
         tokens = torch.stack([each.token for each in drawn], 1)  # [B, K]
-        q = torch.stack([each.q for each in drawn], 1) if self.keep_q else None  # [B, K, V]
+        q = torch.stack([each.q for each in drawn], 1) if self._keeps_q(context) else None  # [B, K, V]
         host = lengths if isinstance(lengths, np.ndarray) else None
         draft = Draft(tokens, torch.as_tensor(lengths, device=device), host, q, finite)
         return _chosen(policy, draft, torch.stack([each.told for each in drawn], -1)) if chooses else draft
@@ -270,16 +270,19 @@ class ModelDrafter(Drafter):
     ) -> tuple[Tensor, Tensor | None]:
         """The next draft token [B] and the distribution it came from [B, V] over the target's ids. best [B]: the ids of
         the largest logits."""
-        seen = None if seen is None else seen[:, : logits.shape[-1]]
-        if self.params.greedy:
-            q = self._q(logits, self.params.at_temperature_one, seen) if self.keep_q else None
-            return best if seen is None else sampling.penalise(logits, self.params, seen).argmax(-1), q
-        q = self._q(logits, self.params, seen)
+        params, seen = context.params, None if seen is None else seen[:, : logits.shape[-1]]
+        if params.greedy:
+            q = self._q(logits, params.at_temperature_one, seen) if self.show_q else None
+            return best if seen is None else sampling.penalise(logits, params, seen).argmax(-1), q
+        q = self._q(logits, params, seen)
         if self.coupled:
             return perturbed_choice(q, context.noise[:, slot]), q
         return randomness.draw(q, context.keys.draft(slot)), q
 
-    def _q(self, logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Tensor:
+    def _keeps_q(self, context: Context) -> bool:
+        return self.show_q or not (self.coupled or context.params.greedy)
+
+    def _q(self, logits: Tensor, params: SamplingParams | MixedParams, seen: Tensor | None) -> Tensor:
         """The draft's distribution over the target's ids [B, V]; ids that only the target has get probability 0."""
         q = sampling.probabilities(logits, params, seen)
         missing = self.vocabulary - q.shape[-1]

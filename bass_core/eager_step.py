@@ -20,7 +20,7 @@ from bass_core.drafters import Context, Draft, Drafter
 from bass_core.randomness import Key, Purpose
 from bass_core.rows import Rows
 from bass_core.runner import Runner
-from bass_core.sampling import SamplingParams
+from bass_core.sampling import MixedParams, SamplingParams
 from bass_core.synthetic import SyntheticAcceptance
 
 
@@ -33,19 +33,17 @@ class StepOptions:
     stays). begin: told the names of the phases that begin inside a step.
     """
 
-    params: SamplingParams
     rule: str
     synthetic: SyntheticAcceptance | None
     wants_p: bool
     all_or_none: bool
     begin: Callable[[str], None]
 
-    @property
-    def only_temperature(self) -> bool:
+    def is_fused(self, params: SamplingParams | MixedParams) -> bool:
         """Whether the fused kernels know this decision: greedy, or token verification of the models' own laws."""
-        if self.params.greedy:
-            return self.params.only_temperature
-        return self.params.only_temperature and self.rule == "token" and not self.params.is_cold
+        if not params.only_temperature or self.wants_p:
+            return False
+        return params.greedy or (self.rule == "token" and not params.is_cold)
 
 
 class Decided(NamedTuple):
@@ -70,7 +68,7 @@ class EagerStep:
     def context(self, places: range, most: int) -> Context:
         """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
         context = self.rows.context(places, most)
-        if self.options.rule != "coupled" or self.options.params.greedy:
+        if self.options.rule != "coupled" or context.params.greedy:
             return context
         slots = torch.arange(most + 1, device=context.lengths.device)
         noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
@@ -101,8 +99,8 @@ class EagerStep:
         if logits is None:
             logits = self.target_pass(context, draft)
             self.options.begin("commit")
-        params, p, forced = self.options.params, None, self.options.synthetic
-        if verification.can_fuse(logits, draft.probs) and self.options.only_temperature and not self.options.wants_p:
+        params, p, forced = context.params, None, self.options.synthetic
+        if verification.can_fuse(logits, draft.probs) and self.options.is_fused(params):
             drafted = draft.tokens, draft.lengths, draft.probs, draft.finite
             memory, chances = self.rows.memory(context.places), None if forced is None else forced.chances
             options = params.temperature, self.options.all_or_none

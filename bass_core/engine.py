@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -111,11 +111,8 @@ class Session:
         self.drafter: Drafter = pair.draft or NgramDrafter()
         if isinstance(pair.draft, PreTrainedModel):
             runner = Runner(pair.draft, paths[1], max_rows, compiled=way.compiled)
-            coupled = self.rule == "coupled"
-            keep_q = trace == "tokens" or not (coupled or self.params.greedy)
-            self.drafter = ModelDrafter(runner, self.params, self.vocabulary, coupled, keep_q)
-        history = self.vocabulary if self.params.needs_history else None
-        self.rows = Rows(max_rows, pair.device, history, eos, finder)
+            self.drafter = ModelDrafter(runner, self.vocabulary, self.rule == "coupled", show_q=trace == "tokens")
+        self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
         self.trace = Trace(
             trace,
@@ -130,7 +127,7 @@ class Session:
         )
         me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next looked for
         wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
-        options = StepOptions(self.params, self.rule, forced, wants_p, all_or_none, lambda phase: me()._enter(phase))
+        options = StepOptions(self.rule, forced, wants_p, all_or_none, lambda phase: me()._enter(phase))
         fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
         self.device_step = recorded_step.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self._watch = Stopwatch(pair.device)
@@ -149,29 +146,46 @@ class Session:
         prompt: inputs.PromptLike,
         *,
         max_new_tokens: int = 128,
-        deadline: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         row: int | None = None,
+        deadline: float | None = None,
     ) -> Request:
         """Queue a row; it starts at the next step that has a place for it. Returns its handle.
 
         prompt: a text, a conversation, or token ids, as in `generate`.
-        deadline: seconds from now after which the row ends with reason "budget". seed: the session's where None. row:
-        its number, one that no row had where None; random numbers are a function of seed and number alone, so that a
-        number is free again only once its row has ended. Raises ValueError or TypeError for a prompt that cannot be
-        decoded, RuntimeError once the session is closed. May be called from other threads and inside a step.
+        temperature, top_k, top_p, min_p, repetition_penalty, seed: the session's where None. Its text is what it would
+        be in a session of these. (On a GPU, steps with a row that is not sampled as the session says launch more.)
+        row: its number, one that no row had where None; random numbers are a function of seed and number alone, so that
+        a number is free again only once its row has ended.
+        deadline: seconds from now after which the row ends with reason "budget".
+
+        Raises ValueError or TypeError for what cannot be decoded or honoured, RuntimeError once the session is closed.
+        May be called from other threads and inside a step.
         """
         self._refuse_closed()
         ids = inputs.prompt_ids(prompt, self.pair.tokenizer, self.vocabulary)
         max_new_tokens = inputs.integer("max_new_tokens", max_new_tokens)
         inputs.check_context(self.pair, len(ids), max_new_tokens)
+        own = {
+            "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+        }  # fmt: skip
+        own = {name: value for name, value in own.items() if value is not None}
         request = Request(
             prompt=Prompt(ids),
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
+            params=replace(self.params, **own) if own else self.params,
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
             row=self._number(row),  # last: what is refused takes none
         )
+        if not request.params.greedy and self.trace.meta["verification"] == "greedy":
+            self.trace.meta["verification"] = self.rule
         if max_new_tokens == 0:
             request.finish_reason = "length"
         else:

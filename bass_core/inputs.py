@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.attention import recomputed_beyond
-from bass_core.models import ModelPair, panics_are_errors
+from bass_core.checkpoints import panics_are_errors
+from bass_core.models import ModelPair
 from bass_core.rows import StopStrings
 
 Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be

@@ -1,46 +1,23 @@
-"""Names and folders -> a `ModelPair`, checked before anything runs.
-
-The embedded pair, a local folder and a hub model take exactly the same path: safetensors only, no code from the
-repository of the model unless the caller says so, every tensor accounted for and finite.
-"""
+"""Names and folders -> a `ModelPair`, and what two models have to be to decode together."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
-import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
-from transformers.utils.hub import cached_file, extract_commit_hash
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.attention import context_length
+from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
 from bass_core.drafters import NgramDrafter
 
 ASSETS = Path(__file__).parent / "assets"
-OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
-DEPTH = re.compile(r"layers?$|^num_blocks$")  # fields of configs that say how many modules are made
-DEEPEST = 500  # of them: no model has more, and as many are built within a second
-SHIPPED = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # the others may be fetched from the hub
-PROBE = " ".join(chr(code) * 64 for code in range(32, 127)) + "é🙂\n\n"  # long runs: where regular expressions give up
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # a device_map of all devices there are
+NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters of which a PeftModel computes something around the model
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,9 +26,10 @@ class ModelPair:
 
     draft: a smaller causal language model, an `NgramDrafter`, or None for n-gram drafting with its defaults.
     tokenizer: needed for text prompts, texts and stop strings. draft_tokenizer: compared with it where given.
+    A `PeftModel` of the package peft stands for the transformers model in it, with the adapter in that one's layers.
 
-    Raises ValueError where the two do not fit: different devices, meta tensors, not a decoder-only language model,
-    tokenizers that disagree about an id.
+    Raises ValueError where the two do not fit: different devices, several, offloaded weights, meta tensors, not a
+    decoder-only language model, tokenizers that disagree about an id.
     """
 
     target: PreTrainedModel
@@ -60,6 +38,8 @@ class ModelPair:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self):
+        for role in ("target", "draft"):
+            object.__setattr__(self, role, _transformers_model(role, getattr(self, role)))
         _check_decoder("target", self.target)
         if isinstance(self.draft, PreTrainedModel):
             _check_decoder("draft", self.draft)
@@ -111,187 +91,126 @@ def load_pair(
     draft: str | Path | NgramDrafter | None = None,
     *,
     dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    device: str | int | torch.device | None = None,
+    device_map: str | int | torch.device | dict[str, Any] | None = None,
+    quantization_config: Any = None,
+    revision: str | None = None,
+    draft_revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
     target: a folder or an id on the hub. draft: likewise, or an `NgramDrafter`; None: n-gram drafting.
-    dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own on a GPU. device: None is the
-    GPU where there is one. Models come in evaluation mode.
+    dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own ("auto") on a GPU. torch_dtype:
+        its older name.
+    device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",
+        0, {"": 0}; "auto" is that one device where there are not several GPUs to spread over.
+    quantization_config: transformers' own, such as `TorchAoConfig`, for the target; the draft, which is small and runs
+        more often, stays as its files have it. Checkpoints that are quantized already need none.
+    revision, draft_revision: branch, tag or commit on the hub, of the model and its tokenizer; None is "main".
 
-    Raises ValueError for a checkpoint that is not safetensors, has missing, unexpected or non-finite tensors, or needs
-    code that `trust_remote_code` does not allow; for a config that its tensors do not bear out, before a model is
-    built; for a tokenizer that fails on plain text; and where the models do not fit (`ModelPair`).
+    Models come in evaluation mode. docs/SUPPORT.md has what works and what does not.
+
+    Raises ValueError for a folder that is not there; for a checkpoint that is not safetensors, has missing, unexpected
+    or non-finite tensors, or needs code that `trust_remote_code` does not allow; for a config that its tensors do not
+    bear out, before a model is built; for several devices, offloaded weights, and MPS; for a tokenizer that fails on
+    plain text; and where the models do not fit (`ModelPair`).
     """
     if target is None:
         if draft is not None:
             raise ValueError(f"draft={draft!r} was given without a target; name both, or neither for the embedded pair")
         target, draft = ASSETS / "target", ASSETS / "draft"
-    device, dtype = place(device, dtype)
-    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     by_name = isinstance(draft, str | Path)
+    if draft_revision is not None and not by_name:
+        raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
+    device, dtype = place(device, dtype, device_map, torch_dtype)
+    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     return ModelPair(
-        target=_load_model(target, **options),
-        draft=_load_model(draft, **options) if by_name else draft,
-        tokenizer=_load_tokenizer(target, trust_remote_code),
-        draft_tokenizer=_load_tokenizer(draft, trust_remote_code) if by_name else None,
+        target=load_model(target, revision, quantization_config, **options),
+        draft=load_model(draft, draft_revision, **options) if by_name else draft,
+        tokenizer=load_tokenizer(target, revision, trust_remote_code),
+        draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if by_name else None,
     )
 
 
-def place(device: str | torch.device | None, dtype: str | torch.dtype | None) -> tuple[torch.device, str | torch.dtype]:
+def place(
+    device: str | int | torch.device | None,
+    dtype: str | torch.dtype | None,
+    device_map: str | int | torch.device | dict[str, Any] | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+) -> tuple[torch.device, str | torch.dtype]:
     """Where models go and in which dtype ("auto": their own), unless they are told. Raises ValueError for others."""
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    dtype = dtype or ("auto" if device.type == "cuda" else "float32")
-    return device, dtype if dtype == "auto" else _floating("dtype", dtype)
+    told = {"device": None if device is None else _device("device", device), "device_map": _device_of(device_map)}
+    chosen = _agreed(told) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _refuse_mps("device", chosen)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {chosen}, and torch finds no GPU here: leave it out, or device='cpu'")
+    given = {"dtype": dtype, "torch_dtype": torch_dtype}
+    dtypes = {name: each if each in (None, "auto") else floating(name, each) for name, each in given.items()}
+    return chosen, _agreed(dtypes) or ("auto" if chosen.type == "cuda" else torch.float32)
 
 
-def _floating(field: str, dtype: Any) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"{field} must be a floating-point dtype of torch, such as 'bfloat16'; got {dtype!r}")
-    return found
+def _agreed(values: dict[str, Any]) -> Any:
+    """What two names for one thing say, None where neither says anything. Raises ValueError where they differ."""
+    found = {name: value for name, value in values.items() if value is not None}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in found.items())
+        raise ValueError(f"{said} name the same thing and differ; give one of them")
+    return next(iter(found.values()), None)
 
 
-def _load_model(
-    name: str | Path, dtype: str | torch.dtype, device: torch.device, trust_remote_code: bool
-) -> PreTrainedModel:
+def _device(name: str, device: Any) -> torch.device:
     try:
-        with _progress_only_for_people():
-            config, revision = _checked_config(name, trust_remote_code)
-            model, report = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=config,
-                revision=revision,
-                dtype=dtype,
-                use_safetensors=True,
-                trust_remote_code=trust_remote_code,
-                **attention_of(config),
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # refused below, by name
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} must be a device such as 'cuda:0', 'cpu' or 0; got {device!r}") from error
+
+
+def _device_of(device_map: Any) -> torch.device | None:
+    """The one device of a `device_map` of transformers'; None where it leaves the choice. Raises ValueError for more
+    than one device, and for weights that would stay elsewhere."""
+    if device_map is None:
+        return None
+    one = "write device_map='cuda:0', or whichever device holds both models"
+    if device_map in SPREAD:
+        if (count := torch.cuda.device_count()) > 1:
+            raise ValueError(
+                f"device_map={device_map!r} spreads a model over {count} GPUs, and a pair is on one: {one}"
             )
-    except Exception as error:  # whatever the file format or the hub says: one kind of error, with the cause kept
-        raise ValueError(f"cannot load {str(name)!r} (safetensors checkpoints only): {error}") from error
-    obsolete = OBSOLETE.get(model.config.model_type)
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        keys = report.get(kind) or ()
-        if obsolete is not None and kind == "unexpected_keys":
-            keys = [key for key in keys if not obsolete.search(key)]
-        if keys:
-            names = ", ".join(map(str, sorted(keys, key=str)[:5]))
-            raise ValueError(f"{str(name)!r} has {kind.replace('_keys', '')} tensors: {names}")
-    for key, tensor in model.state_dict().items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise ValueError(f"{str(name)!r} has NaN or infinite values in {key}; the checkpoint is damaged")
-    return model.to(device).eval()
+        return None
+    places = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
+    devices = {_device("device_map", place) for place in places if place != "disk"}
+    if "disk" in places or len({device.type for device in devices}) > 1:
+        raise ValueError(
+            f"device_map={device_map!r} offloads weights, which every step would wait for; a pair is on one device: "
+            f"{one}, with a smaller dtype or a quantization_config where they do not fit"
+        )
+    if len(devices) != 1:
+        raise ValueError(f"device_map={device_map!r} names {len(devices)} devices, and a pair is on one: {one}")
+    return devices.pop()
 
 
-def attention_of(config: PreTrainedConfig) -> dict[str, str]:
-    """What `from_pretrained` and `from_config` have to be told, so that a model computes what its config says."""
-    # Gemma 2 caps its scores; sdpa, which transformers 5.17 takes, drops that in silence.
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return {"attn_implementation": "eager"} if capped else {}
+def _refuse_mps(name: str, device: torch.device) -> None:
+    if device.type == "mps":
+        raise ValueError(
+            f"{name} is mps, which has no float64; verification needs it, or impossible tokens would be drawn now and "
+            "then. Use device='cpu'"
+        )
 
 
-def _checked_config(name: str | Path, trust_remote_code: bool) -> tuple[PreTrainedConfig, str]:
-    """The config of a checkpoint and the revision that was read, if its small files bear each other out.
-
-    The headers of the safetensors files say what there is. What a config asks for beyond that, or in words that
-    transformers would pass over in silence, is refused before memory is taken or a weight is read.
-    """
-    written, _ = PreTrainedConfig.get_config_dict(name)
-    check_config(written, trust_remote_code)
-    tensors, revision = _headers(name, written.get("transformers_weights"))
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    quantized = bool(getattr(config, "quantization_config", None))
-    asked = sum(parameter.numel() for parameter in model.parameters())
-    held = sum(elements for _, elements in tensors.values())
-    if asked > held * (64 if quantized else 2):  # quantized ones are packed; a few missing ones are named later
-        raise ValueError(f"config.json describes a model of {asked:,} parameters, and the files hold {held:,}")
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), OBSOLETE.get(config.model_type, r"^$")]
-    whole = [key for key, buffer in model.named_buffers() if not buffer.is_floating_point()]
-    for key, (dtype, _) in tensors.items():
-        known = any(own.endswith(key) or key.endswith(own) for own in whole)  # prefixes come and go
-        if not (quantized or known or dtype.startswith(("F", "BF")) or any(re.search(each, key) for each in ignored)):
-            raise ValueError(f"{key} is stored as {dtype}; weights are floating-point numbers, or else quantized")
-    return config, revision
-
-
-def _headers(name: str | Path, only: str | None) -> tuple[dict[str, tuple[str, int]], str]:
-    """Dtype and number of elements of every tensor of a checkpoint, whose files the index or `only` names; revision."""
-    files = [only or SAFE_WEIGHTS_NAME]
-    index = None if only else cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
-    if index and not cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False):
-        files = sorted(set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values()))
-    tensors = {}
-    for file in files:
-        if not re.fullmatch(r"[^/\\]+\.safetensors", file):
-            raise ValueError(f"it names {file!r} as a file of weights; only *.safetensors beside config.json are read")
-        path = cached_file(name, file)
-        with safe_open(path, framework="pt") as opened:
-            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
-            tensors |= {key: (each.get_dtype(), math.prod(each.get_shape())) for key, each in slices.items()}
-    return tensors, extract_commit_hash(path, None) or "main"
-
-
-def check_config(config: dict[str, Any], trust_remote_code: bool, prefix: str = "") -> None:
-    """Raises ValueError naming a field of a config.json that would hang, fetch code or be passed over in silence."""
-    for key, value in config.items():
-        field = prefix + key
-        if DEPTH.search(key) and isinstance(value, int) and value > DEEPEST:
-            raise ValueError(f"config.json asks for {field}={value}; {DEEPEST} is the most that is built")
-        if key in ("dtype", "torch_dtype") and isinstance(value, str):
-            _floating(f"{field} in config.json", value)
-        if key.endswith("_implementation") and not trust_remote_code:
-            for each in value.values() if isinstance(value, dict) else [value]:
-                if each not in (None, *SHIPPED):
-                    raise ValueError(
-                        f"config.json asks for {field}={each!r}, code that may come from the hub; remove it, or allow "
-                        "it with trust_remote_code=True"
-                    )
-        if key == "quantization_config" and value:
-            method = value.get("quant_method")  # bitsandbytes goes by two names
-            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"):
-                raise ValueError(f"config.json has the unknown {field}.quant_method={method!r}")
-        elif key.endswith("_config") and isinstance(value, dict):
-            check_config(value, trust_remote_code, f"{field}.")
-
-
-@contextmanager
-def _progress_only_for_people() -> Iterator[None]:
-    """transformers' progress bars in a terminal; none in notebooks' pages, logs and pipes."""
-    shown = logging.is_progress_bar_enabled()
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-def _load_tokenizer(name: str | Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    try:
-        with panics_are_errors():
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-            tokenizer.decode(tokenizer(PROBE, verbose=False)["input_ids"])
-    except Exception as error:
-        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
-    return tokenizer
-
-
-@contextmanager
-def panics_are_errors() -> Iterator[None]:
-    """A tokenizer's panic, such as of a regular expression that gives up on a text, is a ValueError: by itself it is
-    no Exception, and passes through whatever catches those."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # pyo3 has no name for it that can be imported
-            raise
-        raise ValueError(f"the tokenizer failed on a text: {error}") from error
+def _transformers_model(role: str, model: Any) -> Any:
+    """The model within a PEFT model, whose layers hold the adapter; others as they are."""
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
+        return model
+    config = model.active_peft_config
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning or kind in NOT_IN_LAYERS or getattr(config, "alora_invocation_tokens", None):
+        raise ValueError(
+            f"{role} is a {type(model).__name__} with a {kind} adapter, which is not in the model's layers alone and "
+            "cannot be decoded. Adapters such as LoRA can, or the model without: model.get_base_model()"
+        )
+    return model.get_base_model()
 
 
 def _check_decoder(role: str, model: PreTrainedModel) -> None:
@@ -302,8 +221,30 @@ def _check_decoder(role: str, model: PreTrainedModel) -> None:
         raise ValueError(f"{role} {name} is an encoder-decoder model; decoder-only models are supported")
     if not model.can_generate() or model.get_output_embeddings() is None:
         raise ValueError(f"{role} {name} is not a causal language model; load it with AutoModelForCausalLM")
+    prepares = vars(model).get("prepare_inputs_for_generation")  # a PeftModel's, while it generates
+    if getattr(prepares, "__self__", model) is not model:
+        raise ValueError(
+            f"{role} {name} gets its inputs from a {type(prepares.__self__).__name__}, whose adapter is not in the "
+            "model's layers alone and cannot be decoded; adapters such as LoRA can"
+        )
+    if any(_offloads(module) for module in model.modules()):
+        raise ValueError(
+            f"{role} {name} is offloaded by accelerate; load it whole onto one device: device_map='cuda:0'"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{role} {name} has parameters on the meta device; load its weights first")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(
+            f"{role} {name} is on several devices ({', '.join(devices)}); load it onto one: device_map='cuda:0'"
+        )
+    _refuse_mps(f"the device of {role} {name}", model.device)
+
+
+def _offloads(module: torch.nn.Module) -> bool:
+    """Whether a hook of accelerate's fetches this module's weights for each pass."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", [hook]))
 
 
 def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
@@ -338,7 +279,8 @@ def fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1)[:64].float().cpu().numpy().tobytes())
+        for plain in plain_tensors(tensor):
+            digest.update(plain.reshape(-1)[:64].float().cpu().numpy().tobytes())
     return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest.hexdigest()[:12]}"
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from bass_core import kernel_ops
 from bass_core.attention import PATHS, changed, configurations, context_length, evaluating
+from bass_core.checkpoints import is_quantized
 from bass_core.runner import Runner
 
 BEFORE, REACH, BEYOND = 5, 16, 24  # tokens of a short text, the longest window while a model is asked, a long text
@@ -59,10 +60,13 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
         if complaints[path] is None:
             return path
     reasons = "; ".join(f"{path}: {why}" for path, why in complaints.items())
-    raise ValueError(
-        f"{type(model).__name__} cannot be decoded over a ragged cache ({reasons}). "
-        + ("Try attention='auto'." if wanted != "auto" else "Models with ALiBi positions or own masks are refused.")
-    )
+    if wanted != "auto":
+        hint = "Try attention='auto'."
+    elif is_quantized(model):
+        hint = "Quantize weights alone: quantized activations turn differences of rounding into large ones."
+    else:
+        hint = "Models with ALiBi positions or own masks are refused."
+    raise ValueError(f"{type(model).__name__} cannot be decoded over a ragged cache ({reasons}). {hint}")
 
 
 def _refuse_stateful(model: PreTrainedModel) -> None:
@@ -101,7 +105,7 @@ def _in_full_precision(model: PreTrainedModel) -> PreTrainedModel:
     """A small model of half precision as a copy in float32, where faults do not hide behind rounding."""
     parameters = list(model.parameters())
     half = all(each.dtype in (torch.bfloat16, torch.float16) for each in parameters)
-    if not half or sum(each.numel() for each in parameters) > SMALL:
+    if not half or is_quantized(model) or sum(each.numel() for each in parameters) > SMALL:
         return model
     return copy.deepcopy(model).float()
 

@@ -69,7 +69,9 @@ class RecordedStep(EagerStep):
     write to the scratch slot and do not move; while a function is recorded, all places are such. Rows that near their
     end submit fewer drafts than were planned, in functions that are wide enough for more: new ones would take longer.
 
-    Policies that are asked between draft passes have these recorded one by one, drafters without a model none.
+    Policies that are asked between draft passes have these recorded one by one, drafters without a model none. Where
+    rows are not sampled as the session says, the models' passes are recorded one by one, and what is decided is not:
+    each mixture of rows would be another recording.
     """
 
     records = True
@@ -95,7 +97,7 @@ class RecordedStep(EagerStep):
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         rows = len(lengths)
         places, most = self._places(rows), int(lengths.max())
-        alone = isinstance(self.drafter, ModelDrafter) and not policy.asks_while_drafting
+        alone = isinstance(self.drafter, ModelDrafter) and not policy.asks_while_drafting and self._as_usual(context)
         if alone:
             most = self._width(places, most, int(planned.max()))
         self._settle(most)
@@ -119,6 +121,11 @@ class RecordedStep(EagerStep):
             return super().verify(context, draft, logits)
         rows, drafted = draft.tokens.shape
         places, extent = self._places(rows), self.target.extent(int((context.lengths_host + draft.lengths_host).max()))
+        if not self._as_usual(context):
+            key = ("target", places, drafted, extent)
+            logits = self._run(key, lambda: self._target_phase(places, drafted, extent))
+            self.options.begin("commit")
+            return super().verify(self.context(context.places, drafted), draft, logits[:rows])
         certain = draft.probs is None
         key = ("verify", places, drafted, extent, certain)
         block = self._run(key, lambda: self._verify_phase(places, drafted, extent, certain))
@@ -135,9 +142,14 @@ class RecordedStep(EagerStep):
         context, planned = self.context(range(places), drafted), self.planned[:places]
         tokens, q = self._drafted[:places, :drafted], None if certain else self._q[:places, :drafted]
         draft = Draft(tokens, planned, None, q, self._finite[:places])
-        ids = torch.cat([context.last_tokens(), draft.tokens], dim=1)
-        logits = self.target.feed(ids, context.lengths - 1, planned + 1, extent=extent)
-        return super().verify(context, draft, logits).block
+        return super().verify(context, draft, self._target_phase(places, drafted, extent)).block
+
+    def _target_phase(self, places: int, drafted: int, extent: int) -> Tensor:
+        """Target logits [B, K + 1, V]."""
+        starts = self.rows.lengths[:places] - 1
+        last = self.rows.tokens[:places].gather(1, starts[:, None])
+        ids = torch.cat([last, self._drafted[:places, :drafted]], dim=1)
+        return self.target.feed(ids, starts, self.planned[:places] + 1, extent=extent)
 
     def _width(self, places: int, submitted: int, planned: int) -> int:
         """For how many drafts the step's functions have room.
@@ -159,7 +171,7 @@ class RecordedStep(EagerStep):
             self._drafted = self._drafted.new_zeros(self.rows.max_rows, room)
             self._q = None
             self.graphs.clear()
-        memory = self.rows.capacity, self.target.cache.slots
+        memory = self.rows.capacity, self.target.cache.slots, self.rows.seen is None
         if memory != self._memory:
             self._memory = memory
             self.graphs.clear()
@@ -187,6 +199,10 @@ class RecordedStep(EagerStep):
             self.graphs.record(key, function)
             self.planned.copy_(self._staged, non_blocking=True)
         return self.graphs.run(key, function)
+
+    def _as_usual(self, context: Context) -> bool:
+        """Whether all rows are sampled as the session says."""
+        return context.params == self.rows.params
 
     def _places(self, rows: int) -> int:
         return fixed_places(rows, self.rows.max_rows)

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core import randomness
+from bass_core import randomness, sampling
 from bass_core.draft_length import RowsView
 from bass_core.drafters import Context
+from bass_core.sampling import SamplingParams
 from bass_core.verification import Verified
 
 
@@ -39,6 +40,7 @@ class Request:
     prompt: Prompt
     max_new_tokens: int
     seed: int
+    params: SamplingParams
     deadline: float | None = None  # time.monotonic() at which the row is ended
     finish_reason: str | None = None
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
@@ -99,12 +101,14 @@ class Rows:
         self,
         max_rows: int,
         device: torch.device,
-        vocabulary: int | None,
+        vocabulary: int,
+        params: SamplingParams,
         eos: Iterable[int],
         stop: StopStrings | None,
     ):
-        """vocabulary: track which ids each row has seen (repetition penalty); None: do not."""
+        """params: of places without a row, and of the rows that most steps are prepared for."""
         self.max_rows, self.capacity, self.device = max_rows, 0, device
+        self.vocabulary, self.params = vocabulary, params
         self.eos = np.array(sorted(eos), dtype=np.int64)
         self.stop = stop
         self.waiting: deque[Request] = deque()
@@ -115,7 +119,7 @@ class Rows:
         self.lengths = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.lengths)
         self.streams = torch.zeros_like(self.lengths)
-        self.seen = None if vocabulary is None else torch.zeros(max_rows, vocabulary, dtype=torch.bool, device=device)
+        self.seen: Tensor | None = None  # bool [max_rows, V]: ids that rows have had, once one has a repetition penalty
         # The host's side of it.
         self.tokens_host = np.zeros((max_rows, 1), dtype=np.int64)
         self.lengths_host = np.zeros(max_rows, dtype=np.int64)
@@ -144,13 +148,15 @@ class Rows:
     def context(self, places: range, most: int) -> Context:
         """The rows in `places` as a step meets them that drafts up to `most` tokens."""
         rows = slice(places.start, places.stop)
+        params = sampling.of_rows([request.params for request in self.live[rows]] or [self.params], self.device)
         return Context(
             places,
             self.tokens[rows, : self.capacity],
             self.lengths[rows],
             self.lengths_host[rows].copy(),
             randomness.StepKeys(self.streams[rows], self.steps[rows], max(most, 1)),
-            None if self.seen is None else self.seen[rows],
+            params,
+            self.seen[rows] if params.needs_history else None,
         )
 
     def memory(self, places: range) -> tuple[Tensor, ...]:
@@ -169,9 +175,16 @@ class Rows:
         self.steps[place] = self.steps_host[place] = 0
         self.streams[place] = randomness.stream(request.seed, request.row)
         self.limits[place] = request.limit
-        if self.seen is not None:
+        if self.seen is None and request.params.needs_history:
+            self.seen = torch.zeros(self.max_rows, self.vocabulary, dtype=torch.bool, device=self.device)
+            self._recall(range(place))
+        self._recall(range(place, place + 1))
+
+    def _recall(self, places: range) -> None:
+        """Which ids these rows have had, from their tokens."""
+        for place in places if self.seen is not None else ():
             self.seen[place] = False
-            self.seen[place, ids.to(self.device)] = True
+            self.seen[place, self.tokens[place, : self.lengths_host[place]]] = True
 
     def grow(self, capacity: int) -> None:
         """Room for rows of `capacity` positions."""
@@ -210,10 +223,7 @@ class Rows:
         live = len(self.live)
         self.lengths[:live] = torch.from_numpy(self.lengths_host[:live])
         self.steps[:live] = torch.from_numpy(self.steps_host[:live])
-        if self.seen is not None:
-            for place in range(live):
-                self.seen[place] = False
-                self.seen[place, self.tokens[place, : self.lengths_host[place]]] = True
+        self._recall(range(live))
 
     def commit(self, places: range, host: np.ndarray, failed: np.ndarray) -> Commit:
         """The host's side of `advance`; ends rows that are done.

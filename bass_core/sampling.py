@@ -7,8 +7,9 @@ Target and draft go through the same processing; losslessness is about the *proc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -60,6 +61,36 @@ class SamplingParams:
         return self.repetition_penalty != 1
 
 
+@dataclass(frozen=True, eq=False)
+class MixedParams:
+    """What stands for `SamplingParams` where the rows of a batch have different ones.
+
+    groups: each that occurs, and which rows have it, int64 [n]. Rows at temperature 0 are sampled like the others, from
+    a distribution with all its mass at one id.
+    """
+
+    groups: tuple[tuple[SamplingParams, Tensor], ...]
+    greedy: ClassVar[bool] = False
+    only_temperature: ClassVar[bool] = False
+
+    @property
+    def needs_history(self) -> bool:
+        return any(params.needs_history for params, _ in self.groups)
+
+
+def of_rows(params: Sequence[SamplingParams], device: torch.device) -> SamplingParams | MixedParams:
+    """The params of all rows of a batch, given those of each."""
+    first = params[0]
+    if all(each is first for each in params):  # most often; comparing takes longer
+        return first
+    rows: dict[SamplingParams, list[int]] = {}
+    for row, each in enumerate(params):
+        rows.setdefault(each, []).append(row)
+    if len(rows) == 1:
+        return first
+    return MixedParams(tuple((each, torch.tensor(found, device=device)) for each, found in rows.items()))
+
+
 def _require_number(name: str, value: float, in_range: Callable[[float], bool], accepted: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be {accepted}, got {value!r}")
@@ -80,9 +111,19 @@ def penalise(logits: Tensor, params: SamplingParams, seen: Tensor | None) -> Ten
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def probabilities(logits: Tensor, params: SamplingParams, seen: Tensor | None = None) -> Tensor:
-    """Processed distribution [..., V] at temperature > 0, float32 (float64 for float64 logits)."""
+def probabilities(logits: Tensor, params: SamplingParams | MixedParams, seen: Tensor | None = None) -> Tensor:
+    """Processed distribution [..., V], float32 (float64 for float64 logits); at temperature 0 one-hot.
+
+    With `MixedParams`, the first dimension of logits and seen is that of its rows.
+    """
+    if isinstance(params, MixedParams):
+        probs = torch.empty_like(logits, dtype=torch.promote_types(logits.dtype, torch.float32))
+        for each, rows in params.groups:
+            probs[rows] = probabilities(logits[rows], each, None if seen is None else seen[rows])
+        return probs
     logits = penalise(wide(logits), params, seen)
+    if params.greedy:
+        return one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
     if params.is_cold:  # the quotient could overflow: the maximum goes first; and the temperature be 0 in float32
         colder = (logits - logits.amax(-1, keepdim=True)).double() / params.temperature
         logits = colder.to(logits.dtype)

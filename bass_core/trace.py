@@ -12,6 +12,7 @@ import json
 import time
 from functools import cached_property
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import pandas as pd
@@ -27,6 +28,30 @@ STEP_COLUMNS = (
 )  # fmt: skip
 TOKEN_COLUMNS = ("row", "position", "step", "token", "kind", "p", "q")
 LEVELS = ("off", "steps", "tokens")
+
+
+class Summary(TypedDict):
+    """What `Trace.summary` tells. Figures are NaN where nothing was decoded, or drafted."""
+
+    rows: int
+    tokens: int
+    steps: int  # decode steps of the batch, prefills excluded
+    tokens_per_step: float  # of a row's decode steps, before truncation at its end
+    k: float  # planned draft length, mean
+    acceptance_rate: float  # accepted / drafted
+    alpha: float  # chance that a draft token is accepted if all before it in its step were
+    prefill_s: float  # seconds
+    draft_s: float
+    verify_s: float
+    other_s: float
+    attention: NotRequired[str]  # paths of the target and the draft, and what a session knew besides
+    draft_attention: NotRequired[str | None]
+    compile: NotRequired[str]
+    kernels: NotRequired[str]
+    synthetic: NotRequired[bool]
+    acceptance: NotRequired[str]
+    verification: NotRequired[str]
+    policy: NotRequired[str]
 
 
 class Stopwatch:
@@ -64,7 +89,7 @@ class Trace:
     """The record of one `generate` call or `Session`.
 
     meta: names of attention path, verification and policy. `steps`, `tokens`: DataFrames, see the columns' names and
-    the class's properties. `summary()`: the figures people quote.
+    the class's properties.
     """
 
     def __init__(self, level: str = "steps", **meta):
@@ -109,10 +134,8 @@ class Trace:
             raise ValueError(f"tokens were not recorded: trace={self.level!r}; ask for trace='tokens'")
         return _frame(self._token_parts, TOKEN_COLUMNS)
 
-    def summary(self) -> dict:
-        """tokens, steps; tokens per step (decode steps of a row, prefill excluded, before truncation); acceptance rate
-        (accepted / drafted) with the mean k; alpha (chance that a draft token is accepted if all before it in the step
-        were); seconds of prefill, draft, verify and other."""
+    def summary(self) -> Summary:
+        """The figures that people quote, over all rows and steps, and `meta`. Raises ValueError with trace="off"."""
         if self.level == "off":
             raise ValueError("steps were not recorded: trace='off'; ask for trace='steps'")
         steps = self.steps

@@ -1,35 +1,27 @@
 """The laboratory around `bass_core`: measure, check, simulate, draw, teach.
 
 A name is imported when it is first asked for: torch takes seconds, which `bass --help` need not wait for, and in which
-the command line could not answer to Ctrl-C.
+the command line could not answer to Ctrl-C. Which names there are, and where, stands in `__init__.pyi`, which type
+checkers read, too.
 """
 
+import ast
 from importlib import import_module
-from typing import Any
+from pathlib import Path
 
 _HOMES = {
-    "SVIP": "study.published_policies",
-    "AcceptanceTrace": "study.recorded_acceptance",
-    "AdaEDL": "study.published_policies",
-    "HuggingFaceHeuristic": "study.published_policies",
-    "Profile": "measure.profiling",
-    "check_parameters": "sweep.parameters",
-    "load_records": "measure.records",
-    "named_pair": "named_pairs",
-    "profile": "measure.profiling",
-    "record": "study.recording",
-    "settle_threads": "threads",
-    "show_source": "show.source",
-    "simulate": "study.simulator",
-    "verify": "checks.exactness",
+    alias.name: node.module
+    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
 }
-__all__ = list(_HOMES)
+__all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return found
 
 

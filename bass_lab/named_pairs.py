@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from bass_core.checkpoints import attention_of, check_config
 from bass_core.drafters import NgramDrafter
-from bass_core.models import ASSETS, ModelPair, attention_of, check_config, load_pair, place
+from bass_core.models import ASSETS, ModelPair, load_pair, place
 
 WEIGHTS = ("hub", "dummy")
 
@@ -45,8 +46,11 @@ def named_pair(
     *,
     weights: str = "hub",
     dtype: str | torch.dtype | None = None,
-    device: str | torch.device | None = None,
+    torch_dtype: str | torch.dtype | None = None,
+    device: str | int | torch.device | None = None,
+    device_map: str | int | torch.device | dict[str, Any] | None = None,
     trust_remote_code: bool = False,
+    **files: Any,
 ) -> ModelPair:
     """`bass_core.load_pair`, which also knows the pairs of `SHAPES` by name, and makes models with dummy weights.
 
@@ -55,21 +59,25 @@ def named_pair(
     same: write "./opt-13b" for the folder.
     weights: "hub" for those of the checkpoints; "dummy" for random ones in models of these shapes, made on the device
     without download or tokenizer (prompts are ids), and `synthetic`. Besides names it takes folders with a config.json.
-    dtype, device, trust_remote_code: as in `load_pair`.
+    dtype, torch_dtype, device, device_map, trust_remote_code: as in `load_pair`, and so are files, for weights that are
+    read: quantization_config, revision, draft_revision.
 
     Raises ValueError where `load_pair` does, for weights of a pair that was never published, and for dummy weights
     without a config; MemoryError for dummy weights that the device has no room for.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
-    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     if target is None and draft is None:
         target, draft = ASSETS / "target", ASSETS / "draft"
     if weights == "dummy":
-        return _dummy_pair(target, draft, **options)
+        if files:
+            raise ValueError(f"weights='dummy' are made, not read: leave out {', '.join(files)}")
+        device, dtype = place(device, dtype, device_map, torch_dtype)
+        return _dummy_pair(target, draft, dtype, device, trust_remote_code)
     if target in SHAPES:
         target, draft = _published(target, draft)
-    return load_pair(target, draft, **options)
+    where = {"dtype": dtype, "torch_dtype": torch_dtype, "device": device, "device_map": device_map}
+    return load_pair(target, draft, **where, trust_remote_code=trust_remote_code, **files)
 
 
 def _published(name: str, draft: str | Path | NgramDrafter | None) -> tuple[str, str | Path | NgramDrafter]:
@@ -86,11 +94,10 @@ def _published(name: str, draft: str | Path | NgramDrafter | None) -> tuple[str,
 def _dummy_pair(
     target: str | Path | None,
     draft: str | Path | NgramDrafter | None,
-    dtype: str | torch.dtype | None,
-    device: str | torch.device | None,
+    dtype: str | torch.dtype,
+    device: torch.device,
     trust_remote_code: bool,
 ) -> ModelPair:
-    device, dtype = place(device, dtype)
     named = target in SHAPES
     config = named_config(SHAPES[target].target, target) if named else _stored_config(target, trust_remote_code)
     if isinstance(draft, str | Path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from bass_core.checkpoints import is_quantized
 from bass_core.drafters import NgramDrafter
 from bass_core.models import ModelPair, has_dummy_weights
 
@@ -26,10 +27,15 @@ def context_of(pair: ModelPair) -> float:
 
 
 def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
-    """The pair with its models in that dtype: itself, or a pair of copies."""
+    """The pair with its models in that dtype: itself, or a pair of copies. Raises ValueError for quantized ones."""
     models = pair.models
     if all(model.dtype == dtype for model in models):
         return pair
+    if any(map(is_quantized, models)):
+        wanted = str(dtype).removeprefix("torch.")
+        raise ValueError(
+            f"this needs {wanted}, and quantized models cannot be cast: load {pair!r} with dtype={wanted!r}"
+        )
     target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
     for model in (target, draft):
         if isinstance(model, PreTrainedModel):

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS
 from references import ROOT, Code, prose
 
-PLACES = ["README.md", "kernels", "bass_core", "bass_lab", "notebooks", "tests", "Makefile", "pyproject.toml"]
+PAGES = [name for name in DOCUMENTS if name != "docs/MODELS.md"]  # which lists kinds of models, names of transformers'
+PLACES = [*PAGES, "kernels", "bass_core", "bass_lab", "notebooks", "tests", "Makefile", "pyproject.toml"]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def test_references_resolve(code, place):
         "`Trace.steps`, `trace.steps.step`, a field; `ModelPair.target`",
         "`describe_environment`, `max_new_tokens`: functions and arguments",
         "`torch.no_such`, `policy.no_such`, `model.no_such`, `no_such.thing`, `x`, `numpy`, `__no_such__`",
-        "build/html/index.html, runs/latency, `<kind>_<device>.jsonl`, /usr/lib/python",
+        "build/site/index.html, runs/latency, `<kind>_<device>.jsonl`, /usr/lib/python",
     ],
 )
 def test_what_exists_or_is_not_ours_is_not_stale(code, text):

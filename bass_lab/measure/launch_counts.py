@@ -100,10 +100,10 @@ def launches(
             model.to_empty(device="cuda").tie_weights()
         params, vocabulary = SamplingParams(temperature), target.vocab_size
         runners = [Runner(model, "ragged", batch, 2 * PROMPT, compiled=compiled) for model in models]
-        drafter = ModelDrafter(runners[1], params, vocabulary, coupled=False, keep_q=not params.greedy)
-        rows = Rows(batch, models[0].device, None, (), None)
+        drafter = ModelDrafter(runners[1], vocabulary, coupled=False, show_q=False)
+        rows = Rows(batch, models[0].device, vocabulary, params, (), None)
         rows.grow(2 * PROMPT)
-        options = StepOptions(params, "token", None, False, True, begin=lambda phase: None)
+        options = StepOptions("token", None, False, True, begin=lambda phase: None)
         step = RecordedStep(rows, runners[0], drafter, options, Graphs(launched_each_time))
         with counted, ExitStack() as stack:
             for runner in runners:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from bass_core import inputs, probe, randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
 from bass_core.drafters import Context, ModelDrafter
+from bass_core.engine import StepEvent
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.randomness import Key, Purpose, StepKeys
@@ -21,6 +22,7 @@ from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 ROWS_AT_ONCE = 64  # of a recording's passes
+WRITING = 0.5  # of a recording's time, about
 
 
 def record(
@@ -32,15 +34,23 @@ def record(
     temperature: float,
     seed: int = 0,
     rollout: int = 8,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> AcceptanceTrace:
     """The acceptance trace of `samples` texts per prompt (prompt-major), written by the target alone.
 
     The embedded pair records 32 texts of 64 tokens in some ten seconds on a laptop's core. rollout: how many drafts
-    after a rejected one are recorded for policies that look at them. Raises ValueError for a pair whose draft is no
-    model, and as `generate` does.
+    after a rejected one are recorded for policies that look at them. progress: told what is done now and about which
+    share of the work, 0 to 1, is done. Raises ValueError for a pair whose draft is no model, and as `generate` does.
     """
     prompts = inputs.prompt_list(prompts)
     require_draft_model(pair)
+    written = 0
+
+    def on_step(event: StepEvent) -> None:
+        nonlocal written
+        written += sum(map(len, event.new_tokens))
+        progress("writing texts", WRITING * written / (len(prompts) * samples * max_new_tokens))
+
     texts = generate(
         pair,
         prompts,
@@ -51,10 +61,15 @@ def record(
         draft_length=0,
         max_batch_size=min(len(prompts) * samples, ROWS_AT_ONCE),
         eos_token_id=(),
+        on_step=on_step,
         trace="off",
     ).sequences
-    prompts = [prompt for prompt in prompts for _ in range(samples)]
-    return teacher_forced(pair, prompts, texts, temperature=temperature, seed=seed, rollout=rollout)
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+
+    def read(share: float) -> None:
+        progress("reading them with both models", WRITING + (1 - WRITING) * share)
+
+    return teacher_forced(pair, repeated, texts, temperature=temperature, seed=seed, rollout=rollout, progress=read)
 
 
 @torch.inference_mode()
@@ -66,10 +81,12 @@ def teacher_forced(
     temperature: float,
     seed: int = 0,
     rollout: int = 8,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> AcceptanceTrace:
     """The acceptance trace of given texts, one per prompt, all of the same length, written at that temperature.
 
     Texts have the target's law, and go on after EOS: of `generate(…, eos_token_id=())`, with any draft.
+    progress: told which share of them, 0 to 1, is done.
     """
     require_draft_model(pair)
     if len({len(text) for text in texts}) != 1:
@@ -79,14 +96,16 @@ def teacher_forced(
     ids = inputs.token_ids(pair, prompts)
     eos = sorted(inputs.eos_ids(inputs.generation_config(pair.target, None), None, vocabulary))
     runner = Runner(pair.draft, probe.resolve(pair.draft, "auto"), ROWS_AT_ONCE)
-    drafter = ModelDrafter(runner, params, vocabulary, coupled=False, keep_q=False)
+    drafter = ModelDrafter(runner, vocabulary, coupled=False, show_q=False)
     lines = []
     with runner:
         drafter.grow(max(map(len, ids)) + len(texts[0]))
         for row, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
+            progress(row / len(texts))
             # The text may have used the streams of (seed, row): rollouts have others.
             stream = randomness.stream(seed, len(texts) + row)
-            lines.append(_recorded(pair, drafter, prompt, text, stream, inputs.integer("rollout", rollout, least=1)))
+            most = inputs.integer("rollout", rollout, least=1)
+            lines.append(_recorded(pair, drafter, params, prompt, text, stream, most))
     ends = [torch.isin(text, torch.tensor(eos, dtype=torch.int64)).nonzero()[:1, 0] for text in texts]
     meta = {"temperature": temperature, "seed": seed, "rows": len(texts), "max_new_tokens": len(texts[0])}
     return AcceptanceTrace(
@@ -98,20 +117,26 @@ def teacher_forced(
 
 
 def _recorded(
-    pair: ModelPair, drafter: ModelDrafter, prompt: Tensor, text: Tensor, stream: int, rollout: int
+    pair: ModelPair,
+    drafter: ModelDrafter,
+    params: SamplingParams,
+    prompt: Tensor,
+    text: Tensor,
+    stream: int,
+    rollout: int,
 ) -> dict[str, np.ndarray]:
     """One text's line of each array of the trace."""
     ids = torch.cat([prompt, text]).to(pair.device)
     written = ids[len(prompt) :, None]  # [T, 1]
     known = ids.clamp(max=drafter.draft_vocabulary - 1)  # ids that only the target has, as ModelDrafter feeds them
     logits = pair.draft(input_ids=known[None], use_cache=False).logits[0, len(prompt) - 1 : -1, : drafter.vocabulary]
-    q = _law(logits, drafter.params, logits.argmax(-1))
+    q = _law(logits, params, logits.argmax(-1))
     q = F.pad(q, (0, drafter.vocabulary - q.shape[-1]))  # [T, V]
     own = logits.double().softmax(-1)  # at temperature 1
     entropy, maximum = torch.special.entr(own).sum(-1), own.amax(-1)  # [T] each
     own = F.pad(own, (0, drafter.vocabulary - own.shape[-1]))  # [T, V]
     logits = pair.target(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
-    p = _law(logits, drafter.params, written[:, 0])
+    p = _law(logits, params, written[:, 0])
     p_text, q_text = p.gather(-1, written)[:, 0], q.gather(-1, written)[:, 0]
     chance, rejected_chance = own.gather(-1, written)[:, 0], np.full(len(text), np.nan, np.float16)
     after = np.full((3, len(text), rollout), np.nan, np.float16)
@@ -130,7 +155,7 @@ def _recorded(
         at = len(prompt) + rejected
         tokens = known.repeat(len(at), 1).scatter(1, at[:, None], drawn)
         lengths = (len(text) - 2 - rejected).clamp(max=rollout)
-        found = _rollouts(drafter, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
+        found = _rollouts(drafter, params, known, tokens, at.cpu().numpy(), lengths.cpu().numpy(), stream)
         after[:, rejected.cpu().numpy(), : found.shape[-1]] = found
     line = {"p": p_text, "q": q_text, "entropy": entropy, "maximum": maximum, "chance": chance}
     line = {name: each.float().cpu().numpy() for name, each in line.items()} | {"rejected_chance": rejected_chance}
@@ -166,7 +191,13 @@ class _Listener(DraftLengthPolicy):
 
 
 def _rollouts(
-    drafter: ModelDrafter, text: Tensor, tokens: Tensor, at: np.ndarray, lengths: np.ndarray, stream: int
+    drafter: ModelDrafter,
+    params: SamplingParams,
+    text: Tensor,
+    tokens: Tensor,
+    at: np.ndarray,
+    lengths: np.ndarray,
+    stream: int,
 ) -> np.ndarray:
     """Entropy and maximum before each of the drafts that follow token at[n] of row n, and that draft's own chance:
     [3, n, R], NaN beyond lengths.
@@ -184,7 +215,7 @@ def _rollouts(
             drafter.load_row(range(place, place + 1), cached, end)
         keys = StepKeys(torch.full_like(ends, stream), ends, int(lengths[rows].max()))
         listener = _Listener()
-        context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, seen=None)
+        context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, params, seen=None)
         drafter.draft(context, lengths[rows], listener)
         heard = np.concatenate([torch.stack(listener.heard, -1).numpy(), listener.chances[None]])  # [3, rows, slots]
         beyond = np.arange(heard.shape[-1]) >= lengths[rows, None]

@@ -17,7 +17,8 @@ def lookup(rows, k, longest=3, shortest=1):
     for line, row in zip(tokens, rows, strict=True):
         line[: len(row)] = torch.tensor(row)
     nothing = torch.zeros(len(rows), dtype=torch.int64)
-    context = Context(range(len(rows)), tokens, torch.from_numpy(lengths), lengths, StepKeys(nothing, nothing, k), None)
+    keys, params = StepKeys(nothing, nothing, k), bass.SamplingParams()
+    context = Context(range(len(rows)), tokens, torch.from_numpy(lengths), lengths, keys, params, seen=None)
     draft = bass.NgramDrafter(longest, shortest).draft(context, np.full(len(rows), k), bass.FixedLength(k))
     return [t[:n].tolist() for t, n in zip(draft.tokens, draft.lengths_host, strict=True)]
 

@@ -56,6 +56,19 @@ def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
     assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_are_sampled_in_different_ways_have_the_text_of_launched_steps(way):
+    own = {}, {"temperature": 0.9}, {"temperature": 0.7, "top_k": 20}, {"repetition_penalty": 1.3}, {}
+    found = {}
+    for compile in ("off", way):
+        with bass.Session(pair_on_gpu(), compile=compile, draft_length=3, eos_token_id=()) as session:
+            handles = [session.submit(p, max_new_tokens=24, **o) for p, o in zip(PROMPTS, own, strict=True)]
+            while not session.idle:
+                session.step()
+            found[compile] = [session.result(handle).sequence.tolist() for handle in handles]
+    assert found[way] == found["off"]
+
+
 def test_coupled_text_is_that_of_regular_decoding():
     pair, options = pair_on_gpu(), {"temperature": 0.9, "verification": "coupled"}
     regular, drafted = (decode(pair, "graphs", draft_length=k, max_batch_size=3, **options) for k in (0, 4))

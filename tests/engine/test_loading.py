@@ -222,14 +222,14 @@ def test_models_of_the_hub_are_checked_and_loaded_from_one_revision(target, tmp_
     load = f"""
 from pathlib import Path
 import bass_core as bass
-from bass_core import models
+from bass_core import checkpoints
 
-def checked_and_moved(*arguments, check=models._checked_config):
+def checked_and_moved(*arguments, check=checkpoints._checked_config):
     found = check(*arguments)
     Path({str(main)!r}).write_text({bad!r})
     return found
 
-models._checked_config = checked_and_moved
+checkpoints._checked_config = checked_and_moved
 print(bass.load_pair("owner/model").target.lm_head.weight.sum().item())
 bass.load_pair("owner/model")
 """

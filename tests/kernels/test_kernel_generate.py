@@ -33,7 +33,9 @@ def same(first, second) -> bool:
     return all(map(torch.equal, first.sequences, second.sequences))
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gpt2"))]
+)
 def test_ragged_text_is_that_of_pad_and_of_transformers(architecture, in_plain_torch):
     models = pair(architecture)
     padded = generate(models, attention="pad")

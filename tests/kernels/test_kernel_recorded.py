@@ -12,7 +12,7 @@ from bass_core.recorded_step import RecordedStep
 pytestmark = pytest.mark.interpreted
 
 
-@pytest.mark.parametrize("way", ["graphs", "compiled"])
+@pytest.mark.parametrize("way", ["graphs", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way):
     """Ragged attention with its work list, the write into the cache and fused verification, each one operator."""
     use_on_cpu(monkeypatch)
@@ -36,6 +36,7 @@ def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way)
     assert (found.trace.meta["attention"], found.trace.meta["kernels"]) == ("ragged", "triton")
 
 
+@pytest.mark.slow
 def test_the_passes_of_a_draft_phase_share_a_plan(monkeypatch):
     models, found, run = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), {}, RecordedStep._run
     options = {"max_new_tokens": 9, "draft_length": 3, "eos_token_id": (), "attention": "ragged"}

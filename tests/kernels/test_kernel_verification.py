@@ -386,7 +386,7 @@ class Committing(NamedTuple):
         chances = self.options.synthetic.chances if self.options.synthetic else None
         options = {"all_or_none": self.options.all_or_none, "chances": chances}
         rows = row_memory(*self.rows.memory(self.places))
-        return commit(self.logits, *drafted, rows, self.options.params.temperature, **options)
+        return commit(self.logits, *drafted, rows, self.rows.params.temperature, **options)
 
 
 def committing(
@@ -400,7 +400,7 @@ def committing(
     )
     submitted[3], lengths = -1, lengths.clamp(max=60)
     logits[list(broken), 0, 5] = torch.nan
-    rows = Rows(8, torch.device(device), None, (), None)
+    rows = Rows(8, torch.device(device), vocabulary, SamplingParams(temperature), (), None)
     rows.grow(80)
     generator = torch.Generator().manual_seed(seed)
     rows.tokens.copy_(torch.randint(vocabulary, rows.tokens.shape, generator=generator))
@@ -412,7 +412,6 @@ def committing(
     room[:, :drafts] = drafted
     chances = torch.rand(3, 50, dtype=torch.float64, generator=generator)
     options = StepOptions(
-        params=SamplingParams(temperature),
         rule="token",
         synthetic=SyntheticAcceptance(chances.to(device)) if forced else None,
         wants_p=False,

@@ -8,6 +8,8 @@ import sys
 import pandas as pd
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import torch
 from bass_lab.measure import launch_counts

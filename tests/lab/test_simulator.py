@@ -264,7 +264,7 @@ def test_greedy_replay_of_texts_that_end_is_the_engines_run():
     "policy",
     [
         bass.FixedLength(3),
-        bass.RaggedBudget(Line(0.02, 0.3), limit=6),
+        pytest.param(bass.RaggedBudget(Line(0.02, 0.3), limit=6), marks=pytest.mark.slow),
         pytest.param(bass.BassHeuristic(), marks=pytest.mark.slow),
         pytest.param(lab.HuggingFaceHeuristic(), marks=pytest.mark.slow),
         pytest.param(StopWhenUnsure(most=5, at_least=0.1), marks=pytest.mark.slow),

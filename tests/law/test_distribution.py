@@ -14,7 +14,7 @@ VOCABULARY = 5
 PROMPT = torch.tensor([3, 1, 4, 1])
 SAMPLES, TOKENS = 60_000, 3
 CASES = [
-    (rule, draft, sampling)
+    pytest.param(rule, draft, sampling, marks=[pytest.mark.slow] * (draft != "near"))
     for rule in ("token", "block", "coupled")
     for draft, sampling in (
         ("near", {"temperature": 1.0}),

@@ -26,9 +26,16 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+OF_ALL_KINDS = "regular", "k=3", "goodput", "ragged budget", "stop when unsure"
+CASES = [
+    pytest.param(*size, policy, marks=[pytest.mark.slow] * (policy not in quick))
+    for size, quick in (((2, 4), POLICIES), ((3, 4), OF_ALL_KINDS), ((2, 5), ()))
+    for policy in POLICIES
+]
+
+
 @pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize(("vocabulary", "new"), [(2, 4), (3, 4), pytest.param(2, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("vocabulary", "new", "policy"), CASES)
 def test_law_of_a_row_is_the_targets(vocabulary, new, rule, policy):
     target, draft = tabular(vocabulary, seed=1), tabular(vocabulary, seed=2)
     found = law_of_engine(target, draft, new, POLICIES[policy], verification=rule)

@@ -89,7 +89,10 @@ def test_a_page_is_whole_without_a_network(chromium, tmp_path):
     cells = [nbformat.v4.new_markdown_cell("# Formula\n\nIt is $\\alpha^k$."), nbformat.v4.new_code_cell(drawing)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_drawn.ipynb")
     with ThreadPoolExecutor() as elsewhere:  # here the browser's event loop runs
-        (built,) = elsewhere.submit(pages.build, [tmp_path / "01_drawn.ipynb"], tmp_path / "html").result()
+        notebook = elsewhere.submit(pages.execute, tmp_path / "01_drawn.ipynb").result()
+    pages.draw_figures(notebook)
+    built = tmp_path / "01_drawn.html"
+    built.write_text(pages.as_page(notebook))
     asked = []
     page = chromium.new_page()
     page.on("request", lambda request: asked.append(request.url))

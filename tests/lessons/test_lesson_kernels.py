@@ -305,6 +305,7 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 """
 
 
+@pytest.mark.slow
 def test_step_kernels_compile_for_a_gpu_without_spilling(tmp_path):
     cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "@triton.jit" in cell.source]
     header = "import triton\nimport triton.language as tl\n"

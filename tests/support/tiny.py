@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from bass_core import attention
-from bass_core.models import attention_of
+from bass_core.checkpoints import attention_of
 
 VOCABULARY = 97
 CONTEXT = 96

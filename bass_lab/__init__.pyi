@@ -1,0 +1,14 @@
+from bass_lab.checks.exactness import verify as verify
+from bass_lab.measure.profiling import Profile as Profile
+from bass_lab.measure.profiling import profile as profile
+from bass_lab.measure.records import load_records as load_records
+from bass_lab.named_pairs import named_pair as named_pair
+from bass_lab.show.source import show_source as show_source
+from bass_lab.study.published_policies import SVIP as SVIP
+from bass_lab.study.published_policies import AdaEDL as AdaEDL
+from bass_lab.study.published_policies import HuggingFaceHeuristic as HuggingFaceHeuristic
+from bass_lab.study.recorded_acceptance import AcceptanceTrace as AcceptanceTrace
+from bass_lab.study.recording import record as record
+from bass_lab.study.simulator import simulate as simulate
+from bass_lab.sweep.parameters import check_parameters as check_parameters
+from bass_lab.threads import settle_threads as settle_threads

@@ -1,0 +1,45 @@
+"""The commands and programs that the documentation shows: its fenced blocks, as a reader meets them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+SLOW = "<!-- slow -->"  # on the line before a block that only `make test-slow` runs
+FENCED = re.compile(
+    rf"^(?P<slow>{SLOW}\n)?```(?P<kind>python|console)\n(?P<text>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+class Block(NamedTuple):
+    """kind: python or console; line: of the document, from 1; output: of the block "text" that follows, or None."""
+
+    kind: str
+    text: str
+    line: int
+    slow: bool
+    output: str | None
+
+
+def blocks(document: str, kind: str) -> list[Block]:
+    """The blocks of that kind in a document of the repository, in order."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    found = [
+        Block(
+            each["kind"], each["text"], text.count("\n", 0, each.start("text")) + 1, bool(each["slow"]), each["output"]
+        )
+        for each in FENCED.finditer(text)
+    ]
+    return [block for block in found if block.kind == kind]
+
+
+def commands(document: str) -> list[list[str]]:
+    """The words of every command that is typed in a document, without comments."""
+    lines = [line for block in blocks(document, "console") for line in block.text.splitlines()]
+    typed = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [shlex.split(part, comments=True) for line in typed for part in line.split(" && ")]

@@ -1,0 +1,134 @@
+"""What the documentation tells its reader to type works: programs run, commands exist and take these options."""
+
+import contextlib
+import io
+import re
+import shutil
+import tomllib
+
+import pytest
+import typer
+from documents import DOCUMENTS, ROOT, blocks, commands
+from typer.testing import CliRunner
+
+from bass_core.models import ASSETS
+from bass_core.policies import costs
+from bass_lab.cli import main
+
+BASS = typer.main.get_command(main.app).commands
+CHEAP = ("generate", "doctor")  # run as they are typed; a sweep is planned, and the others' options are read
+HUB = {"7B": "target", "0.5B": "draft"}  # which embedded model stands for a hub model of that size
+CHAT = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
+TOLD = re.compile(r"`(make|bass) ([a-z][a-z-]*)")  # in a sentence
+WITH_PROGRAMS = [name for name in DOCUMENTS if blocks(name, "python")]
+TYPED = [(name, words) for name in DOCUMENTS for words in commands(name)]
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory):
+    """A folder in which the names of hub models are folders with the embedded ones, beside what commands have left."""
+    folder = tmp_path_factory.mktemp("desk")
+    for size, role in HUB.items():
+        for name in (f"Qwen2.5-Coder-{size}", f"Qwen2.5-Coder-{size}-Instruct"):
+            shutil.copytree(ASSETS / role, folder / "Qwen" / name)
+        (folder / "Qwen" / name / "chat_template.jinja").write_text(CHAT)
+    shutil.copy(next(costs.SHIPPED.glob("*.json")), folder / "costs.json")  # of `bass calibrate`
+    return folder
+
+
+def run(document: str, *, slow: bool) -> None:
+    """Run the blocks of a document one after the other, as a reader would; what is shown as output has to come out."""
+    names: dict = {"__name__": document}
+    for block in blocks(document, "python"):
+        if block.slow and not slow:
+            continue
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(compile("\n" * (block.line - 1) + block.text, ROOT / document, "exec"), names)
+        if block.output is not None:
+            assert said.getvalue().split() == block.output.split()
+
+
+@pytest.mark.parametrize("document", WITH_PROGRAMS)
+def test_programs_run(document, desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    run(document, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", [name for name in WITH_PROGRAMS if any(b.slow for b in blocks(name, "python"))])
+def test_slow_programs_run(document, desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    run(document, slow=True)
+
+
+def test_the_readme_and_the_guide_show_programs_and_an_output():
+    assert {"README.md", "docs/API.md"} <= set(WITH_PROGRAMS)
+    assert any(block.output for block in blocks("README.md", "python"))
+
+
+@pytest.mark.parametrize(("document", "words"), TYPED, ids=lambda value: value if isinstance(value, str) else value[0])
+def test_commands_can_be_typed(document, words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    program, *arguments = words
+    if program == "bass":
+        types_bass(arguments)
+    elif program == "make":
+        names = [each for each in arguments if "=" not in each]
+        assert set(names) <= targets() and all(variable(each) for each in arguments if "=" in each)
+    elif program == "pip":
+        assert arguments[0] == "install" and extras(arguments[-1]) <= set(project()["optional-dependencies"])
+    elif program == "conda":
+        assert arguments[:3] == ["env", "create", "-f"] and (ROOT / arguments[3]).is_file()
+    else:
+        assert program in ("git", "cd"), f"{document} shows {' '.join(words)}, which nothing here checks"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_named_in_sentences_exist(document):
+    known = {"make": targets(), "bass": set(BASS)}
+    told = TOLD.findall((ROOT / document).read_text(encoding="utf-8"))
+    assert [f"{program} {name}" for program, name in told if name not in known[program]] == []
+
+
+def test_pip_is_told_extras_that_exist():
+    """In sentences, too, and none by the name of a distribution: the project is in no index."""
+    for document in DOCUMENTS:
+        for what in re.findall(r"pip install ('[^']*'|[^\s`,)]+)", (ROOT / document).read_text(encoding="utf-8")):
+            assert what.strip("'").startswith("."), f"{document}: pip install {what}"
+            assert extras(what.strip("'")) <= set(project()["optional-dependencies"])
+
+
+def test_a_command_that_does_not_exist_is_noticed():
+    with pytest.raises(KeyError):
+        types_bass(["no-such-command"])
+    with pytest.raises(Exception, match="--no-such-option"):
+        types_bass(["verify", "--no-such-option"])
+    assert "no-such-target" not in targets() and not variable("NO_SUCH=1")
+
+
+def types_bass(arguments: list[str]) -> None:
+    """Run a `bass` command, or read its arguments only. Raises KeyError, click's error or AssertionError."""
+    command = BASS[arguments[0]]
+    if arguments[0] in CHEAP or arguments[0] == "sweep":
+        planned = ["--dry-run"] if arguments[0] == "sweep" else []
+        done = CliRunner().invoke(main.app, [*arguments, *planned])
+        assert done.exit_code == 0, done.output
+    else:
+        command.make_context(arguments[0], arguments[1:])
+
+
+def targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def variable(assignment: str) -> bool:
+    return f"$({assignment.partition('=')[0]})" in (ROOT / "Makefile").read_text()
+
+
+def extras(requirement: str) -> set[str]:
+    return set(filter(None, requirement.partition("[")[2].rstrip("]").split(",")))
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

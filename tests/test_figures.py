@@ -1,0 +1,130 @@
+"""The figures in the README and in docs/BENCHMARKS.md are those of the records that they name."""
+
+import re
+from itertools import groupby
+
+import numpy as np
+import pytest
+from documents import ROOT
+
+from bass_lab import evaluation
+from bass_lab.measure import benchmark, records
+from bass_lab.measure.ratios import Ratio
+
+RECORDS = ROOT / "bass_lab/assets/records"
+BATCHES = (1, 2, 4, 8, 16)
+
+
+def said(document: str) -> str:
+    """Its text, on one line."""
+    return " ".join((ROOT / document).read_text(encoding="utf-8").split())
+
+
+def by_setting(name: str) -> dict[tuple[str, int], list[dict]]:
+    """The lines of a record by prompt set and batch."""
+    lines = records.read(RECORDS / name)
+    return {key: list(group) for key, group in groupby(lines, key=lambda line: (line["prompt_set"], line["batch"]))}
+
+
+@pytest.fixture(scope="module")
+def speeds():
+    return by_setting("embedded_cpu.jsonl")
+
+
+def one(lines: list[dict], method: str, k: int | None = None) -> dict:
+    (found,) = [line for line in lines if line["method"] == method and (k is None or line["k"] == k)]
+    return found
+
+
+def over_the_faster(lines: list[dict], line: dict) -> Ratio:
+    return dict(zip(map(id, lines), benchmark.over_baseline(lines)[1], strict=True))[id(line)]
+
+
+def speed(line: dict) -> str:
+    return f"{line['tokens_per_second']:,.0f}"
+
+
+def latencies(line: dict) -> str:
+    return ", ".join(f"{line[name]:.1f}" for name in ("first_ms", "mean_ms", "last_ms"))
+
+
+@pytest.mark.parametrize("prompts", ["mini", "library"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_table_of_speeds_is_the_record(speeds, prompts, batch):
+    lines = speeds[prompts, batch]
+    ours = one(lines, "batched", 5)
+    ratio = over_the_faster(lines, ours)
+    assisted = Ratio.of(ours["seconds"], one(lines, "assisted")["seconds"])
+    cells = [
+        prompts,
+        str(batch),
+        *(speed(each) for each in (one(lines, "regular"), one(lines, "transformers"), ours)),
+        f"**{ratio.median:.2f}×** ({ratio.low:.2f}-{ratio.high:.2f})",
+        f"{assisted.median:.1f}×",
+        f"{ours['alpha']:.2f}",
+        f"{ours['tokens_per_step']:.2f}",
+        latencies(ours),
+    ]
+    assert f"| {' | '.join(cells)} |" in said("docs/BENCHMARKS.md")
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_readmes_table_is_the_record(speeds, batch):
+    mini, library = speeds["mini", batch], speeds["library", batch]
+    ours = one(mini, "batched", 5)
+    regular = one(mini, benchmark.over_baseline(mini)[0])
+    ratios = [over_the_faster(mini, ours), over_the_faster(library, one(library, "batched", 5))]
+    cells = [str(batch), speed(regular), speed(ours), *(f"{ratio.median:.2f}×" for ratio in ratios)]
+    assert f"| {' | '.join(cells)} |" in said("README.md")
+
+
+def test_the_best_draft_lengths_of_library_code_are_the_records(speeds):
+    best = []
+    for batch in BATCHES:
+        lines = speeds["library", batch]
+        fastest = max((one(lines, "batched", k) for k in (2, 3, 5)), key=lambda line: line["tokens_per_second"])
+        best.append(f"{over_the_faster(lines, fastest).median:.2f}×")
+    assert f"BASS is there {', '.join(best[:-1])} and {best[-1]} as fast" in said("docs/BENCHMARKS.md")
+
+
+def test_what_is_said_of_all_batches_holds_in_the_record(speeds):
+    lines = [line for group in speeds.values() for line in group]
+    assert all(line["exactness"]["identical"] == line["exactness"]["rows"] for line in lines)
+    outside = [line["step_overhead"] for line in lines if line["method"] == "batched" and "step_overhead" in line]
+    assert f"passes go {min(outside):.0%} to {max(outside):.0%} of the time of BASS" in said("docs/BENCHMARKS.md")
+
+
+def test_the_chosen_draft_length_is_as_near_to_the_best_as_is_said():
+    near, gained = [], []
+    for lines in by_setting("draft_lengths_embedded_cpu.jsonl").values():
+        fixed = [line for line in lines if line["method"] == "batched" and line["k"] is not None]
+        (chosen,) = [line for line in lines if line["method"] == "batched" and line["k"] is None]
+        best = min(fixed, key=lambda line: np.median(line["seconds"]))
+        near.append(Ratio.of(chosen["seconds"], best["seconds"]).median)
+        gained.append(chosen["over_regular"]["median"])
+    told = said("docs/BENCHMARKS.md")
+    assert f"{min(near):.2f} to {max(near):.2f} times as fast as the fixed length that proves best" in told
+    assert f"{min(gained):.1f} to {max(gained):.1f} times as fast as regular decoding" in told
+
+
+def test_quality_within_a_budget_is_the_record():
+    runs = evaluation.load(RECORDS / "quality_embedded_cpu")
+
+    def share(method: str, metric: str, budget: float) -> float:
+        return runs[method].scores([budget]).set_index("metric").value[metric]
+
+    def within(budget: float, method: str) -> list[str]:
+        return [f"{share(method, metric, budget):.0%}" for metric in ("Pass@First", "Pass@All")]
+
+    told = said("docs/BENCHMARKS.md")
+    assert "solves {} by its most confident answer and {} by any".format(*within(0.28, "batched")) in told
+    assert "one sequence after the other {} and {},".format(*within(0.28, "single")) in told
+    assert "regular decoding {} and {};".format(*within(0.28, "regular")) in told
+    ends = {method: within(1e9, method) for method in runs}
+    assert {first for first, _ in ends.values()} == {"74%"} and {every for _, every in ends.values()} == {"93%", "94%"}
+    assert share("single", "Pass@First", 0.2) > share("batched", "Pass@First", 0.2)
+
+
+def test_the_number_of_models_is_that_of_their_page():
+    kinds, works = re.search(r"registers (\d+) kinds: \*\*(\d+) works", said("docs/MODELS.md")).groups()
+    assert f"Of {kinds} kinds of decoders in transformers {works} work" in said("README.md")
