@@ -45,7 +45,10 @@ def test_notebook_is_committed_clean(path):
     lines = sorted(len(cell.source.splitlines()) for cell in code)
     assert lines[len(lines) // 2] <= 8
     for cell in code:
-        assert len(cell.source.splitlines()) <= (20 if "@triton.jit" in cell.source else 12)  # a kernel cannot be cut
+        uncut = "@triton.jit" in cell.source or "parameters" in cell.metadata.get(
+            "tags", []
+        )  # papermill fills one cell
+        assert len(cell.source.splitlines()) <= (20 if uncut else 12)
 
 
 # --- execution ---
