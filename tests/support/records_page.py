@@ -22,7 +22,7 @@ Without a path it reads the records that ship, which lie in `bass_lab/assets/rec
 folder to look for records in.
 
 Every line names its kind in the field `schema`. The kinds are those of the JSON schema
-[bass_lab/assets/records.schema.json](../bass_lab/assets/records.schema.json), which any validator of JSON schemas takes;
+[bass_lab/assets/records.schema.json](../bass_lab/assets/records.schema.json), which any JSON validator takes;
 this page is made from it. A line may have more fields than are listed, unless its kind says otherwise; null stands for
 "there is none". A notebook of your own may record lines without a `schema`: they are read as they are.
 """
