@@ -6,7 +6,8 @@ import pytest
 from documents import DOCUMENTS
 from references import ROOT, Code, prose
 
-PAGES = [name for name in DOCUMENTS if name != "docs/MODELS.md"]  # which lists kinds of models, names of transformers'
+FOREIGN = ("docs/MODELS.md", "docs/SUPPORT.md")  # tables of what transformers and others call things
+PAGES = [name for name in DOCUMENTS if name not in FOREIGN]
 PLACES = [*PAGES, "kernels", "bass_core", "bass_lab", "notebooks", "tests", "Makefile", "pyproject.toml"]
 
 
