@@ -80,10 +80,11 @@ def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Ent
     """The entries of a file of JSON lines, gzipped or not. Raises ValueError naming the line that is not `what`."""
     found = []
     try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode("utf-8-sig")
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            lines = list(file)
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is no file of JSON lines: {error}") from None
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         try:
             found += [entry(json.loads(line))] if line.strip() else []
         except (ValueError, KeyError, TypeError) as error:
