@@ -147,6 +147,7 @@ def hostile_calls(files: dict[str, str]) -> Iterator[list[str]]:
         yield [name, *options, *places]
 
 
+@pytest.mark.slow
 def test_no_malformed_call_of_any_command_ends_in_a_traceback(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

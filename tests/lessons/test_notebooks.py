@@ -89,16 +89,19 @@ def demo():
     return done.stdout
 
 
+@pytest.mark.slow
 def test_demo_ends_with_the_promised_line(demo):
     last = demo.strip().splitlines()[-1]
     pattern = r"identical tokens: 8/8 \(greedy, float32\) · \d+\.\d× · open build/lessons/00_start_here\.html"
     assert re.fullmatch(pattern, last)
 
 
+@pytest.mark.slow
 def test_demo_shows_generated_python_first(demo):
     assert demo.index("def ") < demo.index("Checking the text")
 
 
+@pytest.mark.slow
 def test_page_draws_its_figures_in_a_browser(demo, tmp_path):
     page = ROOT / "build/lessons/00_start_here.html"
     command = [lesson_runs.chromium(), *pages.BROWSER_FLAGS, f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
