@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest test-oldest-quick lab notebooks bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
+.PHONY: help demo test test-slow test-quantized test-oldest test-oldest-quick lab docs bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -29,12 +29,20 @@ test: .venv/.installed-test ## run the tests, but for the slow ones, on all core
 test-slow: .venv/.installed-test ## run the other tests, which take long and break rarely: kills, Ray, every kind of model
 	$(TEST) -m slow
 
+# torchao prints into every program that imports transformers, so it stays out of .venv.
+build/torchao: .venv/.installed-test
+	$(PIP) --quiet --no-deps --target $@ torchao==0.18.0
+
+test-quantized: build/torchao ## run the tests of quantized models
+	PYTHONPATH=.:kernels:build/torchao $(BIN)/python -m pytest tests/engine/test_quantized.py
+
 # What a GPU box runs first, on what it may bring: the oldest versions that pyproject.toml promises, the newest numpy, and
 # nothing that draws or runs notebooks. Left out are tables of what the pinned versions do.
 OLDEST = torch==2.11.0 transformers==5.17.0 numpy pandas tqdm typer scipy pytest pytest-timeout pytest-xdist
 OLDEST_PYTHON ?= $(shell python3.12 --version > /dev/null 2>&1 && echo python3.12 || echo $(PYTHON))
 OLDEST_TESTS = tests/kernels tests/law tests/policies tests/engine tests/lab/test_bench_gpu.py tests/lab/test_gpu_stages.py \
-	$(addprefix --ignore=tests/,law/test_kinds.py engine/test_packaging.py engine/test_loading.py)
+	$(addprefix --ignore=tests/,law/test_kinds.py engine/test_packaging.py engine/test_loading.py \
+	engine/test_support.py)
 QUICK = tests/kernels/test_interpreter.py tests/kernels/test_kernel_compile.py tests/engine/test_recorded_steps.py \
 	tests/engine/test_compiled_layers.py tests/law/test_greedy_identity.py tests/lab/test_bench_gpu.py
 
@@ -49,8 +57,10 @@ test-oldest test-oldest-quick:
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
-notebooks: .venv/.installed-notebooks ## execute every lesson and write it to build/html
+docs: .venv/.installed-docs ## execute every lesson, and build a site of them and all documentation: build/site
 	$(BIN)/bass notebooks
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html; for its search: $(BIN)/python -m http.server --directory build/site"
 
 bench: .venv/.installed-notebooks ## time all ways to decode with the embedded pair, on both prompt sets
 	$(BIN)/bass bench
@@ -86,6 +96,12 @@ clean: ## remove what was built and the caches; .venv stays
 	@echo "==> Installing the pinned versions into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch $@
+
+.venv/.installed-docs: EXTRAS = notebooks,docs
+.venv/.installed-docs: pyproject.toml constraints.txt requirements.lock | $(BIN)/pip
+	@echo "==> Installing the pinned versions and MkDocs into .venv (downloads hundreds of MB the first time)"
+	$(INSTALL)
+	@touch .venv/.installed-notebooks $@
 
 # Includes all that the notebooks need, hence both stamps.
 .venv/.installed-test: EXTRAS = notebooks,test

@@ -148,6 +148,8 @@ def place(
     told = {"device": None if device is None else _device("device", device), "device_map": _device_of(device_map)}
     chosen = _agreed(told) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _refuse_mps("device", chosen)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {chosen}, and torch finds no GPU here: leave it out, or device='cpu'")
     given = {"dtype": dtype, "torch_dtype": torch_dtype}
     dtypes = {name: each if each in (None, "auto") else floating(name, each) for name, each in given.items()}
     return chosen, _agreed(dtypes) or ("auto" if chosen.type == "cuda" else torch.float32)
@@ -164,7 +166,7 @@ def _agreed(values: dict[str, Any]) -> Any:
 
 def _device(name: str, device: Any) -> torch.device:
     try:
-        return torch.device(device)
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{name} must be a device such as 'cuda:0', 'cpu' or 0; got {device!r}") from error
 
@@ -223,6 +225,12 @@ def _check_decoder(role: str, model: PreTrainedModel) -> None:
         raise ValueError(f"{role} {name} is an encoder-decoder model; decoder-only models are supported")
     if not model.can_generate() or model.get_output_embeddings() is None:
         raise ValueError(f"{role} {name} is not a causal language model; load it with AutoModelForCausalLM")
+    prepares = vars(model).get("prepare_inputs_for_generation")  # a PeftModel's, while it generates
+    if getattr(prepares, "__self__", model) is not model:
+        raise ValueError(
+            f"{role} {name} gets its inputs from a {type(prepares.__self__).__name__}, whose adapter is not in the "
+            "model's layers alone and cannot be decoded; adapters such as LoRA can"
+        )
     if any(_offloads(module) for module in model.modules()):
         raise ValueError(
             f"{role} {name} is offloaded by accelerate; load it whole onto one device: device_map='cuda:0'"

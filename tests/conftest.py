@@ -15,6 +15,8 @@ torch.set_num_threads(1)
 
 # Triton exists for Linux alone; elsewhere there are no kernels to test.
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*", "engine/test_gpu_*"]
+# torchao prints into every program that imports transformers: `make test-quantized` has it, other runs do not.
+collect_ignore_glob += [] if importlib.util.find_spec("torchao") else ["engine/test_quantized.py"]
 
 
 # The proofs come first. Last are files that start programs, wait for kills, time limits and a browser, or run lessons:

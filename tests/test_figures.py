@@ -1,5 +1,6 @@
 """The figures in the README and in docs/BENCHMARKS.md are those of the records that they name."""
 
+import re
 from itertools import groupby
 
 import numpy as np
@@ -122,3 +123,8 @@ def test_quality_within_a_budget_is_the_record():
     ends = {method: within(1e9, method) for method in runs}
     assert {first for first, _ in ends.values()} == {"74%"} and {every for _, every in ends.values()} == {"93%", "94%"}
     assert share("single", "Pass@First", 0.2) > share("batched", "Pass@First", 0.2)
+
+
+def test_the_number_of_models_is_that_of_their_page():
+    kinds, works = re.search(r"registers (\d+) kinds: \*\*(\d+) works", said("docs/MODELS.md")).groups()
+    assert f"Of {kinds} kinds of decoders in transformers {works} work" in said("README.md")

@@ -6,7 +6,8 @@ import pytest
 from documents import DOCUMENTS
 from references import ROOT, Code, prose
 
-PAGES = [name for name in DOCUMENTS if name != "docs/MODELS.md"]  # which lists kinds of models, names of transformers'
+FOREIGN = ("docs/MODELS.md", "docs/SUPPORT.md")  # tables of what transformers and others call things
+PAGES = [name for name in DOCUMENTS if name not in FOREIGN]
 PLACES = [*PAGES, "kernels", "bass_core", "bass_lab", "notebooks", "tests", "Makefile", "pyproject.toml"]
 
 
@@ -39,7 +40,7 @@ def test_references_resolve(code, place):
         "`Trace.steps`, `trace.steps.step`, a field; `ModelPair.target`",
         "`describe_environment`, `max_new_tokens`: functions and arguments",
         "`torch.no_such`, `policy.no_such`, `model.no_such`, `no_such.thing`, `x`, `numpy`, `__no_such__`",
-        "build/html/index.html, runs/latency, `<kind>_<device>.jsonl`, /usr/lib/python",
+        "build/site/index.html, runs/latency, `<kind>_<device>.jsonl`, /usr/lib/python",
     ],
 )
 def test_what_exists_or_is_not_ours_is_not_stale(code, text):

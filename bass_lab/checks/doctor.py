@@ -28,13 +28,20 @@ OPTIONAL = {  # package: what there is not without it
     "triton": "Triton kernels (attention 'ragged')",
     "plotly": "figures (bass_lab.show.plots, the lessons)",
     "ipywidgets": "live controls (bass_lab.lessons.l00_figures)",
-    "nbconvert": "pages (`bass notebooks`, the end of `bass demo`)",
+    "nbconvert": "pages (`make docs`, the end of `bass demo`)",
     "papermill": "lessons run from a shell with parameters of your own",
 }
 
 
-def diagnose(target: str | Path | None = None, draft: str | Path | None = None) -> dict:
-    """This installation and that pair (the embedded one by default), as one document of JSON values.
+def diagnose(
+    target: str | Path | None = None,
+    draft: str | Path | None = None,
+    *,
+    dtype: str | None = None,
+    device: str | None = None,
+) -> dict:
+    """This installation and that pair (the embedded one by default), as one document of JSON values. The arguments are
+    those of `named_pair`.
 
     The entries of `describe_environment`; cuda: what torch is built for; devices; packages (None: not installed);
     target and draft (None: n-gram lookup); tokenizers; draft_length: the policy that these models get by default;
@@ -45,7 +52,7 @@ def diagnose(target: str | Path | None = None, draft: str | Path | None = None) 
     document |= {"packages": _packages()}
     document |= {"target": None, "draft": None, "tokenizers": None, "draft_length": None, "problem": None}
     try:
-        pair = named_pair(target, draft)
+        pair = named_pair(target, draft, dtype=dtype, device=device)
         models = {"target": pair.target, "draft": pair.draft}
         models = {role: model for role, model in models.items() if isinstance(model, PreTrainedModel)}
         document |= {role: _describe(model) for role, model in models.items()}
@@ -58,33 +65,29 @@ def diagnose(target: str | Path | None = None, draft: str | Path | None = None) 
     return document
 
 
-def report(document: dict) -> str:
-    """What `diagnose` found, as plain text."""
+def report(document: dict) -> dict[str, dict[str, str]]:
+    """What `diagnose` found, in words: facts by name, by what they are about."""
     versions = {name: document[name] or "unknown" for name in ("python", "torch", "transformers", "bass", "commit")}
     packages = {
         name: found or f"not installed; without it no {OPTIONAL[name]}" for name, found in document["packages"].items()
     }
-    lines = ["versions", *_table(versions), "", "devices"]
-    lines += _table({"processor": f"{document['cores']} cores, torch uses {document['threads']} threads"})
-    lines += _table({name: _device_line(device) for name, device in document["devices"].items()})
+    devices = {"processor": f"{document['cores']} cores, torch uses {document['threads']} threads"}
+    devices |= {name: _device_line(device) for name, device in document["devices"].items()}
     if len(document["devices"]) == 1:
         built = f"for CUDA {document['cuda']}" if document["cuda"] else "without CUDA"
-        lines += _table({"gpu": f"none found; this torch is built {built}"})
-    lines += ["", "optional packages", *_table(packages)]
-    for role in ("target", "draft"):
-        if document[role] is not None:
-            lines += ["", role, *_model_lines(document[role])]
-    if document["tokenizers"] is not None:
-        lines += ["", "pair", *_table({"tokenizers": document["tokenizers"]})]
-        lines += _table({"draft": "n-gram lookup in each row's own text"} if document["draft"] is None else {})
-        known = document["draft_length"].startswith(Goodput.__name__)
-        why = "their costs are known" if known else "their costs are not known on this device: `bass calibrate`"
-        lines += _table({"draft length": f"{document['draft_length']} by default; {why}"})
-    return "\n".join(lines)
+        devices["gpu"] = f"none found; this torch is built {built}"
+    found = {"versions": versions, "devices": devices, "optional packages": packages}
+    found |= {role: _model_facts(document[role]) for role in ("target", "draft") if document[role] is not None}
+    return found if document["tokenizers"] is None else found | {"pair": _pair_facts(document)}
 
 
-def _table(entries: dict[str, str]) -> list[str]:
-    return [f"  {name:<14}{value}" for name, value in entries.items()]
+def _pair_facts(document: dict) -> dict[str, str]:
+    facts = {"tokenizers": document["tokenizers"]}
+    if document["draft"] is None:
+        facts["draft"] = "n-gram lookup in each row's own text"
+    known = document["draft_length"].startswith(Goodput.__name__)
+    why = "their costs are known" if known else "their costs are not known on this device: `bass calibrate`"
+    return facts | {"draft length": f"{document['draft_length']} by default; {why}"}
 
 
 def _device_line(device: dict) -> str:
@@ -94,20 +97,18 @@ def _device_line(device: dict) -> str:
     return "; ".join([*facts, ", ".join(f"{dtype} {answer}" for dtype, answer in device["dtypes"].items())])
 
 
-def _model_lines(model: dict) -> list[str]:
-    lines = _table(
-        {
-            "model": f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}",
-            "context": f"{model['context']} positions" if model["context"] else "the model does not say",
-            "vocabulary": f"{model['vocabulary']} ids",
-        }
-    )
+def _model_facts(model: dict) -> dict[str, str]:
+    facts = {
+        "model": f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}",
+        "context": f"{model['context']} positions" if model["context"] else "the model does not say",
+        "vocabulary": f"{model['vocabulary']} ids",
+    }
     if model["kv_bytes_per_position"]:
         row = model["kv_bytes_per_row"]
         full = f", {row / 1e9:.3g} GB per row of full context" if row else ""
-        lines += _table({"KV cache": f"{model['kv_bytes_per_position']:,} bytes per position{full}"})
-    lines.append(f"  attention     {'auto takes ' + model['path'] if model['path'] else 'no path works'}")
-    return lines + [f"    {path:<12}{answer}" for path, answer in model["attention"].items()]
+        facts["KV cache"] = f"{model['kv_bytes_per_position']:,} bytes per position{full}"
+    facts["attention"] = f"auto takes {model['path']}" if model["path"] else "no path works"
+    return facts | {f"  {path}": answer for path, answer in model["attention"].items()}
 
 
 # --- the machine ----------------------------------------------------------------------------------

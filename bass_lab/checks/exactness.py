@@ -26,6 +26,7 @@ from bass_lab.pairs import context_of, in_dtype, name_of
 from bass_lab.texts.prompt_sets import prompt_set
 
 FAULTS = (FloatingPointError, ValueError, RuntimeError, MemoryError)  # raised during a check, they fail it
+SHARES = (0.0, 0.35, 0.8, 0.9, 1.0)  # of the time, before each check and after the last
 PROMPTS = (  # for models that come with a tokenizer
     "def quicksort(items):\n",
     "The first thing to know about the history of the city is that",
@@ -72,22 +73,24 @@ class Report:
 
 def verify(
     pair: ModelPair,
-    prompts: str | Sequence[str] | Sequence[Tensor] | None = None,
+    prompts: str | Sequence[inputs.PromptLike] | None = None,
     *,
     max_new_tokens: int = 48,
     samples: int = 6144,
     seed: int = 0,
     compile: str = "auto",
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> Report:
     """Check that decoding this pair is exact: greedy, sampled, coupled, and in half precision.
 
-    prompts: texts or token ids; None takes some that suit the pair (random ids where there is no tokenizer). Fewer than
-        four are joined by shortened ones; all are shortened where the context would not hold what is generated. In
-        the greedy check one of up to 160 tokens joins them, and others on both sides of every window and switch that
-        the target's configuration names; the report says which lie beyond 512 tokens and were not reached.
+    prompts: texts, conversations or token ids; None takes some that suit the pair (random ids where there is no
+        tokenizer). Fewer than four are joined by shortened ones; all are shortened where the context would not hold
+        what is generated. In the greedy check one of up to 160 tokens joins them, and others on both sides of every
+        window and switch that the target's configuration names; the report says which lie beyond 512 tokens and were
+        not reached.
     max_new_tokens: per row (the context may allow fewer). samples: rows of each G-test. compile: as in `generate`, what
-        is checked; attention "split", which cannot be recorded, is checked without. progress: told what comes next.
+        is checked; attention "split", which cannot be recorded, is checked without. progress: told what
+        is checked and about which share of the work, 0 to 1, is done.
 
     The first three checks run in float32 (float64 where the pair is), the last in the pair's half precision or in
     bfloat16; where that is another dtype than the pair's they run on copies. Models are left as they were found.
@@ -106,24 +109,31 @@ def verify(
         in_dtype(pair, precise)  # raises before anything runs
     subject = Subject(pair, precise, prompts, new, samples, seed, compile, beside, switches)
     checks = []
-    for name, check in (
-        ("greedy identity", four_checks.greedy),
-        ("sampled law", four_checks.sampled),
-        ("coupled identity", four_checks.coupled),
+    for name, check, begins, ends in (
+        ("greedy identity", four_checks.greedy, *SHARES[:2]),
+        ("sampled law", four_checks.sampled, *SHARES[1:3]),
+        ("coupled identity", four_checks.coupled, *SHARES[2:4]),
     ):
-        checks.append(_run(name, check, subject, progress))
+        checks.append(_run(name, check, subject, progress, begins, ends))
     if not quantized:
         subject = replace(subject, dtype=half)  # and the first copy is gone before the second is made
-        checks.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress))
+        checks.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress, *SHARES[3:]))
     names = ", ".join(f"{role} {name_of(model)}" for role, model in (("target", pair.target), ("draft", pair.draft)))
     return Report(f"{names}, on {pair.device}", checks)
 
 
-def _run(name: str, check: Callable[[Subject], Finding], subject: Subject, progress: Callable) -> Check:
-    progress(name)
+def _run(
+    name: str, check: Callable[[Subject], Finding], subject: Subject, progress: Callable, begins: float, ends: float
+) -> Check:
+    """begins, ends: the share of the work that is done before and after."""
+
+    def tell(share: float) -> None:
+        progress(f"checking {name}", begins + share * (ends - begins))
+
+    tell(0.0)
     started = time.perf_counter()
     try:
-        passed, tested, details = check(subject)
+        passed, tested, details = check(replace(subject, tell=tell))
     except FAULTS as error:
         passed, tested, details = False, f"{type(error).__name__}: {error}", {}
     return Check(name, passed, tested, round(time.perf_counter() - started, 3), details)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from bass_core import attention, probe
 from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.drafters import NgramDrafter
+from bass_core.engine import StepEvent
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.sampling import SamplingParams
@@ -32,7 +33,8 @@ Finding = tuple[bool, str, dict]  # passed, tested, details
 @dataclass(frozen=True)
 class Subject:
     """What a check runs on; new: tokens to generate per row of it; beside: more prompts for the greedy check, long ones
-    and such that lie beside the target's windows and switches, and in words which of these."""
+    and such that lie beside the target's windows and switches, and in words which of these; tell: gets the share of the
+    check, 0 to 1, that is done."""
 
     original: ModelPair
     dtype: torch.dtype
@@ -43,6 +45,7 @@ class Subject:
     compile: str
     beside: list[Tensor]
     switches: str
+    tell: Callable[[float], None] = lambda share: None
 
     @cached_property
     def pair(self) -> ModelPair:
@@ -79,7 +82,9 @@ def greedy(subject: Subject) -> Finding:
     rows, alone = len(prompts), [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in prompts]
     paths, refused = _paths(pair)
     runs = []
-    for path, k in [("auto", k) for k in (1, 3, 8, None)] + [(path, 3) for path in paths]:
+    cases = [("auto", k) for k in (1, 3, 8, None)] + [(path, 3) for path in paths]
+    for done, (path, k) in enumerate(cases):
+        subject.tell(done / len(cases))
         options = {"attention": path, "compile": "off" if path == "split" else subject.compile, "eos_token_id": ()}
         out = generate(pair, prompts, max_new_tokens=subject.new, draft_length=k, **options)
         different = _divergences(out.sequences, alone)
@@ -142,7 +147,8 @@ def sampled(subject: Subject) -> Finding:
     options |= {"compile": subject.compile}
     tests = {}
     for number, rule in enumerate(("token", "block")):
-        out = generate(pair, [prompt], verification=rule, seed=subject.seed + number, **options)
+        on_step = _telling(subject, number / 2, 2 * samples * TOKENS)
+        out = generate(pair, [prompt], verification=rule, seed=subject.seed + number, on_step=on_step, **options)
         tests[rule] = g_test([tuple(row.tolist()) for row in out.sequences], law) | _counts(out.trace.steps)
     p_values = {rule: test["p_value"] for rule, test in tests.items()}
     rejected = holm(p_values, ALPHA)
@@ -154,6 +160,19 @@ def sampled(subject: Subject) -> Finding:
         f"{detectable(law, samples, ALPHA / 2):.3f} would be found with {POWER:.0%}; {subject.note}"
     )
     return not rejected, tested, {"rejected": rejected, "temperature": params.temperature, "tests": tests}
+
+
+def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEvent], None]:
+    """Tells after every step how much is done, with `before` the share that was when a decode began. tokens: of the
+    whole check."""
+    emitted = 0
+
+    def on_step(event: StepEvent) -> None:
+        nonlocal emitted
+        emitted += sum(map(len, event.new_tokens))
+        subject.tell(before + emitted / tokens)
+
+    return on_step
 
 
 def _beginnings(subject: Subject) -> list[Tensor]:
@@ -199,10 +218,10 @@ def coupled(subject: Subject) -> Finding:
     options |= {"compile": subject.compile}
     regular = generate(pair, subject.prompts, draft_length=0, seed=subject.seed, **options).sequences
     runs = []
-    for draft, k, batch in (
-        *(("own", 1, rows), ("own", 3, rows), ("own", None, rows), ("own", 5, 1), ("own", 2, 3)),
-        *(("other", 3, rows), ("other", 4, 3)),
-    ):
+    cases = [("own", 1, rows), ("own", 3, rows), ("own", None, rows), ("own", 5, 1), ("own", 2, 3)]
+    cases += [("other", 3, rows), ("other", 4, 3)]
+    for done, (draft, k, batch) in enumerate(cases):
+        subject.tell(done / len(cases))
         out = generate(
             pairs[draft], subject.prompts, draft_length=k, max_batch_size=batch, seed=subject.seed, **options
         )
@@ -229,7 +248,8 @@ def half(subject: Subject) -> Finding:
     alone = [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in prompts]
     allowed = 2 * plain_decoding.numeric_noise(pair.target, prompts, alone)
     lines = []
-    for decoding, k in (("no speculation", 0), ("draft length 3", 3), ("default policy", None)):
+    for done, (decoding, k) in enumerate((("no speculation", 0), ("draft length 3", 3), ("default policy", None))):
+        subject.tell((1 + done) / 4)
         options = {"max_new_tokens": subject.new, "compile": subject.compile, "eos_token_id": (), "trace": "off"}
         out = generate(pair, prompts, draft_length=k, **options)
         lines += [{"decoding": decoding} | line for line in _divergences(out.sequences, alone)]

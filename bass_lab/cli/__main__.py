@@ -1,5 +1,15 @@
-"""`python -m bass_lab.cli`: the `bass` command."""
+"""The `bass` command, also as `python -m bass_lab.cli`."""
 
-from bass_lab.cli.main import app
+import signal
 
-app(prog_name="bass")
+
+def main() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # before there is anybody to catch it, a Ctrl-C is a silent end
+    from bass_lab.cli.main import app
+
+    app(prog_name="bass")
+
+
+if __name__ == "__main__":
+    main()

@@ -26,21 +26,36 @@ EXPECTED = (  # what the user, the system and files can be the reason of; others
     ValueError, TypeError, OSError, ArithmeticError, MemoryError, EOFError, RecursionError, ImportError, zlib.error
 )  # fmt: skip
 
-Target = Annotated[str | None, typer.Argument(help="hub name or folder; none: the embedded pair")]
-TargetOption = Annotated[str | None, typer.Option("--target", help="hub name or folder; none: the embedded pair")]
-Draft = Annotated[str | None, typer.Option(help="hub name or folder; with a target alone: n-gram drafting")]
-Dtype = Annotated[str | None, typer.Option(help="of the models, such as bfloat16; none: their own on a GPU")]
-Rows = Annotated[list[int], typer.Option(min=1, help="batch sizes; may be repeated")]
-NewTokens = Annotated[int, typer.Option(min=1)]
-Temperature = Annotated[float, typer.Option(min=0, help="0 = greedy")]
-Verification = Annotated[str, typer.Option(help="token, block or coupled")]
+Target = Annotated[
+    str | None, typer.Option("--target", "-t", metavar="NAME", help="hub name or folder; none: the embedded pair")
+]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", "-d", metavar="NAME", help="hub name or folder; with a target alone: n-gram drafting"),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="of the models, such as bfloat16; none: their own on a GPU, else float32"),
+]
+Device = Annotated[
+    str | None, typer.Option(metavar="DEVICE", help="such as cpu or cuda:1; none: a GPU if there is one")
+]
+Rows = Annotated[list[int], typer.Option(min=1, metavar="N", help="batch sizes; may be repeated")]
+NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="per row")]
+Temperature = Annotated[float, typer.Option(min=0, metavar="T", help="0 = greedy")]
+Verification = Annotated[str, typer.Option(metavar="RULE", help="token, block or coupled")]
+Seed = Annotated[int, typer.Option(metavar="N", help="of what is sampled")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")]
+
+UsageError = typer.BadParameter.__base__
 
 
 class Program(TyperGroup):
     """All commands. Here alone errors of the user, of the system and of a model become one line and exit code 2."""
 
     def make_context(self, *arguments, **options) -> typer.Context:
-        _exchange_handlers(signal.default_int_handler, _at_interrupt)
+        for early in (signal.SIG_DFL, signal.default_int_handler):
+            _exchange_handlers(early, _at_interrupt)
         with ended_in_one_line():
             return super().make_context(*arguments, **options)
 
@@ -85,9 +100,16 @@ def _exchange_handlers(old: Callable, new: Callable) -> None:
 
 
 class Command(TyperCommand):
-    """One command, whose numbers are all finite and no larger than what can be meant."""
+    """One command, whose numbers are all finite and no larger than what can be meant. torch's threads are settled
+    before its work begins, but not for its help."""
+
+    allow_extra_args = True  # to say here what they should have been
 
     def invoke(self, ctx: typer.Context) -> Any:
+        if ctx.args:
+            has_models = any(option.name == "target" for option in self.params)
+            how = "; models are named by --target NAME and --draft NAME" if has_models else ""
+            raise UsageError(f"Got unexpected argument {ctx.args[0]!r}{how}", ctx)
         for option in self.params:
             value = ctx.params.get(option.name)
             for each in value if isinstance(value, list | tuple) else [value]:
@@ -95,12 +117,20 @@ class Command(TyperCommand):
                     raise typer.BadParameter(f"{each} is no finite number", ctx, option)
                 if isinstance(each, int) and abs(each) > MOST and option.name != "seed":
                     raise typer.BadParameter(f"{each} is out of range; {MOST:,} is the most", ctx, option)
+        from bass_lab.threads import settle_threads
+
+        settle_threads(lambda sentence: typer.echo(sentence, err=True))
         return super().invoke(ctx)
+
+
+def examples(*lines: str) -> str:
+    """The end of a command's help."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def one_line(error: Exception) -> str:
     """What went wrong. A kind of error that no check of ours raises is a fault in here, and is called one."""
-    if isinstance(error, typer.BadParameter.__base__):  # of the command line
+    if isinstance(error, UsageError):  # of the command line
         usage = error.ctx.get_usage() if error.ctx else ""
         return " ".join(f"{error.format_message().rstrip('.')}. {usage}".split())
     if hasattr(error, "ename"):  # of a notebook's cell, whose text is all of the cell
@@ -146,11 +176,14 @@ def _check_folder(path: Path) -> None:
         raise typer.BadParameter(f"nothing can be written into {there}: {error.strerror}") from error
 
 
-def progress(message: str) -> None:
-    """A line about what is being done, beside the output."""
-    typer.echo(f"  {message}", err=True)
+def print_json(document: Any) -> None:
+    """One JSON document on one line of standard output; NaN becomes null."""
+    typer.echo(json.dumps(_plain(document), allow_nan=False))
 
 
-def last_line(document: Any) -> None:
-    """One JSON document, for programs that read the output's last line."""
-    typer.echo(json.dumps(document, allow_nan=False))
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,20 +19,28 @@ if TYPE_CHECKING:
 
 SHOWN = 3  # failures told in full; the others lie in the folder
 LINES = 40  # of each
-SCRIPT = "plotly.min.js"  # 5 MB: once per sweep, not per page
-FIGURE = "application/vnd.plotly.v1+json"
+EXAMPLES = common.examples(
+    "bass sweep notebooks/08_latency_and_utilization.ipynb \\",
+    "    -p batch_size=1,2,4,8 -p draft_length=auto,4,7 --out runs/latency",
+)
 
 
 def sweep(
     notebook: Annotated[
         Path,
         typer.Argument(
-            exists=True, dir_okay=False, callback=common.input_file, help="a notebook with a `parameters` cell"
+            exists=True,
+            dir_okay=False,
+            callback=common.input_file,
+            metavar="NOTEBOOK",
+            help="one with a `parameters` cell",
         ),
     ],
     out: Annotated[
         Path,
-        typer.Option(callback=common.output_folder, help="folder of the results; a second start goes on there"),
+        typer.Option(
+            callback=common.output_folder, metavar="FOLDER", help="of the results; a second start goes on there"
+        ),
     ],
     values: Annotated[
         list[str] | None,
@@ -44,26 +52,33 @@ def sweep(
             exists=True,
             dir_okay=False,
             callback=common.input_file,
-            help="CSV or YAML file, a run's parameters in each row",
+            metavar="FILE",
+            help="CSV or YAML, a run's parameters in each row",
         ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="runs at a time; keep 1 where runs measure time")] = 1,
-    timeout: Annotated[float | None, typer.Option(min=0.1, help="seconds for each run; none: no limit")] = None,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="runs at a time; keep 1 where runs measure time")] = 1,
+    timeout: Annotated[
+        float | None, typer.Option(min=0.1, metavar="S", help="seconds for each run; none: no limit")
+    ] = None,
     retries: Annotated[
-        int, typer.Option(min=0, help="more attempts for a run whose process died or did not start")
+        int, typer.Option(min=0, metavar="N", help="more attempts for a run whose process died or did not start")
     ] = 2,
     executor: Annotated[Literal["local", "ray"], typer.Option(help="where runs take place")] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(help="of a Ray cluster; none: one on this machine, for the sweep")
+        str | None, typer.Option(metavar="ADDRESS", help="of a Ray cluster; none: one on this machine, for the sweep")
     ] = None,
-    gpus_per_run: Annotated[int, typer.Option(min=0, help="GPUs that a run has to itself; 0: it sees all")] = 0,
+    gpus_per_run: Annotated[
+        int, typer.Option(min=0, metavar="N", help="GPUs that a run has to itself; 0: it sees all")
+    ] = 0,
     html: Annotated[bool, typer.Option("--html", help="write each executed notebook as a page, too")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the runs, and do nothing")] = False,
 ) -> None:
-    """Run a notebook for every combination of parameters, each once: what is done stays done.
+    """Run a notebook for all combinations of parameters.
 
-    Names and values are checked first. An interrupted or killed sweep goes on where it was when it is started again.
+    Names and values are checked first. What is done stays done: an interrupted or killed sweep goes on where it was
+    when it is started again.
     """
+    from bass_lab.show import tables
     from bass_lab.sweep import planning
     from bass_lab.sweep.executors import LocalExecutor, RayExecutor
 
@@ -76,7 +91,8 @@ def sweep(
         raise typer.Exit(2) from error
     if dry_run:
         table = plan.table(out)
-        typer.echo(f"{table.to_string(index=False)}\n{_counts(table)}; nothing was run")
+        tables.show_table(table.to_dict("records"))
+        typer.echo(f"{_counts(table)}; nothing was run")
         return
     if not plan.records:
         typer.echo(f"note: {notebook.name} has no parameter `output`, so it leaves executed notebooks and no records")
@@ -138,12 +154,14 @@ def _tell_failures(failures: pd.DataFrame, plan: SweepPlan, out: Path) -> None:
 
 
 def _tell_all(found: pd.DataFrame, plan: SweepPlan, out: Path) -> None:
+    from bass_lab.show import tables
+
     table = found.reindex(columns=["run", *plan.varied, "status", "seconds", "attempts", "error"])
+    table["seconds"] = table.seconds.map("{:.1f}".format, na_action="ignore")
     table["attempts"] = table.attempts.map("{:.0f}".format, na_action="ignore")
-    table["error"] = table.error.map("{:.60}".format, na_action="ignore")
-    table = table.dropna(axis="columns", how="all")
-    shown = table.to_string(index=False, na_rep="", float_format="{:.1f}".format)
-    typer.echo(f"\n{shown}\n{_counts(table)} in {out}")
+    typer.echo()
+    tables.show_table(table.to_dict("records"))
+    typer.echo(f"{_counts(table)} in {out}")
 
 
 def _named(parameters: Mapping[str, Any]) -> str:
@@ -159,11 +177,9 @@ def _counts(table: pd.DataFrame) -> str:
 def _pages(folder: Path) -> list[Path]:
     """Write KEY/notebook.html for every finished run that has none. The pages share a script, and work offline."""
     import nbformat
-    from plotly.io import to_html
-    from plotly.offline import get_plotlyjs
 
     from bass_core.environment import write_whole
-    from bass_lab.show.pages import as_page
+    from bass_lab.show import pages
 
     written = []
     for run in store.finished_runs(folder):
@@ -172,12 +188,9 @@ def _pages(folder: Path) -> list[Path]:
         if page.exists() or not source.exists():
             continue
         notebook = nbformat.read(source, as_version=4)
-        for output in (output for cell in notebook.cells for output in cell.get("outputs", [])):
-            if figure := output.get("data", {}).get(FIGURE):
-                drawn = to_html(figure, full_html=False, include_plotlyjs=f"../{SCRIPT}", validate=False)
-                output.data = {"text/html": drawn}
-        write_whole(page, as_page(notebook, run.key))
+        pages.draw_figures(notebook, f"../{pages.SCRIPT}")
+        write_whole(page, pages.as_page(notebook, run.key))
         written.append(page)
-    if written and not (folder / SCRIPT).exists():
-        write_whole(folder / SCRIPT, get_plotlyjs())
+    if written:
+        pages.write_script(folder)
     return written

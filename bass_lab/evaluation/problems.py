@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +79,16 @@ def _digest(problems: list[Problem]) -> str:
 def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Entry]:
     """The entries of a file of JSON lines, gzipped or not. Raises ValueError naming the line that is not `what`."""
     found = []
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                found += [entry(json.loads(line))] if line.strip() else []
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is not {what}: {error}") from None
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            lines = list(file)
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is no file of JSON lines: {error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [entry(json.loads(line))] if line.strip() else []
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not {what}: {error}") from None
     return found
 
 

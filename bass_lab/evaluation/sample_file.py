@@ -6,10 +6,11 @@ the last line break is a line that was being written; it is dropped.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
+
+from bass_lab.locks import lock
 
 HEADER = "evaluation"  # the first key of the first line
 START = f'{{"{HEADER}": '.encode()
@@ -43,7 +44,7 @@ class SampleFile:
 
     def _begin(self, settings: dict, environment: dict) -> dict[str, dict]:
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file.fileno(), wait=False)
         except BlockingIOError:
             raise ValueError(f"{self.path} is being written by another process; wait, or give another folder") from None
         self._file.seek(0)

@@ -158,12 +158,12 @@ def quartiles(samples: pd.DataFrame, limit: float | None = None) -> list[float]:
     return sorted(set(np.quantile(seconds, [0.25, 0.5, 0.75, 1.0], method="inverted_cdf").tolist()))
 
 
-def table(scores: pd.DataFrame) -> str:
-    """Scores with a column `method` as text for people: one line per (budget, method), shares with their intervals."""
+def table(scores: pd.DataFrame) -> list[dict[str, str]]:
+    """Scores with a column `method` for people: one line per (budget, method), shares with their intervals."""
     lines = []
     for (budget, method), group in scores.groupby(["budget", "method"], sort=False):
-        line = {"budget, s": f"{budget:.3g}", "method": method}
+        line = {"seconds": f"{budget:.3g}", "method": method}
         for found in group.itertuples():
-            line[found.metric] = f"{found.value:.1%} ({found.low:.1%} to {found.high:.1%})"
+            line[found.metric] = f"{found.value:.1%} ({100 * found.low:.1f}-{found.high:.1%})"
         lines.append((budget, line))
-    return pd.DataFrame([line for _, line in sorted(lines, key=lambda pair: pair[0])]).to_string(index=False)
+    return [line for _, line in sorted(lines, key=lambda pair: pair[0])]

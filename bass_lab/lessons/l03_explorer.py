@@ -56,17 +56,20 @@ class AcceptanceExplorer:
         prompt_set: str = "mini",
         seed: int = 0,
         max_new_tokens: int = 64,
-        prompts: Mapping[str, Sequence[str]] | None = None,
+        prompts: Mapping[str, Sequence[prompt_sets.Prompt]] | None = None,
         live: bool | None = None,
         **options,
     ):
-        """prompts: texts by name of the set; None: the two of the repository. live: decode at every change, or when
-        "run" is pressed; None: live if the target is small. options: as in `generate`.
+        """prompts: by name of the set; None: the two of the repository, and the file of JSON lines that `prompt_set`
+        may name. live: decode at every change, or when "run" is pressed; None: live if the target is small. options: as
+        in `generate`.
 
         Raises ValueError or TypeError for a setting that no control could take.
         """
         self.pair = pair
-        self.prompts = dict(prompts or {name: prompt_sets.prompt_set(name) for name in prompt_sets.PROMPT_SETS})
+        if prompts is None:
+            prompts, prompt_set = prompt_sets.beside_ours(prompt_set), prompt_sets.label(prompt_set)
+        self.prompts = dict(prompts)
         self.options = {"max_new_tokens": max_new_tokens, **options}
         self.live = sum(p.numel() for p in pair.target.parameters()) < LIVE_BELOW if live is None else live
         self.out: Generation | None = None
@@ -132,7 +135,11 @@ class AcceptanceExplorer:
         policy = POLICIES[self.controls["policy"].value](self.controls["draft_length"].value)
         self.out = generate(self.pair, texts, draft_length=policy, trace="tokens", **options)
         samples = len(self.out.sequences) // len(texts)
-        self.view.show(self.out.trace, [text for text in texts for _ in range(samples)])
+        written = [
+            text if isinstance(text, str) else self.pair.tokenizer.decode(ids)
+            for text, ids in zip(texts, inputs.token_ids(self.pair, texts), strict=True)
+        ]
+        self.view.show(self.out.trace, [text for text in written for _ in range(samples)])
         self._compare(texts, options)
 
     def _texts(self) -> list[str]:

@@ -119,19 +119,16 @@ def totals_table(profile: Profile, most: int = 10) -> Styler:
 
 
 def full_steps(profile: Profile) -> pd.Index:
-    """Decode steps of the whole batch with the same draft length for every row, of several lengths the most frequent:
-    those that can be compared with each other.
+    """Decode steps of the whole batch that drafted equally many tokens, as most of them did: those that can be compared
+    with each other.
 
-    Raises ValueError where the counts are missing (trace="off") and where there is no such step.
+    Raises ValueError where the counts are missing (trace="off").
     """
     decode = profile.steps.query("kind == 'decode'")
     if decode.rows.isna().all():
         raise ValueError("the profile knows no counts: profile a run with trace='steps' or 'tokens'")
-    most = decode.rows.max()
-    full = decode[((decode.rows == most) & (decode.drafted == most * decode.k)).fillna(False)]
-    if full.empty:
-        raise ValueError("no decode step had the whole batch and one draft length for all rows: profile a longer run")
-    return full.index[full.k == full.k.mode().max()]
+    whole = decode[(decode.rows == decode.rows.max()).fillna(False)]
+    return whole.index[whole.drafted == whole.drafted.mode().max()]
 
 
 def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:

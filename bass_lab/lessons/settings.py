@@ -15,11 +15,8 @@ def load_pair(target: str, draft: str, dtype: str | None, device: str | None) ->
 
     target, draft: a name on the hub or a folder; empty: the embedded pair, or n-gram drafting. dtype: None is float32
     for the embedded pair, and for others as in `bass_core.load_pair`: float32 on a CPU, the checkpoint's own on a GPU.
-    device: None is the GPU where there is one. Raises ValueError as `bass_core.load_pair`, and for a GPU that is not
-    there.
+    device: None is the GPU where there is one. Raises ValueError as `bass_core.load_pair`.
     """
-    if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device must be cpu or auto here, where torch sees no CUDA GPU; got {device!r}")
     dtype = dtype or (None if target else "float32")
     return models.load_pair(target or None, draft or None, dtype=dtype, device=device)
 

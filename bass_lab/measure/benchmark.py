@@ -90,7 +90,7 @@ def compare(
     other_lengths: Sequence[int | None] = (),
     batch: int | None = None,
     take_turns: bool = False,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> Comparison:
     """Time the methods on the same prompts, EOS switched off so that all emit the same number of tokens.
 
@@ -100,7 +100,8 @@ def compare(
     the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
     "batched default". take_turns: the methods of a repeat decode side by side, and the next step is always taken by the
     one that has emitted the fewest tokens; each is timed in its own steps. Raises ValueError for an unknown method, for
-    `assisted` without a draft model and for methods of transformers' that are to take turns.
+    `assisted` without a draft model and for methods of transformers' that are to take turns. progress: told what is
+    done now and which share of the work, 0 to 1, is done.
     """
     pool, lines = inputs.token_ids(pair, prompts), []
     for repeat in range(repeats + 1):
@@ -108,11 +109,9 @@ def compare(
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         called = _methods(pair, ids, methods, draft_length=draft_length, other_lengths=other_lengths, **options)
 
-        def tell(doing: str, repeat: int = repeat) -> None:
-            progress(f"repeat {repeat} of {repeats}: {doing}")
-
+        progress(f"repeat {repeat} of {repeats}", repeat / (repeats + 1))
         timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
-        for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat, progress=tell):
+        for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat):
             line = {"repeat": repeat, "method": method, "k": called[method].k, "seconds": seconds}
             line["tokens"] = len(ids) * max_new_tokens
             summary = {} if trace is None else trace.summary()
@@ -164,7 +163,7 @@ def bench(
     repeats: int = 7,
     vary_prompts: bool = False,
     take_turns: bool = False,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
     **options,
 ) -> Iterator[list[dict]]:
     """Compare the methods on prompt sets at several batch sizes: for each, the lines that `records` describes.
@@ -189,13 +188,18 @@ def bench(
     common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
     cost = costs_like(pair)
     costs = None if cost is None else {name: cost.measured.get(name) for name in COSTS}
-    how = {"repeats": repeats, "take_turns": take_turns, "progress": progress, **options}
+    how = {"repeats": repeats, "take_turns": take_turns, **options}
+    done, all_rows = 0, len(sets) * sum(batches)
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=new)
         for batch in batches:
-            progress(f"{name}, batch {batch}")
+
+            def tell(_: str, share: float, name: str = name, rows: int = batch, before: int = done) -> None:
+                progress(f"{name}, batch {rows}", (before + share * rows) / all_rows)
+
             taken, first = [method for method in methods if batch > 1 or method != "single"], prompts[:batch]
-            found = compare(pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how).lines()
+            found = compare(pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how, progress=tell)
+            found, done = found.lines(), done + batch
             greedy = _methods(exact, inputs.token_ids(exact, first), taken, **options | {"temperature": 0.0})
             spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
             for line in found:
@@ -220,28 +224,38 @@ def over_baseline(lines: Sequence[dict]) -> tuple[str, list[Ratio]]:
     return fastest["method"], [Ratio.of(line["seconds"], fastest["seconds"]) for line in lines]
 
 
-def table(lines: Sequence[dict]) -> str:
-    """The records of one prompt set and batch as text for people."""
+def table(lines: Sequence[dict]) -> tuple[str, list[dict[str, str]], str]:
+    """The records of one prompt set and batch for people: what was timed, the lines of a table, and what its columns
+    mean."""
     first = lines[0]
     heading = (
-        f"\n{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, "
-        f"{first['dtype']}, {first['repeats']} repeats\n"
-        f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
+        f"{first['prompt_set']} prompts, batch {first['batch']}, temperature {first['temperature']}, "
+        f"{first['dtype']}, {first['repeats']} repeats"
     )
+    notes = f"exact rows: greedy in {first['exactness']['dtype']}, equal to transformers' text of the row alone"
+    outside = {line["method"]: line["step_overhead"] for line in lines if "step_overhead" in line}
+    if outside:
+        shares = ", ".join(f"{method} {share:.1%}" for method, share in outside.items())
+        notes += f"; time outside of the models' passes: {shares}"
     baseline, ratios = over_baseline(lines)
+    if baseline != "regular":
+        notes += f"; over faster: over {baseline}, which is faster than regular here"
     rows = [
         {
             "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
             "tokens/s": f"{line['tokens_per_second']:.0f}",
             "over regular": str(Ratio(**line["over_regular"])),
-            **({} if baseline == "regular" else {f"over {baseline}, which is faster": str(ratio)}),
-            **{name.replace("_ms", ", ms/token"): records.text(line[name], ".2f") for name in (*LATENCIES, *COUNTS)},
-            "outside passes": records.text(line.get("step_overhead"), ".1%"),
-            "exact rows": "{identical} of {rows}".format(**line["exactness"]),
+            **({} if baseline == "regular" else {"over faster": str(ratio)}),
+            "ms/token: first, mean, last": ", ".join(
+                f"{line[name]:.3g}" for name in ("first_ms", "mean_ms", "last_ms") if line[name] is not None
+            ),
+            "α": records.text(line["alpha"], ".2f"),
+            "tokens per step": records.text(line["tokens_per_step"], ".2f"),
+            "exact rows": "{identical}/{rows}".format(**line["exactness"]),
         }
         for line, ratio in zip(lines, ratios, strict=True)
     ]
-    return records.text_table(heading, rows).rstrip()
+    return heading, rows, notes
 
 
 def methods_of(pair: ModelPair) -> list[str]:

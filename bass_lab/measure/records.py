@@ -9,7 +9,6 @@ folder.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -21,6 +20,7 @@ from typing import BinaryIO
 
 import pandas as pd
 
+from bass_lab.locks import lock
 from bass_lab.measure import record_schema
 from bass_lab.sweep import store
 
@@ -129,7 +129,7 @@ def earlier(path: Path, here: dict) -> list[dict]:
 def _for_more(path: Path) -> Iterator[BinaryIO]:
     """The file at its end, behind whole lines alone; nobody else adds any meanwhile."""
     with path.open("a+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno())
         file.seek(0)
         found = file.read()
         end = found.rfind(b"\n") + 1

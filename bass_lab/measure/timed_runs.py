@@ -26,28 +26,22 @@ class Method(NamedTuple):
     options: dict[str, Any] | None = None
 
 
-def one_by_one(
-    pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int, progress: Callable[[str], None]
-) -> Iterator[Timed]:
-    """Each method from its first token to its last. progress: told each method's name before it begins."""
+def one_by_one(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int) -> Iterator[Timed]:
+    """Each method from its first token to its last."""
     for name, method in methods.items():
-        progress(name)
         clock = Clock()
         with Elapsed(pair.device) as elapsed:
             out = method.decode(clock, seed)
         yield name, elapsed.seconds, clock, out.trace if isinstance(out, Generation) else None
 
 
-def in_turns(
-    pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int, progress: Callable[[str], None]
-) -> Iterator[Timed]:
+def in_turns(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int) -> Iterator[Timed]:
     """All methods side by side: the next step is always that of the one that has emitted the fewest tokens.
 
     So all of them write the same part of a text in the same moments. Raises ValueError for methods of transformers'.
     """
     if peers := [name for name, method in methods.items() if method.options is None]:
         raise ValueError(f"only this engine's methods (regular, single, batched) can take turns, not {peers}")
-    progress("in turns")
     names = list(methods)
     names = names[seed % len(names) :] + names[: seed % len(names)]  # none is always the first
     with ExitStack() as stack:  # leaves sessions, and how they switched the models, in the reverse of their order

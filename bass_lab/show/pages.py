@@ -1,4 +1,4 @@
-"""Notebooks executed and written as web pages, with an index; figures as pictures."""
+"""Notebooks executed, and written as pages that need no network; figures as pictures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from bass_lab.show import browser
 if TYPE_CHECKING:
     import plotly.graph_objects as go
     from nbclient import NotebookClient
+    from nbformat import NotebookNode
 
 # Headless, offline, and willing to run as root in a container.
 BROWSER_FLAGS = (
@@ -33,64 +34,60 @@ BROWSER_FLAGS = (
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to move it. What it shows follows below.</i></p>"
-STYLE = """
-body { font: 17px/1.55 system-ui, sans-serif; color: #1b1f24; max-width: 62rem; margin: 0 auto; padding: 2.5rem 1.2rem }
-h1 { font-size: 2.1rem; margin: 0 } header p { max-width: 46rem } header img { width: 100%; border-radius: 6px }
-main { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem; margin: 2rem 0 }
-main a { display: block; padding: 1rem 1.2rem; border: 1px solid #d6dade; border-radius: 8px; color: inherit;
-  text-decoration: none } main a:hover, main a:focus { border-color: #0072b2; box-shadow: 0 1px 8px #0072b233 }
-h2 { font-size: 1.08rem; margin: 0 0 .4rem; color: #0072b2 } main p { margin: 0 0 .5rem }
-small, footer { color: #57606a }
-"""
+PATIENCE = 600  # seconds, for a cell
+FIGURE = "application/vnd.plotly.v1+json"
+SCRIPT = "plotly.min.js"  # 5 MB: once per folder of pages, not per page
 
 
-def build(
-    sources: list[Path],
-    target: Path,
-    progress: Callable[[str], None] = lambda message: None,
-    timeout: int = 600,
-    picture: Path | None = None,
-) -> list[Path]:
-    """Execute each notebook where it lies and write it to `target`; the notebooks themselves stay as they are.
+def execute(source: Path) -> NotebookNode:
+    """The notebook executed where it lies, without its widgets; the file stays as it is.
 
-    picture: shown above the index. Returns the pages. Raises nbclient's CellExecutionError where a cell fails,
-    ValueError without notebooks.
+    Raises nbclient's CellExecutionError where a cell fails, CellTimeoutError where it takes more than `PATIENCE`.
     """
     import nbformat
     from nbclient import NotebookClient
 
-    if not sources:
-        raise ValueError("no notebooks to build")
-    target.mkdir(parents=True, exist_ok=True)
-    pages = []
-    for source in sources:
-        progress(f"executing {source.name}")
-        notebook = nbformat.read(source, as_version=4)
-        # Every kernel warns that it talks TCP; here to this process only.
-        options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}
-        client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": source.parent}}, **options)
-        # Figures come with plotly's script in the page, so that it works offline.
-        with asyncio.Runner(loop_factory=_Loop) as runner:
-            runner.run(_execute(client, os.environ | {"PLOTLY_RENDERER": "notebook"}))
-        _without_widgets(notebook)
-        page = target / f"{source.stem}.html"
-        write_whole(page, _linked(as_page(notebook, _title(notebook, source.stem))))
-        pages.append(page)
-    if picture is not None:
-        write_whole(target / picture.name, picture.read_bytes())
-    write_whole(target / "index.html", _index(sorted(target.glob("[0-9]*.html")), picture))
-    return pages
+    notebook = nbformat.read(source, as_version=4)
+    # Every kernel warns that it talks TCP; here to this process only.
+    options = {"kernel_name": "python3", "extra_arguments": ["--log-level=ERROR"], "store_widget_state": False}
+    client = NotebookClient(notebook, timeout=PATIENCE, resources={"metadata": {"path": source.parent}}, **options)
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        runner.run(_execute(client, os.environ | {"PLOTLY_RENDERER": "plotly_mimetype"}))
+    _without_widgets(notebook)
+    return notebook
 
 
-def as_page(notebook, title: str) -> str:
-    """An executed notebook as HTML that fetches nothing when it is opened.
+def draw_figures(notebook: NotebookNode, script: str | None = None) -> None:
+    """Turn the notebook's figures into HTML that draws them without a network.
 
-    nbconvert and plotly load MathJax and require.js from the network. Nothing here needs either: notebooks write their
-    formulas as text, and TeX stays as it is written.
+    script: where `SCRIPT` lies, seen from the page; None puts it into the notebook.
+    """
+    from plotly.io import to_html
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    included = False
+    for output in outputs:
+        if figure := output.get("data", {}).get(FIGURE):
+            drawn = to_html(figure, full_html=False, include_plotlyjs=not included and (script or True), validate=False)
+            output.data, included = {"text/html": drawn}, True
+
+
+def write_script(folder: Path) -> None:
+    """Put plotly's script where pages look for it."""
+    from plotly.offline import get_plotlyjs
+
+    write_whole(folder / SCRIPT, get_plotlyjs())
+
+
+def as_page(notebook: NotebookNode, title: str = "") -> str:
+    """An executed notebook as HTML that fetches nothing when it is opened. title: else its first heading.
+
+    nbconvert loads MathJax and require.js from the network. Nothing here needs either: notebooks write formulas as
+    text, and TeX stays as it is written.
     """
     from nbconvert import HTMLExporter
 
-    body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": title}})
+    body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": title or _title(notebook)}})
     return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", body)
 
 
@@ -113,14 +110,7 @@ async def _execute(client: NotebookClient, environment: Mapping[str, str]) -> No
         raise
 
 
-def _linked(body: str) -> str:
-    """Links to other lessons lead to their pages, and one leads to the index."""
-    body = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', body)
-    back = '<p style="margin:8px 0 0 84px"><a href="index.html">← all lessons</a></p>'
-    return re.sub(r"<body[^>]*>", lambda match: match[0] + back, body, count=1)
-
-
-def _without_widgets(notebook) -> None:
+def _without_widgets(notebook: NotebookNode) -> None:
     """A widget lives in JupyterLab only: a page says so in its place, and finished progress bars go."""
     for cell in notebook.cells:
         outputs = cell.get("outputs", [])
@@ -131,38 +121,10 @@ def _without_widgets(notebook) -> None:
             cell.outputs = [each for each in outputs if "%|" not in each.get("data", {}).get("text/plain", "")]
 
 
-def _title(notebook, default: str) -> str:
+def _title(notebook: NotebookNode) -> str:
     """The first heading."""
     lines = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
-    return next((line[2:].strip() for line in lines if line.startswith("# ")), default)
-
-
-def _index(pages: list[Path], picture: Path | None = None) -> str:
-    """The index of these pages (whatever was built earlier stays listed), with a picture above them."""
-    lessons = "\n".join(map(_card, pages))
-    drawn = "" if picture is None else f'<img src="{picture.name}" alt="Accepted draft tokens, per row and step">\n'
-    return (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>BASS, hands on</title><style>{STYLE}</style>\n<header><h1>BASS, hands on</h1>\n"
-        "<p>Batched speculative decoding for ordinary <code>transformers</code> models: a small model drafts for many "
-        "sequences at once, the large one checks, every sequence keeps what it earned, and the text has the same law "
-        'as without. After <a href="https://arxiv.org/abs/2404.15778">arXiv 2404.15778</a>.</p>\n'
-        f"{drawn}</header>\n<main>\n{lessons}\n</main>\n"
-        "<footer>Every page was executed from its notebook. Live controls move in JupyterLab: <code>make lab</code>. "
-        "First time here? Begin at the top; each lesson also stands on its own.</footer></html>\n"
-    )
-
-
-def _card(page: Path) -> str:
-    """A lesson's title, question, and what it takes, from its first cell as it stands on its page."""
-    text = page.read_text(encoding="utf-8")
-    title = re.search(r"<title>(.*?)</title>", text, re.DOTALL)[1].strip()
-    question = re.search(r"<p><strong>(.*?)</strong></p>", text, re.DOTALL)
-    takes = re.search(r"Takes [^<]*?\.(?=\s)", text)
-    lines = [f"<p>{question[1]}</p>"] if question else []
-    lines += [f"<small>{takes[0]}</small>"] if takes else []
-    return f'<a href="{page.name}"><h2>{title}</h2>{"".join(lines)}</a>'
+    return next((line[2:].strip() for line in lines if line.startswith("# ")), "")
 
 
 def picture(figure: go.Figure, path: Path, width: int = 900, scale: int = 2) -> None:

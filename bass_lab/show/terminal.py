@@ -8,24 +8,30 @@ import typer
 from transformers import PreTrainedTokenizerBase
 
 from bass_core.generation import Generation, generate
+from bass_core.inputs import PromptLike
 from bass_core.models import ModelPair
 from bass_core.trace import Trace
 
 ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": None}  # colours
 
 
-def stream(pair: ModelPair, prompts: list[str], stop: Sequence[str] = (), **options) -> Generation:
-    """Generate, printing the first row as it grows; returns the Generation."""
+def stream(pair: ModelPair, prompts: list[PromptLike], stop: Sequence[str] = (), **options) -> Generation:
+    """Generate, printing the first row as it grows, behind its prompt if that is a text; returns the Generation."""
     text = _GrowingText(pair.tokenizer, stop)
 
     def on_step(event) -> None:
         if 0 in event.rows:
-            begins = prompts[0] if not text.tokens else ""  # not before the input has passed all checks
+            begins = "" if text.tokens else _before(prompts[0])  # not before the input has passed all checks
             typer.echo(begins + text.add(event.new_tokens[event.rows.index(0)]), nl=False)
 
     out = generate(pair, prompts, stop=stop, on_step=on_step, **options)
-    typer.echo(out.texts[0][len(text.shown) :] if text.tokens else prompts[0])
+    typer.echo(out.texts[0][len(text.shown) :] if text.tokens else _before(prompts[0]))
     return out
+
+
+def _before(prompt: PromptLike) -> str:
+    """What a row's text continues: nothing where it answers a conversation."""
+    return prompt if isinstance(prompt, str) else ""
 
 
 class _GrowingText:
@@ -60,15 +66,19 @@ def summary_line(trace: Trace) -> str:
 
 
 def print_rows(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[str], out: Generation, stop: Sequence[str], coloured: bool
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[PromptLike],
+    out: Generation,
+    stop: Sequence[str],
+    coloured: bool,
 ) -> None:
-    """Every row under a heading, prompt first."""
+    """Every row under a heading, its prompt first if that is a text."""
     samples = len(out.texts) // len(prompts)
     for row, text in enumerate(out.texts):
         heading = f"row {row}: prompt {row // samples}, sample {row % samples} ({out.finish_reasons[row]})"
         typer.secho(heading, bold=True)
         shown = _coloured(tokenizer, out, row, stop) if coloured else text
-        typer.echo(f"{prompts[row // samples]}{shown}\n")
+        typer.echo(f"{_before(prompts[row // samples])}{shown}\n")
     if coloured:
         typer.echo(" ".join(typer.style(kind, fg=colour) for kind, colour in ORIGINS.items()), err=True)
 

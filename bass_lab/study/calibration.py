@@ -45,6 +45,7 @@ REPLAYS = 3  # timed steps of each draft length, where steps are recorded
 RECORDING = 2  # steps before them: the first is launched, the second recorded
 QUIET = 0.25  # spread of the samples
 OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
+MEASURING = "timing passes and steps"
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
 Taken = tuple[str, tuple[int, ...], float]  # table, its point, seconds
@@ -65,7 +66,7 @@ def calibrate(
     kv_lengths: Sequence[int] | None = None,
     *,
     seconds: float = 42.0,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> CostModel:
     """Time the passes of both models and the rest of a step on a grid.
 
@@ -85,10 +86,14 @@ def calibrate(
     with ExitStack() as stack:
         watch = stack.enter_context(passes_marked(pair))
         warm, longer = _turns(pair, axes, watch, stack, recorded)
-        progress(f"timing passes and steps by {len(warm) + len(longer)} kinds of turns for {seconds:.0f} s")
+
+        def tell(now: float) -> None:
+            progress(MEASURING, 1.0 if now >= end else 1 - (end - now) / seconds)
+
+        tell(time.perf_counter())
         for turn in warm:
             list(turn.take())
-        samples = _take_turns(warm + longer, end)
+        samples = _take_turns(warm + longer, end, tell)
     found = mixed_model.times(samples)
     tables = {name: Table.of(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
     by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
@@ -297,8 +302,9 @@ def _growth(lengths: Sequence[int]) -> int:
     return len(lengths) * (RECORDING + REPLAYS) + max(lengths) + 2
 
 
-def _take_turns(turns: Sequence[Turn], end: float) -> list[Sample]:
-    """What the turns gave, each of them at least once, more until `end` (of perf_counter).
+def _take_turns(turns: Sequence[Turn], end: float, tell: Callable[[float], None] = lambda now: None) -> list[Sample]:
+    """What the turns gave, each of them at least once, more until `end` (of perf_counter). tell: gets the time before
+    each of them.
 
     Next comes the one with the fewest visits times the square root of its duration, divided by how often it is to come.
     Visits in that proportion make the sum of the squared relative errors least for a given time, those of points that
@@ -308,6 +314,7 @@ def _take_turns(turns: Sequence[Turn], end: float) -> list[Sample]:
     queue = [(0.0, index) for index in range(len(turns))]
     while (now := time.perf_counter()) < end or queue[0][0] == 0:
         spent, index = queue[0]
+        tell(now)
         samples += [Sample(name, point, time.perf_counter(), taken) for name, point, taken in turns[index].take()]
         spent += (time.perf_counter() - now) ** 0.5 / turns[index].often
         heapq.heapreplace(queue, (spent, index))
@@ -340,7 +347,7 @@ def check(
     draft_lengths: Sequence[int] = (0, 3, 5),
     repeats: int = 5,
     max_new_tokens: int = 96,
-    progress: Callable[[str], None] = lambda message: None,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> pd.DataFrame:
     """Predicted and real decode time of greedy runs on the mini prompt set (ids for a pair without a tokenizer), all
     cases taking turns.
@@ -354,7 +361,7 @@ def check(
     runs = []
     cases = list(itertools.product(batches, draft_lengths))
     for repeat in range(repeats + 1):
-        progress(f"check {repeat} of {repeats}")
+        progress("comparing predicted with real decode times", repeat / (repeats + 1))
         for batch, k in cases:
             ticks: list[float] = []  # a step ends with a copy to the host: its time is the device's too
             out = generate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from bass_core import inputs, probe, randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
 from bass_core.drafters import Context, ModelDrafter, Setting
+from bass_core.engine import StepEvent
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.randomness import Key, Purpose, StepKeys
@@ -20,6 +21,7 @@ from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 ROWS_AT_ONCE = 64  # of a recording's passes
+WRITING = 0.5  # of a recording's time, about
 
 
 def record(
@@ -31,15 +33,23 @@ def record(
     temperature: float,
     seed: int = 0,
     rollout: int = 8,
+    progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> AcceptanceTrace:
     """The acceptance trace of `samples` texts per prompt (prompt-major), written by the target alone.
 
     The embedded pair records 32 texts of 64 tokens in some ten seconds on a laptop's core. rollout: how many drafts
-    after a rejected one are recorded for policies that look at them. Raises ValueError for a pair whose draft is no
-    model, and as `generate` does.
+    after a rejected one are recorded for policies that look at them. progress: told what is done now and about which
+    share of the work, 0 to 1, is done. Raises ValueError for a pair whose draft is no model, and as `generate` does.
     """
     prompts = inputs.prompt_list(prompts)
     require_draft_model(pair)
+    written = 0
+
+    def on_step(event: StepEvent) -> None:
+        nonlocal written
+        written += sum(map(len, event.new_tokens))
+        progress("writing texts", WRITING * written / (len(prompts) * samples * max_new_tokens))
+
     texts = generate(
         pair,
         prompts,
@@ -50,10 +60,15 @@ def record(
         draft_length=0,
         max_batch_size=min(len(prompts) * samples, ROWS_AT_ONCE),
         eos_token_id=(),
+        on_step=on_step,
         trace="off",
     ).sequences
-    prompts = [prompt for prompt in prompts for _ in range(samples)]
-    return teacher_forced(pair, prompts, texts, temperature=temperature, seed=seed, rollout=rollout)
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+
+    def read(share: float) -> None:
+        progress("reading them with both models", WRITING + (1 - WRITING) * share)
+
+    return teacher_forced(pair, repeated, texts, temperature=temperature, seed=seed, rollout=rollout, progress=read)
 
 
 @torch.inference_mode()
@@ -65,10 +80,12 @@ def teacher_forced(
     temperature: float,
     seed: int = 0,
     rollout: int = 8,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> AcceptanceTrace:
     """The acceptance trace of given texts, one per prompt, all of the same length, written at that temperature.
 
     Texts have the target's law, and go on after EOS: of `generate(…, eos_token_id=())`, with any draft.
+    progress: told which share of them, 0 to 1, is done.
     """
     require_draft_model(pair)
     if len({len(text) for text in texts}) != 1:
@@ -83,6 +100,7 @@ def teacher_forced(
     with drafter.runner:
         drafter.grow(max(map(len, ids)) + len(texts[0]))
         for row, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
+            progress(row / len(texts))
             # The text may have used the streams of (seed, row): rollouts have others.
             stream = randomness.stream(seed, len(texts) + row)
             most = inputs.integer("rollout", rollout, least=1)

@@ -19,21 +19,22 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import NoneType
 from typing import Any
 
 from bass_core.verification import RULES as VERIFICATIONS
 from bass_lab.sweep.store import AUTO
-from bass_lab.texts.prompt_sets import PROMPT_SETS
+from bass_lab.texts.prompt_sets import NAMES
 
-Rule = str | Sequence  # "> 0" or ">= 1", or the values themselves
+Rule = str | Sequence  # "> 0" or ">= 1", or the values themselves, as patterns where one has a "*"
 
 COMMON_RULES: dict[str, Rule] = {  # of names that mean the same in every notebook
     **dict.fromkeys(("batch_size", "batch_sizes", "max_new_tokens", "repeats", "problem_count"), ">= 1"),
     "draft_length": ">= 0",
-    "temperature": ">= 0",
     "dtype": ("float32", "bfloat16", "float16", "float64"),
-    "prompt_set": PROMPT_SETS,
+    "temperature": ">= 0",
+    "prompt_set": NAMES,
     "verification": (*VERIFICATIONS, "coupled"),
 }
 COMPARISONS = {">": operator.gt, ">=": operator.ge}
@@ -220,6 +221,7 @@ def _obeys(value: Any, rule: Rule | None) -> bool:
     if rule is None or value is None:
         return True
     if not isinstance(rule, str):
-        return value in rule
+        patterns = [each for each in rule if isinstance(each, str) and "*" in each]
+        return value in rule or any(fnmatchcase(str(value), pattern) for pattern in patterns)
     comparison, bound = rule.split()
     return type(value) in (int, float) and COMPARISONS[comparison](value, float(bound))

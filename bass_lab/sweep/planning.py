@@ -25,6 +25,7 @@ from bass_lab.sweep import parameters, run_process
 from bass_lab.sweep.executors import LocalExecutor, RayExecutor
 from bass_lab.sweep.parameters import Parameter
 from bass_lab.sweep.store import Store, in_table, is_done
+from bass_lab.texts import prompt_sets
 
 OUTPUT = "output"  # the parameter by which a notebook is told where to write what it measured
 STOPPING = {  # outcomes that every other run would meet, too; what to do
@@ -102,7 +103,10 @@ def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None =
     code, cells = run_process.code_version(), [["".join(c["source"]), c["cell_type"]] for c in notebook["cells"]]
     pairs = [(run.get("target"), run.get("draft")) for run in wanted]
     models = {names: _models(*names, path.parent) for names in set(pairs)}
-    runs = {_hash([run, cells, code, models[names]]): run for run, names in zip(wanted, pairs, strict=True)}
+    runs = {
+        _hash([run, cells, code, models[names], *_prompt_file(run, path.parent)]): run
+        for run, names in zip(wanted, pairs, strict=True)
+    }
     varied = [name for name in defaults if len({json.dumps(run[name]) for run in wanted}) > 1]
     return SweepPlan(path, notebook, runs, varied or [*grid], code, output is not None)
 
@@ -163,6 +167,17 @@ def _models(target: str | None, draft: str | None, folder: Path) -> list[str]:
         return [_folder_hash(ASSETS / "target"), _folder_hash(ASSETS / "draft")]
     places = {name: folder / name for name in (target, draft) if name}
     return [_folder_hash(place) if place.is_dir() else f"{name}@{_revision(name)}" for name, place in places.items()]
+
+
+def _prompt_file(run: Mapping[str, Any], folder: Path) -> list[str]:
+    """What tells the prompts of a run apart where they are a file's. Raises ValueError for one that is not there."""
+    name = run.get("prompt_set")
+    if not isinstance(name, str) or not prompt_sets.is_file(name):
+        return []
+    try:
+        return [prompt_sets.label(folder / name)]
+    except OSError as error:
+        raise ValueError(f"the prompt set {name!r} is no file beside the notebook: {error.strerror}") from None
 
 
 def _folder_hash(folder: Path) -> str:

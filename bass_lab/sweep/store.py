@@ -13,7 +13,6 @@ result, and the next start clears it away and runs again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bass_lab.locks import lock
 from bass_lab.sweep.run_process import NOTEBOOK, RECORDS
 
 SWEEP, MARK, SCRATCH, FAILED = "sweep.json", "done.json", ".scratch", "failed"
@@ -53,7 +53,7 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._lock, wait=False)
             self._begin(notebook, runs)
         except BaseException as error:
             os.close(self._lock)

@@ -1,4 +1,4 @@
-"""The two prompt sets that everything here is shown and measured on.
+"""The two prompt sets that everything here is shown and measured on, and files of your own.
 
 * `"mini"`: signature and docstring of the 164 problems of the mini evaluation set. The embedded pair has met their
   parts, never their composition: in distribution.
@@ -7,34 +7,99 @@
 
 Both are files in `assets/`, the same on every machine; `python -m bass_lab.texts.prompt_sets` writes the second anew
 from the running Python's library.
+
+A file of JSON lines, gzipped or not, is a prompt set wherever one is named. Each line has the first of
+
+* `prompt`, a text as HumanEval has it, or a conversation;
+* `messages`, a conversation: `[{"role": "user", "content": "…"}]`;
+* `turns`, what a user says in turn, as Spec-Bench and SPEED-Bench have it. The first is taken, as a conversation: what
+  follows it answers a model, and there is none yet.
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from bass_core.environment import write_whole
 from bass_core.inputs import one_of
 from bass_lab.evaluation import load_problems
+from bass_lab.evaluation.problems import file_rows
 from bass_lab.texts import corpus
 
 PROMPT_SETS = ("mini", "library")
+FILES = ("*.jsonl", "*.jsonl.gz")
+NAMES = (*PROMPT_SETS, *FILES)  # what names a prompt set
+FIELDS = ("prompt", "messages", "turns")
+CONVERSATION = 'a conversation, [{"role": "user", "content": "…"}, …]'
+ACCEPTED = {"prompt": f"a text or {CONVERSATION}", "messages": CONVERSATION, "turns": "a list of texts"}
+MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # how SPEED-Bench marks prompts that it must not publish
 LIBRARY = Path(__file__).parents[1] / "assets" / "library_prompts.jsonl"
 LIBRARY_SIZE = 96
 
 
-def prompt_set(name: str, count: int | None = None) -> list[str]:
-    """The first `count` prompts of the set "mini" (164) or "library" (96), all if None.
+Prompt: TypeAlias = str | list[dict[str, Any]]  # a text or a conversation
 
-    Raises ValueError for another name or for more prompts than the set has.
+
+def prompt_set(name: str | Path, count: int | None = None) -> list[Prompt]:
+    """The first `count` prompts of the set "mini" (164) or "library" (96), or of a file of JSON lines; all if None.
+
+    Raises ValueError for another name, for more prompts than the set has, and naming the line of a file that has no
+    prompt; FileNotFoundError where there is no file.
     """
-    one_of("prompt_set", name, PROMPT_SETS)
-    if name == "mini":
+    if is_file(name):
+        prompts = file_rows(Path(name), _prompt, "a prompt")
+    elif one_of("prompt_set", name, NAMES) == "mini":
         prompts = [problem.prompt for problem in load_problems()]
     else:
         prompts = [json.loads(line)["prompt"] for line in LIBRARY.read_text(encoding="utf-8").splitlines()]
     if count is not None and not 0 < count <= len(prompts):
         raise ValueError(f"the prompt set {name!r} has {len(prompts)} prompts, count={count} was asked for")
     return prompts[:count]
+
+
+def is_file(name: str | Path) -> bool:
+    """Whether this names a file of prompts, there or not, rather than a set of ours."""
+    return any(fnmatchcase(str(name), pattern) for pattern in FILES)
+
+
+def label(name: str | Path) -> str:
+    """What records call a prompt set: its name; of a file with a digest, which tells files of one name apart."""
+    if not is_file(name):
+        return one_of("prompt_set", name, NAMES)
+    return f"{Path(name).name} {hashlib.sha256(Path(name).read_bytes()).hexdigest()[:8]}"
+
+
+def beside_ours(name: str | Path, count: int | None = None) -> dict[str, list[Prompt]]:
+    """That prompt set, with "mini" and "library" to compare it with, by their labels; `count` as in `prompt_set`."""
+    return {label(each): prompt_set(each, count) for each in dict.fromkeys((*PROMPT_SETS, name))}
+
+
+def _prompt(line: Any) -> Prompt:
+    """The prompt of a line of a file. Raises ValueError naming the field that has none."""
+    if not isinstance(line, dict):
+        raise ValueError(f"it is {type(line).__name__}, and no JSON object")
+    field = next((field for field in FIELDS if field in line), None)
+    if field is None:
+        raise ValueError(f"it has none of the fields {', '.join(FIELDS)}; it has {', '.join(line) or 'no field'}")
+    value = line[field]
+    if field == "turns" and isinstance(value, list) and value:
+        value = [{"role": "user", "content": value[0]}]
+    texts = [value] if isinstance(value, str) and field == "prompt" else _contents(value)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"its field {field} must be {ACCEPTED[field]}; got {json.dumps(line[field])[:60]}")
+    if any(text.startswith(MASKED) for text in texts):
+        raise ValueError(f"its field {field} is masked; NVIDIA's prepare_data.py, beside SPEED-Bench, fills it in")
+    return value
+
+
+def _contents(messages: Any) -> list[Any]:
+    """What the messages of a conversation say; nothing of what is no conversation."""
+    whole = isinstance(messages, list) and all(isinstance(each, dict) and "role" in each for each in messages)
+    return [each.get("content") for each in messages] if whole else []
 
 
 def main() -> None:

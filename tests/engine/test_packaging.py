@@ -117,7 +117,7 @@ def test_wheel_has_every_file_of_the_packages(installed):
     expected = {name.removeprefix("kernels/") for name in tracked.stdout.splitlines()}
     found = {path.relative_to(installed).as_posix() for path in installed.rglob("*") if path.is_file()}
     assert {name for name in found if ".dist-info/" not in name} == expected
-    assert "bass = bass_lab.cli.main:app" in next(installed.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "bass = bass_lab.cli.__main__:main" in next(installed.glob("*.dist-info/entry_points.txt")).read_text()
 
 
 def test_there_is_one_version_and_the_changes_say_what_comes_next(installed):

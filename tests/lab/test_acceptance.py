@@ -356,17 +356,18 @@ def test_an_unknown_recording_is_refused():
 
 
 def test_the_command_records_what_the_function_does(tmp_path):
-    path = tmp_path / "trace.npz"
-    result = CliRunner().invoke(main.app, ["record", str(path), "--count", "2", "--max-new-tokens", "6", "--seed", "3"])
+    path = tmp_path / "a folder to make" / "trace.npz"
+    options = ["--count", "2", "--max-new-tokens", "6", "--seed", "3", "--json"]
+    result = CliRunner().invoke(main.app, ["record", str(path), *options])
     assert result.exit_code == 0, result.output
     found, pair = AcceptanceTrace.load(path), bass.load_pair()
     texts = prompt_set("mini", 2)
     expected = recording.record(pair, texts, max_new_tokens=6, temperature=0.2, seed=3, rollout=12)
     assert np.array_equal(found.p, expected.p) and np.array_equal(found.q, expected.q)
-    assert json.loads(result.stdout.splitlines()[-1]) == {"saved": str(path), "texts": 2, "alpha": found.alpha}
+    assert json.loads(result.stdout) == {"saved": str(path), "texts": 2, "alpha": found.alpha}
 
 
 def test_the_command_refuses_in_one_line(tmp_path):
     result = CliRunner().invoke(main.app, ["record", str(tmp_path / "x.npz"), "--prompts", "other"])
     assert result.exit_code == 2
-    assert result.stderr == "error: prompt_set must be one of mini, library; got 'other'\n"
+    assert result.stderr == "error: prompt_set must be one of mini, library, *.jsonl, *.jsonl.gz; got 'other'\n"

@@ -212,9 +212,9 @@ def test_where_transformers_is_faster_the_table_divides_by_it(lines):
     chosen = [timed(line, seconds[line["method"]]) for line in lines if line["method"] in seconds]
     name, ratios = benchmark.over_baseline(chosen)
     assert (name, [ratio.median for ratio in ratios]) == ("transformers", [1.0, 0.5, 2.0, 2.0, 2.0])
-    assert "over transformers, which is faster" in benchmark.table(chosen)
+    assert "over transformers, which is faster" in benchmark.table(chosen)[2]
     slower = [timed(line, [9.0, 9.0]) if line["method"] == "transformers" else line for line in chosen]
-    assert benchmark.over_baseline(slower)[0] == "regular" and "which is faster" not in benchmark.table(slower)
+    assert benchmark.over_baseline(slower)[0] == "regular" and "which is faster" not in benchmark.table(slower)[2]
 
 
 def test_peers_ignore_the_models_own_end_tokens(pair):
@@ -305,16 +305,16 @@ def test_a_record_that_ends_in_half_a_line_is_refused_as_it_is_and_goes_on(tmp_p
     assert records.read(path) == json.loads(json.dumps(lines[:3]))
 
 
-def test_bench_command_writes_a_table_a_record_and_one_document(tmp_path, lines):
+def test_bench_command_writes_a_table_or_one_document_and_a_record(tmp_path, lines):
     path = tmp_path / "r.jsonl"
     options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "6", "--methods", "batched"]
-    done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path)])
+    done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path), "--json"])
     assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert document["results"] == records.read(path)
-    assert "over regular" in done.stdout and "2 of 2" in done.stdout
+    assert json.loads(done.stdout)["results"] == records.read(path)
+    done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular"])
+    assert "over regular" in done.stdout and "2/2" in done.stdout
     checked = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
-    assert checked.exit_code == 0 and "2 lines" in checked.stderr
+    assert checked.exit_code == 0 and "2 lines" in checked.stderr and checked.stdout == ""
     path.write_text(path.read_text().replace('"batch": 2', '"batch": "two"'))
     refused = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
     assert refused.exit_code == 2 and "batch must be int" in refused.stderr.replace("\n", " ")

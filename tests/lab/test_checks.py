@@ -168,13 +168,16 @@ def test_what_the_engine_raises_is_a_failed_check(monkeypatch, error):
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_ends_with_one_line_of_json(embedded, tmp_path):
+def test_the_command_prints_verdicts_or_one_document(embedded, tmp_path):
     tiny_model("llama", vocab_size=len(embedded.tokenizer)).save_pretrained(tmp_path)
     embedded.tokenizer.save_pretrained(tmp_path)
-    result = CliRunner().invoke(main.app, ["verify", str(tmp_path), "--samples", "1000"])
+    arguments = ["verify", "--target", str(tmp_path), "--samples", "1000"]
+    result = CliRunner().invoke(main.app, arguments)
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout.splitlines()[-1])["verdict"] == "PASS"
-    assert "PASS  sampled law" in result.stdout
+    assert "PASS  sampled law" in result.stdout and result.stdout.endswith("\nPASS\n")
+    assert result.stderr.count("\n") <= 5  # what is checked, and perhaps how many threads do it
+    document = json.loads(CliRunner().invoke(main.app, [*arguments, "--json"]).stdout)
+    assert document["verdict"] == "PASS" and len(document["checks"]) == 4
 
 
 def test_the_command_fails_where_a_check_does(monkeypatch):
@@ -186,7 +189,8 @@ def test_the_command_fails_where_a_check_does(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["/no/such/folder"], ["--draft", "/no/such/folder"], ["--prompt", ""], ["--dtype", "float7"]]
+    "arguments",
+    [["--target", "/no/such/folder"], ["--draft", "/no/such/folder"], ["--prompt", ""], ["--dtype", "float7"]],
 )
 def test_what_cannot_be_loaded_is_one_plain_error(arguments):
     result = CliRunner().invoke(main.app, ["verify", *arguments])

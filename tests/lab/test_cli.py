@@ -1,9 +1,11 @@
-"""`bass doctor` and `bass generate`: plain output, one-line errors, exit codes."""
+"""`bass doctor`, `generate`, `notebooks` and `demo`: plain output, one-line errors, exit codes."""
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 from tiny import BYTES, byte_tokenizer, tiny_model
@@ -11,8 +13,8 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_lab.checks import doctor
-from bass_lab.cli import main
-from bass_lab.show import terminal
+from bass_lab.cli import decoding, main
+from bass_lab.show import pages, terminal
 
 PROMPT = "def add(a, b):\n"
 NEW = 24
@@ -20,6 +22,11 @@ NEW = 24
 
 def run(*arguments, **options):
     return CliRunner().invoke(main.app, [str(argument) for argument in arguments], **options)
+
+
+def words(text: str) -> str:
+    """However its lines are wrapped."""
+    return " ".join(text.split())
 
 
 def save(folder: Path, tokenizer=None, **model) -> Path:
@@ -61,10 +68,10 @@ def test_doctor_without_a_target_describes_the_embedded_pair():
     assert "{" not in result.stdout and result.stderr == ""
 
 
-def test_doctor_prints_its_findings_as_json_in_the_last_line(target, draft):
-    result = run("doctor", target, "--draft", draft, "--json")
+def test_doctor_prints_its_findings_as_json_and_nothing_else(target, draft):
+    result = run("doctor", "--target", target, "--draft", draft, "--json")
     assert result.exit_code == 0, result.output
-    document = json.loads(result.stdout.splitlines()[-1])
+    document = json.loads(result.stdout)
     assert document["problem"] is None and document["torch"] == torch.__version__
     assert document["devices"]["cpu"]["dtypes"]["float32"] == "ok"
     for role, context in (("target", 96), ("draft", 64)):
@@ -77,23 +84,26 @@ def test_doctor_prints_its_findings_as_json_in_the_last_line(target, draft):
         )  # keys, values; layers, KV heads, dimensions; float32
         assert model["kv_bytes_per_row"] == context * 256
     assert str(BYTES) in document["tokenizers"]
-    assert document["draft_length"] == "FixedLength(k=5)" and "not known on this device" in result.stdout
+    assert document["draft_length"] == "FixedLength(k=5)"
+    assert "not known on this device" in words(run("doctor", "-t", target, "-d", draft).stdout)
 
 
 def test_doctor_says_why_an_attention_path_is_not_for_a_model(tmp_path):
-    result = run("doctor", save(tmp_path, architecture="codegen"), "--json")  # bypasses the attention interface
-    document = json.loads(result.stdout.splitlines()[-1])
+    folder = save(tmp_path, architecture="codegen")  # bypasses the attention interface
+    result = run("doctor", "--target", folder, "--json")
+    document = json.loads(result.stdout)
     assert result.exit_code == 0 and document["draft"] is None
     assert document["target"]["path"] == "eager"
     assert "cannot be decoded over a ragged cache" in document["target"]["attention"]["pad"]
-    assert "n-gram lookup" in result.stdout
+    assert "n-gram lookup" in run("doctor", "--target", folder).stdout
 
 
 @pytest.mark.parametrize("architecture", ["bamba", "bloom"])
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_doctor_gives_the_reason_why_a_model_cannot_be_used(target, tmp_path, architecture, role):
     refused = save(tmp_path, architecture=architecture)
-    result = run("doctor", refused) if role == "target" else run("doctor", target, "--draft", refused)
+    models = (refused,) if role == "target" else (target, "--draft", refused)
+    result = run("doctor", "--target", *models)
     assert result.exit_code == 1
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     assert architecture in result.stderr.lower()
@@ -102,19 +112,67 @@ def test_doctor_gives_the_reason_why_a_model_cannot_be_used(target, tmp_path, ar
 
 def test_doctor_refuses_what_does_not_load_or_fit(target, tmp_path):
     other = save(tmp_path, byte_tokenizer(swap=(40, 50)))
-    cases = {("doctor", tmp_path / "nothing"): "cannot load", ("doctor", "--draft", target): "without a target"}
-    cases[("doctor", target, "--draft", other)] = "tokenizers differ"
+    cases = {("--target", tmp_path / "nothing"): "cannot load", ("--draft", target): "without a target"}
+    cases[("--target", target, "--draft", other)] = "tokenizers differ"
     for arguments, reason in cases.items():
-        result = run(*arguments, "--json")
+        result = run("doctor", *arguments, "--json")
         assert result.exit_code == 1
         assert reason in result.stderr and result.stderr.count("\n") == 1
-        assert reason in json.loads(result.stdout.splitlines()[-1])["problem"]
+        assert reason in json.loads(result.stdout)["problem"]
 
 
 def test_doctor_says_what_a_missing_package_is_for(monkeypatch):
     monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "wings", "numpy": "arrays"})
-    text = doctor.report(doctor.diagnose("/nowhere"))
-    assert "not installed; without it no wings" in text and version("numpy") in text
+    packages = doctor.report(doctor.diagnose("/nowhere"))["optional packages"]
+    assert packages == {"no-such-package": "not installed; without it no wings", "numpy": version("numpy")}
+
+
+# --- the lessons ---
+
+
+@pytest.fixture
+def lessons(monkeypatch, tmp_path):
+    """A folder with three notebooks; the names of those that are executed."""
+    built = []
+
+    def execute(source):
+        built.append(source.name)
+        return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(f"# {source.stem}")])
+
+    monkeypatch.setattr(pages, "execute", execute)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    for name in ("00_start.ipynb", "03_explorer.ipynb", "12_report.ipynb"):
+        (tmp_path / "notebooks" / name).touch()
+    return built
+
+
+def test_notebooks_are_built_all_or_those_that_are_named(lessons):
+    assert run("notebooks").exit_code == 0
+    assert lessons == ["00_start.ipynb", "03_explorer.ipynb", "12_report.ipynb"]
+    lessons.clear()
+    built = [Path(line.removeprefix("open ")) for line in run("notebooks", "12", "3").stdout.splitlines()]
+    assert lessons == [page.with_suffix(".ipynb").name for page in built] == ["03_explorer.ipynb", "12_report.ipynb"]
+    assert all(page.exists() and page.with_suffix(".ipynb").exists() for page in built)
+    refused = run("notebooks", "3", "4")
+    assert refused.exit_code == 2 and "there is no lesson 04; there are 00, 03, 12" in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["demo", "notebooks"])
+def test_pages_that_cannot_be_written_are_refused_first(lessons, tmp_path, command):
+    (tmp_path / "build").touch()
+    refused = run(command)
+    assert refused.exit_code == 2 and "nothing can be written into" in refused.stderr and refused.stdout == ""
+    assert lessons == []
+
+
+def test_demo_works_outside_the_repository_without_a_lesson(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = run("demo", "--rows", "2")
+    assert result.exit_code == 0, result.output
+    assert "in the root of the repository" in result.stdout
+    assert re.fullmatch(r"identical tokens: 2/2 \(greedy, float32\) · \d+\.\d×", result.stdout.splitlines()[-1])
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- generate -------------------------------------------------------------------------------------
@@ -139,6 +197,64 @@ def test_options_reach_the_engine_and_bytes_that_are_no_text_stream(target, draf
     assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
 
 
+def test_json_is_one_document_with_the_rows_of_the_library(target, draft):
+    options = {"max_new_tokens": 5, "num_return_sequences": 2, "temperature": 1.0}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    result = run("generate", "ab", "cd", "-t", target, "-d", draft, *flags, "--json")
+    document = json.loads(result.stdout)
+    out = bass.generate(bass.load_pair(target, draft), ["ab", "cd"], **options)
+    assert document["prompts"] == ["ab", "cd"]
+    assert document["rows"] == out.to_pandas().to_dict("records")
+    assert document["summary"].keys() == out.trace.summary().keys()
+    assert " tokens for 4 rows" in result.stderr
+
+
+def test_json_has_null_where_there_is_no_number():
+    result = run("generate", PROMPT, "--max-new-tokens=4", "--draft-length=0", "--json")
+    assert json.loads(result.stdout)["summary"]["alpha"] is None
+
+
+@pytest.fixture
+def chatting(tmp_path):
+    """A target whose tokenizer has a chat template."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    return save(tmp_path / "chatting", tokenizer)
+
+
+def test_chat_sends_each_prompt_as_a_message_and_prints_the_answer_alone(chatting):
+    result = run("generate", "hello", "--target", chatting, "--max-new-tokens=8", "--chat")
+    pair = bass.load_pair(chatting)
+    expected = bass.generate(pair, [{"role": "user", "content": "hello"}], max_new_tokens=8)
+    assert expected.texts == bass.generate(pair, "<user>hello", max_new_tokens=8).texts
+    assert result.exit_code == 0 and result.stdout == f"{expected.texts[0]}\n"
+    both = run("generate", "hello", "you", "-t", chatting, "--max-new-tokens=8", "--chat", "--json")
+    assert json.loads(both.stdout)["prompts"][1] == [{"role": "user", "content": "you"}]
+
+
+def test_chat_without_a_template_is_refused():
+    result = run("generate", "hello", "--chat")
+    assert result.exit_code == 2 and "needs a tokenizer with a chat template" in result.stderr
+
+
+def test_prompts_come_from_a_file_texts_and_conversations(chatting, tmp_path):
+    asked = ["def f(x):\n", [{"role": "user", "content": "hello"}]]
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"prompt": asked[0]}) + "\n" + json.dumps({"messages": asked[1]}) + "\n")
+    result = run("generate", "--input", file, "-t", chatting, "--max-new-tokens=6", "--json")
+    document = json.loads(result.stdout)
+    out = bass.generate(bass.load_pair(chatting), asked, max_new_tokens=6)
+    assert document["prompts"] == asked and [row["text"] for row in document["rows"]] == out.texts
+    shown = run("generate", "--input", file, "-t", chatting, "--max-new-tokens=6").stdout
+    assert f"{asked[0]}{out.texts[0]}\n" in shown and f"(length)\n{out.texts[1]}\n" in shown
+
+
+def test_dtype_reaches_the_models(target):
+    result = run("generate", PROMPT, "-t", target, "--max-new-tokens=8", "--dtype=float64", "--device=cpu")
+    expected = bass.generate(bass.load_pair(target, dtype="float64"), PROMPT, max_new_tokens=8)
+    assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
+
+
 def test_several_rows_stand_under_headings():
     result = run("generate", "ab", "cd", "--num-return-sequences=2", "--temperature=1", "--max-new-tokens=5")
     out = bass.generate(bass.load_pair(), ["ab", "cd"], num_return_sequences=2, temperature=1.0, max_new_tokens=5)
@@ -158,7 +274,7 @@ def test_prompt_may_come_from_standard_input():
 
 
 def test_no_prompt_at_a_terminal_is_a_usage_error(monkeypatch):
-    monkeypatch.setattr(main, "_is_terminal", lambda stream: True)
+    monkeypatch.setattr(decoding, "_is_terminal", lambda stream: True)
     result = run("generate")
     assert result.exit_code == 2
     assert "Usage" in result.stderr and "give a prompt" in result.stderr
@@ -200,7 +316,7 @@ def test_show_accepted_colours_tokens_in_a_terminal_only(monkeypatch, target, dr
     arguments = ("generate", PROMPT, "--target", target, "--draft", draft, "--max-new-tokens=40", "--show-accepted")
     plain = run(*arguments, color=True)
     assert "\x1b" not in plain.stdout
-    monkeypatch.setattr(main, "_is_terminal", lambda stream: True)
+    monkeypatch.setattr(decoding, "_is_terminal", lambda stream: True)
     shown = run(*arguments, color=True)
     assert shown.exit_code == 0, shown.output
     assert all(f"\x1b[{code}m" in shown.stdout for code in (31, 32, 36))  # recovered, accepted, bonus

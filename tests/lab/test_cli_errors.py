@@ -77,7 +77,8 @@ def files(tmp_path_factory) -> dict[str, str]:
     (folder / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
     for deep in ("deep.jsonl", "deep.ipynb", "deep.yaml"):
         (folder / deep).write_text("[" * 200_000)
-    (folder / "empty.csv").touch()
+    for empty in ("empty.csv", "empty.jsonl"):
+        (folder / empty).touch()
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text('{"a":' * 100_000)
     found = {path.name: str(path) for path in folder.iterdir()}
@@ -146,6 +147,7 @@ def hostile_calls(files: dict[str, str]) -> Iterator[list[str]]:
         yield [name, *options, *places]
 
 
+@pytest.mark.slow
 def test_no_malformed_call_of_any_command_ends_in_a_traceback(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -174,24 +176,38 @@ REFUSED = {
     ("calibrate", "--seconds", "inf"): "finite",
     ("calibrate", "--output", "under a file"): "nothing can be written into",
     ("calibrate", "--output", "folder"): "no regular file",
-    ("calibrate", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
+    ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
     ("record", "/proc/x.npz"): "nothing can be written into",
+    ("record", "under a file"): "nothing can be written into",
+    ("bench", "--record", "under a file"): "nothing can be written into",
     ("record", "folder"): "no regular file",
     ("eval", "--budgets", "inf"): "finite",
     ("eval", "--cut-off", "nan"): "--cut-off",
     ("eval", "--problems", "folder"): "no regular file",
     ("eval", "--problems", "full"): "no regular file",
     ("eval", "--problems", "none.jsonl.gz"): "gzip",
-    ("eval", "--problems", "bad.jsonl.gz"): "invalid",
+    ("eval", "--problems", "bad.jsonl.gz"): "no file of JSON lines",
     ("eval", "--problems", "deep.jsonl"): "recursion",
     ("eval", "--output", "text"): "nothing can be written into",
     ("sweep", "deep.ipynb", "--out", "folder"): "recursion",
     ("sweep", "full", "--out", "folder"): "no regular file",
     ("sweep", "text", "--out", "text"): "nothing can be written into",
-    ("doctor", "model", "--nosuch"): "No such option",
+    ("doctor", "--nosuch"): "No such option",
     ("nosuch",): "No such command",
-    ("verify", "text"): "cannot load",
-    ("verify", "model"): "cannot load",
+    ("verify", "--target", "text"): "cannot load",
+    ("verify", "-t", "model"): "cannot load",
+    ("verify", "model"): "models are named by --target NAME and --draft NAME",
+    ("record", "x.npz", "model"): "models are named by --target NAME and --draft NAME",
+    ("demo", "surplus"): "unexpected argument 'surplus'",
+    ("notebooks", "05"): "there is no lesson 05; there are 00, 01,",
+    ("generate", "x", "--input", "text"): "leave one out",
+    ("generate", "--input", "nosuch"): "does not exist",
+    ("generate", "--input", "bytes.jsonl"): "bytes.jsonl",
+    ("generate", "--input", "empty.jsonl"): "prompts is empty",
+    ("generate", "x", "--device", "banana"): "device must be a device",
+    ("generate", "--input", "folder"): "is a directory",
+    ("generate", "x", "--chat"): "chat template",
+    ("generate", "x", "--json", "--show-accepted"): "leave out --show-accepted",
 }
 
 
@@ -219,6 +235,43 @@ def test_program_runs_as_a_module(module):
     done = bass("record", "--help", module=module)
     assert done.returncode == 0 and "Usage: bass record" in done.stdout
     assert bass("nosuch", module=module).returncode == 2
+
+
+HEAVY = ("torch", "transformers", "pandas", "numpy", "tqdm", "rich")  # what help and completion need not wait for
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["-h"], ["generate", "-h"], ["sweep", "--help"], ["--version"]], ids=" ".join
+)
+def test_help_imports_nothing_heavy(arguments):
+    code = f"from bass_lab.cli.main import app; import sys\napp({arguments}, standalone_mode=False)\n"
+    code += f"print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_help_fits_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("", *COMMANDS):
+        text = CliRunner().invoke(main.app, [*([name] if name else []), "--help"]).stdout
+        assert max(map(len, text.splitlines())) <= 80, name
+        assert "..." not in text.replace("[...]", "").replace("]...", ""), f"bass {name}: a sentence was cut"
+
+
+def test_every_command_that_takes_models_names_them_by_the_same_options():
+    named = {"target": ["--target", "-t"], "draft": ["--draft", "-d"]}
+    found = {name: {p.name: p for p in command.params} for name, command in COMMANDS.items()}
+    taking = {name for name, options in found.items() if "target" in options}
+    assert taking == {"generate", "doctor", "verify", "bench", "calibrate", "record", "eval"}
+    for name in taking:
+        assert {option: found[name][option].opts for option in named} == named
+        assert {"dtype", "device", "as_json"} < found[name].keys()
+
+
+def test_a_shell_completes_commands_and_options():
+    typed = {"COMP_WORDS": "bass verify --d", "COMP_CWORD": "2", "_BASS_COMPLETE": "complete_bash"}
+    done = bass(environment=typed)
+    assert done.stdout.split() == ["--draft", "--dtype", "--device"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["sweep", "--help"]], ids=" ".join)
@@ -281,7 +334,7 @@ def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
         time.sleep(0.1)
     running.send_signal(signal.SIGINT)
     said = running.communicate(timeout=60)[1]
-    assert running.returncode == 130 and said == ""
+    assert running.returncode == 130 and said == "  executing 00_sleeps.ipynb\n"
     assert not Path("/proc", mark.read_text()).exists()
 
 

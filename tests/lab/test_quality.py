@@ -450,12 +450,10 @@ def test_bass_eval_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_pa
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and "--trust-problems" in refused.stderr
     assert not (tmp_path / "out").exists()
     arguments.append("--trust-problems")
-    result = CliRunner().invoke(main.app, [*arguments, "--budgets=0.5", "--budgets=60"])
+    result = CliRunner().invoke(main.app, [*arguments, "--budgets=0.5", "--budgets=60", "--json"])
     assert result.exit_code == 0, result.output
     assert result.stderr == ""  # a bar only in a terminal
-    lines = result.stdout.splitlines()
-    assert lines[0].startswith("2 problems, 2 rows each") and "Pass@First" in lines[1]
-    document = json.loads(lines[-1])
+    document = json.loads(result.stdout)
     assert document["settings"]["regular"]["draft_length"] == "FixedLength(k=0)"
     assert {(s["method"], s["budget"]) for s in document["scores"]} == {
         (method, budget) for method in ("regular", "batched") for budget in (0.5, 60)
@@ -466,8 +464,10 @@ def test_bass_eval_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_pa
     assert found == expected
 
     before = (tmp_path / "out" / "batched.jsonl").read_bytes()
-    rescored = CliRunner().invoke(main.app, arguments)
+    rescored = CliRunner().invoke(main.app, [*arguments, "--json"])
     assert rescored.exit_code == 0 and (tmp_path / "out" / "batched.jsonl").read_bytes() == before
-    assert len({s["budget"] for s in json.loads(rescored.stdout.splitlines()[-1])["scores"]}) <= 4
+    assert len({s["budget"] for s in json.loads(rescored.stdout)["scores"]}) <= 4
+    lines = CliRunner().invoke(main.app, arguments).stdout.splitlines()
+    assert lines[0].startswith("2 problems, 2 rows each") and "Pass@First" in lines[1]
     other = CliRunner().invoke(main.app, [*arguments, "--seed=1"])
     assert other.exit_code == 2 and other.stderr.startswith("error: ") and "other settings" in other.stderr

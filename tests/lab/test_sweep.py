@@ -20,9 +20,9 @@ import sweeps
 from typer.testing import CliRunner
 
 import bass_lab as lab
-from bass_lab.cli import sweep
 from bass_lab.cli.main import app
 from bass_lab.measure import records
+from bass_lab.show import pages
 from bass_lab.sweep import executors, parameters, planning, run_process, store
 
 LESSONS = sorted(lesson_runs.NOTEBOOKS.glob("*.ipynb"))
@@ -93,7 +93,8 @@ def test_what_is_wrong_stops_before_the_first_run_and_says_what_is_valid(noteboo
     ("values", "said"),
     [
         ("batchsize=1", r"no parameter 'batchsize'. Did you mean batch_size\? It has(?s:.*)max_new_tokens .* >= 2"),
-        ("prompt_set=mini,small", "prompt_set must be one of mini, library; got 'small'"),
+        ("prompt_set=mini,small", r"prompt_set must be one of mini, library, \*.jsonl, \*.jsonl.gz; got 'small'"),
+        ("prompt_set=nowhere.jsonl", "the prompt set 'nowhere.jsonl' is no file beside the notebook: No such file"),
         ("draft_length=0", "draft_length must be an integer >= 1 or auto; got 0"),
         ("batch_size=[1,0]", r"batch_size must be an integer or a list >= 1; got \[1, 0\]"),
         ("temperature=-1", r"temperature must be a number >= 0; got -1\.0"),
@@ -127,7 +128,7 @@ def test_the_same_name_means_the_same_in_every_lesson(path):
     known = parameters.of_notebook(nbformat.read(path, as_version=4), path.name)
     if "target" in known:
         assert {"draft", "dtype", "device"} <= set(known)
-    for name in {"dtype", "device"} & set(known) - ({"dtype"} if "kv_heads" in known else set()):
+    for name in {"dtype", "device"} & set(known):
         assert known[name].parse("auto") is None and known[name].default is None, name
     if "draft_length" in known and type(None) in known["draft_length"].kinds:
         assert known["draft_length"].parse("auto") is None
@@ -660,7 +661,7 @@ def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
     assert done.exit_code == 0, done.output
     (executed,), (page,) = out.glob("*/notebook.ipynb"), out.glob("*/notebook.html")
     assert executed.stat().st_size < 50_000 and "widgets" not in json.loads(executed.read_text())["metadata"]
-    assert page.stat().st_size < 500_000 and f'src="../{sweep.SCRIPT}"' in page.read_text()
+    assert page.stat().st_size < 500_000 and f'src="../{pages.SCRIPT}"' in page.read_text()
     assert '<script src="https:' not in page.read_text()
-    assert (out / sweep.SCRIPT).stat().st_size > 1_000_000
+    assert (out / pages.SCRIPT).stat().st_size > 1_000_000
     assert "Plotly.newPlot" in page.read_text()

@@ -44,12 +44,8 @@ def full_disk(free=64):
         signal.signal(signal.SIGXFSZ, before)
 
 
-def page(path):
-    source = path.parent / "source" / "01_page.ipynb"
-    source.parent.mkdir(exist_ok=True)
-    nbformat.write(nbformat.v4.new_notebook(), source)
-
-    return lambda target: pages.build([source], target.parent)
+def save_page(target):
+    write_whole(target, pages.as_page(nbformat.v4.new_notebook()))
 
 
 def trace():
@@ -63,7 +59,7 @@ WRITERS = {
     "trace.json.gz": lambda folder: trace().save,
     "profile.json": lambda folder: Profile.load(write_gpu_profile(folder / "gpu.json")).save,
     "recording.npz": lambda folder: AcceptanceTrace.synthetic(alpha=0.5, length=8, sequences=4).save,
-    "01_page.html": lambda folder: page(folder / "01_page.html"),
+    "01_page.html": lambda folder: save_page,
 }
 
 

@@ -84,12 +84,16 @@ def test_the_token_of_the_server_is_in_no_argument_that_other_users_can_read(lab
             assert token.encode() not in arguments.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_page_is_whole_without_a_network(chromium, tmp_path):
     drawing = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 3, 2]), {'title': '$a_1$'})"
     cells = [nbformat.v4.new_markdown_cell("# Formula\n\nIt is $\\alpha^k$."), nbformat.v4.new_code_cell(drawing)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "01_drawn.ipynb")
     with ThreadPoolExecutor() as elsewhere:  # here the browser's event loop runs
-        (built,) = elsewhere.submit(pages.build, [tmp_path / "01_drawn.ipynb"], tmp_path / "html").result()
+        notebook = elsewhere.submit(pages.execute, tmp_path / "01_drawn.ipynb").result()
+    pages.draw_figures(notebook)
+    built = tmp_path / "01_drawn.html"
+    built.write_text(pages.as_page(notebook))
     asked = []
     page = chromium.new_page()
     page.on("request", lambda request: asked.append(request.url))

@@ -102,7 +102,7 @@ def test_page_that_is_loaded_again_gets_what_is_drawn(pair):
     [
         ({"verification": "both"}, "verification must be one of token, block, coupled; got 'both'"),
         ({"policy": "best"}, "policy must be one of fixed, default, Algorithm 1, transformers; got 'best'"),
-        ({"prompt_set": "poems"}, "prompt_set must be one of mini, library; got 'poems'"),
+        ({"prompt_set": "poems"}, "prompt_set must be one of mini, library, *.jsonl, *.jsonl.gz; got 'poems'"),
         ({"draft_length": -1}, "draft_length must be >= 0"),
         ({"batch_size": 0}, "batch_size must be >= 1"),
         ({"temperature": -0.5}, "temperature must be >= 0"),

@@ -33,6 +33,22 @@ QUICKER = DEFAULTS | {
     "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
     "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
 }
+SMALLEST = {  # the least that each lesson takes, the default policy where it takes one
+    "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
+    "01_speculative_decoding": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 8, "repeats": 1},
+    "02_ragged_batches": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4},
+    "03_acceptance_explorer": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4},
+    "04_draft_length": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
+    "06_kernel_timelines": {"batch_size": 1, "draft_length": None, "max_new_tokens": 16},
+    "07_ragged_attention_kernels": {"kv_lengths": [5], "draft_length": 0, "heads": 1, "kv_heads": 1, "head_dim": 16},
+    "08_latency_and_utilization": {"batch_size": 1, "draft_length": None, "max_new_tokens": 2, "repeats": 1},
+    "09_quality_within_a_time_budget": {"problem_count": 1, "batch_size": 1, "max_new_tokens": 1},
+}
+HALF = {  # another dtype, in which no text is promised token for token
+    name: QUICKER[name] | {"dtype": "bfloat16"}
+    for name in QUICKER
+    if name not in ("04_draft_length", "09_quality_within_a_time_budget")
+}
 
 
 def accepted_and_stub_is_not(check: Callable, solution: Callable, capsys: pytest.CaptureFixture[str]) -> None:

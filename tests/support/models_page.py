@@ -1,4 +1,4 @@
-"""The measured parts of docs/MODELS.md, each between two marks.
+"""The measured parts of docs/MODELS.md, and the tested ones of docs/SUPPORT.md, each between two marks.
 
 PYTHONPATH=.:kernels python tests/support/models_page.py      measures all of them again (about three minutes)
 """
@@ -11,21 +11,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "MODELS.md"
+SUPPORT = PAGE.with_name("SUPPORT.md")
 
 
-def section(name: str) -> str:
+def section(name: str, page: Path = PAGE) -> str:
     """What stands between the marks of that name."""
-    return _split(name)[1]
+    return _split(name, page)[1]
 
 
 def put(name: str, text: str) -> None:
     """Replace what stands there."""
-    before, _, after = _split(name)
+    before, _, after = _split(name, PAGE)
     PAGE.write_text(f"{before}\n\n{text}\n\n{after}")
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    page, first, last = PAGE.read_text(), f"<!-- {name}: measured -->", f"<!-- end of {name} -->"
+def _split(name: str, page: Path) -> tuple[str, str, str]:
+    page, first, last = page.read_text(), f"<!-- {name}: measured -->", f"<!-- end of {name} -->"
     before, rest = page.split(first)
     inside, after = rest.split(last)
     return before + first, inside, last + after
@@ -37,9 +38,9 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-def rows(name: str) -> list[list[str]]:
+def rows(name: str, page: Path = PAGE) -> list[list[str]]:
     """The rows of that section's table."""
-    lines = [line for line in section(name).splitlines() if line.startswith("| `")]
+    lines = [line for line in section(name, page).splitlines() if line.startswith("| `")]
     cells = ([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
     return [[first.strip("`"), *rest] for first, *rest in cells]
 

@@ -1,0 +1,124 @@
+"""`bass generate`: prompts in, their continuations out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bass_lab.cli import common
+
+if TYPE_CHECKING:
+    from bass_core.generation import Generation
+    from bass_core.inputs import PromptLike
+
+EXAMPLES = common.examples(
+    'bass generate "def add(a, b):" --max-new-tokens 64',
+    "bass generate -t Qwen/Qwen2.5-7B-Instruct -d Qwen/Qwen2.5-0.5B-Instruct \\",
+    '    --dtype bfloat16 --chat "Why is the sky blue?"',
+    "bass generate --input prompts.jsonl --json > rows.json",
+)
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="standard input if none")] = None,
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="send each prompt as a user's message, by the tokenizer's chat template")
+    ] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            exists=True,
+            dir_okay=False,
+            callback=common.input_file,
+            metavar="FILE",
+            help='prompts from JSON lines: {"prompt": TEXT} or {"messages": [...]} each',
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="per row")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="N", help="0 = off")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="1 = off")] = 1.0,
+    seed: common.Seed = 0,
+    num_return_sequences: Annotated[int, typer.Option(metavar="N", help="samples per prompt")] = 1,
+    draft_length: Annotated[
+        int | None, typer.Option(metavar="N", help="0 = regular decoding; a policy decides if none")
+    ] = None,
+    verification: common.Verification = "token",
+    attention: Annotated[str, typer.Option(metavar="PATH", help="auto, ragged, pad, split or eager")] = "auto",
+    compile: Annotated[
+        str, typer.Option(metavar="HOW", help="auto, off, compiled, graphs or compiled+graphs")
+    ] = "auto",
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="text that ends a row; may be repeated")
+    ] = None,
+    show_accepted: Annotated[
+        bool, typer.Option("--show-accepted", help="colour tokens by origin (in a terminal, at the end)")
+    ] = False,
+    as_json: common.Json = False,
+) -> None:
+    """Continue prompts: one row streams, several come at the end.
+
+    Figures go to standard error. The fields of --json: prompts; rows, prompt-major, each with prompt and sample (from
+    0), text, tokens (how many), logprob (of all of them, in nats), finish_reason (eos, stop or length); summary:
+    counts, rates and seconds.
+    """
+    if as_json and show_accepted:
+        raise ValueError("--json has no colours: leave out --show-accepted")
+    asked = _asked(prompts, source, chat)
+    import bass_core as bass
+    from bass_lab.named_pairs import named_pair
+    from bass_lab.show import terminal
+
+    pair = named_pair(target, draft, dtype=dtype, device=device)
+    options = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
+        "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
+        "attention": attention, "compile": compile, "stop": stop or (),
+    }  # fmt: skip
+    coloured = show_accepted and _is_terminal(sys.stdout)
+    if len(asked) * num_return_sequences == 1 and not coloured and not as_json:
+        out = terminal.stream(pair, asked, **options)
+    else:
+        out = bass.generate(pair, asked, **options, trace="tokens" if coloured else "steps")
+        if as_json:
+            common.print_json(_document(asked, out))
+        else:
+            terminal.print_rows(pair.tokenizer, asked, out, options["stop"], coloured)
+    typer.echo(terminal.summary_line(out.trace), err=True)
+
+
+def _asked(prompts: list[str] | None, source: Path | None, chat: bool) -> list[PromptLike]:
+    """The prompts of the command line, of a file or of standard input, as conversations if they are to be."""
+    if prompts and source:
+        raise typer.BadParameter("prompts come from --input FILE or from the command line; leave one out")
+    if source:
+        from bass_lab.texts.prompt_sets import prompt_set
+
+        asked = prompt_set(str(source))
+    else:
+        asked = prompts or [_standard_input()]
+    return [[{"role": "user", "content": each}] if chat and isinstance(each, str) else each for each in asked]
+
+
+def _document(prompts: list[PromptLike], out: Generation) -> dict[str, Any]:
+    return {"prompts": prompts, "rows": out.to_pandas().to_dict("records"), "summary": out.trace.summary()}
+
+
+def _standard_input() -> str:
+    """All of it, as one prompt. Raises BadParameter without one and at a terminal, where nobody knows that they are to
+    type."""
+    if sys.stdin is None or _is_terminal(sys.stdin):
+        raise typer.BadParameter("give a prompt, or pipe one into standard input", param_hint="PROMPT")
+    return sys.stdin.read()
+
+
+def _is_terminal(stream) -> bool:
+    return stream is not None and stream.isatty()

@@ -1,0 +1,135 @@
+"""`bass demo`, `notebooks` and `pictures`: what is shown of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bass_lab.cli import common
+from bass_lab.cli.progress import Progress
+
+NOTEBOOKS = Path("notebooks")
+BUILT = Path("build/lessons")  # executed, and as pages; `make docs` makes a site of the former
+PICTURE = Path("pictures/acceptance_raster.png")  # the README's
+
+
+def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts decoded at once")] = 8) -> None:
+    """Decode with the embedded pair, check the text, time it.
+
+    Builds the first lesson, too, in the root of the repository.
+    """
+    lesson = next(iter(sorted(NOTEBOOKS.glob("*.ipynb"))), None)
+    if lesson is not None:
+        common.output_folder(BUILT)
+    typer.echo("Loading the embedded pair …")
+    import bass_core as bass
+    from bass_lab.measure import benchmark
+    from bass_lab.show import terminal
+    from bass_lab.texts.prompt_sets import prompt_set
+
+    prompts = prompt_set("mini", rows)
+    pair = bass.load_pair(dtype="float32")
+    typer.echo(f"Decoding {rows} Python prompts at once; row 0:\n")
+    out = terminal.stream(pair, prompts, max_new_tokens=96)
+    typer.echo(f"\n{terminal.summary_line(out.trace)}")
+
+    typer.echo("\nChecking the text against transformers, timing both ways …")
+    identical = benchmark.identical_rows(pair, prompts)
+    options = {"methods": ("regular", "batched"), "repeats": 5, "max_new_tokens": 64}
+    with Progress() as progress:
+        comparison = benchmark.compare(pair, prompts, **options, progress=progress)
+    page = _first_page(lesson)
+    ratio, low, high = comparison.ratio()
+    spread = f"95% interval {low:.2f}-{high:.2f}, {options['repeats']} paired runs"
+    typer.echo(f"\nbatched speculative over regular decoding: {ratio:.2f}× ({spread})")
+    opens = f" · open {page}" if page else ""
+    typer.echo(f"identical tokens: {identical}/{rows} (greedy, float32) · {ratio:.1f}×{opens}")
+    if identical != rows:
+        raise typer.Exit(1)
+
+
+def _first_page(lesson: Path | None) -> Path | None:
+    if lesson is None or importlib.util.find_spec("nbconvert") is None:
+        typer.echo("The lessons are built in the root of the repository, with pip install '.[notebooks]' there.")
+        return None
+    typer.echo(f"Building the first lesson ({lesson}) …")
+    return _built([lesson])[0]
+
+
+def notebooks(
+    numbers: Annotated[
+        list[str] | None, typer.Argument(metavar="LESSON", help="such as 03; several may be given; none: all")
+    ] = None,
+) -> None:
+    """Execute lessons into build/lessons.
+
+    Each is a notebook and a page there; `make docs` makes a site of them all.
+    """
+    chosen = _lessons(numbers or [])
+    common.output_folder(BUILT)
+    for page in _built(chosen):
+        typer.echo(f"open {page}")
+
+
+def _built(lessons: list[Path]) -> list[Path]:
+    """The pages of lessons, which are executed for them."""
+    import nbformat
+
+    from bass_core.environment import write_whole
+    from bass_lab.show import pages
+
+    common.plain_interrupts()
+    BUILT.mkdir(parents=True, exist_ok=True)
+    pages.write_script(BUILT)
+    built = [BUILT / lesson.with_suffix(".html").name for lesson in lessons]
+    with Progress() as progress:
+        for done, (lesson, page) in enumerate(zip(lessons, built, strict=True)):
+            progress(f"executing {lesson.name}", done / len(lessons))
+            notebook = pages.execute(lesson)
+            pages.draw_figures(notebook, pages.SCRIPT)
+            write_whole(BUILT / lesson.name, nbformat.writes(notebook))
+            write_whole(page, pages.as_page(notebook))
+    return built
+
+
+def _lessons(numbers: list[str]) -> list[Path]:
+    """The notebooks of these numbers, all of them if there are none, in order. Raises BadParameter outside the
+    repository and for a number that no lesson has."""
+    found = {path.stem[:2]: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+    if not found:
+        raise typer.BadParameter("there is no notebooks/ here: run this in the root of the repository")
+    wanted = {number.zfill(2) for number in numbers}
+    if unknown := sorted(wanted - found.keys()):
+        raise typer.BadParameter(f"there is no lesson {', '.join(unknown)}; there are {', '.join(found)}")
+    return [path for number, path in found.items() if number in wanted or not wanted]
+
+
+def pictures() -> None:
+    """Draw the README's pictures again (needs Chromium).
+
+    Figures of real runs, and a widget live in JupyterLab.
+    """
+    lesson = _lessons(["03"])[0]
+    common.output_folder(PICTURE.parent)
+    import pandas as pd
+
+    import bass_core as bass
+    from bass_lab import evaluation
+    from bass_lab.lessons import l09_figures
+    from bass_lab.measure import records
+    from bass_lab.show import browser, pages, plots
+    from bass_lab.texts.prompt_sets import prompt_set
+
+    out = bass.generate(bass.load_pair(dtype="float32"), prompt_set("mini", 8), max_new_tokens=96)
+    pages.picture(plots.acceptance_raster(out.trace), PICTURE)
+    explorer = PICTURE.with_name("acceptance_explorer.png")
+    browser.picture(lesson, explorer, {"batch_size": 6, "max_new_tokens": 48}, {"width": 1300, "height": 1600})
+    record = evaluation.load(records.shipped("quality_embedded_cpu"))
+    curve = pd.concat(run.scores(l09_figures.BUDGETS).assign(method=method) for method, run in record.items())
+    quality = PICTURE.with_name("quality_within_a_budget.png")
+    pages.picture(l09_figures.budget_figure(curve), quality, width=800)
+    for path in (PICTURE, explorer, quality):
+        typer.echo(f"wrote {path} ({path.stat().st_size // 1000} kB)")

@@ -1,0 +1,298 @@
+"""`bass bench`, `calibrate`, `record` and `eval`: how fast, at what cost, how much is accepted, how much is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bass_lab.cli import common
+from bass_lab.cli.progress import Progress
+
+BENCH_EXAMPLES = common.examples(
+    "bass bench --rows 1 --rows 8 --prompts mini",
+    "bass bench -t TARGET -d DRAFT --dtype bfloat16 --record mine.jsonl",
+    "bass bench --record mine.jsonl --check-only",
+)
+
+
+def bench(
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    rows: common.Rows = [1, 2, 4, 8, 16],  # noqa: B006
+    prompts: Annotated[list[str], typer.Option(metavar="SET", help="mini, library or FILE.jsonl; may be repeated")] = [  # noqa: B006
+        "mini",
+        "library",
+    ],
+    methods: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METHOD", help="way to decode; may be repeated; none: all that this pair can"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="interleaved repeats")] = 7,
+    max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="per row")] = 128,
+    temperature: common.Temperature = 0.2,
+    draft_length: Annotated[int, typer.Option(min=1, metavar="N", help="of single and batched")] = 5,
+    also_length: Annotated[
+        list[int] | None, typer.Option(min=1, metavar="N", help="batched again with this draft length")
+    ] = None,
+    also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
+    vary_prompts: Annotated[bool, typer.Option("--vary-prompts", help="other prompts in every repeat")] = False,
+    take_turns: Annotated[bool, typer.Option("--take-turns", help="methods alternate step by step")] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            callback=common.output_file, metavar="FILE", help="append to this file of JSON lines, and check all of it"
+        ),
+    ] = None,
+    check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
+    as_json: common.Json = False,
+) -> None:
+    """Time all ways to decode, side by side.
+
+    Regular, single-sequence and batched speculative decoding, and transformers' own. The fields of --json: results, a
+    record for each method, batch size and prompt set.
+    """
+    from bass_core import inputs
+    from bass_lab.measure import benchmark, records
+    from bass_lab.named_pairs import named_pair
+    from bass_lab.texts.prompt_sets import label, prompt_set
+
+    if check_only and record is None:
+        raise ValueError("--check-only checks a record: name it with --record FILE")
+    if record is not None and not check_only and record.exists():
+        records.mend(record)
+    checked = records.read(record) if record is not None and (check_only or record.exists()) else []
+    if checked:
+        typer.echo(f"{record}: {len(checked)} lines are as they should be", err=True)
+    if check_only:
+        if as_json:
+            common.print_json({"results": checked})
+        return
+    sets = {label(name): prompt_set(name, max(rows)) for name in prompts}
+    if vary_prompts:
+        sets = {label(name): prompt_set(name) for name in prompts}
+    pair = named_pair(target, draft, dtype=dtype, device=device)
+    for texts in sets.values():  # before the first is measured
+        inputs.check_context(pair, max(map(len, inputs.token_ids(pair, texts))), max_new_tokens)
+    results = []
+    with Progress() as progress:
+        for lines in benchmark.bench(
+            pair,
+            sets,
+            models=f"{target} + {draft or 'n-gram'}" if target else "embedded pair",
+            batches=rows,
+            methods=methods or benchmark.methods_of(pair),
+            repeats=repeats,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            draft_length=draft_length,
+            other_lengths=[*(also_length or ()), *([None] if also_default else [])],
+            vary_prompts=vary_prompts,
+            take_turns=take_turns,
+            progress=progress,
+        ):
+            results += lines
+            if record is not None:
+                records.append(record, lines)
+            if not as_json:
+                with progress.aside():
+                    _tell_speeds(lines)
+    if as_json:
+        common.print_json({"results": results})
+
+
+def _tell_speeds(lines: list[dict]) -> None:
+    from bass_lab.measure import benchmark
+    from bass_lab.show import tables
+
+    heading, rows, notes = benchmark.table(lines)
+    tables.show_table(rows, heading)
+    tables.show(f"{notes}\n")
+
+
+def calibrate(
+    target: common.Target = None,
+    draft: common.Draft = None,
+    weights: Annotated[
+        str, typer.Option(metavar="KIND", help="hub; or dummy: random ones in models of a known name")
+    ] = "hub",
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    rows: common.Rows = [1, 2, 4, 8, 16, 32],  # noqa: B006
+    seconds: Annotated[float, typer.Option(min=0, metavar="S", help="time to measure in")] = 42.0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            callback=common.output_file, metavar="FILE", help="file to save to; none: where policies look for it"
+        ),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
+    as_json: common.Json = False,
+) -> None:
+    """Measure once what steps cost here, for the default policy.
+
+    From then on the draft length of these models on this device is the one with the most expected tokens per second.
+    The fields of --json: saved (the file), device, models, batches and, after --check, check: what the tables show.
+    """
+    from bass_core.policies import costs
+    from bass_lab.named_pairs import named_pair
+    from bass_lab.show import tables
+    from bass_lab.study import calibration
+
+    common.output_file(output or costs.cache_folder() / "costs.json")
+    pair = named_pair(target, draft, weights=weights, dtype=dtype, device=device)
+    compared = None
+    with Progress() as progress:
+        cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=progress)
+        path = output or costs.cache_folder() / cost.file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cost.save(path)
+    if check:
+        with Progress() as progress:
+            compared = calibration.check(cost, pair, progress=progress)
+    found = calibration.summary(cost)
+    if (spread := cost.measured["spread"]) > calibration.QUIET:
+        typer.echo(f"warning: times varied by {spread:.0%}; measure again when the machine is idle", err=True)
+    document = {"saved": str(path), "device": cost.device, "models": cost.models, "batches": found.to_dict("records")}
+    document |= {} if compared is None else {"check": compared.to_dict("records")}
+    if as_json:
+        common.print_json(document)
+        return
+    tables.show_table(document["batches"], f"{cost.device}, {calibration.SHOWN_KV} cached positions")
+    if check:
+        tables.show_table(document["check"], "\npredicted and real decode time")
+    typer.echo(f"saved {path}")
+
+
+def record(
+    output: Annotated[
+        Path, typer.Argument(callback=common.output_file, metavar="FILE", help="to save to, such as trace.npz")
+    ],
+    target: common.Target = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", "-d", metavar="NAME", help="hub name or folder of the draft model")
+    ] = None,
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    prompts: Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")] = "mini",
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="prompts of it")] = 96,
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="texts per prompt")] = 1,
+    max_new_tokens: common.NewTokens = 128,
+    temperature: common.Temperature = 0.2,
+    seed: common.Seed = 0,
+    as_json: common.Json = False,
+) -> None:
+    """Record which drafts would be accepted, for `bass_lab.simulate`.
+
+    The fields of --json: saved (the file), texts (how many), alpha (the chance that a draft is accepted if all before
+    it were).
+    """
+    from bass_lab.named_pairs import named_pair
+    from bass_lab.pairs import name_of
+    from bass_lab.provenance import describe_environment
+    from bass_lab.study import recording
+    from bass_lab.texts.prompt_sets import label, prompt_set
+
+    texts = prompt_set(prompts, count)
+    pair = named_pair(target, draft, dtype=dtype, device=device)
+    limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    with Progress() as progress:
+        trace = recording.record(pair, texts, rollout=12, **limits, progress=progress)
+    models = [name_of(model) for model in (pair.target, pair.draft)]
+    trace.meta.update(describe_environment(), prompt_set=label(prompts), models=models)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    trace.save(output)
+    if as_json:
+        common.print_json({"saved": str(output), "texts": len(trace.lengths), "alpha": trace.alpha})
+    else:
+        typer.echo(f"saved {output}: {len(trace.lengths)} texts, α = {trace.alpha:.2f}")
+
+
+def evaluate(
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    problems: Annotated[
+        str | None,
+        typer.Option(
+            callback=common.input_file,
+            metavar="FILE",
+            help="JSON lines, or openai_humaneval; none: the mini set",
+        ),
+    ] = None,
+    trust_problems: Annotated[
+        bool,
+        typer.Option(
+            "--trust-problems",
+            help="for a file other than HumanEval's: grading runs its code (prompt, test) outside the sandbox, as you",
+        ),
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="the first so many problems only")] = None,
+    methods: Annotated[
+        list[str], typer.Option(metavar="METHOD", help="regular, single or batched; may be repeated")
+    ] = ["regular", "single", "batched"],  # noqa: B006
+    samples: Annotated[int, typer.Option(min=1, metavar="N", help="rows per problem")] = 8,
+    budgets: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0, metavar="S", help="seconds to score at; may be repeated; none: quartiles of the finish times"
+        ),
+    ] = None,
+    cut_off: Annotated[
+        float | None, typer.Option(min=0, metavar="S", help="seconds after which rows are cut off; none: all end")
+    ] = None,
+    max_new_tokens: common.NewTokens = 128,
+    temperature: common.Temperature = 0.2,
+    draft_length: Annotated[int | None, typer.Option(min=1, metavar="N", help="a policy decides if none")] = None,
+    verification: common.Verification = "token",
+    seed: common.Seed = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            callback=common.output_folder,
+            metavar="FOLDER",
+            help="gets METHOD.jsonl; a second start goes on there",
+        ),
+    ] = None,
+    no_texts: Annotated[
+        bool, typer.Option("--no-texts", help="store no completions and reasons; scores need neither")
+    ] = False,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe", help="run programs also where the sandbox is not complete; recorded")
+    ] = False,
+    as_json: common.Json = False,
+) -> None:
+    """Score what is right within a time budget.
+
+    Pass@First and Pass@All of problems with tests, by regular, single-sequence and batched speculative decoding.
+    The fields of --json: scores (budget in seconds; value, low and high: shares of problems with their 95% interval)
+    and settings, by method.
+    """
+    import pandas as pd
+
+    from bass_lab.evaluation import SandboxUnavailable, compare, load_problems, scores
+    from bass_lab.named_pairs import named_pair
+    from bass_lab.show import tables
+
+    chosen = load_problems(problems, trust_problems=trust_problems)[:limit]
+    pair = named_pair(target, draft, dtype=dtype, device=device)
+    options = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "draft_length": draft_length,
+        "verification": verification, "folder": output, "texts": not no_texts, "unsafe": unsafe,
+    }  # fmt: skip
+    try:
+        runs = compare(pair, chosen, methods=methods, n=samples, budget=cut_off, **options)
+    except SandboxUnavailable as error:
+        raise ValueError(f"{error} (the option here is --unsafe; the results say so)") from error
+    budgets = budgets or scores.quartiles(pd.concat([run.samples for run in runs.values()]), cut_off)
+    found = pd.concat([run.scores(budgets).assign(method=method) for method, run in runs.items()])
+    if as_json:
+        settings = {method: run.settings for method, run in runs.items()}
+        common.print_json({"scores": found.to_dict("records"), "settings": settings})
+    else:
+        heading = f"{len(chosen)} problems, {samples} rows each; share of problems (95% interval)"
+        tables.show_table(scores.table(found), heading)

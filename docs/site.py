@@ -1,0 +1,76 @@
+"""How MkDocs sees this repository: pages where they lie, links to code at the code's host, and lists in docstrings."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from griffe import Extension, Module, Object
+
+ROOT = Path(__file__).parents[1]
+FILES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "docs/*.md",
+    "docs/*.css",
+    "pictures/*.png",
+    "kernels/README.md",
+    "bass_core/assets/DATA_CARD.md",
+)
+LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<target>(?!https?:|#)[^)#\s]+)(?:#[^)\s]*)?\)")
+ARGUMENTS = re.compile(r"^(?=[a-z]\w*(?:, [a-z]\w*)*(?: \([^)\n]*\))?(?:, \w+ \([^)\n]*\))*: )", re.MULTILINE)
+
+
+def on_config(config):
+    """Everything that has a place in the site, copied to where MkDocs can read it as one folder."""
+    staged = ROOT / "build/site-source"
+    shutil.rmtree(staged, ignore_errors=True)
+    for path in (path for pattern in FILES for path in ROOT.glob(pattern)):
+        _copy(path, staged / path.relative_to(ROOT))
+    for path in (each for pattern in ("*.ipynb", "*.js") for each in (ROOT / "build/lessons").glob(pattern)):
+        _copy(path, staged / "notebooks" / path.name)
+    config["docs_dir"] = str(staged)
+    return config
+
+
+def _copy(path: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(path, target)
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links to what is no page lead to the code's host, or are words where there is none."""
+
+    def linked(match: re.Match) -> str:
+        there = (ROOT / page.file.src_uri).parent / match["target"]
+        uri = there.resolve().relative_to(ROOT).as_posix()
+        if files.get_file_from_path(uri) is not None or not there.exists():  # what does not exist is MkDocs' to refuse
+            return match[0]
+        return f"[{match['text']}]({config['repo_url']}/blob/main/{uri})" if config["repo_url"] else match["text"]
+
+    return LINK.sub(linked, markdown)
+
+
+def on_page_content(html, page, config, files):
+    """Lessons link to pages of lessons, and load nothing from a network."""
+    html = re.sub(r'href="(\d\d_\w+)\.ipynb"', r'href="\1.html"', html)
+    return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", html)
+
+
+class ArgumentsAsList(Extension):
+    """Docstrings say `name: what it is` on lines of their own: a list."""
+
+    def on_object(self, *, obj: Object, **kwargs) -> None:
+        if obj.docstring:
+            obj.docstring.value = as_list(obj.docstring.value)
+
+    def on_package(self, *, pkg: Module, **kwargs) -> None:
+        pkg.docstring = None  # it says where what is, to readers of the code
+
+
+def as_list(docstring: str) -> str:
+    """The docstring with its lines `name: what it is` as items of a Markdown list."""
+    lines = re.sub(r"(?<=[.!?]) (?=[a-z]\w*: )", "\n", docstring)
+    return re.sub(r"^(?!- )(.+\n)(?=- )", r"\1\n", ARGUMENTS.sub("- ", lines), flags=re.MULTILINE)

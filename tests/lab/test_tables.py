@@ -1,0 +1,99 @@
+"""What commands print fits the terminal, is whole, and is plain in a pipe; how far they are goes to standard error."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from bass_lab.cli.progress import Progress
+from bass_lab.measure.ratios import Ratio
+from bass_lab.show import tables
+
+RATIO = str(Ratio(1.13, 1.07, 1.19))
+LINE = {"method": "batched default", "tokens/s": "1,234", "over regular": RATIO, "over faster": RATIO}
+LINE |= {
+    "ms/token: first, mean, last": "33.3, 34.1, 35.8",
+    "α": "0.94",
+    "tokens per step": "4.38",
+    "exact rows": "16/16",
+}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """What a function of `tables` prints in so many columns."""
+
+    def printed(columns: int, function, *arguments, **options) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        function(*arguments, **options)
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_widest_table_fits_80_columns_and_breaks_no_word(printed):
+    text = printed(80, tables.show_table, [LINE, LINE | {"method": "transformers"}])
+    assert max(map(len, text.splitlines())) <= 80
+    for value in (*LINE.values(), *LINE):
+        for word in value.split():
+            assert re.search(rf"(^|\s){re.escape(word)}(\s|$)", text), word
+
+
+def test_wide_terminal_has_a_line_per_row(printed):
+    lines = printed(200, tables.show_table, [LINE, LINE]).splitlines()
+    assert len(lines) == 3 and RATIO in lines[1]
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80])
+def test_what_does_not_fit_is_wrapped_and_never_cut(printed, columns):
+    key = "0123456789abcdef" * 4
+    text = printed(columns, tables.show_table, [{"run": key, "status": "failed"}])
+    lines = text.splitlines()[1:]
+    assert "".join(line[: columns - 6].split(" ")[0] for line in lines) == key
+    assert "…" not in text
+
+
+def test_a_pipe_gets_neither_colours_nor_boxes_nor_spaces_at_the_end(printed):
+    text = printed(80, tables.show_table, [LINE], "speeds") + printed(
+        80, tables.show_facts, {"PASS": "greedy"}, "checks"
+    )
+    assert text.isprintable() or set(text) - set("\n") <= {c for c in text if c.isprintable()}
+    assert not re.search("[\x1b\u2500-\u257f]", text)
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_numbers_have_four_digits_and_what_there_is_not_is_left_out(printed):
+    rows = [{"batch": 2, "ms": 11.914569, "alpha": None, "error": ""}, {"batch": 10, "ms": float("nan")}]
+    rows[1] |= {"alpha": None, "error": ""}
+    assert printed(80, tables.show_table, rows) == "batch     ms\n2      11.91\n10\n"
+
+
+def test_text_that_looks_like_markup_is_printed_as_it_is(printed):
+    assert printed(80, tables.show, "[bold]x[/bold] :smile:") == "[bold]x[/bold] :smile:\n"
+
+
+# --- how far it is --------------------------------------------------------------------------------
+
+
+def drive(monkeypatch, stream: io.StringIO) -> str:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with Progress() as progress:
+        for step in range(5):
+            progress("first" if step < 3 else "second", step / 5)
+    return stream.getvalue()
+
+
+def test_outside_of_a_terminal_each_part_is_one_line(monkeypatch):
+    assert drive(monkeypatch, io.StringIO()) == "  first\n  second\n"
+
+
+def test_a_terminal_shows_share_and_time_left_and_is_clean_afterwards(monkeypatch):
+    said = drive(monkeypatch, Terminal())
+    assert "first   0%" in said and "second  60%" in said and re.search(r"00:00, \d\d:\d\d left", said)
+    assert "\n" not in said and said.endswith("\r")

@@ -1,0 +1,31 @@
+"""What lessons do with their settings: the pair that is loaded, and what is claimed of its texts."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+import bass_core as bass
+from bass_lab.lessons import settings
+
+
+def tiny_pair(dtype):
+    return bass.ModelPair(tiny_model(dtype=dtype), tiny_model(dtype=dtype, noise=0.1))
+
+
+def test_the_embedded_pair_is_float32_unless_told_otherwise():
+    pair = settings.load_pair("", "", None, None)
+    assert pair.target.dtype == pair.draft.dtype == torch.float32 and settings.is_exact(pair)
+    half = settings.load_pair("", "", "bfloat16", "cpu")
+    assert half.target.dtype == half.draft.dtype == torch.bfloat16 and not settings.is_exact(half)
+
+
+def test_in_float32_every_row_has_to_be_identical():
+    pair = tiny_pair("float32")
+    assert settings.identity(3, 3, pair, "that") == "3 of 3 rows are identical to that"
+    with pytest.raises(AssertionError, match="2 of 3 rows are identical to that; in float32 all have to be"):
+        settings.identity(2, 3, pair, "that")
+
+
+def test_in_another_dtype_they_are_counted():
+    told = settings.identity(2, 3, tiny_pair("bfloat16"), "that")
+    assert told.startswith("2 of 3 rows are identical to that (in bfloat16 rounding may tip close calls")

@@ -1,0 +1,46 @@
+"""The site has every page, every lesson and every public name; `make docs` builds it."""
+
+import re
+
+import yaml
+from documents import ROOT
+
+import bass_core
+import bass_lab
+
+
+class Loader(yaml.SafeLoader):
+    """Of mkdocs.yml, whose tag for variables of the environment YAML does not know."""
+
+
+Loader.add_constructor("!ENV", lambda loader, node: loader.construct_sequence(node)[-1])
+CONFIG = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
+
+
+def pages(nav) -> list[str]:
+    """The files that a navigation names, of all its sections."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for each in nav for page in pages(list(each.values()) if isinstance(each, dict) else each)]
+
+
+def test_the_navigation_has_every_document_and_lesson_once():
+    named = pages(CONFIG["nav"])
+    assert len(named) == len(set(named)) and all((ROOT / page).is_file() for page in named)
+    expected = [
+        path.relative_to(ROOT).as_posix() for name in ("docs/*.md", "notebooks/*.ipynb") for path in ROOT.glob(name)
+    ]
+    assert set(expected) | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"} <= set(named)
+
+
+def test_what_the_configuration_names_is_there():
+    assert all((ROOT / path).is_file() for path in [*CONFIG["hooks"], *CONFIG["extra_css"]])
+    assert CONFIG["theme"]["font"] is False  # pages fetch nothing
+
+
+def test_the_reference_has_every_public_name_once():
+    text = (ROOT / "docs/REFERENCE.md").read_text()
+    for library in (bass_core, bass_lab):
+        lists = re.findall(rf"^::: {library.__name__}\n    options:\n      members: \[(.*)\]$", text, re.MULTILINE)
+        named = [name for each in lists for name in each.split(", ")]
+        assert sorted(named) == sorted(set(library.__all__) - {"__version__"})
