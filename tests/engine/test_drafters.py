@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from tiny import ragged_prompts, tiny_model
+from recording import use_on_cpu
+from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import Context
+from bass_core.drafters.layer_skip import first_layers
 from bass_core.randomness import StepKeys
 
 
@@ -72,3 +74,65 @@ def test_draft_knows_what_was_committed_while_it_did_not_draft():
         event = session.step()
         assert len(event.new_tokens[0]) == 4  # a perfect draft is accepted whole
         assert session.rows.lengths_host[0] - session.drafter.cached[0] <= 2
+
+
+# --- the session's texts ---
+
+
+def with_suffixes(target, **options):
+    return bass.ModelPair(target, bass.SuffixDrafter(**options))
+
+
+def drafted_by(session, *prompts, new=12) -> list:
+    handles = [session.submit(torch.tensor(prompt), max_new_tokens=new) for prompt in prompts]
+    while not session.idle:
+        session.step()
+    return [session.result(handle).sequence.tolist() for handle in handles]
+
+
+def test_what_another_row_wrote_is_drafted():
+    """The second row begins as the first one did: all of its text is known."""
+    prompt = ragged_prompts(9)[0].tolist()
+    with bass.Session(with_suffixes(tiny_model()), max_batch_size=1, draft_length=4, eos_token_id=()) as session:
+        first, second = drafted_by(session, prompt, prompt)
+        steps = session.trace.steps.query("kind == 'decode'").groupby("row")
+    assert first == second
+    assert steps.accepted.sum()[1] > steps.accepted.sum()[0]
+    assert len(steps.get_group(1)) <= 4  # 11 tokens after the prefill's, five at a time, less what is uncertain
+
+
+def test_drafts_end_where_texts_disagree():
+    drafter = bass.SuffixDrafter(longest=2, least=0.6)
+    mine = drafter.begin(bass.Setting(tiny_model(), ["pad"], 4, 97))
+    for place, text in enumerate(([1, 2, 3, 4], [1, 2, 3, 5], [7, 1, 2, 3, 5])):
+        mine.ended(place, np.array(text))
+    assert mine._continuation(np.array([9, 1]), 5) == [2, 3, 5]  # 2 and 3 always followed; 5 twice of three times
+    assert mine._continuation(np.array([9, 8]), 5) == []
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt2", "opt", "phi3"])
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_the_first_layers_of_a_target_draft_for_it(architecture, compile, monkeypatch):
+    use_on_cpu(monkeypatch)
+    target = tiny_model(architecture, dtype="float64")
+    prompts = ragged_prompts(5, 11, 3)
+    pair = bass.ModelPair(target, bass.LayerSkipDrafter(1))
+    out = bass.generate(pair, prompts, max_new_tokens=12, draft_length=3, eos_token_id=(), compile=compile)
+    assert [row.sequence.tolist() for row in out] == [greedy_alone(target, p, 12).tolist() for p in prompts]
+    assert out.trace.steps.drafted.sum() > 0
+
+
+def test_more_layers_than_the_target_has_are_refused():
+    with pytest.raises(ValueError, match="has 2 layers, and 2 of them were to draft"):
+        bass.Session(bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(2)))
+
+
+def test_all_layers_but_none_left_out_would_be_the_target():
+    """The view shares weights, and leaves the target as it was."""
+    target = tiny_model(dtype="float64")
+    ids = ragged_prompts(9)[0][None]
+    before = target(ids).logits
+    short = first_layers(target, 1)
+    assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
+    assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
+    assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
