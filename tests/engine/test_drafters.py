@@ -127,8 +127,7 @@ def test_more_layers_than_the_target_has_are_refused():
         bass.Session(bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(2)))
 
 
-def test_all_layers_but_none_left_out_would_be_the_target():
-    """The view shares weights, and leaves the target as it was."""
+def test_the_first_layers_share_weights_and_leave_the_target_as_it_was():
     target = tiny_model(dtype="float64")
     ids = ragged_prompts(9)[0][None]
     before = target(ids).logits
