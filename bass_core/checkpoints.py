@@ -218,7 +218,8 @@ def load_tokenizer(name: str | Path, revision: str | None, trust_remote_code: bo
             )
             tokenizer.decode(tokenizer(PROBE, verbose=False)["input_ids"])
     except Exception as error:
-        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
+        hint = "without one, ModelPair(target, draft) of models that you hold takes token ids"
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error} ({hint})") from error
     return tokenizer
 
 

@@ -48,7 +48,11 @@ class ModelPair:
                     f"target is on {self.target.device} and draft on {self.draft.device}; move both to one device"
                 )
         elif not isinstance(self.draft, NgramDrafter | None):
-            raise TypeError(f"draft must be a transformers model, an NgramDrafter or None, got {type(self.draft)}")
+            is_tokenizer = isinstance(self.draft, PreTrainedTokenizerBase)
+            named = "; name the tokenizer: ModelPair(model, tokenizer=tokenizer)" if is_tokenizer else ""
+            raise TypeError(
+                f"draft must be a transformers model, an NgramDrafter or None, got {type(self.draft)}{named}"
+            )
         if self.tokenizer is not None and self.draft_tokenizer is not None:
             _check_same_tokens(self.tokenizer, self.draft_tokenizer)
 
@@ -117,6 +121,12 @@ def load_pair(
     bear out, before a model is built; for several devices, offloaded weights, and MPS; for a tokenizer that fails on
     plain text; and where the models do not fit (`ModelPair`).
     """
+    for held in (target, draft):
+        if isinstance(held, torch.nn.Module):
+            raise TypeError(
+                f"load_pair takes names and folders, got {type(held).__name__}; for models that you hold write "
+                "ModelPair(target, draft, tokenizer=tokenizer)"
+            )
     if target is None:
         if draft is not None:
             raise ValueError(f"draft={draft!r} was given without a target; name both, or neither for the embedded pair")
