@@ -1,7 +1,7 @@
 # One environment, .venv, for everything here; needs Python >= 3.11 and a C compiler.
 #   make demo PYTHON=python3.12     builds it with another Python
-#   make demo PIP_ARGS="..."        passes options to pip; on Linux without a GPU the README names PyTorch's index of
-#                                   CPU builds, which saves gigabytes
+#   make demo PIP_ARGS="..."        passes options to pip; PyTorch's installation page names its index of CPU builds, which
+#                                   saves gigabytes on Linux without a GPU
 #   make demo LOCKED=1              installs the very files whose hashes stand in requirements.lock, for Linux (x86-64),
 #                                   Python 3.11 and PyTorch's CPU build
 PYTHON ?= python3

@@ -54,6 +54,11 @@ def load_model(
         with _progress_only_for_people():
             config, commit = _checked_config(name, revision, trust_remote_code)
             quantized = quantization_config is not None or bool(getattr(config, "quantization_config", None))
+            special: dict[str, Any] = attention_of(config)
+            if quantization_config is not None:
+                special["quantization_config"] = quantization_config
+            if quantized:
+                special["device_map"] = {"": device}  # some are packed for the device they are made on
             model, report = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -61,11 +66,7 @@ def load_model(
                 dtype=dtype,
                 use_safetensors=True,
                 trust_remote_code=trust_remote_code,
-                **attention_of(config),
-                **({"quantization_config": quantization_config} if quantization_config is not None else {}),
-                **(
-                    {"device_map": {"": device}} if quantized else {}
-                ),  # some are packed for the device they are made on
+                **special,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
             )
@@ -218,7 +219,8 @@ def load_tokenizer(name: str | Path, revision: str | None, trust_remote_code: bo
             )
             tokenizer.decode(tokenizer(PROBE, verbose=False)["input_ids"])
     except Exception as error:
-        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
+        hint = "without one, ModelPair(target, draft) of models that you hold takes token ids"
+        raise ValueError(f"cannot load the tokenizer of {str(name)!r}: {error} ({hint})") from error
     return tokenizer
 
 

@@ -17,13 +17,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowsView:
-    """The live rows as a policy sees them before a step; numpy arrays of one entry per row."""
+    """The live rows as a policy sees them before a step; numpy arrays of one entry per row.
 
-    ids: np.ndarray  # row ids (the output index)
-    steps: np.ndarray  # decode steps the row has taken; 0 right after its prefill
-    lengths: np.ndarray  # committed tokens, prompt included
-    generated: np.ndarray  # committed tokens, prompt excluded
-    remaining: np.ndarray  # tokens the row may still emit
+    ids: row ids (the output index). steps: decode steps the row has taken, 0 right after its prefill. lengths,
+    generated: committed tokens with the prompt and without. remaining: tokens the row may still emit.
+    """
+
+    ids: np.ndarray
+    steps: np.ndarray
+    lengths: np.ndarray
+    generated: np.ndarray
+    remaining: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ class DraftLengthPolicy(ABC):
     # choose(hidden), asked when all rows have drafted with a model: submits some of the drafts, one by one, each row's
     # in their order; the others are dropped unseen. None: all are submitted.
     choose: Callable[[HiddenDraft], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     @property
     def asks_while_drafting(self) -> bool:

@@ -203,7 +203,11 @@ class Session:
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
         """End a row, which keeps the tokens it has: now, or at the end of the step that is running (in another thread,
-        or around the policy or hook that calls this). Nothing happens if it has ended already."""
+        or around the policy or hook that calls this). Nothing happens if it has ended already.
+
+        Raises TypeError for what is no handle, ValueError for one of another session.
+        """
+        self._check_own(handle)
         if not self._closed:
             self._cancelled.append((handle, reason))
             with suppress(StepRunning), self._alone():
@@ -216,13 +220,21 @@ class Session:
             self.batch.reserve(positions)
 
     def result(self, handle: Request) -> Result:
-        """What a row has so far, or in the end."""
+        """What a row has so far, or in the end. Raises as `cancel`."""
+        self._check_own(handle)
         tokens, logprobs = self.rows.generated(handle)
         text = None
         if self.pair.tokenizer is not None:
             text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
             text = self.rows.stop.cut(text) if self.rows.stop else text
         return Result(torch.from_numpy(tokens), text, torch.from_numpy(logprobs), handle.finish_reason)
+
+    def _check_own(self, handle: Request) -> None:
+        if not isinstance(handle, Request):
+            raise TypeError(f"a row is named by the handle that submit returned for it, got {handle!r}")
+        # In the order in which a row, in a step that runs elsewhere, comes by: it is in one of them at any time.
+        if not (handle in self.rows.waiting or handle in self.rows.live or handle.finish_reason):
+            raise ValueError(f"{handle!r} is a row of another session")
 
     @property
     def idle(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -81,7 +82,7 @@ class Generation:
         )
 
     def __repr__(self) -> str:
-        reasons = collections.Counter(str(reason) for reason in self.finish_reasons)
+        reasons = collections.Counter(reason or "interrupted" for reason in self.finish_reasons)
         ended = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         tokens, prompts = sum(map(len, self.sequences)), len(self) // self.samples
         synthetic = ", synthetic" if self.synthetic else ""
@@ -212,6 +213,8 @@ def stream(
     string, spaces that the tokenizer may clean up. Leaving the loop ends the decoding. Raises at once what `generate`
     raises before its first pass, and ValueError for a pair without a tokenizer.
     """
+    if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
+        raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; it takes those of generate()")
     ends = _deadline(time_budget)
     ids = _checked(pair, prompts, max_new_tokens)
     if pair.tokenizer is None:
@@ -225,11 +228,15 @@ def stream(
 async def astream(
     pair: ModelPair, prompts: inputs.PromptLike | Sequence[inputs.PromptLike], **options: Any
 ) -> AsyncIterator[tuple[int, str]]:
-    """`stream` for `async for`: steps run in a thread, one after the other, and the event loop goes on meanwhile."""
+    """`stream` for `async for`: steps run in a thread, one after the other, and the event loop goes on meanwhile.
+
+    Models decode for one stream at a time: give several prompts to one, or each stream models of its own.
+    """
     pieces, waiting = stream(pair, prompts, **options), None
     try:
         while True:
-            waiting = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
+            # A future, and no task: `asyncio.run`, when it ends early, cancels all of these, whatever they wait for.
+            waiting = asyncio.get_running_loop().run_in_executor(None, next, pieces, None)
             if (piece := await asyncio.shield(waiting)) is None:
                 return
             yield piece

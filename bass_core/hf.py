@@ -187,6 +187,8 @@ def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrai
             'vocabulary, or draft_model="ngram" to look them up in the text'
         )
     chosen = assistant if draft_model is None else draft_model
+    if not isinstance(chosen, PreTrainedModel | Drafter) and not (isinstance(chosen, str) and chosen == "ngram"):
+        raise TypeError(f'draft_model must be a transformers model, a Drafter or "ngram", got {chosen!r}')
     return NgramDrafter() if isinstance(chosen, str) and chosen == "ngram" else chosen
 
 

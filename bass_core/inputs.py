@@ -60,7 +60,10 @@ def model_pair(pair: Any) -> ModelPair:
     """`pair`, if it is one. Raises TypeError that says how to make one of a model."""
     if isinstance(pair, ModelPair):
         return pair
-    how = "load_pair() loads one"
+    how = (
+        "load_pair() loads the embedded one, load_pair('target', draft='draft') another, ModelPair(model, small, "
+        "tokenizer=tokenizer) joins models that you hold; prompts come after it"
+    )
     if isinstance(pair, PreTrainedModel):
         how = (
             f"of this {type(pair).__name__} make one: ModelPair(model, small, tokenizer=tokenizer), or without "
@@ -158,6 +161,8 @@ def _chat_ids(messages: Sequence[Mapping], tokenizer: PreTrainedTokenizerBase) -
             "a conversation needs a tokenizer with a chat template, as instruction-tuned models have it; this one has "
             "none: give a text"
         )
+    if silent := [each for each in messages if not {"content", "tool_calls"} & set(each)]:
+        raise ValueError(f'a message of a conversation has a "role" and a "content"; got {silent[0]!r}')
     going_on = messages[-1]["role"] == "assistant"
     turn = {"continue_final_message": going_on, "add_generation_prompt": not going_on}
     try:
@@ -177,7 +182,10 @@ def _only_row(encoding: Mapping) -> Tensor:
 def _rows(encoding: Mapping) -> list[Tensor]:
     """The rows of what a tokenizer returned (lists or a padded batch), each without its padding."""
     if "input_ids" not in encoding:
-        raise TypeError(f"prompts must be a mapping with input_ids (and attention_mask), got {', '.join(encoding)}")
+        raise TypeError(
+            'prompts must be texts, conversations ([{"role": "user", "content": "…"}]), token ids, or a mapping '
+            f"with input_ids (and attention_mask); got a mapping with {', '.join(map(str, encoding)) or 'nothing'}"
+        )
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
     if not isinstance(ids, Tensor) and len(ids) and not isinstance(ids[0], Sequence):
         ids, mask = [ids], None if mask is None else [mask]  # one text, without return_tensors
@@ -198,9 +206,10 @@ def check_context(pair: ModelPair, prompt: int, new: int) -> None:
     """Raises ValueError if prompt + new tokens do not fit into the target's or the draft's context."""
     for role, limit in pair.contexts.items():
         if prompt + new > limit:
+            lower = f" or lower max_new_tokens to at most {limit - prompt}" if limit > prompt else ""
             raise ValueError(
                 f"prompt ({prompt} tokens) + max_new_tokens ({new}) = {prompt + new} is beyond the {role} model's "
-                f"context of {limit}; shorten the prompt or lower max_new_tokens to at most {max(0, limit - prompt)}"
+                f"context of {limit}; shorten the prompt{lower}"
             )
     switch = recomputed_beyond(pair.target)
     if switch is not None and prompt <= switch < prompt + new - 1:

@@ -42,7 +42,9 @@ class ModelPair:
             object.__setattr__(self, role, _transformers_model(role, getattr(self, role)))
         _check_decoder("target", self.target)
         if not isinstance(self.draft, PreTrainedModel | Drafter | None):
-            raise TypeError(f"draft must be a transformers model, a Drafter or None, got {type(self.draft)}")
+            is_tokenizer = isinstance(self.draft, PreTrainedTokenizerBase)
+            named = "; name the tokenizer: ModelPair(model, tokenizer=tokenizer)" if is_tokenizer else ""
+            raise TypeError(f"draft must be a transformers model, a Drafter or None, got {type(self.draft)}{named}")
         for model in self.drafter.models:
             _check_decoder("draft", model)
             if model.device != self.target.device:
@@ -121,6 +123,12 @@ def load_pair(
     bear out, before a model is built; for several devices, offloaded weights, and MPS; for a tokenizer that fails on
     plain text; and where the models do not fit (`ModelPair`).
     """
+    for held in (target, draft):
+        if isinstance(held, torch.nn.Module):
+            raise TypeError(
+                f"load_pair takes names and folders, got {type(held).__name__}; for models that you hold write "
+                "ModelPair(target, draft, tokenizer=tokenizer)"
+            )
     if target is None:
         if draft is not None:
             raise ValueError(f"draft={draft!r} was given without a target; name both, or neither for the embedded pair")

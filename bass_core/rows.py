@@ -32,7 +32,7 @@ class Prompt:
     logits: Tensor | None = None  # [V], the target's after the last prompt token
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Request:
     """One row from submission to result; the handle that `Session.submit` returns."""
 
@@ -45,6 +45,10 @@ class Request:
     finish_reason: str | None = None
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+    def __repr__(self) -> str:
+        length, state = len(self.prompt.ids), self.finish_reason or "not ended"
+        return f"Request(row {self.row}, prompt of {length}, up to {self.max_new_tokens} tokens, {state})"
 
     @property
     def limit(self) -> int:

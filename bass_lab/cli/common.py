@@ -132,7 +132,8 @@ def one_line(error: Exception) -> str:
     """What went wrong. A kind of error that no check of ours raises is a fault in here, and is called one."""
     if isinstance(error, UsageError):  # of the command line
         usage = error.ctx.get_usage() if error.ctx else ""
-        return " ".join(f"{error.format_message().rstrip('.')}. {usage}".split())
+        said = error.format_message()
+        return " ".join(f"{said if said.endswith(('.', '?')) else said + '.'} {usage}".split())
     if hasattr(error, "ename"):  # of a notebook's cell, whose text is all of the cell
         return f"a cell failed: {error.ename}: {error.evalue}"
     said = " ".join(str(error).split())

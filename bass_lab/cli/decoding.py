@@ -67,8 +67,8 @@ def generate(
     """Continue prompts: one row streams, several come at the end.
 
     Figures go to standard error. The fields of --json: prompts; rows, prompt-major, each with prompt and sample (from
-    0), text, tokens (how many), logprob (of all of them, in nats), finish_reason (eos, stop or length); summary:
-    counts, rates and seconds.
+    0), text, tokens (how many), logprob (of all of them, in nats), finish_reason (eos, stop or length; null after a
+    Ctrl-C, which leaves the rows so far); summary: counts, rates and seconds.
     """
     if as_json and show_accepted:
         raise ValueError("--json has no colours: leave out --show-accepted")
@@ -83,16 +83,22 @@ def generate(
         "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
         "attention": attention, "compile": compile, "stop": stop or (),
     }  # fmt: skip
-    coloured = show_accepted and _is_terminal(sys.stdout)
+    coloured, interrupted = show_accepted and _is_terminal(sys.stdout), False
     if len(asked) * num_return_sequences == 1 and not coloured and not as_json:
         out = terminal.stream(pair, asked, **options)
     else:
-        out = bass.generate(pair, asked, **options, trace="tokens" if coloured else "steps")
+        try:
+            out = bass.generate(pair, asked, **options, trace="tokens" if coloured else "steps")
+        except bass.Interrupted as stopped:  # what there is comes out all the same
+            out, interrupted = stopped.generation, True
         if as_json:
             common.print_json(_document(asked, out))
         else:
             terminal.print_rows(pair.tokenizer, asked, out, options["stop"], coloured)
     typer.echo(terminal.summary_line(out.trace), err=True)
+    if interrupted:
+        typer.echo("interrupted: these are the rows so far", err=True)
+        raise typer.Exit(130)
 
 
 def _asked(prompts: list[str] | None, source: Path | None, chat: bool) -> list[PromptLike]:

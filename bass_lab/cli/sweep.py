@@ -75,8 +75,8 @@ def sweep(
 ) -> None:
     """Run a notebook for all combinations of parameters.
 
-    Names and values are checked first. What is done stays done: an interrupted or killed sweep goes on where it was
-    when it is started again.
+    Names and values are checked first; a name that is none is answered with those that are. What is done stays done:
+    an interrupted or killed sweep goes on where it was when it is started again.
     """
     from bass_lab.show import tables
     from bass_lab.sweep import planning

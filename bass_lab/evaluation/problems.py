@@ -87,6 +87,8 @@ def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Ent
     for number, line in enumerate(lines, 1):
         try:
             found += [entry(json.loads(line))] if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not {what}: {error}") from None
     return found

@@ -109,7 +109,7 @@ def compare(
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         called = _methods(pair, ids, methods, draft_length=draft_length, other_lengths=other_lengths, **options)
 
-        progress(f"repeat {repeat} of {repeats}", repeat / (repeats + 1))
+        progress(f"repeat {repeat} of {repeats}" if repeat else "warming up", repeat / (repeats + 1))
         timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
         for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat):
             line = {"repeat": repeat, "method": method, "k": called[method].k, "seconds": seconds}

@@ -149,6 +149,8 @@ def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
         try:
             line = json.loads(text)
             check(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
         lines.append(line)

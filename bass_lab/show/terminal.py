@@ -75,7 +75,8 @@ def print_rows(
     """Every row under a heading, its prompt first if that is a text."""
     samples = len(out.texts) // len(prompts)
     for row, text in enumerate(out.texts):
-        heading = f"row {row}: prompt {row // samples}, sample {row % samples} ({out.finish_reasons[row]})"
+        ended = out.finish_reasons[row] or "interrupted"
+        heading = f"row {row}: prompt {row // samples}, sample {row % samples} ({ended})"
         typer.secho(heading, bold=True)
         shown = _coloured(tokenizer, out, row, stop) if coloured else text
         typer.echo(f"{_before(prompts[row // samples])}{shown}\n")

@@ -141,7 +141,7 @@ def test_row_fits_exactly_into_the_shorter_context_and_not_one_token_more(archit
 
 def test_prompt_longer_than_the_context_is_refused_even_if_it_is_not_to_be_continued():
     pair = pair_with_contexts("llama", 24, 24)
-    with refused(ValueError, "25", "context of 24", "at most 0", pair=pair):
+    with refused(ValueError, "25", "context of 24", "shorten the prompt", pair=pair):
         generate(ragged_prompts(25), pair, max_new_tokens=0)
 
 

@@ -509,3 +509,10 @@ def test_refused_load_leaves_nothing_that_a_repaired_checkpoint_would_meet(targe
         bass.load_pair(target)
     shutil.copy(tmp_path / "good" / "model.safetensors", target)
     assert torch.equal(bass.load_pair(target).target.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
+
+
+def test_models_where_names_belong_are_told_where_they_go():
+    with pytest.raises(TypeError, match=r"load_pair takes names and folders, got LlamaForCausalLM; .*ModelPair"):
+        bass.load_pair(tiny_model())
+    with pytest.raises(TypeError, match=r"name the tokenizer: ModelPair\(model, tokenizer=tokenizer\)"):
+        bass.ModelPair(tiny_model(), byte_tokenizer())

@@ -1,6 +1,7 @@
 """What comes back: rows one by one and prompt by prompt, tables, streams, and what a Ctrl-C leaves."""
 
 import asyncio
+import time
 
 import pytest
 import torch
@@ -189,3 +190,40 @@ def test_an_asynchronous_stream_may_be_left_and_cancelled():
     with pytest.raises(TimeoutError):
         asyncio.run(cancelled())
     assert generate().texts  # the models are free again
+
+
+def test_a_program_that_ends_while_it_streams_ends_without_a_complaint(monkeypatch, caplog):
+    step = bass.Session.step
+    monkeypatch.setattr(bass.Session, "step", lambda session: (time.sleep(0.1), step(session))[1])
+
+    async def fails_meanwhile():
+        async def reading():
+            async for _ in bass.astream(PAIR, TEXTS * 4, **OPTIONS):
+                pass
+
+        task = asyncio.create_task(reading())
+        await asyncio.sleep(0.35)
+        assert not task.done()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(fails_meanwhile())
+    assert caplog.records == []
+
+
+def test_options_that_streams_do_not_take_are_named():
+    with pytest.raises(TypeError, match=r"stream\(\) got an unexpected keyword argument 'max_tokens'"):
+        bass.stream(PAIR, TEXTS, max_tokens=3)
+
+
+def test_handles_and_policies_are_short_to_print():
+    class Mine(bass.DraftLengthPolicy):
+        def plan(self, rows):
+            return 1
+
+    with bass.Session(PAIR, draft_length=Mine()) as session:
+        handle = session.submit(TEXTS[0], max_new_tokens=5)
+        assert repr(handle) == "Request(row 0, prompt of 3, up to 5 tokens, not ended)"
+        assert session.trace.meta["policy"] == "Mine()"
+        session.cancel(handle)
+        assert repr(handle).endswith("cancelled)")

@@ -149,5 +149,29 @@ def test_a_conversation_needs_a_chat_template():
 def test_a_model_where_a_pair_belongs_is_told_how_to_be_one(call):
     with pytest.raises(TypeError, match=r"pair must be a ModelPair, got LlamaForCausalLM; .*ModelPair\(model, small"):
         call(PAIR.target)
-    with pytest.raises(TypeError, match=r"got str; load_pair\(\) loads one"):
+    with pytest.raises(TypeError, match=r"got str; load_pair\(\) loads the embedded one"):
         call("Qwen/Qwen2.5-0.5B")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [
+        ([{"rol": "user", "content": "x"}], r'conversations \(\[{"role": "user", .* got a mapping with rol, content'),
+        ({"role": "user", "content": "x"}, "conversations .* got a mapping with role, content"),
+        ({"prompt": "x"}, "prompts must be texts, .* got a mapping with prompt"),
+        ([{"role": "user"}], 'has a "role" and a "content"; got'),
+    ],
+)
+def test_what_is_nearly_a_conversation_is_told_what_one_is(prompt, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        bass.generate(PAIR, prompt, max_new_tokens=2)
+
+
+def test_arguments_in_the_wrong_order_are_told_the_right_one():
+    with pytest.raises(TypeError, match=r"got list; load_pair.*prompts come after it"):
+        bass.generate(["x"], PAIR)
+
+
+def test_a_prompt_beyond_the_context_is_not_told_to_want_fewer_new_tokens():
+    with pytest.raises(ValueError, match=r"shorten the prompt$"):
+        bass.generate(bass.ModelPair(tiny_model()), torch.zeros(97, dtype=torch.int64) + 3)

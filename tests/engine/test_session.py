@@ -159,6 +159,19 @@ def test_cancelled_row_keeps_its_tokens_and_the_others_are_unchanged(cancelled, 
         assert_same_result(session.result(handles[row]), alone(row, PROMPTS[row], 20, **options))
 
 
+def test_what_is_no_row_of_the_session_is_refused_and_harms_nothing():
+    session, other = session_over(), session_over()
+    handle, foreign = session.submit(PROMPTS[0], max_new_tokens=8), other.submit(PROMPTS[1], max_new_tokens=8)
+    for call in (session.cancel, session.result):
+        with pytest.raises(TypeError, match="the handle that submit returned for it, got 99"):
+            call(99)
+        with pytest.raises(ValueError, match=r"Request\(row 0, .* is a row of another session"):
+            call(foreign)
+    run_to_the_end(session)
+    run_to_the_end(other)
+    assert session.result(handle).finish_reason == other.result(foreign).finish_reason == "length"
+
+
 def test_cancelled_row_that_waits_never_starts():
     session = session_over(max_batch_size=1)
     first, second, third = (session.submit(prompt, max_new_tokens=6) for prompt in PROMPTS[:3])

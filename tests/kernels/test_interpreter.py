@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 SUPPORT = HERE.parent / "support"
 
 
-@pytest.mark.parametrize(("which", "least"), [("not slow", 200), pytest.param("slow", 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("which", "least"), [("not slow", 200), pytest.param("slow", 15, marks=pytest.mark.slow)])
 def test_kernels_pass_their_tests_in_the_interpreter(which, least):
     files = [file for file in HERE.glob("test_kernel_*.py") if "pytest.mark.interpreted" in file.read_text()]
     options = ["-m", f"interpreted and {which}", "-q", "-p", "no:cacheprovider", "-p", "kernel_interpreter"]

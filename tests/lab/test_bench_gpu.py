@@ -98,6 +98,7 @@ def test_timing_comes_first_and_a_failed_check_is_an_exit_code(one_way, monkeypa
     assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": False}] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_short_goes_on(one_way, capsys, tmp_path):
     options = ["--dry-run", "--repeats", "1", "--resume", "--output", str(tmp_path / "gpu.jsonl")]
     assert gpu_benchmark.main(options) == 0

@@ -34,6 +34,7 @@ def verdicts(pair, prompts=None, **options):
 # --- planted bugs ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_healthy_engine_passes(embedded):
     report = lab.verify(embedded, max_new_tokens=16, samples=1000)
     assert report.passed, report.table().to_string()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tiny import BYTES, byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
 import bass_core as bass
+from bass_core import generation
 from bass_lab.checks import doctor
 from bass_lab.cli import decoding, main
 from bass_lab.show import pages, terminal
@@ -125,6 +127,19 @@ def test_doctor_says_what_a_missing_package_is_for(monkeypatch):
     monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": "wings", "numpy": "arrays"})
     packages = doctor.report(doctor.diagnose("/nowhere"))["optional packages"]
     assert packages == {"no-such-package": "not installed; without it no wings", "numpy": version("numpy")}
+
+
+def test_a_ctrl_c_leaves_the_rows_so_far(monkeypatch):
+    def interrupted(pair, prompts, **options):
+        out = generation.generate(pair, prompts, **options | {"max_new_tokens": 4})
+        raise bass.Interrupted(replace(out, finish_reasons=["length", None]))
+
+    monkeypatch.setattr(bass, "generate", interrupted)
+    result = run("generate", PROMPT, PROMPT, "--max-new-tokens", NEW)
+    assert result.exit_code == 130 and "row 1: prompt 1, sample 0 (interrupted)" in result.stdout
+    assert "interrupted: these are the rows so far" in result.stderr
+    rows = json.loads(run("generate", PROMPT, PROMPT, "--json").stdout)["rows"]
+    assert [row["finish_reason"] for row in rows] == ["length", None]
 
 
 # --- the lessons ---

@@ -65,10 +65,12 @@ def test_problems_are_read_from_plain_and_gzipped_files(tmp_path):
         assert load_problems(tmp_path / name, trust_problems=True) == [ADD]
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"task_id": "x"}'])
-def test_a_line_that_is_no_problem_is_named(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "said"), [("{", "no JSON"), ("[1]", "not a problem"), ('{"task_id": "x"}', "not a problem")]
+)
+def test_a_line_that_is_no_problem_is_named(tmp_path, line, said):
     (tmp_path / "a.jsonl").write_text(json.dumps(asdict(ADD)) + "\n" + line)
-    with pytest.raises(ValueError, match="line 2 is not a problem"):
+    with pytest.raises(ValueError, match=f"line 2 is {said}"):
         load_problems(tmp_path / "a.jsonl")
 
 

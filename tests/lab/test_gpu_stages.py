@@ -93,6 +93,7 @@ def test_what_came_back_is_collected_under_the_devices_name(monkeypatch, tmp_pat
         gpu.collect(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_tests_that_passed_are_not_run_again(monkeypatch, tmp_path):
     tests = "import os\ndef test_a(): pass\ndef test_b(): assert os.environ.get('MENDED')\n"
     (tmp_path / "test_two.py").write_text(tests)

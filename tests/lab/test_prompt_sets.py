@@ -66,10 +66,15 @@ def test_a_file_may_be_gzipped_named_by_a_string_and_begin_with_a_mark(mine):
     assert prompt_set(str(packed), 2) == prompt_set(mine, 2) == TEXTS[:2]
 
 
+def test_a_line_that_is_no_json_is_refused_by_file_and_line(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\nhello\n')
+    with pytest.raises(ValueError, match=r"mine.jsonl, line 2 is no JSON: Expecting value"):
+        prompt_set(str(tmp_path / "mine.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("hello", "Expecting value"),
         ({"text": "hello", "id": 3}, "it has none of the fields prompt, messages, turns; it has text, id"),
         ({}, "it has none of the fields prompt, messages, turns; it has no field"),
         (["hello"], "it is list, and no JSON object"),

@@ -57,8 +57,7 @@ def test_notebook_is_committed_clean(path):
 @pytest.fixture(
     params=[
         pytest.param(lesson_runs.DEFAULTS, id="defaults", marks=pytest.mark.slow),
-        pytest.param(lesson_runs.QUICKER, id="less"),
-        pytest.param(lesson_runs.SMALLEST, id="least", marks=pytest.mark.slow),
+        pytest.param(lesson_runs.SMALLEST, id="least"),
         pytest.param(lesson_runs.HALF, id="bfloat16", marks=pytest.mark.slow),
     ]
 )

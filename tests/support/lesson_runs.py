@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import nbformat
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-# With its defaults every lesson runs among the slow tests, on less in `make test`. Repeats make times exact, which no
-# cell judges; the demo runs lesson 00 with its defaults.
+# Every lesson runs on the least in `make test`, and with its defaults among the slow tests, but for repeats: they make
+# times exact, which no cell judges. The demo runs lesson 00 with its defaults.
 DEFAULTS = {
     "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
     "01_speculative_decoding": {"repeats": 2},
