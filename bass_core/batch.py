@@ -96,7 +96,7 @@ class Batch:
         lengths = [len(request.prompt.ids) for request in leading]
         self.target.cache.clear(places)
         logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
-        self.drafter.prefill(tokens, lengths, places)
+        self.drafter.prefill(tokens, lengths, places, self.target.hidden(places))
         for request, row_logits in zip(leading, logits, strict=True):
             request.prompt.logits = row_logits
 

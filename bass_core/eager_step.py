@@ -67,12 +67,16 @@ class EagerStep:
 
     def context(self, places: range, most: int) -> Context:
         """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
-        context = self.rows.context(places, most)
+        context = self.seen(places, most)
         if self.options.rule != "coupled" or context.params.greedy:
             return context
         slots = torch.arange(most + 1, device=context.lengths.device)
         noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
         return context._replace(noise=noise)
+
+    def seen(self, places: range, most: int) -> Context:
+        """The rows in `places`, and what drafters want to see of the target."""
+        return self.rows.context(places, most)._replace(hidden=self.target.hidden(places))
 
     def begin_decode(self, rows: int, most: int) -> Context:
         """The live rows at the beginning of a step that drafts up to `most` tokens."""

@@ -107,7 +107,8 @@ class Session:
         forced = SyntheticAcceptance.named(acceptance, pair.device)
         way = recorded_step.resolve(compile, pair.device, paths, trace)
 
-        self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled)
+        keeps = {"keeps_hidden": pair.drafter.wants_hidden}
+        self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
         options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
         self.drafter = pair.drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
         self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos, finder)

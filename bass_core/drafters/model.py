@@ -45,9 +45,9 @@ class ModelDrafter(Drafter):
         mine.recorded = None
         return mine
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None) -> None:
         self.runner.cache.clear(places)
-        self.runner.feed_last(self._known(tokens), lengths, max(lengths), places)
+        self._feed_last(tokens, hidden, lengths, max(lengths), places)
         self.cached[places.start : places.stop] = lengths
 
     def move_row(self, source: int, places: range) -> None:
@@ -85,12 +85,16 @@ class ModelDrafter(Drafter):
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before."""
         context = context._replace(keys=replace(context.keys, fused=self.runner.fused))
-        last, starts, counts, ends = self.runner.fused(_passes)(context.tokens, context.lengths, lengths, most)
-        phase = Phase(ends, most + 1, {})
+        width, committed = self.first_pass(most), context.lengths
+        last, starts, counts, ends = self.runner.fused(_passes)(context.tokens, committed, lengths, most, width)
+        phase = Phase(ends, width + most - 1, {})
 
         def feed(token: Tensor | None, slot: int, lengths: Tensor) -> Tensor:
             ids, options = last if token is None else token[:, None], {"last_only": True, "phase": phase}
-            fed = self.runner.feed(self._known(ids), starts[slot], counts[slot], extent=extent, **options)
+            features = self._features(context.hidden, starts[0], width) if token is None else self._own()
+            fed = self.runner.feed(
+                self._known(ids), starts[slot], counts[slot], extent=extent, features=features, **options
+            )
             return self._comparable(fed[:, -1])
 
         with self.prepared():
@@ -137,10 +141,15 @@ class ModelDrafter(Drafter):
         draft = Draft(tokens, torch.as_tensor(lengths, device=device), host, q, finite)
         return _chosen(policy, draft, torch.stack([each.told for each in drawn], -1)) if chooses else draft
 
-    def catch_up(self, context: Context, lengths: np.ndarray) -> None:
-        """Feed what the rows that draft next have missed beyond the last two tokens, which `draft_fixed` feeds."""
+    def first_pass(self, most: int) -> int:
+        """How many of the last committed tokens the first pass of a draft of `most` feeds: the target has accepted one
+        that this model has not seen, at most, and has added one."""
+        return 2
+
+    def catch_up(self, context: Context, lengths: np.ndarray, most: int) -> None:
+        """Feed what the rows that draft next have missed beyond the tokens that `draft_fixed` feeds."""
         drafting = np.flatnonzero(lengths)
-        if self._missed(context, drafting) > 2:
+        if self._missed(context, drafting) > self.first_pass(most):
             self._catch_up(context, int(drafting[-1]) + 1)
         self.cached[drafting] = context.lengths_host[drafting]
 
@@ -148,17 +157,35 @@ class ModelDrafter(Drafter):
         """Logits [B, V] after the last committed token of the first `rows` rows; zeros for the others, which do not
         draft: what they missed is not fed."""
         missed = self._missed(context, slice(rows))
-        known, lengths = self._known(context.tokens[:rows]), context.lengths_host[:rows]
+        lengths = context.lengths_host[:rows]
         if self.recorded is not None and missed <= 2:
             fed, starts = self._last_two(context)
             logits = self.recorded(fed[:rows], starts[:rows], [2] * rows, lengths - 2)
         else:
             # Longer gaps are rounded up, so that shapes repeat.
-            count = 2 if missed <= 2 else -(-missed // CATCH_UP) * CATCH_UP
-            logits = self.runner.feed_last(known, lengths, count, range(rows))
+            count = max(missed, 2) if missed <= CATCH_UP else -(-missed // CATCH_UP) * CATCH_UP
+            logits = self._feed_last(context.tokens, context.hidden, lengths, count, range(rows))
         self.cached[:rows] = lengths
         resting = len(context.lengths_host) - rows
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
+
+    def _feed_last(
+        self, tokens: Tensor, hidden: Tensor | None, lengths: Sequence[int], count: int, places: range
+    ) -> Tensor:
+        """Logits [B, V] after each row's last token, having fed its last `count` (`Runner.feed_last`)."""
+        tokens, features = self._known(tokens[: len(lengths)]), None
+        if hidden is not None:
+            starts = torch.as_tensor(lengths, device=tokens.device) - count
+            features = self._features(hidden[: len(lengths)], starts, count)
+        return self.runner.feed_last(tokens, lengths, count, places, features)
+
+    def _features(self, hidden: Tensor | None, starts: Tensor, width: int) -> Tensor | None:
+        """What committed tokens at starts, starts + 1, … are fed with beside themselves: [B, width, H]."""
+        return None
+
+    def _own(self) -> Tensor | None:
+        """What the token that was drawn last is fed with beside itself: [B, 1, H]."""
+        return None
 
     def _missed(self, context: Context, rows: slice | np.ndarray) -> int:
         """How many tokens these rows have at most that the draft model has not seen."""
@@ -177,7 +204,8 @@ class ModelDrafter(Drafter):
         fed = self._known(token)[:, None], starts, active.astype(np.int64)
         if self.recorded is not None:
             return self._comparable(self.recorded(*fed, context.lengths_host + offset))
-        return self._comparable(self.runner.feed(*fed, starts_host=context.lengths_host + offset)[:, -1])
+        options = {"starts_host": context.lengths_host + offset, "features": self._own()}
+        return self._comparable(self.runner.feed(*fed, last_only=True, **options)[:, -1])
 
     def _next_token(
         self, logits: Tensor, best: Tensor, context: Context, seen: Tensor | None, slot: int
@@ -232,14 +260,17 @@ def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
     return tokens.gather(1, places.clamp(min=0))  # places of a fixed batch that nobody lives in have no tokens
 
 
-def _passes(tokens: Tensor, committed: Tensor, lengths: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The last two tokens of each row [B, 2]; where rows begin in each pass of a draft phase, and how many tokens they
+def _passes(
+    tokens: Tensor, committed: Tensor, lengths: Tensor, most: int, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The last `width` tokens of each row; where rows begin in each pass of a draft phase, and how many tokens they
     submit to it: [most, B]; the keys that they have at its end, at most: [B]."""
     slots = torch.arange(most, device=lengths.device)[:, None]
     drafting, first = lengths > slots, slots == 0
     # Rows that rest stay where they are: further on, a context might have ended.
-    starts = torch.where(first, committed - 2, committed + drafting * (slots - 1))
-    return _last_tokens(tokens, committed, 2), starts, drafting * (1 + first.long()), committed + (most - 1)
+    starts = torch.where(first, committed - width, committed + drafting * (slots - 1))
+    counts = drafting * (1 + first.long() * (width - 1))
+    return _last_tokens(tokens, committed, width), starts, counts, committed + (most - 1)
 
 
 def _finite(peaks: Tensor, looked_at: Tensor) -> Tensor:

@@ -54,6 +54,7 @@ class Context(NamedTuple):
     params: SamplingParams | MixedParams  # how tokens are chosen
     seen: Tensor | None  # bool [B, V], ids so far (repetition penalty)
     noise: Tensor | None = None  # [B, K + 1, V], Gumbel noise of the next positions (coupled verification)
+    hidden: Tensor | None = None  # [B, S, H], what the target's last layer left of all tokens but the last
 
     def last_tokens(self) -> Tensor:
         """The last committed token of each row: [B, 1]."""
@@ -112,13 +113,15 @@ class Drafter(ABC):
 
     name: ClassVar[str] = "draft"
     models: Sequence[PreTrainedModel] = ()  # its own, that go over a cache of rows
+    wants_hidden: ClassVar[bool] = False  # whether the target's last hidden states are to be kept for it
 
     def begin(self, setting: Setting) -> Self:
         """What drafts for one session: a copy, to which an extension gives what it keeps of rows."""
         return copy.copy(self)
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
-        """Rows with these prompts now live in `places`. tokens int64 [B, S]."""
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None) -> None:
+        """Rows with these prompts now live in `places`. tokens int64 [B, S]; hidden [B, S, H]: as in `Context`, of all
+        of the prompt."""
 
     def move_row(self, source: int, places: range) -> None:
         """The row at one place now (also) lives at others."""
