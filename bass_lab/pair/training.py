@@ -33,13 +33,22 @@ from transformers import (
 )
 
 from bass_core.environment import write_whole
-from bass_lab.pair.fitting import distillation_loss, fit, new_model, next_token_loss, say, workers, write_texts
+from bass_lab.pair.feature_head import new_head, save_head, unrolled_loss
+from bass_lab.pair.fitting import (
+    Teacher,
+    distillation_loss,
+    fit,
+    new_model,
+    next_token_loss,
+    say,
+    workers,
+    write_texts,
+)
 from bass_lab.pair.windows import Windows, train_tokenizer
 from bass_lab.provenance import describe_environment
 from bass_lab.texts import corpus
 
 WORK = Path("build/embedded_pair")
-DRAFTS = ("draft", "deep_draft")
 
 
 def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
@@ -51,6 +60,15 @@ def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermedi
         "head_dim": head_dim,
         "intermediate_size": intermediate,
     }
+
+
+# As many parameters in one layer, two, six and eight.
+DRAFTS = {
+    "draft": _sizes(224, 1, 7, 7, 560),
+    "draft_2x160": _sizes(160, 2, 5, 5, 448),
+    "deep_draft": _sizes(96, 6, 3, 3, 256),
+    "draft_8x80": _sizes(80, 8, 3, 3, 240),
+}
 
 
 @dataclass(frozen=True)
@@ -65,14 +83,16 @@ class Recipe:
     batch_tokens: int = 4096
     lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.85, 512), (0.96, 1024))  # from this part on, window length
     target: dict = field(default_factory=lambda: _sizes(192, 20, 6, 2, 512))
-    draft: dict = field(default_factory=lambda: _sizes(224, 1, 7, 7, 560))
-    deep_draft: dict = field(default_factory=lambda: _sizes(96, 6, 3, 3, 256))
+    drafts: dict[str, dict] = field(default_factory=lambda: dict(DRAFTS))
+    feature_head: dict = field(default_factory=lambda: _sizes(192, 1, 6, 6, 640))
     target_tokens: int = 14_000_000
     draft_tokens: int = 5_000_000
     aligning_tokens: int = 5_000_000
+    feature_tokens: int = 5_000_000
     target_lr: float = 1.5e-2
     draft_lr: float = 2e-2
     aligning_lr: float = 1e-2
+    feature_lr: float = 2e-2
     aligning_temperatures: tuple[float, ...] = (1.0, 0.4)  # the drafts are used at low temperatures too
     target_texts: int = 1536  # texts of the target's own that the drafts also learn from
     text_tokens: int = 256  # in each of them
@@ -84,7 +104,7 @@ class Recipe:
         return self.seed, self.vocab_size, self.generated, self.generated_share, self.batch_tokens, self.lengths
 
     def __post_init__(self):
-        for name in ("target_tokens", "draft_tokens", "aligning_tokens", "generated", "target_texts", "threads"):
+        for name in ("target_tokens", "draft_tokens", "aligning_tokens", "feature_tokens", "generated", "target_texts", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
@@ -107,56 +127,64 @@ class Data:
         )
 
 
-def train_pair(recipe: Recipe, folder: Path, work: Path = WORK) -> dict:
-    """Train tokenizer, target and drafts, write them to `folder`/{target, draft, deep_draft}; returns the figures.
+def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: Path | None = None) -> dict:
+    """Train tokenizer, target, drafts and feature head, write each to `folder`/its name; returns the figures.
 
     `work` keeps unfinished and finished stages; a second call goes on from there. `folder`/unaligned_* are the drafts
-    before alignment: to measure with, not to ship.
+    before alignment. trained_target: a folder of the target, with its tokenizer, to train drafts for; it is copied.
     """
     torch.manual_seed(recipe.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generated, library = corpus.generated_functions(recipe.generated, recipe.seed), corpus.library_functions()
-    tokenizer = _tokenizer_of(work, recipe, generated, library)
+    tokenizer = _tokenizer_of(trained_target, work, recipe, generated, library)
     data = Data(Windows(generated, tokenizer), Windows(library, tokenizer), recipe)
     say(f"corpus: {len(data.generated.stream)} tokens of generated, {len(data.library.stream)} of library functions")
     target = new_model(recipe.target, tokenizer).to(device)
-    drafts = nn.ModuleDict({name: new_model(getattr(recipe, name), tokenizer).to(device) for name in DRAFTS})
+    drafts = nn.ModuleDict({name: new_model(sizes, tokenizer).to(device) for name, sizes in recipe.drafts.items()})
     stage = partial(fit, data=recipe.data, seed=recipe.seed, threads=recipe.threads, folder=work)
 
     report = {"target": _size(target)} | {name: _size(draft) for name, draft in drafts.items()}
-    report["target"] |= stage(
-        target,
-        partial(next_token_loss, target),
-        data.batch,
-        tokens=recipe.target_tokens,
-        lr=recipe.target_lr,
-        name="target",
-    )
-    report["drafts"] = stage(
-        drafts,
-        lambda windows: sum(next_token_loss(draft, windows) for draft in drafts.values()),
-        data.batch,
-        tokens=recipe.draft_tokens,
-        lr=recipe.draft_lr,
-        name="drafts",
-    )
+    if trained_target is None:
+        learn = partial(next_token_loss, target), data.batch
+        report["target"] |= stage(target, *learn, tokens=recipe.target_tokens, lr=recipe.target_lr, name="target")
+    else:
+        target.load_state_dict(LlamaForCausalLM.from_pretrained(trained_target, dtype=torch.float32).state_dict())
+    save(target, tokenizer, folder / "target")
     for name, draft in drafts.items():
+        learn = partial(next_token_loss, draft), data.batch
+        report[name] |= stage(draft, *learn, tokens=recipe.draft_tokens, lr=recipe.draft_lr, name=f"unaligned_{name}")
         save(draft, tokenizer, folder / f"unaligned_{name}")
     own = _own_texts(target, data, work)
+    teacher = Teacher(target, own, recipe.threads)
+    taught, temperatures = partial(_with_own_texts, data, own), recipe.aligning_temperatures
+    head = new_head(target, recipe.feature_head)
+    report["feature_head"] = _size(head) | stage(
+        head,
+        lambda windows: unrolled_loss(head, teacher, windows, temperatures),
+        taught,
+        tokens=recipe.feature_tokens,
+        lr=recipe.feature_lr,
+        name="feature_head",
+    )
+    save_head(head, folder / "feature_head")
     report["alignment"] = stage(
         drafts,
-        lambda windows: distillation_loss(drafts.values(), target, windows, recipe.aligning_temperatures),
-        partial(_with_own_texts, data, own),
+        lambda windows: distillation_loss(drafts.values(), teacher, windows, temperatures),
+        taught,
         tokens=recipe.aligning_tokens,
         lr=recipe.aligning_lr,
         name="alignment",
     )
-    for name, model in (("target", target), *drafts.items()):
-        save(model, tokenizer, folder / name)
+    for name, draft in drafts.items():
+        save(draft, tokenizer, folder / name)
     return report | {"seed": recipe.seed, "machine": _machine(), "own_texts": own.numel()}
 
 
-def _tokenizer_of(work: Path, recipe: Recipe, generated: list[str], library: list[str]) -> PreTrainedTokenizerBase:
+def _tokenizer_of(
+    trained_target: Path | None, work: Path, recipe: Recipe, generated: list[str], library: list[str]
+) -> PreTrainedTokenizerBase:
+    if trained_target is not None:
+        return AutoTokenizer.from_pretrained(trained_target)
     if not (work / "tokenizer").exists():
         train_tokenizer([*generated[:20_000], *library[::2]], recipe.vocab_size, recipe.context).save_pretrained(
             work / "tokenizer"
