@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bass_core import drafters
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
-from bass_core.drafters import Drafter, ModelDrafter, NgramDrafter
+from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
 
 ASSETS = Path(__file__).parent / "assets"
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # a device_map of all devices there are
@@ -107,7 +108,10 @@ def load_pair(
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
-    target: a folder or an id on the hub. draft: likewise, or any `Drafter`; None: n-gram drafting.
+    target: a folder or an id on the hub; None: the embedded one.
+    draft: a folder or an id of a model or of a `FeatureHead`; "ngram", "suffix" or "layers:N" (the target's first N);
+        any `Drafter`; for the embedded target also "deep_draft" and "feature_head". None: n-gram drafting, and for the
+        embedded target its own draft.
     dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own ("auto") on a GPU. torch_dtype:
         its older name.
     device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",
@@ -129,20 +133,34 @@ def load_pair(
                 f"load_pair takes names and folders, got {type(held).__name__}; for models that you hold write "
                 "ModelPair(target, draft, tokenizer=tokenizer)"
             )
+    draft = drafters.named(draft) or draft
     if target is None:
-        if draft is not None:
-            raise ValueError(f"draft={draft!r} was given without a target; name both, or neither for the embedded pair")
-        target, draft = ASSETS / "target", ASSETS / "draft"
+        target, draft = ASSETS / "target", _embedded(draft)
     by_name = isinstance(draft, str | Path)
     if draft_revision is not None and not by_name:
         raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
     device, dtype = place(device, dtype, device_map, torch_dtype)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    small = load_model(draft, draft_revision, **options) if by_name else None
+    reads = by_name and not isinstance(small, FeatureHead)
     return ModelPair(
         target=load_model(target, revision, quantization_config, **options),
-        draft=load_model(draft, draft_revision, **options) if by_name else draft,
+        draft=FeatureDrafter(small) if isinstance(small, FeatureHead) else small or draft,
         tokenizer=load_tokenizer(target, revision, trust_remote_code),
-        draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if by_name else None,
+        draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
+    )
+
+
+def _embedded(draft: str | Path | Drafter | None) -> Path | Drafter:
+    """What drafts for the embedded target. Raises ValueError for what is not embedded, no folder and no drafter."""
+    known = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json") if folder.parent.name != "target")
+    if draft is None or draft in known:
+        return ASSETS / (draft or "draft")
+    if isinstance(draft, Drafter) or Path(draft).is_dir():
+        return draft
+    raise ValueError(
+        f"draft={str(draft)!r} was given without a target; name both. The embedded target takes {', '.join(known)}, "
+        f"{drafters.NAMES}, a folder or a Drafter"
     )
 
 
@@ -288,7 +306,8 @@ def fingerprint(model: PreTrainedModel | Drafter) -> str:
     """What tells a model apart: names, shapes and the first 64 values of all tensors; of a drafter its settings."""
     if isinstance(model, Drafter):
         settings = [f"{name}={value}" for name, value in vars(model).items() if isinstance(value, int | float | str)]
-        return " ".join([type(model).__name__, *settings, *map(fingerprint, model.models)])
+        inside = [value for value in vars(model).values() if isinstance(value, PreTrainedModel)]
+        return " ".join([type(model).__name__, *settings, *map(fingerprint, (*inside, *model.models))])
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)}".encode())

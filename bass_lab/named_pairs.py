@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from bass_core import drafters
 from bass_core.checkpoints import attention_of, check_config
 from bass_core.drafters import Drafter
 from bass_core.models import ASSETS, ModelPair, load_pair, place
@@ -67,9 +68,10 @@ def named_pair(
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
-    if target is None and draft is None:
-        target, draft = ASSETS / "target", ASSETS / "draft"
+    draft = drafters.named(draft) or draft
     if weights == "dummy":
+        if target is None and draft is None:
+            target, draft = ASSETS / "target", ASSETS / "draft"
         if files:
             raise ValueError(f"weights='dummy' are made, not read: leave out {', '.join(files)}")
         device, dtype = place(device, dtype, device_map, torch_dtype)

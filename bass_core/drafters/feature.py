@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
-from bass_core.drafters.model import ModelDrafter
+from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Context, Draft, Setting
+
+
+class FeatureHeadConfig(LlamaConfig):
+    """That of a Llama of the target's width, vocabulary and context; num_hidden_layers is 1 as a rule."""
+
+    model_type = "bass_feature_head"
 
 
 class FeatureHead(LlamaPreTrainedModel):
     """Reads each token together with the target's last hidden state before it, and predicts the hidden state after it;
     the target's head makes logits of that. Where the target has not been yet, what it predicted itself is read.
 
-    A Llama of the target's width; config.num_hidden_layers is 1 as a rule. Embeddings and head are a target's, see
-    `attached`, and are not among its weights.
+    Embeddings and head are a target's, see `attached`, and are not among its weights.
     """
 
+    config_class = FeatureHeadConfig
     base_model_prefix = "model"
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: FeatureHeadConfig):
         super().__init__(config)
         self.mix = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.model = LlamaModel(config)
@@ -80,22 +85,13 @@ class FeatureDrafter(ModelDrafter):
     """Drafts with a `FeatureHead` (after EAGLE: Li et al. 2024), whose cache holds what it made of the target's hidden
     states: after each verification they take the place of what the head had predicted itself.
 
-    head: trained for the target it drafts for (`bass_lab.pair.feature_head`).
+    head: trained for this target. `load_pair(target, draft=folder)` takes what its `save_pretrained` has written.
     """
 
     wants_hidden = True
 
     def __init__(self, head: FeatureHead):
         self.head = head
-
-    @classmethod
-    def load(cls, folder: str | Path, **options: Any) -> Self:
-        """From what `FeatureHead.save_pretrained` wrote. Raises ValueError where weights are missing or too many."""
-        head, found = FeatureHead.from_pretrained(folder, output_loading_info=True, **options)
-        wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in found[kind]]
-        if wrong:
-            raise ValueError(f"{folder} holds no feature head: {wrong[0]} is missing, unexpected or of another shape")
-        return cls(head.eval())
 
     def begin(self, setting: Setting) -> Self:
         """Raises ValueError for a target that the head does not fit."""
@@ -120,3 +116,7 @@ class FeatureDrafter(ModelDrafter):
 
     def _own(self) -> Tensor:
         return self.head.predicted[:, -1:]
+
+
+AutoConfig.register(FeatureHeadConfig.model_type, FeatureHeadConfig)
+AutoModelForCausalLM.register(FeatureHeadConfig, FeatureHead)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from bass_core.compiled_layers import layers_of
-from bass_core.drafters.model import ModelDrafter
+from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Setting
 
 

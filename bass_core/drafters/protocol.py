@@ -119,7 +119,7 @@ class Drafter(ABC):
         """What drafts for one session: a copy, to which an extension gives what it keeps of rows."""
         return copy.copy(self)
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None) -> None:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
         """Rows with these prompts now live in `places`. tokens int64 [B, S]; hidden [B, S, H]: as in `Context`, of all
         of the prompt."""
 

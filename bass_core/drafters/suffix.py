@@ -39,7 +39,7 @@ class SuffixDrafter(Drafter):
         mine.read = np.zeros(setting.max_rows, np.int64)  # tokens of each place that are counted
         return mine
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None) -> None:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
         self.read[places.start : places.stop] = 0
 
     def move_row(self, source: int, places: range) -> None:

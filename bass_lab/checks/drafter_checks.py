@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bass_core import inputs
+from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.drafters import Drafter
 from bass_core.engine import Session
 from bass_core.generation import generate
@@ -22,32 +23,47 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 Finding = tuple[bool, str, dict]
 ENDING = [0, 1, 0, 1, 0]  # repeats itself, so that lookups find something
-WAYS = (SamplingParams(1.0), SamplingParams(0.6, top_k=2), SamplingParams(1.3, repetition_penalty=1.5))
+ADAPTIVE = BassHeuristic(initial=1)
+WAYS = (
+    (SamplingParams(1.0), FixedLength(2)),
+    (SamplingParams(1.0), ADAPTIVE),
+    (SamplingParams(0.6, top_k=2), ADAPTIVE),
+    (SamplingParams(1.3, repetition_penalty=1.5), FixedLength(2)),
+)
 NEW, ROWS, PLACES = 24, 6, 2  # tokens, rows and places for them: rows wait, end and move
 
 
 def check_drafter(
-    drafter: Drafter, target: PreTrainedModel | None = None, *, progress: Callable[[str], None] = lambda message: None
+    drafter: Drafter,
+    target: PreTrainedModel | None = None,
+    *,
+    small: ModelPair | None = None,
+    progress: Callable[[str], None] = lambda message: None,
 ) -> Report:
     """Check what the engine relies on in a drafter; a check that fails says which demand is broken.
 
     * law (token and block verification): every random decision of sessions with a tiny target of three tokens is
-      enumerated, under several ways to sample; the law of the text must be the target's to 10⁻¹². So the distributions
-      that come with drafts must be those that they were drawn from, by `Context.draw` and no other random numbers.
+      enumerated, for some ways to sample and two policies; the law of the text must be the target's to 10⁻¹². So the
+      distributions that come with drafts must be those that they were drawn from, by `Context.draw` and no other random
+      numbers.
     * greedy and coupled identity on `target` (None: the embedded one), with more rows than places: what the target
       writes without drafts must not change.
     * sessions apart: two at once write what each writes alone; what a drafter keeps of rows belongs to `begin`'s copy.
+
+    small: a target of three tokens in float64 and a drafter of the kind that is made for it, to enumerate where
+    `drafter` fits one target alone (a feature head).
 
     Raises TypeError for what is no `Drafter`. A drafter may still be useless: how many drafts were accepted is told.
     """
     if not isinstance(drafter, Drafter):
         raise TypeError(f"drafter must be a Drafter, got {type(drafter).__name__}")
+    small = ModelPair(_small_target(), drafter) if small is None else small
     real = load_pair(dtype="float32") if target is None else ModelPair(target)
     prompts = prompt_set("mini", ROWS) if target is None else _prompts(target)
     pair = ModelPair(real.target, drafter, real.tokenizer)
     demands: list[tuple[str, Callable[[], Finding]]] = [
-        ("law, token verification", lambda: _law(drafter, "token")),
-        ("law, block verification", lambda: _law(drafter, "block")),
+        ("law, token verification", lambda: _law(small, "token")),
+        ("law, block verification", lambda: _law(small, "block")),
         ("greedy identity", lambda: _greedy(pair, prompts)),
         ("coupled identity", lambda: _coupled(pair, prompts)),
         ("sessions apart", lambda: _apart(pair, prompts)),
@@ -85,14 +101,13 @@ def _small_target() -> PreTrainedModel:
         return LlamaForCausalLM(config).double().eval()
 
 
-def _law(drafter: Drafter, rule: str) -> Finding:
-    target, prompt = _small_target(), torch.tensor(ENDING)
-    pair, distances, drafted, accepted = ModelPair(target, drafter), {}, 0, 0
-    for way in WAYS:
+def _law(pair: ModelPair, rule: str) -> Finding:
+    prompt, distances, drafted, accepted = torch.tensor(ENDING), {}, 0, 0
+    for way, policy in WAYS:
 
-        def run(way: SamplingParams = way) -> tuple[int, ...]:
+        def run(way: SamplingParams = way, policy: DraftLengthPolicy = policy) -> tuple[int, ...]:
             nonlocal drafted, accepted
-            with Session(pair, draft_length=2, verification=rule, eos_token_id=(), seed=1) as session:
+            with Session(pair, draft_length=policy, verification=rule, eos_token_id=(), seed=1) as session:
                 row = session.submit(prompt, max_new_tokens=3, **vars(way))
                 while not session.idle:
                     session.step()
@@ -100,9 +115,9 @@ def _law(drafter: Drafter, rule: str) -> Finding:
                 drafted, accepted = drafted + int(steps.drafted.sum()), accepted + int(steps.accepted.sum())
                 return tuple(session.result(row).sequence.tolist())
 
-        found, expected = Oracle().laws(run), plain_decoding.exact_law(target, prompt, way, 3)
+        found, expected = Oracle().laws(run), plain_decoding.exact_law(pair.target, prompt, way, 3)
         texts = found.keys() | expected.keys()
-        distances[str(way)] = sum(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in texts) / 2
+        distances[f"{way}, {policy}"] = sum(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in texts) / 2
     worst = max(distances.values())
     tested = f"total variation {worst:.1e}, allowed {EXACT:.0e}; {accepted} of {drafted} drafts accepted"
     return worst < EXACT, tested, {"distances": distances, "drafted": drafted, "accepted": accepted}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from recording import use_on_cpu
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import Context
@@ -110,14 +110,26 @@ def test_drafts_end_where_texts_disagree():
     assert mine._continuation(np.array([9, 8]), 5) == []
 
 
+# --- all of them ---
+
+DRAFTERS = {
+    "suffix": lambda target: bass.SuffixDrafter(),
+    "layers": lambda target: bass.LayerSkipDrafter(1),
+    "features": lambda target: bass.FeatureDrafter(feature_head(target)),
+}
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt2", "opt", "phi3"])
 @pytest.mark.parametrize("compile", ["off", "graphs"])
-def test_the_first_layers_of_a_target_draft_for_it(architecture, compile, monkeypatch):
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypatch):
+    """Rows wait for places, move and end, and two share a prompt."""
     use_on_cpu(monkeypatch)
     target = tiny_model(architecture, dtype="float64")
-    prompts = ragged_prompts(5, 11, 3)
-    pair = bass.ModelPair(target, bass.LayerSkipDrafter(1))
-    out = bass.generate(pair, prompts, max_new_tokens=12, draft_length=3, eos_token_id=(), compile=compile)
+    prompts = [*ragged_prompts(5, 11, 3, 5), *ragged_prompts(5)]
+    pair = bass.ModelPair(target, DRAFTERS[drafter](target))
+    options = {"draft_length": 3, "eos_token_id": (), "compile": compile, "max_batch_size": 3}
+    out = bass.generate(pair, prompts, max_new_tokens=12, **options)
     assert [row.sequence.tolist() for row in out] == [greedy_alone(target, p, 12).tolist() for p in prompts]
     assert out.trace.steps.drafted.sum() > 0
 

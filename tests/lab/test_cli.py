@@ -114,7 +114,7 @@ def test_doctor_gives_the_reason_why_a_model_cannot_be_used(target, tmp_path, ar
 
 def test_doctor_refuses_what_does_not_load_or_fit(target, tmp_path):
     other = save(tmp_path, byte_tokenizer(swap=(40, 50)))
-    cases = {("--target", tmp_path / "nothing"): "cannot load", ("--draft", target): "without a target"}
+    cases = {("--target", tmp_path / "nothing"): "cannot load", ("--draft", "gpt2"): "without a target"}
     cases[("--target", target, "--draft", other)] = "tokenizers differ"
     for arguments, reason in cases.items():
         result = run("doctor", *arguments, "--json")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import feature_head, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
@@ -85,8 +85,8 @@ def broken(drafter: bass.Drafter) -> list[str]:
     "drafter",
     [
         Guesses(),
-        ForgetsWhatWasSaid(),  # a worse draft, and an honest one
-        bass.NgramDrafter(),
+        pytest.param(ForgetsWhatWasSaid(), marks=pytest.mark.slow),  # a worse draft, and an honest one
+        pytest.param(bass.NgramDrafter(), marks=pytest.mark.slow),
         bass.SuffixDrafter(),
         bass.LayerSkipDrafter(1),
         bass.ModelDrafter(tiny_model(dtype="float64", noise=0.1)),
@@ -95,6 +95,17 @@ def broken(drafter: bass.Drafter) -> list[str]:
 )
 def test_drafters_that_keep_their_word_pass(drafter):
     assert broken(drafter) == []
+
+
+def test_a_feature_head_is_enumerated_on_a_target_of_its_own():
+    drafter = bass.FeatureDrafter(feature_head(TARGET))
+    few = tiny_model(dtype="float64", vocab_size=3, hidden_size=16, num_hidden_layers=1, pad_token_id=None)
+    small = bass.ModelPair(few, bass.FeatureDrafter(feature_head(few)))
+    report = lab.check_drafter(drafter, TARGET, small=small)
+    assert report.passed
+    laws = [check.details for check in report.checks if check.name in LAWS]
+    assert all(0 < law["accepted"] < law["drafted"] for law in laws)
+    assert set(broken(drafter)) == set(LAWS)  # on the target that every drafter gets it cannot draft
 
 
 @pytest.mark.parametrize("drafter", [Flatters(), PicksTheMostLikely()], ids=lambda drafter: type(drafter).__name__)

@@ -45,7 +45,7 @@ class ModelDrafter(Drafter):
         mine.recorded = None
         return mine
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None) -> None:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
         self.runner.cache.clear(places)
         self._feed_last(tokens, hidden, lengths, max(lengths), places)
         self.cached[places.start : places.stop] = lengths
