@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from bass_lab.texts import corpus
 
 LENGTH, PROMPT = 256, 32  # tokens of a window, and of what the target continues
 BATCH = 8  # windows of a step
+AT_ONCE = 24  # texts that a thread writes together
 TEMPERATURES = (1.0, 0.4)  # at which the draft learns the target's probabilities
 LEARNING_RATE = 1e-2
 
@@ -41,10 +41,10 @@ def align(
     tokens: of all windows that the draft learns from. progress(stage, share): told "writing" or "learning", and how
         much of that is over.
 
-    Raises ValueError for a pair without a draft model or a tokenizer, for a draft of another vocabulary, and for texts
-    that are shorter than a window of 256 tokens together.
+    Raises ValueError for a pair without a draft model or a tokenizer, for a draft of another vocabulary, for no tokens,
+    and for texts that are shorter than a window of 256 tokens together.
     """
-    _check(pair)
+    _check(pair, tokens, own_texts)
     windows = Windows(list(corpus.library_functions() if texts is None else texts), pair.tokenizer)
     own = _own_texts(pair.target, windows, own_texts, torch.Generator().manual_seed(seed + 1), progress)
     learner = copy.deepcopy(pair.draft).float()
@@ -69,11 +69,26 @@ def align(
             seed=seed,
             threads=torch.get_num_threads(),
             folder=Path(folder),
+            tell=lambda text: None,
         )
     progress("learning", 1.0)
     aligned = copy.deepcopy(pair.draft)
     aligned.load_state_dict(learner.state_dict())
     return ModelPair(pair.target, aligned, pair.tokenizer)
+
+
+def _check(pair: ModelPair, tokens: int, own_texts: int) -> None:
+    if not isinstance(pair.draft, PreTrainedModel):
+        raise ValueError(f"align needs a pair with a draft model to align, got {type(pair.drafter).__name__}")
+    if pair.tokenizer is None:
+        raise ValueError("align needs a pair with a tokenizer, got none: ModelPair(target, draft, tokenizer)")
+    sizes = [model.config.get_text_config().vocab_size for model in (pair.draft, pair.target)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"draft has {sizes[0]} tokens and target {sizes[1]}: align needs one vocabulary")
+    if tokens < 1 or own_texts < 0:
+        raise ValueError(
+            f"tokens must be positive and own_texts at least 0, got tokens={tokens}, own_texts={own_texts}"
+        )
 
 
 def _own_texts(
@@ -85,15 +100,16 @@ def _own_texts(
 ) -> Tensor:
     """Windows [count, LENGTH] that begin as given texts and go on as the target would, half of them nearly greedy."""
     prompts = windows.take(count, PROMPT, generator).to(target.device)
-    parts = [(part, t) for half, t in zip(prompts.chunk(2), (0.2, 1.0)) for part in half.split(BATCH * 2)]
-    written = [prompts.new_empty(0, LENGTH)]
+    halves = zip(prompts.chunk(2), (0.2, 1.0), strict=False)  # of one text there is no second half
+    parts = [(part, temperature) for half, temperature in halves for part in half.split(AT_ONCE) if len(part)]
 
     def write(part: tuple[Tensor, float]) -> Tensor:
         return write_texts(target, part[0], LENGTH, part[1])
 
-    progress("writing", 0.0)
+    written = [prompts.new_empty(0, LENGTH)]
     with workers(torch.get_num_threads()) as pool:
-        for done, text in enumerate(pool.map(write, parts), 1):
+        for text in pool.map(write, parts):
+            progress("writing", (len(written) - 1) / len(parts))
             written.append(text)
-            progress("writing", done / len(parts))
+    progress("writing", 1.0)
     return torch.cat(written).cpu()

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, LlamaConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from bass_core.drafters import FeatureHead
+from bass_core.drafters import FeatureHead, FeatureHeadConfig
 from bass_lab.pair.fitting import Teacher, divergence, quick_norms
 
 STEP_WEIGHTS = (1.0, 0.8, 0.64)  # of the steps; a later token is drafted in vain where an earlier one is wrong
@@ -25,11 +25,13 @@ KeysValues = tuple[Tensor, Tensor]  # of one step, each [B, KV heads, Q, D]
 
 
 def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
-    """A feature head with random weights for this target (attached to it), its attention and norms made for training.
-    sizes: fields of `LlamaConfig` that need not be the target's."""
+    """A feature head of one layer with random weights, attached to this target, its attention and norms made for
+    training. sizes: of the layer, as in `FeatureHeadConfig`."""
     of = target.config.get_text_config()
-    config = LlamaConfig(
-        **{"hidden_size": of.hidden_size, "num_hidden_layers": 1} | sizes,
+    config = FeatureHeadConfig(
+        **sizes,
+        hidden_size=of.hidden_size,
+        num_hidden_layers=1,
         vocab_size=of.vocab_size,
         max_position_embeddings=of.max_position_embeddings,
         bos_token_id=None,
@@ -69,9 +71,7 @@ def _delayed(states: Tensor, by: int) -> Tensor:
     return F.pad(states, (0, 0, by, 0))[..., : states.shape[-2], :]
 
 
-def unrolled_loss(
-    head: FeatureHead, teacher: Teacher, windows: Tensor, temperatures: tuple[float, ...]
-) -> Tensor:
+def unrolled_loss(head: FeatureHead, teacher: Teacher, windows: Tensor, temperatures: tuple[float, ...]) -> Tensor:
     """KL(target || head) in nats per token of windows [B, Q]: mean over the temperatures, sum over the weighted steps."""
     features = teacher.states(windows)  # [B, Q, H]
     wanted = teacher.logits(features)  # [B, Q, V]
@@ -92,7 +92,7 @@ def unrolled(head: FeatureHead, windows: Tensor, features: Tensor) -> Iterator[T
 
 
 def save_head(head: FeatureHead, folder: Path) -> None:
-    """Write the head's own weights in bfloat16, and its configuration, for `FeatureDrafter.load`."""
+    """Write the head's own weights in bfloat16, and its configuration, for `load_pair(target, draft=folder)`."""
     plain = FeatureHead(head.config).to(torch.bfloat16)
     plain.load_state_dict(head.state_dict())
     plain.save_pretrained(folder)

@@ -70,6 +70,10 @@ def _rms_norm(norm: LlamaRMSNorm, states: Tensor) -> Tensor:
     return F.rms_norm(states, (states.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
 def fit(
     model: nn.Module,
     loss_of: Callable[[Tensor], Tensor],
@@ -83,6 +87,7 @@ def fit(
     threads: int,
     folder: Path,
     save_every: float = 180.0,
+    tell: Callable[[str], None] = say,
 ) -> dict[str, float]:
     """Train on `tokens` tokens: warm-up, then the learning rates fall to zero along a cosine.
 
@@ -94,7 +99,8 @@ def fit(
     Everything is kept in `folder`/`name`.pt every `save_every` seconds; a second call goes on from there, and returns
     at once when the training is complete. Returns tokens, steps, seconds, and the mean losses of the first ten and the
     last fifty steps. data: says what windows come in which order. Raises ValueError if the file there was made by
-    another recipe: with other data, another budget or learning rate, or for models of other sizes.
+    another recipe: with other data, another budget or learning rate, or for models of other sizes. tell: is told how far
+    it is every half minute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.pt"
@@ -112,7 +118,7 @@ def fit(
             optimizer.load_state_dict(saved)
         generator.set_state(state["generator"])
         seen, losses, before = state["seen"], state["losses"], state["seconds"]
-        say(f"{name}: going on after {seen} tokens")
+        tell(f"{name}: going on after {seen} tokens")
 
     def keep() -> None:
         state = {"made_by": made_by, "model": model.state_dict(), "generator": generator.get_state(), "seen": seen}
@@ -150,7 +156,7 @@ def fit(
             if now - reported > 30:
                 reported, recent = now, losses[-50:]
                 speed, mean = (seen - began_at) / (now - start), sum(recent) / len(recent)
-                say(f"{name}: {seen / tokens:.1%}, {speed:.0f} tokens/s, loss {mean:.3f}")
+                tell(f"{name}: {seen / tokens:.1%}, {speed:.0f} tokens/s, loss {mean:.3f}")
             if now - saved_at > save_every:
                 saved_at = now
                 keep()
@@ -264,7 +270,3 @@ def write_texts(target: PreTrainedModel, windows: Tensor, length: int, temperatu
             do_sample=True, temperature=temperature, top_k=0, max_new_tokens=length - windows.shape[1], pad_token_id=0
         ),
     )
-
-
-def say(text: str) -> None:
-    print(text, flush=True)

@@ -52,9 +52,12 @@ WORK = Path("build/embedded_pair")
 
 
 def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
+    layer = _layer(heads, key_value_heads, intermediate, head_dim)
+    return {"hidden_size": hidden, "num_hidden_layers": layers} | layer
+
+
+def _layer(heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
     return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads,
         "head_dim": head_dim,
@@ -67,7 +70,7 @@ DRAFTS = {
     "draft": _sizes(224, 1, 7, 7, 560),
     "draft_2x160": _sizes(160, 2, 5, 5, 448),
     "deep_draft": _sizes(96, 6, 3, 3, 256),
-    "draft_8x80": _sizes(80, 8, 3, 3, 240),
+    "draft_8x84": _sizes(84, 8, 3, 3, 216),
 }
 
 
@@ -84,7 +87,7 @@ class Recipe:
     lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.85, 512), (0.96, 1024))  # from this part on, window length
     target: dict = field(default_factory=lambda: _sizes(192, 20, 6, 2, 512))
     drafts: dict[str, dict] = field(default_factory=lambda: dict(DRAFTS))
-    feature_head: dict = field(default_factory=lambda: _sizes(192, 1, 6, 6, 640))
+    feature_head: dict = field(default_factory=lambda: _layer(6, 6, 640))
     target_tokens: int = 14_000_000
     draft_tokens: int = 5_000_000
     aligning_tokens: int = 5_000_000
@@ -104,7 +107,15 @@ class Recipe:
         return self.seed, self.vocab_size, self.generated, self.generated_share, self.batch_tokens, self.lengths
 
     def __post_init__(self):
-        for name in ("target_tokens", "draft_tokens", "aligning_tokens", "feature_tokens", "generated", "target_texts", "threads"):
+        for name in (
+            "target_tokens",
+            "draft_tokens",
+            "aligning_tokens",
+            "feature_tokens",
+            "generated",
+            "target_texts",
+            "threads",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
