@@ -26,6 +26,7 @@ from bass_lab.pair.alignment import align
 from bass_lab.texts import corpus
 
 REGULAR = "regular"
+PHASES = ("draft", "verify", "other")  # of a step
 LAUNCHES = {"every kernel launched": 10.0, "a recorded graph": 0.5}  # ms to launch a pass of the modelled target
 PAPERS_LAYERS = 4  # of the paper's draft, 2048 wide
 
@@ -72,9 +73,8 @@ def runs(
 
 def _counted(trace: Trace) -> dict[str, float]:
     decode = trace.steps.query("kind == 'decode'")
-    steps = decode.groupby("step").agg(
-        drafted=("drafted", "max"), draft=("draft_ms", "first"), verify=("verify_ms", "first"), other=("other_ms", "first")
-    )  # fmt: skip
+    times = {name: (f"{name}_ms", "first") for name in PHASES}
+    steps = decode.groupby("step").agg(drafted=("drafted", "max"), **times)
     return {
         "accepted": int(decode.accepted.sum()),
         "judged": int(np.minimum(decode.accepted + 1, decode.drafted).sum()),
@@ -82,7 +82,7 @@ def _counted(trace: Trace) -> dict[str, float]:
         "tokens": int(decode.emitted.sum()),
         "draft_ms": steps.draft.sum() / steps.drafted.sum() if steps.drafted.any() else np.nan,
         "pass_ms": steps.verify.mean(),
-        "ms": steps[["draft", "verify", "other"]].to_numpy().sum() / decode.emitted.sum(),
+        "ms": steps[list(PHASES)].to_numpy().sum() / decode.emitted.sum(),
     }
 
 
@@ -148,7 +148,7 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
 
 
 def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
-    """`align` with a progress bar; of every 5,000 tokens one text is the target's own."""
+    """`align` with a progress bar; for every 5,000 tokens one text is the target's own."""
     with tqdm(total=1.0, disable=None, bar_format="{desc}: {percentage:.0f}%|{bar}| {elapsed}") as bar:
 
         def tell(stage: str, share: float) -> None:
@@ -156,7 +156,7 @@ def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
             bar.n = share
             bar.refresh()
 
-        return align(pair, tokens=tokens, own_texts=tokens // 5_000, seed=seed, progress=tell)
+        return align(pair, tokens=tokens, own_texts=max(1, tokens // 5_000), seed=seed, progress=tell)
 
 
 def judged(pair: ModelPair, prompts: Sequence[str], **options) -> pd.DataFrame:

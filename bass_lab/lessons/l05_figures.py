@@ -23,7 +23,7 @@ SPEEDS = (0.5, 1, 1.5, 2, 2.5, 3, 4)  # whose lines are drawn
 
 
 def ladder_figure(table: pd.DataFrame, layers: Mapping[str, int]) -> go.Figure:
-    """α, the time of a drafted token and that of a committed one, against the depth of the draft: a line per prompt set.
+    """α and the times of a drafted and of a committed token against the depth of the draft, a line per prompt set.
 
     table: of `l05_demonstrations.compared`, one batch size. layers: of each draft.
     """
