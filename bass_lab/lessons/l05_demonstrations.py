@@ -148,7 +148,7 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
 
 
 def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
-    """`align` with a progress bar; for every 5,000 tokens one text is the target's own."""
+    """`align` with a progress bar; fewer of the target's own texts for few tokens."""
     with tqdm(total=1.0, disable=None, bar_format="{desc}: {percentage:.0f}%|{bar}| {elapsed}") as bar:
 
         def tell(stage: str, share: float) -> None:
@@ -156,7 +156,7 @@ def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
             bar.n = share
             bar.refresh()
 
-        return align(pair, tokens=tokens, own_texts=max(1, tokens // 5_000), seed=seed, progress=tell)
+        return align(pair, tokens=tokens, own_texts=min(96, max(1, tokens // 5_000)), seed=seed, progress=tell)
 
 
 def judged(pair: ModelPair, prompts: Sequence[str], **options) -> pd.DataFrame:
