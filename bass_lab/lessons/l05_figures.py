@@ -29,7 +29,7 @@ def ladder_figure(table: pd.DataFrame, layers: Mapping[str, int]) -> go.Figure:
     """
     names = {"alpha": "α", "draft_ms": "ms per drafted token", "ms": "ms per committed token"}
     figure = panels(1, 3, list(names.values()), "Drafts of equal size, by their depth", 360, horizontal_spacing=0.08)
-    drafts = table[table.draft.isin(list(layers))]
+    drafts = table[table.draft.isin(layers.keys())]
     drafts = drafts.assign(layers=drafts.draft.map(layers)).sort_values("layers")
     for look, (prompts, part) in zip(CURVES, drafts.groupby("prompts", sort=False), strict=False):
         for column, name in enumerate(names, 1):
@@ -62,7 +62,7 @@ def cost_figure(table: pd.DataFrame, title: str) -> go.Figure:
     shares = drafts.draft_ms / step
     figure = empty_figure(title, "a drafted token's time ÷ a pass of the target (logarithmic)", "α", 480)
     lowest, highest = min(1e-3, shares.min() / 2), max(1.0, shares.max() * 2)
-    costs, chances = np.geomspace(lowest, highest, 80), np.linspace(0.0, 0.99, 100)
+    costs, chances = np.geomspace(lowest, highest, 80), np.linspace(0.0, 0.99, 1000)
     for speed in SPEEDS:
         needed = _needed(speed, costs, chances)
         line = go.Scatter(x=costs, y=needed, mode="lines", line={"color": LOOKS["baseline"].colour, "width": 1})
