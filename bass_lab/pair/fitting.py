@@ -99,8 +99,8 @@ def fit(
     Everything is kept in `folder`/`name`.pt every `save_every` seconds; a second call goes on from there, and returns
     at once when the training is complete. Returns tokens, steps, seconds, and the mean losses of the first ten and the
     last fifty steps. data: says what windows come in which order. Raises ValueError if the file there was made by
-    another recipe: with other data, another budget or learning rate, or for models of other sizes. tell: is told how far
-    it is every half minute.
+    another recipe: with other data, another budget or learning rate, or for models of other sizes. tell: is told
+    how far it is every half minute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.pt"
