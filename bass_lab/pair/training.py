@@ -3,13 +3,12 @@
 The target is deep, the main draft one wide layer. Both choices are about *time*, not about parameters: a forward pass
 of models this small costs what its number of layers costs, so a draft of one layer is about ten times cheaper than a
 target of twenty, as the pairs are that people use. A second draft of equal size, deep and narrow, shows what that
-choice is worth, and a *ladder* of four that are trained alike, from one layer to eight. A feature head drafts from the
-target's own hidden states.
+choice is worth, and a feature head drafts from the target's own hidden states.
 
 Stages, each resumed where it was cut off: the tokenizer; the target and the drafts, each from the corpus; texts that
 the target writes; *alignment*: the drafts learn the target's probabilities (knowledge distillation, Hinton et al. 2015)
 on the corpus and on the target's own texts (DistillSpec, Zhou et al. 2023), because those are what they will be asked
-to predict. The ladder goes through the same stages with fewer tokens; the feature head learns from the target alone.
+to predict. The feature head learns from the target alone.
 
 The seed fixes corpus, tokenizer and the order of the data; the budgets are counted in tokens, so that a slower machine
 trains longer and not less. Sums are rounded differently on other machines: figures repeat, weights do not to the bit.
@@ -70,14 +69,8 @@ def _layer(heads: int, key_value_heads: int, intermediate: int, head_dim: int = 
     }
 
 
+# Of equal size: what depth is worth.
 DRAFTS = {"draft": _sizes(224, 1, 7, 7, 560), "deep_draft": _sizes(96, 6, 3, 3, 256)}
-# What depth is worth: as many parameters in one layer, two, six and eight, trained alike, on fewer tokens than those.
-LADDER = {
-    "ladder_1x224": DRAFTS["draft"],
-    "ladder_2x160": _sizes(160, 2, 5, 5, 448),
-    "ladder_6x96": DRAFTS["deep_draft"],
-    "ladder_8x84": _sizes(84, 8, 3, 3, 216),
-}
 
 
 @dataclass(frozen=True)
@@ -93,14 +86,11 @@ class Recipe:
     lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.85, 512), (0.96, 1024))  # from this part on, window length
     target: dict = field(default_factory=lambda: _sizes(192, 20, 6, 2, 512))
     drafts: dict[str, dict] = field(default_factory=lambda: dict(DRAFTS))
-    ladder: dict[str, dict] = field(default_factory=lambda: dict(LADDER))
     feature_head: dict = field(default_factory=lambda: _layer(6, 6, 640))
     target_tokens: int = 14_000_000
     draft_tokens: int = 5_000_000
     aligning_tokens: int = 5_000_000
     feature_tokens: int = 5_000_000
-    ladder_tokens: int = 2_000_000
-    ladder_aligning_tokens: int = 1_200_000
     target_lr: float = 1.5e-2
     draft_lr: float = 2e-2
     aligning_lr: float = 1e-2
@@ -141,7 +131,7 @@ class Data:
 
 
 def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: Path | None = None) -> dict:
-    """Train tokenizer, target, drafts, ladder and feature head, write each to `folder`/its name; returns the figures.
+    """Train tokenizer, target, drafts and feature head, write each to `folder`/its name; returns the figures.
 
     `work` keeps unfinished and finished stages; a second call goes on from there. `folder`/unaligned_* are the drafts
     before alignment. trained_target: a folder of the target, with its tokenizer, for which the others are then trained.
@@ -156,10 +146,8 @@ def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: 
     own = _own_texts(target, data, work)
     teacher = Teacher(target, own, recipe.threads)
     taught = partial(_with_own_texts, data, own)
-    training.drafts("drafts", recipe.drafts, recipe.draft_tokens)
-    training.align("alignment", recipe.drafts, recipe.aligning_tokens, teacher, taught)
-    training.drafts("ladder", recipe.ladder, recipe.ladder_tokens)
-    training.align("ladder_alignment", recipe.ladder, recipe.ladder_aligning_tokens, teacher, taught)
+    training.drafts()
+    training.align(teacher, taught)
     training.feature_head(teacher, taught)
     return training.report | {"seed": recipe.seed, "machine": _machine(), "own_texts": own.numel()}
 
@@ -187,28 +175,32 @@ class _Training:
         save(target, self.tokenizer, self.folder / "target")
         return target
 
-    def drafts(self, name: str, sizes: dict[str, dict], tokens: int) -> None:
-        """A set of drafts, from the corpus."""
-        torch.manual_seed(self.recipe.seed)
-        drafts = nn.ModuleDict({draft: self._new(draft, of) for draft, of in sizes.items()})
+    def drafts(self) -> None:
+        """All drafts, from the corpus."""
+        recipe = self.recipe
+        torch.manual_seed(recipe.seed)
+        drafts = nn.ModuleDict({name: self._new(name, sizes) for name, sizes in recipe.drafts.items()})
 
         def loss(windows: Tensor) -> Tensor:
             return sum(next_token_loss(draft, windows) for draft in drafts.values())
 
-        self.report[name] = self.fit(drafts, loss, self.data.batch, tokens=tokens, lr=self.recipe.draft_lr, name=name)
-        for draft, model in drafts.items():
-            save(model, self.tokenizer, self.folder / f"unaligned_{draft}")
+        budget = {"tokens": recipe.draft_tokens, "lr": recipe.draft_lr}
+        self.report["drafts"] = self.fit(drafts, loss, self.data.batch, **budget, name="drafts")
+        for name, draft in drafts.items():
+            save(draft, self.tokenizer, self.folder / f"unaligned_{name}")
 
-    def align(self, name: str, sizes: dict[str, dict], tokens: int, teacher: Teacher, taught: Batches) -> None:
-        """The same set, from the target."""
-        drafts = nn.ModuleDict({draft: self.models[draft] for draft in sizes})
+    def align(self, teacher: Teacher, taught: Batches) -> None:
+        """The drafts, from the target."""
+        recipe = self.recipe
+        drafts = nn.ModuleDict({name: self.models[name] for name in recipe.drafts})
 
         def loss(windows: Tensor) -> Tensor:
-            return distillation_loss(drafts.values(), teacher, windows, self.recipe.aligning_temperatures)
+            return distillation_loss(drafts.values(), teacher, windows, recipe.aligning_temperatures)
 
-        self.report[name] = self.fit(drafts, loss, taught, tokens=tokens, lr=self.recipe.aligning_lr, name=name)
-        for draft, model in drafts.items():
-            save(model, self.tokenizer, self.folder / draft)
+        budget = {"tokens": recipe.aligning_tokens, "lr": recipe.aligning_lr}
+        self.report["alignment"] = self.fit(drafts, loss, taught, **budget, name="alignment")
+        for name, draft in drafts.items():
+            save(draft, self.tokenizer, self.folder / name)
 
     def feature_head(self, teacher: Teacher, taught: Batches) -> None:
         recipe = self.recipe
