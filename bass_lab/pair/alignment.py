@@ -49,7 +49,7 @@ def align(
     own = _own_texts(pair.target, windows, own_texts, torch.Generator().manual_seed(seed + 1), progress)
     learner = copy.deepcopy(pair.draft).float()
     quick_norms(learner)
-    teacher = Teacher(pair.target, own, torch.get_num_threads())
+    teacher = Teacher(pair.target, own)
 
     def batches(share: float, generator: torch.Generator) -> Tensor:
         progress("learning", share)

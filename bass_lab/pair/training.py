@@ -144,7 +144,7 @@ def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: 
     training = _Training(data, tokenizer, folder, work)
     target = training.target(trained_target)
     own = _own_texts(target, data, work)
-    teacher = Teacher(target, own, recipe.threads)
+    teacher = Teacher(target, own)
     taught = partial(_with_own_texts, data, own)
     training.drafts()
     training.align(teacher, taught)
