@@ -85,7 +85,11 @@ class EagerStep:
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]. planned: the lengths before they
         were cut to what rows may still emit."""
-        return self.drafter.draft(context, lengths, policy) if lengths.any() else Draft.none(context)
+        return self.drafted(context, lengths, policy) if lengths.any() else Draft.none(context)
+
+    def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        """What the drafter returns, checked."""
+        return self.drafter.draft(context, lengths, policy).checked(self.drafter, lengths, self.vocabulary)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""

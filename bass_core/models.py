@@ -110,8 +110,8 @@ def load_pair(
 
     target: a folder or an id on the hub; None: the embedded one.
     draft: a folder or an id of a model or of a `FeatureHead`; "ngram", "suffix" or "layers:N" (the target's first N);
-        any `Drafter`; for the embedded target also "deep_draft" and "feature_head". None: n-gram drafting, and for the
-        embedded target its own draft.
+        any `Drafter`; for the embedded target also "deep_draft", "unaligned_draft" and "feature_head". None: n-gram
+        drafting, and for the embedded target its own draft.
     dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own ("auto") on a GPU. torch_dtype:
         its older name.
     device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",
@@ -135,28 +135,44 @@ def load_pair(
             )
     draft = drafters.named(draft) or draft
     if target is None:
-        target, draft = ASSETS / "target", _embedded(draft)
+        target, draft = ASSETS / "target", embedded_draft(draft)
     by_name = isinstance(draft, str | Path)
     if draft_revision is not None and not by_name:
         raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
     device, dtype = place(device, dtype, device_map, torch_dtype)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    small = load_model(draft, draft_revision, **options) if by_name else None
-    reads = by_name and not isinstance(small, FeatureHead)
+    small = load_draft(draft, draft_revision, **options) if by_name else draft
+    reads = by_name and isinstance(small, PreTrainedModel)
     return ModelPair(
         target=load_model(target, revision, quantization_config, **options),
-        draft=FeatureDrafter(small) if isinstance(small, FeatureHead) else small or draft,
+        draft=small,
         tokenizer=load_tokenizer(target, revision, trust_remote_code),
         draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
     )
 
 
-def _embedded(draft: str | Path | Drafter | None) -> Path | Drafter:
+def load_draft(
+    name: str | Path,
+    revision: str | None = None,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel | Drafter:
+    """What drafts, alone: one of the drafters' names, or the model or feature head of a folder or an id on the hub.
+    Raises as `load_pair`."""
+    if (drafter := drafters.named(name)) is not None:
+        return drafter
+    model = load_model(name, revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return FeatureDrafter(model) if isinstance(model, FeatureHead) else model
+
+
+def embedded_draft(draft: str | Path | Drafter | None) -> str | Path | Drafter:
     """What drafts for the embedded target. Raises ValueError for what is not embedded, no folder and no drafter."""
     known = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json") if folder.parent.name != "target")
     if draft is None or draft in known:
         return ASSETS / (draft or "draft")
-    if isinstance(draft, Drafter) or Path(draft).is_dir():
+    if isinstance(draft, Drafter) or drafters.named(draft) or Path(draft).is_dir():
         return draft
     raise ValueError(
         f"draft={str(draft)!r} was given without a target; name both. The embedded target takes {', '.join(known)}, "

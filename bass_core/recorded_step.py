@@ -103,7 +103,7 @@ class RecordedStep(EagerStep):
         self._settle(most)
         self._announce(lengths)
         if not alone and most > 0:
-            draft = self.drafter.draft(self.context(context.places, most), lengths, policy)
+            draft = self.drafted(self.context(context.places, most), lengths, policy)
             self._store(draft)
             self._announce(draft.lengths_host)
             return draft

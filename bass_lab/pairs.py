@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core.checkpoints import is_quantized
-from bass_core.drafters import Drafter, NgramDrafter
-from bass_core.models import ModelPair, has_dummy_weights
+from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
+from bass_core.models import ASSETS, ModelPair, has_dummy_weights, load_draft
 
 
 def require_draft_model(pair: ModelPair) -> None:
@@ -28,19 +28,31 @@ def context_of(pair: ModelPair) -> float:
 
 def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
     """The pair with its models in that dtype: itself, or a pair of copies. Raises ValueError for quantized ones."""
-    models = pair.models
-    if all(model.dtype == dtype for model in models):
+    if all(model.dtype == dtype for model in pair.models):
         return pair
-    if any(map(is_quantized, models)):
+    if any(map(is_quantized, pair.models)):
         wanted = str(dtype).removeprefix("torch.")
         raise ValueError(
             f"this needs {wanted}, and quantized models cannot be cast: load {pair!r} with dtype={wanted!r}"
         )
     target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
-    for model in (target, draft):
-        if isinstance(model, PreTrainedModel):
-            model.to(dtype)
-    return replace(pair, target=target, draft=draft)
+    copies = replace(pair, target=target, draft=draft)
+    for model in copies.models:
+        model.to(dtype)
+    return copies
+
+
+def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
+    """What may draft for the pair's target, by name: its own draft first, then those that need no training, and for the
+    embedded target those that were trained for it."""
+    quarter = max(1, pair.target.config.get_text_config().num_hidden_layers // 4)
+    found = {"its own draft": pair.draft or pair.drafter, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
+    found["first layers"] = LayerSkipDrafter(quarter)
+    if Path(pair.target.name_or_path) == ASSETS / "target":
+        where = {"dtype": pair.target.dtype, "device": pair.device}
+        for name in ("deep_draft", "feature_head"):
+            found[name.replace("_", " ")] = load_draft(ASSETS / name, **where)
+    return found
 
 
 def name_of(model: PreTrainedModel | Drafter | None) -> str:

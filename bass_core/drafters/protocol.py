@@ -101,6 +101,26 @@ class Draft(NamedTuple):
         """Nothing drafted: regular decoding."""
         return cls.of(context.tokens[:, :0], np.zeros(len(context.lengths_host), np.int64))
 
+    def checked(self, drafter: Drafter, asked: np.ndarray, vocabulary: int) -> Draft:
+        """The same. Raises ValueError for what no drafter may return that was asked for these lengths."""
+        said, (rows, most) = f"{type(drafter).__name__}.draft returned", self.tokens.shape
+        if rows != len(asked) or np.shape(self.lengths_host) != (rows,) or self.tokens.dtype != torch.int64:
+            raise ValueError(
+                f"{said} {rows} rows of {self.tokens.dtype} and lengths {self.lengths_host}; wanted are ids "
+                f"(torch.int64) and lengths of {len(asked)} rows"
+            )
+        if (self.lengths_host > np.minimum(asked, most)).any() or self.lengths_host.min() < 0:
+            lengths = self.lengths_host.tolist()
+            raise ValueError(f"{said} lengths {lengths} of {most} tokens, and was asked for {asked.tolist()} at most")
+        if most and self.tokens.device.type == "cpu" and not 0 <= self.tokens.min() <= self.tokens.max() < vocabulary:
+            raise ValueError(f"{said} ids that the target does not have; it has {vocabulary}")
+        if self.probs is not None and self.probs.shape != (rows, most, vocabulary):
+            raise ValueError(
+                f"{said} probs {list(self.probs.shape)}; the target chooses among {vocabulary} tokens: "
+                f"{[rows, most, vocabulary]}"
+            )
+        return self
+
     def distributions(self, vocabulary: int) -> Tensor:
         """probs, or one-hot where the tokens were certain: [B, K, V]."""
         if self.probs is None:

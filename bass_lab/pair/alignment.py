@@ -33,7 +33,7 @@ def align(
     progress: Callable[[str, float], None] = lambda stage, share: None,
 ) -> ModelPair:
     """The pair with a draft that has learned the target's probabilities (distillation: Hinton et al. 2015; on the
-    target's own texts: DistillSpec, Zhou et al. 2023). The draft learned is a copy; the pair that is given stays as it is.
+    target's own texts: DistillSpec, Zhou et al. 2023). It is a copy that learns; what is given stays as it is.
 
     texts: what the draft learns on (None: functions of the standard library, but for the modules that the prompt set
         "library" is from). The target continues the beginnings of `own_texts` of them (0: none), and one window in
@@ -49,7 +49,7 @@ def align(
     own = _own_texts(pair.target, windows, own_texts, torch.Generator().manual_seed(seed + 1), progress)
     learner = copy.deepcopy(pair.draft).float()
     quick_norms(learner)
-    teacher = Teacher(pair.target, own, torch.get_num_threads())
+    teacher = Teacher(pair.target, own)
 
     def batches(share: float, generator: torch.Generator) -> Tensor:
         progress("learning", share)

@@ -2,8 +2,8 @@
 
 In a draft only the first token is predicted from the target's own hidden states; each further one is predicted from
 what the head has made of the tokens before. So the head is trained on some steps of that, over all positions of a
-window at once ("training-time test", EAGLE-3: Li et al. 2025; HASS: Zhang et al. 2024): step 1 reads the target's hidden
-states, and each further step reads at position j what the step before predicted at j - 1.
+window at once ("training-time test", EAGLE-3: Li et al. 2025; HASS: Zhang et al. 2024): step 1 reads the target's
+hidden states, and each further step reads at position j what the step before predicted at j - 1.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _delayed(states: Tensor, by: int) -> Tensor:
 
 
 def unrolled_loss(head: FeatureHead, teacher: Teacher, windows: Tensor, temperatures: tuple[float, ...]) -> Tensor:
-    """KL(target || head) in nats per token of windows [B, Q]: mean over the temperatures, sum over the weighted steps."""
+    """KL(target || head) in nats per token of windows [B, Q]: mean over temperatures, weighted sum over the steps."""
     features = teacher.states(windows)  # [B, Q, H]
     wanted = teacher.logits(features)  # [B, Q, V]
     total = torch.zeros((), device=windows.device)

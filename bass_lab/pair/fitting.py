@@ -99,8 +99,8 @@ def fit(
     Everything is kept in `folder`/`name`.pt every `save_every` seconds; a second call goes on from there, and returns
     at once when the training is complete. Returns tokens, steps, seconds, and the mean losses of the first ten and the
     last fifty steps. data: says what windows come in which order. Raises ValueError if the file there was made by
-    another recipe: with other data, another budget or learning rate, or for models of other sizes. tell: is told how far
-    it is every half minute.
+    another recipe: with other data, another budget or learning rate, or for models of other sizes. tell: is told
+    how far it is every half minute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.pt"
@@ -206,35 +206,32 @@ def next_token_loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
 
 
 class Teacher:
-    """A target that drafts learn from. It reads `texts` [N, Q], windows of which it will be asked again and again, only
-    once, as a training that goes over them ten times would otherwise spend most of its time in the target."""
+    """A target that drafts learn from. What it made of `texts` [N, Q] is remembered: a training that goes over them ten
+    times would otherwise spend most of its time in the target."""
 
-    def __init__(self, target: PreTrainedModel, texts: Tensor | None = None, threads: int = 2):
+    def __init__(self, target: PreTrainedModel, texts: Iterable[Tensor] = ()):
         self.target = target
-        self._known: dict[bytes, Tensor] = {}  # hidden states [Q, H] of a window
-        if texts is None:
-            return
-
-        def read(windows: Tensor) -> Tensor:
-            with torch.autocast(windows.device.type, torch.bfloat16):
-                return self.states(windows).bfloat16()
-
-        with workers(threads) as pool:
-            for windows, states in zip(texts.split(8), pool.map(read, texts.to(target.device).split(8)), strict=True):
-                self._known |= zip(map(_name, windows), states, strict=True)
+        # Hidden states [Q, H] of windows, None of those that were not asked for yet.
+        self._remembered: dict[bytes, Tensor | None] = dict.fromkeys(map(_name, texts))
 
     @torch.no_grad()
     def states(self, windows: Tensor) -> Tensor:
         """The last hidden states after each token of windows [B, Q]: [B, Q, H]."""
-        known = [self._known.get(_name(window)) for window in windows] if self._known else [None]
-        if any(states is None for states in known):
-            return self.target.get_decoder()(windows, use_cache=False).last_hidden_state
+        names = list(map(_name, windows))
+        known = [self._remembered.get(name) for name in names]
+        new = [row for row, states in enumerate(known) if states is None]
+        if new:
+            read = self.target.get_decoder()(windows[new], use_cache=False).last_hidden_state
+            for row, states in zip(new, read, strict=True):
+                known[row] = states
+                if names[row] in self._remembered:
+                    self._remembered[names[row]] = states.clone()  # not a view of the whole batch
         return torch.stack(known)
 
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
         """What these hidden states say of the next token: [B, Q, V]."""
-        return self.target.get_output_embeddings()(states.to(self.target.dtype))
+        return self.target.get_output_embeddings()(states)
 
 
 def _name(window: Tensor) -> bytes:

@@ -147,3 +147,38 @@ def test_the_first_layers_share_weights_and_leave_the_target_as_it_was():
     assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
     assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
     assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
+
+
+def returns(**changes) -> bass.Drafter:
+    """A drafter whose drafts of the last token are changed in these fields."""
+
+    class Careless(bass.Drafter):
+        def draft(self, context, lengths, policy):
+            tokens = context.last_tokens().expand(-1, int(lengths.max()))
+            draft = bass.Draft.of(tokens, lengths)
+            return draft._replace(**{name: change(getattr(draft, name)) for name, change in changes.items()})
+
+    return Careless()
+
+
+@pytest.mark.parametrize(
+    ("careless", "message"),
+    [
+        (returns(tokens=lambda t: t[:1]), r"Careless.draft returned 1 rows of torch.int64.*2 rows"),
+        (returns(tokens=lambda t: t.int()), r"rows of torch.int32 .* wanted are ids \(torch.int64\)"),
+        (returns(tokens=lambda t: t + 97), "ids that the target does not have; it has 97"),
+        (returns(tokens=lambda t: t - 97), "ids that the target does not have"),
+        (returns(tokens=lambda t: t[:, :1]), r"lengths \[3, 3\] of 1 tokens"),
+        (returns(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, and was asked for \[3, 3\] at most"),
+        (returns(lengths_host=lambda n: n - 9), r"lengths \[-6, -6\]"),
+        (returns(lengths_host=lambda n: None), "lengths None"),
+        (returns(probs=lambda q: torch.ones(2, 3, 5) / 5), r"probs \[2, 3, 5\]; the target chooses among 97 tokens"),
+    ],
+    ids=range(9),
+)
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_what_no_drafter_may_return_is_refused(careless, message, compile, monkeypatch):
+    use_on_cpu(monkeypatch)
+    pair = bass.ModelPair(tiny_model(dtype="float64"), careless)
+    with pytest.raises(ValueError, match=message):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12, compile=compile)

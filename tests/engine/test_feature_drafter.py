@@ -207,3 +207,19 @@ def test_a_cache_that_stays_behind_its_row_is_caught(drafts, monkeypatch):
     pair = pair_of()
     decode(pair, num_return_sequences=3, max_batch_size=3)
     assert worst(pair, drafts) > 1e-3
+
+
+def test_a_cache_one_behind_is_caught(drafts, monkeypatch):
+    """The oldest of the tokens that a step has committed is not read again."""
+    original = bass.FeatureDrafter._missed
+    monkeypatch.setattr(bass.FeatureDrafter, "_missed", lambda self, *arguments: original(self, *arguments) - 1)
+    pair = pair_of()
+    decode(pair)
+    assert worst(pair, drafts) > 1e-3
+
+
+def test_a_law_that_is_not_what_was_drawn_from_is_caught(drafts, monkeypatch):
+    monkeypatch.setattr(bass.FeatureDrafter, "_q", lambda self, context, logits: logits.softmax(-1))
+    pair = pair_of()
+    decode(pair)
+    assert worst(pair, drafts) > 1e-3

@@ -54,13 +54,15 @@ def test_each_step_of_the_training_computes_what_drafting_does(target):
 
 
 def test_a_teacher_reads_each_of_its_texts_once(target, texts, monkeypatch):
-    windows = texts[:12]
-    read, states = Teacher(target).states(windows), Teacher(target, windows)
-    monkeypatch.setattr(target, "get_decoder", None)  # would raise
-    known = states.states(windows[[7, 3, 7]])
-    torch.testing.assert_close(known.float(), read[[7, 3, 7]], rtol=0.02, atol=0.05)  # kept in bfloat16
-    with pytest.raises(TypeError):
-        states.states(windows[:1, 1:])  # is none of them
+    teacher, read = Teacher(target, texts[:12]), Teacher(target).states(texts[:12])
+    torch.testing.assert_close(teacher.states(texts[[3, 5]]), read[[3, 5]])
+    asked, decoder = [], target.get_decoder()
+    monkeypatch.setattr(target, "get_decoder", lambda: lambda rows, **options: asked.append(rows) or decoder(rows))
+    torch.testing.assert_close(teacher.states(texts[[5, 7, 3]]), read[[5, 7, 3]])
+    assert len(asked) == 1 and torch.equal(asked[0], texts[[7]])
+    for _ in range(2):
+        teacher.states(texts[12:13])  # is none of them
+    assert len(asked) == 3
 
 
 def trained(target, texts, folder, steps) -> tuple[FeatureHead, dict]:
