@@ -103,6 +103,12 @@ def compared(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def over(runs: pd.DataFrame, draft: str, other: str) -> Ratio:
+    """How much faster one draft of `runs` is than another, from the pairs of all prompt sets, batches and repeats."""
+    times = runs.pivot(index=["prompts", "batch", "repeat"], columns="draft", values="ms")
+    return Ratio.of(times[draft], times[other])
+
+
 # --- the ladder -----------------------------------------------------------------------------------
 
 

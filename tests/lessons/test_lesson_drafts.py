@@ -69,6 +69,12 @@ def test_comparison_pools_counts_and_pairs_times(runs):
     assert line.low <= line.over_regular <= line.high
 
 
+def test_two_drafts_are_compared_within_every_pair_of_runs(runs):
+    ratio = demonstrations.over(runs, "draft", "layers:2")
+    pairs = runs[runs.draft == "layers:2"].ms.to_numpy() / runs[runs.draft == "draft"].ms.to_numpy()
+    assert len(pairs) == 4 and ratio.median == pytest.approx(np.median(pairs))
+
+
 # --- the ladder ---
 
 
