@@ -154,7 +154,7 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
 
 
 def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
-    """`align` with a progress bar; fewer of the target's own texts for few tokens."""
+    """`align` on functions of the standard library alone, with a progress bar; few tokens have fewer own texts."""
     with tqdm(total=1.0, disable=None, bar_format="{desc}: {percentage:.0f}%|{bar}| {elapsed}") as bar:
 
         def tell(stage: str, share: float) -> None:
@@ -162,7 +162,9 @@ def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
             bar.n = share
             bar.refresh()
 
-        return align(pair, tokens=tokens, own_texts=min(96, max(1, tokens // 5_000)), seed=seed, progress=tell)
+        own_texts = min(96, max(1, tokens // 5_000))
+        texts = corpus.library_functions()
+        return align(pair, texts, tokens=tokens, own_texts=own_texts, seed=seed, progress=tell)
 
 
 def judged(pair: ModelPair, prompts: Sequence[str], **options) -> pd.DataFrame:
