@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -23,6 +23,7 @@ from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, 
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.pair.alignment import align
+from bass_lab.pairs import require_draft_model
 from bass_lab.texts import corpus
 
 REGULAR = "regular"
@@ -31,8 +32,13 @@ LAUNCHES = {"every kernel launched": 10.0, "a recorded graph": 0.5}  # ms to lau
 PAPERS_LAYERS = 4  # of the paper's draft, 2048 wide
 
 
-def pairs(drafts: Iterable[str], dtype: str | None = None, device: str | None = None) -> dict[str, ModelPair]:
-    """The embedded target with each of these drafts, as `load_pair` takes them, by the last part of their names."""
+def pairs(drafts: Sequence[str], dtype: str | None = None, device: str | None = None) -> dict[str, ModelPair]:
+    """The embedded target with each of these drafts, as `load_pair` takes them, by the last part of their names.
+
+    Raises ValueError where none is named, and as `load_pair`.
+    """
+    if not drafts:
+        raise ValueError('name at least one draft, such as ["draft"]; got none')
     found = {Path(name).name: load_pair(draft=name, dtype=dtype or "float32", device=device) for name in drafts}
     target = next(iter(found.values())).target  # one for all
     return {name: replace(pair, target=target) for name, pair in found.items()}
@@ -112,17 +118,14 @@ def over(runs: pd.DataFrame, draft: str, other: str) -> Ratio:
 # --- the ladder -----------------------------------------------------------------------------------
 
 
-def layers_of(pair: ModelPair) -> int:
-    return pair.draft.config.num_hidden_layers
-
-
 def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
-    """Layers, width and parameters of each draft."""
-    lines = {
-        name: {"layers": layers_of(pair), "width": pair.draft.config.hidden_size}
-        | {"parameters": pair.draft.num_parameters()}
-        for name, pair in ladder.items()
-    }
+    """Layers, width and parameters of each draft. Raises ValueError for one that is no model."""
+    lines = {}
+    for name, pair in ladder.items():
+        require_draft_model(pair)
+        config = pair.draft.config
+        line = {"layers": config.num_hidden_layers, "width": config.hidden_size}
+        lines[name] = line | {"parameters": pair.draft.num_parameters()}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 

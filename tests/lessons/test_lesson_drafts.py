@@ -40,6 +40,20 @@ def test_drafts_share_one_target_and_are_called_by_the_end_of_their_names():
     assert found["suffix"].target is found["deep_draft"].target and found["suffix"].target.dtype == torch.bfloat16
 
 
+def test_what_is_no_draft_is_refused(pairs):
+    with pytest.raises(ValueError, match="at least one draft"):
+        demonstrations.pairs([])
+    with pytest.raises(ValueError, match="eagle"):
+        demonstrations.pairs(["eagle"])
+    with pytest.raises(ValueError, match="needs a draft model"):
+        demonstrations.shapes(pairs)
+
+
+def test_shapes_are_those_of_the_models(pairs):
+    line = demonstrations.shapes({"draft": pairs["draft"]}).loc["draft"]
+    assert line.tolist() == [1, 224, pairs["draft"].draft.num_parameters()]
+
+
 def test_all_drafts_take_turns_and_the_first_round_is_not_counted(runs, pairs):
     turns = [demonstrations.REGULAR, *pairs]
     assert runs.draft.tolist() == turns * 4 and set(runs.repeat) == {1, 2}
