@@ -264,6 +264,11 @@ def write_texts(target: PreTrainedModel, windows: Tensor, length: int, temperatu
         windows,
         attention_mask=torch.ones_like(windows),
         generation_config=GenerationConfig(
-            do_sample=True, temperature=temperature, top_k=0, max_new_tokens=length - windows.shape[1], pad_token_id=0
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+            max_new_tokens=length - windows.shape[1],
+            eos_token_id=target.config.get_text_config().vocab_size,  # no token: None would be the model's own
+            pad_token_id=0,
         ),
     )
