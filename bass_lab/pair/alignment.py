@@ -16,6 +16,7 @@ from bass_lab.pair.fitting import Teacher, distillation_loss, fit, quick_norms, 
 from bass_lab.pair.windows import Windows
 from bass_lab.texts import corpus
 
+GENERATED = 8_000  # functions beside those of the library
 LENGTH, PROMPT = 256, 32  # tokens of a window, and of what the target continues
 BATCH = 8  # windows of a step
 AT_ONCE = 24  # texts that a thread writes together
@@ -35,9 +36,9 @@ def align(
     """The pair with a draft that has learned the target's probabilities (distillation: Hinton et al. 2015; on the
     target's own texts: DistillSpec, Zhou et al. 2023). It is a copy that learns; what is given stays as it is.
 
-    texts: what the draft learns on (None: functions of the standard library, but for the modules that the prompt set
-        "library" is from). The target continues the beginnings of `own_texts` of them (0: none), and one window in
-        three is its own.
+    texts: what the draft learns on; elsewhere it may become worse. None: functions such as the embedded target was
+        trained on, of the standard library (but for the modules that the prompt set "library" is from) and generated
+        ones. The target continues the beginnings of `own_texts` of them (0: none), and one window in three is its own.
     tokens: of all windows that the draft learns from. progress(stage, share): told "writing" or "learning", and how
         much of that is over.
 
@@ -45,7 +46,9 @@ def align(
     and for texts that are shorter than a window of 256 tokens together.
     """
     _check(pair, tokens, own_texts)
-    windows = Windows(list(corpus.library_functions() if texts is None else texts), pair.tokenizer)
+    if texts is None:
+        texts = [*corpus.library_functions(), *corpus.generated_functions(GENERATED, seed)]
+    windows = Windows(list(texts), pair.tokenizer)
     own = _own_texts(pair.target, windows, own_texts, torch.Generator().manual_seed(seed + 1), progress)
     learner = copy.deepcopy(pair.draft).float()
     quick_norms(learner)
