@@ -19,7 +19,7 @@ from bass_lab.show.live_figures import live
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
 
 LONGEST = 16  # drafts of a step, of which the best number counts
-SPEEDS = (0.5, 1, 1.5, 2, 2.5, 3, 4)  # whose lines are drawn
+SPEEDS = (1.5, 2, 2.5, 3, 4)  # whose lines are drawn
 
 
 def ladder_figure(table: pd.DataFrame, layers: Mapping[str, int]) -> go.Figure:
@@ -67,7 +67,7 @@ def cost_figure(table: pd.DataFrame, title: str) -> go.Figure:
         needed = _needed(speed, costs, chances)
         line = go.Scatter(x=costs, y=needed, mode="lines", line={"color": LOOKS["baseline"].colour, "width": 1})
         shown = np.flatnonzero(~np.isnan(needed))
-        if speed > 1 and len(shown):
+        if len(shown):
             figure.add_trace(line.update(showlegend=False, hoverinfo="skip"))
             at = shown[len(shown) // 8]
             label = {"x": np.log10(costs[at]), "y": needed[at], "text": f"{speed:g}×", "showarrow": False}
