@@ -164,17 +164,25 @@ def returns(**changes) -> bass.Drafter:
 @pytest.mark.parametrize(
     ("careless", "message"),
     [
-        (returns(tokens=lambda t: t[:1]), r"Careless.draft returned 1 rows of torch.int64.*2 rows"),
-        (returns(tokens=lambda t: t.int()), r"rows of torch.int32 .* wanted are ids \(torch.int64\)"),
-        (returns(tokens=lambda t: t + 97), "ids that the target does not have; it has 97"),
-        (returns(tokens=lambda t: t - 97), "ids that the target does not have"),
+        (returns(tokens=lambda t: t[:1]), r"Careless.draft returned tokens \[1, 3\] of torch.int64.* \[2, K\]"),
+        (returns(tokens=lambda t: t[:, 0]), r"tokens \[2\] of torch.int64.* \[2, K\]"),
+        (returns(tokens=lambda t: t.int()), r"tokens \[2, 3\] of torch.int32; wanted are ids \(torch.int64\)"),
+        (returns(tokens=lambda t: t * 0 + 97), "ids from 97 to 97, .* it has 97"),
+        (returns(tokens=lambda t: t * 0 - 1), "ids from -1 to -1"),
         (returns(tokens=lambda t: t[:, :1]), r"lengths \[3, 3\] of 1 tokens"),
         (returns(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, and was asked for \[3, 3\] at most"),
         (returns(lengths_host=lambda n: n - 9), r"lengths \[-6, -6\]"),
-        (returns(lengths_host=lambda n: None), "lengths None"),
+        (returns(lengths_host=lambda n: None), "lengths None; wanted is an array of 2 integers"),
+        (returns(lengths_host=lambda n: n.tolist()), r"lengths \[3, 3\]; wanted is an array"),
+        (returns(lengths_host=lambda n: n / 2), r"lengths \[1.5 1.5\]; wanted is an array of 2 integers"),
+        (returns(lengths=lambda n: n - 1), r"lengths \[2, 2\] and lengths_host \[3, 3\]"),
         (returns(probs=lambda q: torch.ones(2, 3, 5) / 5), r"probs \[2, 3, 5\]; the target chooses among 97 tokens"),
+        (
+            returns(probs=lambda q: torch.ones(2, 3, 97).half() / 97),
+            "probs of torch.float16, in which they are rounded",
+        ),
     ],
-    ids=range(9),
+    ids=range(14),
 )
 @pytest.mark.parametrize("compile", ["off", "graphs"])
 def test_what_no_drafter_may_return_is_refused(careless, message, compile, monkeypatch):
@@ -182,3 +190,63 @@ def test_what_no_drafter_may_return_is_refused(careless, message, compile, monke
     pair = bass.ModelPair(tiny_model(dtype="float64"), careless)
     with pytest.raises(ValueError, match=message):
         bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12, compile=compile)
+
+
+class Returns(bass.Drafter):
+    """Returns what a function says of the context and the lengths."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def draft(self, context, lengths, policy):
+        return self.function(context, lengths)
+
+
+def repeated(context, lengths) -> torch.Tensor:
+    return context.last_tokens().expand(-1, int(lengths.max()))
+
+
+@pytest.mark.parametrize("function", [lambda *_: None, repeated], ids=["nothing", "tokens"])
+def test_what_is_no_draft_is_refused(function):
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(function))
+    with pytest.raises(TypeError, match=r"Returns.draft returned \w+; wanted is a Draft"):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+
+
+def longer(context, lengths) -> bass.Draft:
+    lengths += 4
+    return bass.Draft.of(repeated(context, lengths), lengths)
+
+
+def test_a_drafter_that_changes_the_lengths_it_was_asked_for_is_refused():
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(longer))
+    with pytest.raises(ValueError, match=r"lengths \[7, 7\] of 7 tokens, and was asked for \[3, 3\]"):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_lengths_of_a_draft_may_be_any_integers(kind):
+    target = tiny_model(dtype="float64")
+    drafter = Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), kind(lengths.tolist())))
+    out = bass.generate(bass.ModelPair(target, drafter), ragged_prompts(5)[0], draft_length=3, max_new_tokens=9)
+    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9, eos=2).tolist()
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_a_law_of_nan_is_a_row_error(verification, compile, monkeypatch):
+    """Of the row that submits it alone: beyond lengths anything may stand."""
+    use_on_cpu(monkeypatch)
+
+    def draft(context, lengths):
+        lengths[1:] = 0
+        tokens = repeated(context, lengths)
+        return bass.Draft.of(tokens, lengths, torch.full((*tokens.shape, 97), torch.nan, dtype=torch.float64))
+
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(draft))
+    options = {"temperature": 1.0, "eos_token_id": (), "draft_length": 3, "max_new_tokens": 12, "compile": compile}
+    with pytest.raises(FloatingPointError, match="draft model Returns gave NaN"):
+        bass.generate(pair, ragged_prompts(5, 7), verification=verification, **options)
+    out = bass.generate(pair, ragged_prompts(5, 7), verification=verification, on_row_error="finish", **options)
+    assert out.finish_reasons == ["error", "error"]  # the second has taken the first one's place
+    assert [len(sequence) for sequence in out.sequences] == [1, 2]
