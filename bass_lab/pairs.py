@@ -45,9 +45,11 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
 def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
     """What may draft for the pair's target, by name: its own draft first, then those that need no training, and for the
     embedded target those that were trained for it."""
-    quarter = max(1, pair.target.config.get_text_config().num_hidden_layers // 4)
-    found = {"its own draft": pair.draft or pair.drafter, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
-    found["first layers"] = LayerSkipDrafter(quarter)
+    layers = pair.target.config.get_text_config().num_hidden_layers
+    own = pair.drafter if pair.draft is None else pair.draft
+    found = {"its own draft": own, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
+    if layers > 1:
+        found["first layers"] = LayerSkipDrafter(max(1, layers // 4))
     if Path(pair.target.name_or_path) == ASSETS / "target":
         where = {"dtype": pair.target.dtype, "device": pair.device}
         for name in ("deep_draft", "feature_head"):

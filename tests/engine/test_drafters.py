@@ -1,5 +1,7 @@
 """n-gram drafting, and drafts whose vocabulary is not the target's."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 import torch
@@ -250,3 +252,24 @@ def test_a_law_of_nan_is_a_row_error(verification, compile, monkeypatch):
     out = bass.generate(pair, ragged_prompts(5, 7), verification=verification, on_row_error="finish", **options)
     assert out.finish_reasons == ["error", "error"]  # the second has taken the first one's place
     assert [len(sequence) for sequence in out.sequences] == [1, 2]
+
+
+@dataclass
+class Counts(bass.Drafter):
+    """Drafts ids of a list: a dataclass, which cannot be hashed, and false while the list is empty."""
+
+    ids: list[int] = field(default_factory=list)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def draft(self, context, lengths, policy):
+        return bass.Draft.of(repeated(context, lengths), lengths)
+
+
+def test_any_object_can_be_a_drafter():
+    target = tiny_model(dtype="float64")
+    pair = bass.ModelPair(target, Counts())
+    assert pair.drafter is pair.draft
+    out = bass.generate(pair, ragged_prompts(5)[0], max_new_tokens=9, eos_token_id=())  # looks for the pair's costs
+    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9).tolist()
