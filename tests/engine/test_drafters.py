@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from recording import use_on_cpu
-from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
+from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import Context
@@ -149,6 +149,15 @@ def test_the_first_layers_share_weights_and_leave_the_target_as_it_was():
     assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
     assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
     assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
+
+
+def test_hooks_of_the_target_are_not_told_of_passes_of_its_first_layers():
+    target = tiny_model(dtype="float64")
+    pair = bass.ModelPair(target, bass.LayerSkipDrafter(1))
+    with bass.Session(pair, draft_length=3, eos_token_id=()) as session, forward_passes(target) as passes:
+        drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
+        steps = session.trace.steps
+    assert len(passes) == steps.step.nunique() and steps.drafted.sum() > 0
 
 
 def returns(**changes) -> bass.Drafter:
