@@ -9,7 +9,7 @@ from recording import use_on_cpu
 from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.drafters import Context
+from bass_core.drafters import Context, suffix
 from bass_core.drafters.layer_skip import first_layers
 from bass_core.randomness import StepKeys
 
@@ -110,6 +110,27 @@ def test_drafts_end_where_texts_disagree():
         mine.ended(place, np.array(text))
     assert mine._continuation(np.array([9, 1]), 5) == [2, 3, 5]  # 2 and 3 always followed; 5 twice of three times
     assert mine._continuation(np.array([9, 8]), 5) == []
+
+
+def test_a_prompt_counts_once_for_all_of_its_samples():
+    """Whether they start together or wait for places."""
+    prompt = ragged_prompts(9)[0].tolist()
+    for places in (1, 2, 4):
+        with bass.Session(with_suffixes(tiny_model()), max_batch_size=places, draft_length=2) as session:
+            drafted_by(session, *[prompt] * 4, new=1)
+            assert session.drafter.followed[tuple(prompt[:3])] == {prompt[3]: 1}
+
+
+def test_what_was_counted_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(suffix, "KNOWN", 60)
+    rng = np.random.default_rng(0)
+    mine = bass.SuffixDrafter(longest=2).begin(bass.Setting(tiny_model(), ["pad"], 1, 97))
+    for _ in range(200):
+        mine.prefill(torch.tensor([text := rng.integers(97, size=20).tolist()]), [20], range(1))
+        assert len(mine.followed) + len(mine.followed_before) <= 2 * (60 + 2 * 20)
+        assert mine._after(text[-3:-1])[text[-1]] >= 1
+    mine.release()
+    assert mine._after(text[-3:-1]) is None
 
 
 # --- all of them ---
