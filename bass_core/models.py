@@ -46,6 +46,8 @@ class ModelPair:
             is_tokenizer = isinstance(self.draft, PreTrainedTokenizerBase)
             named = "; name the tokenizer: ModelPair(model, tokenizer=tokenizer)" if is_tokenizer else ""
             raise TypeError(f"draft must be a transformers model, a Drafter or None, got {type(self.draft)}{named}")
+        if isinstance(self.draft, FeatureHead):
+            raise ValueError("draft is a feature head, which reads a target's hidden states: FeatureDrafter(head)")
         for model in self.drafter.models:
             _check_decoder("draft", model)
             if model.device != self.target.device:

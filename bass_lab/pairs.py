@@ -18,7 +18,7 @@ from bass_core.models import ASSETS, ModelPair, has_dummy_weights, load_draft
 def require_draft_model(pair: ModelPair) -> None:
     """Raises ValueError for a pair without a draft model."""
     if not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError(f"this needs a draft model, got draft={pair.draft!r}: name one, or use the embedded pair")
+        raise ValueError(f"this needs a draft model, got {name_of(pair.draft)}: name one, or use the embedded pair")
 
 
 def context_of(pair: ModelPair) -> float:
