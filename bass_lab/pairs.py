@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from bass_core.checkpoints import is_quantized
 from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
-from bass_core.models import ASSETS, ModelPair, has_dummy_weights, load_draft
+from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
 
 
 def require_draft_model(pair: ModelPair) -> None:
@@ -59,9 +59,9 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
 
 def name_of(model: PreTrainedModel | Drafter | None) -> str:
     """For people: the class, the hub name or the last part of the folder that it was loaded from, and whether its
-    weights are dummies."""
+    weights are dummies; of a drafter what tells it apart."""
     if not isinstance(model, PreTrainedModel):
-        return "n-gram lookup" if isinstance(model, NgramDrafter | None) else type(model).__name__
+        return "n-gram lookup" if isinstance(model, NgramDrafter | None) else fingerprint(model)
     path = Path(model.name_or_path)
     name = f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
     return f"{name} (dummy weights)" if has_dummy_weights(model) else name
