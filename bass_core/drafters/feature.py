@@ -44,6 +44,9 @@ class FeatureHead(LlamaPreTrainedModel):
     def get_input_embeddings(self) -> nn.Module | None:
         return self.borrowed[0] if self.borrowed else None
 
+    def get_output_embeddings(self) -> nn.Module | None:
+        return self.borrowed[1] if self.borrowed else None
+
     def attached(self, target: PreTrainedModel) -> FeatureHead:
         """The head, with the embeddings and the head of this target; weights are shared. Raises ValueError for a target
         of another width."""
@@ -69,11 +72,13 @@ class FeatureHead(LlamaPreTrainedModel):
     ) -> CausalLMOutputWithPast:
         """Logits [B, Q, V] (of the last token where logits_to_keep is 1). features [B, Q, H]: hidden states before each
         token, zeros before the first."""
-        embed, head = self.borrowed
-        read = self.mix(torch.cat([embed(input_ids), features], -1))
-        out = self.model(inputs_embeds=read, position_ids=position_ids, **options)
-        self.predicted = out.last_hidden_state
-        return CausalLMOutputWithPast(logits=head(self.predicted[:, -logits_to_keep:]))
+        self.predicted = self.states(input_ids, features, position_ids=position_ids, **options)
+        return CausalLMOutputWithPast(logits=self.get_output_embeddings()(self.predicted[:, -logits_to_keep:]))
+
+    def states(self, input_ids: Tensor, features: Tensor, **options: Any) -> Tensor:
+        """The hidden states after each token that are predicted: [B, Q, H]."""
+        read = self.mix(torch.cat([self.get_input_embeddings()(input_ids), features], -1))
+        return self.model(inputs_embeds=read, **options).last_hidden_state
 
 
 class FeatureDrafter(ModelDrafter):
