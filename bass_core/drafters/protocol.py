@@ -129,12 +129,12 @@ def checked(draft: object, drafter: Drafter, asked: np.ndarray, vocabulary: int)
         raise ValueError(
             f"{said} lengths {lengths.tolist()} of {most} tokens, and was asked for {asked.tolist()} at most"
         )
-    if on_host and draft.lengths.tolist() != lengths.tolist():
+    if on_host and not np.array_equal(draft.lengths.numpy(), lengths):
         raise ValueError(
             f"{said} lengths {draft.lengths.tolist()} and lengths_host {lengths.tolist()}, which say the same where "
             "Draft.of makes them"
         )
-    if most and on_host and not 0 <= tokens.min() <= tokens.max() < vocabulary:
+    if most and on_host and not 0 <= tokens.numpy().min() <= tokens.numpy().max() < vocabulary:
         raise ValueError(
             f"{said} ids from {tokens.min()} to {tokens.max()}, beyond lengths too, and the target does not have all "
             f"of these; it has {vocabulary}"
