@@ -137,6 +137,7 @@ def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: 
     before alignment. trained_target: a folder of the target, with its tokenizer, for which the others are then trained.
     """
     torch.manual_seed(recipe.seed)
+    work.mkdir(parents=True, exist_ok=True)
     generated, library = corpus.generated_functions(recipe.generated, recipe.seed), corpus.library_functions()
     tokenizer = AutoTokenizer.from_pretrained(trained_target or _tokenizer(work, recipe, generated, library))
     data = Data(Windows(generated, tokenizer), Windows(library, tokenizer), recipe)

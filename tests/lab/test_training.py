@@ -188,7 +188,7 @@ def test_drafts_are_trained_for_a_target_that_is_there_already(tokenizer, tmp_pa
     assert pair.tokenizer.get_vocab() == tokenizer.get_vocab()
     for name, tensor in target.state_dict().items():
         assert torch.equal(pair.target.state_dict()[name], tensor.bfloat16())
-    assert generate(pair, ["def f(x):\n"], max_new_tokens=8).trace.summary()["drafted"] > 0
+    assert generate(pair, ["def f(x):\n"], max_new_tokens=8).trace.steps.drafted.sum() > 0
 
 
 def test_alignment_lowers_the_distance_to_the_target(tokenizer):
