@@ -17,6 +17,7 @@ from torch import Tensor
 from bass_core import kernel_ops, randomness, sampling, verification
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter
+from bass_core.drafters.protocol import checked
 from bass_core.randomness import Key, Purpose
 from bass_core.rows import Rows
 from bass_core.runner import Runner
@@ -89,7 +90,8 @@ class EagerStep:
 
     def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """What the drafter returns, checked."""
-        return self.drafter.draft(context, lengths, policy).checked(self.drafter, lengths, self.vocabulary)
+        draft = self.drafter.draft(context, lengths.copy(), policy)  # whatever a drafter writes into it
+        return checked(draft, self.drafter, lengths, self.vocabulary)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""

@@ -46,6 +46,8 @@ class ModelPair:
             is_tokenizer = isinstance(self.draft, PreTrainedTokenizerBase)
             named = "; name the tokenizer: ModelPair(model, tokenizer=tokenizer)" if is_tokenizer else ""
             raise TypeError(f"draft must be a transformers model, a Drafter or None, got {type(self.draft)}{named}")
+        if isinstance(self.draft, FeatureHead):
+            raise ValueError("draft is a feature head, which reads a target's hidden states: FeatureDrafter(head)")
         for model in self.drafter.models:
             _check_decoder("draft", model)
             if model.device != self.target.device:
@@ -73,7 +75,9 @@ class ModelPair:
     @cached_property
     def drafter(self) -> Drafter:
         """What drafts."""
-        return ModelDrafter(self.draft) if isinstance(self.draft, PreTrainedModel) else self.draft or NgramDrafter()
+        if self.draft is None:
+            return NgramDrafter()
+        return ModelDrafter(self.draft) if isinstance(self.draft, PreTrainedModel) else self.draft
 
     @property
     def models(self) -> list[PreTrainedModel]:
@@ -315,14 +319,15 @@ def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 def fingerprints(pair: ModelPair) -> dict[str, str]:
     """What tells the pair's models apart from others, wherever they were loaded from, under "target" and "draft"."""
-    return {"target": fingerprint(pair.target), "draft": fingerprint(pair.draft or pair.drafter)}
+    draft = pair.drafter if pair.draft is None else pair.draft
+    return {"target": fingerprint(pair.target), "draft": fingerprint(draft)}
 
 
 def fingerprint(model: PreTrainedModel | Drafter) -> str:
     """What tells a model apart: names, shapes and the first 64 values of all tensors; of a drafter its settings."""
     if isinstance(model, Drafter):
         settings = [f"{name}={value}" for name, value in vars(model).items() if isinstance(value, int | float | str)]
-        inside = [value for value in vars(model).values() if isinstance(value, PreTrainedModel)]
+        inside = [value for value in vars(model).values() if isinstance(value, PreTrainedModel | Drafter)]
         return " ".join([type(model).__name__, *settings, *map(fingerprint, (*inside, *model.models))])
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from bass_core.checkpoints import is_quantized
 from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
-from bass_core.models import ASSETS, ModelPair, has_dummy_weights, load_draft
+from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
 
 
 def require_draft_model(pair: ModelPair) -> None:
     """Raises ValueError for a pair without a draft model."""
     if not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError(f"this needs a draft model, got draft={pair.draft!r}: name one, or use the embedded pair")
+        raise ValueError(f"this needs a draft model, got {name_of(pair.draft)}: name one, or use the embedded pair")
 
 
 def context_of(pair: ModelPair) -> float:
@@ -45,9 +45,11 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
 def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
     """What may draft for the pair's target, by name: its own draft first, then those that need no training, and for the
     embedded target those that were trained for it."""
-    quarter = max(1, pair.target.config.get_text_config().num_hidden_layers // 4)
-    found = {"its own draft": pair.draft or pair.drafter, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
-    found["first layers"] = LayerSkipDrafter(quarter)
+    layers = pair.target.config.get_text_config().num_hidden_layers
+    own = pair.drafter if pair.draft is None else pair.draft
+    found = {"its own draft": own, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
+    if layers > 1:
+        found["first layers"] = LayerSkipDrafter(max(1, layers // 4))
     if Path(pair.target.name_or_path) == ASSETS / "target":
         where = {"dtype": pair.target.dtype, "device": pair.device}
         for name in ("deep_draft", "feature_head"):
@@ -57,9 +59,9 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
 
 def name_of(model: PreTrainedModel | Drafter | None) -> str:
     """For people: the class, the hub name or the last part of the folder that it was loaded from, and whether its
-    weights are dummies."""
+    weights are dummies; of a drafter what tells it apart."""
     if not isinstance(model, PreTrainedModel):
-        return "n-gram lookup" if isinstance(model, NgramDrafter | None) else type(model).__name__
+        return "n-gram lookup" if isinstance(model, NgramDrafter | None) else fingerprint(model)
     path = Path(model.name_or_path)
     name = f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
     return f"{name} (dummy weights)" if has_dummy_weights(model) else name

@@ -91,6 +91,10 @@ class FeatureDrafter(ModelDrafter):
     wants_hidden = True
 
     def __init__(self, head: FeatureHead):
+        if not isinstance(head, FeatureHead):
+            raise TypeError(
+                f"head must be a FeatureHead, got {type(head).__name__}; load_pair(target, draft=folder) reads one"
+            )
         self.head = head
 
     def begin(self, setting: Setting) -> Self:

@@ -47,13 +47,15 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 
 
 def _shortened(module: nn.Module, layers: list[nn.Module], count: int, configs: dict[int, object]) -> nn.Module:
-    """A copy of the module down to the list of layers, which is cut; what lies beside that way is shared."""
+    """A copy of the module down to the list of layers, which is cut; what lies beside that way is shared. Hooks of what
+    is copied are not: they are for passes of the whole model."""
     if isinstance(module, nn.ModuleList) and list(module) == layers:
         return nn.ModuleList(layers[:count])
     if layers[0] not in list(module.modules()):
         return module
     short = copy.copy(module)
     vars(short).update((name, configs[id(value)]) for name, value in vars(module).items() if id(value) in configs)
+    vars(short).update((name, {}) for name in vars(module) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
     short._modules = {
         name: child if child is None else _shortened(child, layers, count, configs)
         for name, child in module._modules.items()

@@ -91,41 +91,65 @@ class Draft(NamedTuple):
     finite: Tensor
 
     @classmethod
-    def of(cls, tokens: Tensor, lengths: np.ndarray, probs: Tensor | None = None) -> Draft:
+    def of(cls, tokens: Tensor, lengths: np.ndarray | Sequence[int], probs: Tensor | None = None) -> Draft:
         """The first lengths[b] of each row's tokens [B, K], drawn from probs [B, K, V] (None: chosen)."""
+        lengths = np.asarray(lengths)
         on_device = torch.as_tensor(lengths, device=tokens.device)
-        return cls(tokens, on_device, lengths, probs, torch.ones_like(on_device, dtype=torch.bool))
+        finite = torch.ones_like(on_device, dtype=torch.bool)
+        if probs is not None:  # q of a slot that is not submitted may be anything
+            beyond = torch.arange(probs.shape[1], device=probs.device) >= on_device[:, None]
+            finite = (probs.sum(-1).isfinite() | beyond).all(1)
+        return cls(tokens, on_device, lengths, probs, finite)
 
     @classmethod
     def none(cls, context: Context) -> Draft:
         """Nothing drafted: regular decoding."""
         return cls.of(context.tokens[:, :0], np.zeros(len(context.lengths_host), np.int64))
 
-    def checked(self, drafter: Drafter, asked: np.ndarray, vocabulary: int) -> Draft:
-        """The same. Raises ValueError for what no drafter may return that was asked for these lengths."""
-        said, (rows, most) = f"{type(drafter).__name__}.draft returned", self.tokens.shape
-        if rows != len(asked) or np.shape(self.lengths_host) != (rows,) or self.tokens.dtype != torch.int64:
-            raise ValueError(
-                f"{said} {rows} rows of {self.tokens.dtype} and lengths {self.lengths_host}; wanted are ids "
-                f"(torch.int64) and lengths of {len(asked)} rows"
-            )
-        if (self.lengths_host > np.minimum(asked, most)).any() or self.lengths_host.min() < 0:
-            lengths = self.lengths_host.tolist()
-            raise ValueError(f"{said} lengths {lengths} of {most} tokens, and was asked for {asked.tolist()} at most")
-        if most and self.tokens.device.type == "cpu" and not 0 <= self.tokens.min() <= self.tokens.max() < vocabulary:
-            raise ValueError(f"{said} ids that the target does not have; it has {vocabulary}")
-        if self.probs is not None and self.probs.shape != (rows, most, vocabulary):
-            raise ValueError(
-                f"{said} probs {list(self.probs.shape)}; the target chooses among {vocabulary} tokens: "
-                f"{[rows, most, vocabulary]}"
-            )
-        return self
-
     def distributions(self, vocabulary: int) -> Tensor:
         """probs, or one-hot where the tokens were certain: [B, K, V]."""
         if self.probs is None:
             return sampling.one_hot(self.tokens, vocabulary).float()
         return self.probs
+
+
+def checked(draft: object, drafter: Drafter, asked: np.ndarray, vocabulary: int) -> Draft:
+    """The draft that a drafter returned which was asked for these lengths. Raises TypeError for what is no `Draft`,
+    ValueError for one that no drafter may return."""
+    said = f"{type(drafter).__name__}.draft returned"
+    if not isinstance(draft, Draft):
+        raise TypeError(f"{said} {type(draft).__name__}; wanted is a Draft, for instance Draft.of(tokens, lengths)")
+    tokens, lengths, shape = draft.tokens, draft.lengths_host, list(draft.tokens.shape)
+    if len(shape) != 2 or shape[0] != len(asked) or tokens.dtype != torch.int64:
+        raise ValueError(f"{said} tokens {shape} of {tokens.dtype}; wanted are ids (torch.int64) [{len(asked)}, K]")
+    if not isinstance(lengths, np.ndarray) or lengths.shape != asked.shape or lengths.dtype.kind not in "iu":
+        raise ValueError(f"{said} lengths {lengths}; wanted is an array of {len(asked)} integers, one per row")
+    most, on_host = shape[1], tokens.device.type == "cpu"  # elsewhere, looking at values would have the host wait
+    if (lengths > np.minimum(asked, most)).any() or lengths.min() < 0:
+        raise ValueError(
+            f"{said} lengths {lengths.tolist()} of {most} tokens, and was asked for {asked.tolist()} at most"
+        )
+    if on_host and not np.array_equal(draft.lengths.numpy(), lengths):
+        raise ValueError(
+            f"{said} lengths {draft.lengths.tolist()} and lengths_host {lengths.tolist()}, which say the same where "
+            "Draft.of makes them"
+        )
+    if most and on_host and not 0 <= tokens.numpy().min() <= tokens.numpy().max() < vocabulary:
+        raise ValueError(
+            f"{said} ids from {tokens.min()} to {tokens.max()}, beyond lengths too, and the target does not have all "
+            f"of these; it has {vocabulary}"
+        )
+    if draft.probs is not None and list(draft.probs.shape) != [*shape, vocabulary]:
+        raise ValueError(
+            f"{said} probs {list(draft.probs.shape)}; the target chooses among {vocabulary} tokens: "
+            f"{[*shape, vocabulary]}"
+        )
+    if draft.probs is not None and draft.probs.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"{said} probs of {draft.probs.dtype}, in which they are rounded: not what tokens were "
+            "drawn from. `Context.law` gives them in torch.float32 or torch.float64"
+        )
+    return draft
 
 
 class Drafter(ABC):

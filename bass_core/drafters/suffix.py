@@ -13,6 +13,8 @@ from torch import Tensor
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 
+KNOWN = 500_000  # endings that are known at least, once there were so many; twice as many at most: some 400 MB
+
 
 class SuffixDrafter(Drafter):
     """What most often followed the longest ending of a row that some text of the session has had (after SuffixDecoding,
@@ -20,7 +22,8 @@ class SuffixDrafter(Drafter):
 
     Endings of up to `longest` tokens are counted. A row's draft goes on while the chance that all of it is right, by
     these counts, stays above `least`: long where much text agrees, none where nothing is known. Sampled text depends on
-    drafts, and so, here, on what else the session decodes; greedy and coupled text does not.
+    drafts, and so, here, on what else the session decodes; greedy and coupled text does not. What was counted longest
+    ago is forgotten, so that a session may go on for ever.
     """
 
     name = "suffix draft"
@@ -34,13 +37,16 @@ class SuffixDrafter(Drafter):
 
     def begin(self, setting: Setting) -> Self:
         mine = super().begin(setting)
-        # What followed each ending, and how often.
+        # What followed each ending, and how often: lately, and before that.
         mine.followed: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        mine.followed_before: dict[tuple[int, ...], Counter[int]] = {}
         mine.read = np.zeros(setting.max_rows, np.int64)  # tokens of each place that are counted
         return mine
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
         self.read[places.start : places.stop] = 0
+        for place, row, length in zip(places, tokens.cpu().numpy(), lengths, strict=True):
+            self._count(place, row[:length])  # before rows that share it have copies
 
     def move_row(self, source: int, places: range) -> None:
         self.read[places.start : places.stop] = self.read[source]
@@ -50,6 +56,10 @@ class SuffixDrafter(Drafter):
 
     def ended(self, place: int, tokens: np.ndarray) -> None:
         self._count(place, tokens)
+
+    def release(self) -> None:
+        self.followed.clear()
+        self.followed_before.clear()
 
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         texts = [row[:length] for row, length in zip(context.tokens_host, context.lengths_host, strict=True)]
@@ -69,6 +79,8 @@ class SuffixDrafter(Drafter):
             for size in range(1, min(self.longest, at) + 1):
                 self.followed[tuple(tokens[at - size : at])][tokens[at]] += 1
         self.read[place] = len(tokens)
+        if len(self.followed) > KNOWN:
+            self.followed, self.followed_before = defaultdict(Counter), self.followed
 
     def _continuation(self, text: np.ndarray, most: int) -> list[int]:
         ending, chance = text[-self.longest :].tolist(), 1.0
@@ -86,4 +98,5 @@ class SuffixDrafter(Drafter):
         return found
 
     def _after(self, ending: list[int]) -> Counter[int] | None:
-        return self.followed.get(tuple(ending))
+        known = tuple(ending)
+        return self.followed.get(known) or self.followed_before.get(known)

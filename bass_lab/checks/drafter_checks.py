@@ -23,12 +23,13 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 Finding = tuple[bool, str, dict]
 ENDING = [0, 1, 0, 1, 0]  # repeats itself, so that lookups find something
+BESIDE = 2  # tokens of the row beside the one whose law is enumerated
 ADAPTIVE = BassHeuristic(initial=1)
+# With the tokens to write: four, for drafts of two; then of two choices each, or enumerating them would take minutes.
 WAYS = (
-    (SamplingParams(1.0), FixedLength(2)),
-    (SamplingParams(1.0), ADAPTIVE),
-    (SamplingParams(0.6, top_k=2), ADAPTIVE),
-    (SamplingParams(1.3, repetition_penalty=1.5), FixedLength(2)),
+    (SamplingParams(1.0), ADAPTIVE, 3),
+    (SamplingParams(0.6, top_k=2), ADAPTIVE, 4),
+    (SamplingParams(1.3, top_k=2, repetition_penalty=1.5), FixedLength(2), 4),
 )
 NEW, ROWS, PLACES = 24, 6, 2  # tokens, rows and places for them: rows wait, end and move
 
@@ -42,10 +43,10 @@ def check_drafter(
 ) -> Report:
     """Check what the engine relies on in a drafter; a check that fails says which demand is broken.
 
-    * law (token and block verification): every random decision of sessions with a tiny target of three tokens is
-      enumerated, for some ways to sample and two policies; the law of the text must be the target's to 10⁻¹². So the
-      distributions that come with drafts must be those that they were drawn from, by `Context.draw` and no other random
-      numbers.
+    * law (token and block verification): every random decision of a row with a tiny target of three tokens is
+      enumerated, for some ways to sample and two policies. It drafts up to two tokens at once, beside another row at
+      first, whose place it takes then. The law of its text must be the target's to 10⁻¹². So the distributions that
+      come with drafts must be those that they were drawn from, by `Context.draw` and no other random numbers.
     * greedy and coupled identity on `target` (None: the embedded one), with more rows than places: what the target
       writes without drafts must not change.
     * sessions apart: two at once write what each writes alone; what a drafter keeps of rows belongs to `begin`'s copy.
@@ -102,20 +103,23 @@ def _small_target() -> PreTrainedModel:
 
 
 def _law(pair: ModelPair, rule: str) -> Finding:
-    prompt, distances, drafted, accepted = torch.tensor(ENDING), {}, 0, 0
-    for way, policy in WAYS:
+    """The row begins in the second place, and moves when the greedy one in the first has ended."""
+    prompt, beside, distances, drafted, accepted = torch.tensor(ENDING), torch.tensor(ENDING[1:]), {}, 0, 0
+    for way, policy, new in WAYS:
 
-        def run(way: SamplingParams = way, policy: DraftLengthPolicy = policy) -> tuple[int, ...]:
+        def run(way: SamplingParams = way, policy: DraftLengthPolicy = policy, new: int = new) -> tuple[int, ...]:
             nonlocal drafted, accepted
-            with Session(pair, draft_length=policy, verification=rule, eos_token_id=(), seed=1) as session:
-                row = session.submit(prompt, max_new_tokens=3, **vars(way))
+            options = {"draft_length": policy, "verification": rule, "eos_token_id": (), "max_batch_size": PLACES}
+            with Session(pair, seed=1, **options) as session:
+                session.submit(beside, max_new_tokens=BESIDE)  # greedy: it decides nothing by chance
+                row = session.submit(prompt, max_new_tokens=new, **vars(way))
                 while not session.idle:
                     session.step()
                 steps = session.trace.steps
                 drafted, accepted = drafted + int(steps.drafted.sum()), accepted + int(steps.accepted.sum())
                 return tuple(session.result(row).sequence.tolist())
 
-        found, expected = Oracle().laws(run), plain_decoding.exact_law(pair.target, prompt, way, 3)
+        found, expected = Oracle().laws(run), plain_decoding.exact_law(pair.target, prompt, way, new)
         texts = found.keys() | expected.keys()
         distances[f"{way}, {policy}"] = sum(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in texts) / 2
     worst = max(distances.values())

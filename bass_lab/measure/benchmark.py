@@ -234,7 +234,8 @@ def bench(
                     line["costs"] = costs
                 line |= common | {"method": method.split()[0], "prompt_set": name, "batch": batch}
                 if method.startswith(OTHER):
-                    line["drafter"] = next(each for each in others if method.startswith(f"{OTHER} {each}"))
+                    named = (each for each in others if method.startswith(f"{OTHER} {each}"))
+                    line["drafter"] = max(named, key=len)  # "layers:10" begins like "layers:1"
             yield found
 
 

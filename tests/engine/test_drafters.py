@@ -1,13 +1,15 @@
 """n-gram drafting, and drafts whose vocabulary is not the target's."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 import torch
 from recording import use_on_cpu
-from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
+from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.drafters import Context
+from bass_core.drafters import Context, suffix
 from bass_core.drafters.layer_skip import first_layers
 from bass_core.randomness import StepKeys
 
@@ -110,6 +112,27 @@ def test_drafts_end_where_texts_disagree():
     assert mine._continuation(np.array([9, 8]), 5) == []
 
 
+def test_a_prompt_counts_once_for_all_of_its_samples():
+    """Whether they start together or wait for places."""
+    prompt = ragged_prompts(9)[0].tolist()
+    for places in (1, 2, 4):
+        with bass.Session(with_suffixes(tiny_model()), max_batch_size=places, draft_length=2) as session:
+            drafted_by(session, *[prompt] * 4, new=1)
+            assert session.drafter.followed[tuple(prompt[:3])] == {prompt[3]: 1}
+
+
+def test_what_was_counted_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(suffix, "KNOWN", 60)
+    rng = np.random.default_rng(0)
+    mine = bass.SuffixDrafter(longest=2).begin(bass.Setting(tiny_model(), ["pad"], 1, 97))
+    for _ in range(200):
+        mine.prefill(torch.tensor([text := rng.integers(97, size=20).tolist()]), [20], range(1))
+        assert len(mine.followed) + len(mine.followed_before) <= 2 * (60 + 2 * 20)
+        assert mine._after(text[-3:-1])[text[-1]] >= 1
+    mine.release()
+    assert mine._after(text[-3:-1]) is None
+
+
 # --- all of them ---
 
 DRAFTERS = {
@@ -149,6 +172,15 @@ def test_the_first_layers_share_weights_and_leave_the_target_as_it_was():
     assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
 
 
+def test_hooks_of_the_target_are_not_told_of_passes_of_its_first_layers():
+    target = tiny_model(dtype="float64")
+    pair = bass.ModelPair(target, bass.LayerSkipDrafter(1))
+    with bass.Session(pair, draft_length=3, eos_token_id=()) as session, forward_passes(target) as passes:
+        drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
+        steps = session.trace.steps
+    assert len(passes) == steps.step.nunique() and steps.drafted.sum() > 0
+
+
 def returns(**changes) -> bass.Drafter:
     """A drafter whose drafts of the last token are changed in these fields."""
 
@@ -164,17 +196,25 @@ def returns(**changes) -> bass.Drafter:
 @pytest.mark.parametrize(
     ("careless", "message"),
     [
-        (returns(tokens=lambda t: t[:1]), r"Careless.draft returned 1 rows of torch.int64.*2 rows"),
-        (returns(tokens=lambda t: t.int()), r"rows of torch.int32 .* wanted are ids \(torch.int64\)"),
-        (returns(tokens=lambda t: t + 97), "ids that the target does not have; it has 97"),
-        (returns(tokens=lambda t: t - 97), "ids that the target does not have"),
+        (returns(tokens=lambda t: t[:1]), r"Careless.draft returned tokens \[1, 3\] of torch.int64.* \[2, K\]"),
+        (returns(tokens=lambda t: t[:, 0]), r"tokens \[2\] of torch.int64.* \[2, K\]"),
+        (returns(tokens=lambda t: t.int()), r"tokens \[2, 3\] of torch.int32; wanted are ids \(torch.int64\)"),
+        (returns(tokens=lambda t: t * 0 + 97), "ids from 97 to 97, .* it has 97"),
+        (returns(tokens=lambda t: t * 0 - 1), "ids from -1 to -1"),
         (returns(tokens=lambda t: t[:, :1]), r"lengths \[3, 3\] of 1 tokens"),
         (returns(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, and was asked for \[3, 3\] at most"),
         (returns(lengths_host=lambda n: n - 9), r"lengths \[-6, -6\]"),
-        (returns(lengths_host=lambda n: None), "lengths None"),
+        (returns(lengths_host=lambda n: None), "lengths None; wanted is an array of 2 integers"),
+        (returns(lengths_host=lambda n: n.tolist()), r"lengths \[3, 3\]; wanted is an array"),
+        (returns(lengths_host=lambda n: n / 2), r"lengths \[1.5 1.5\]; wanted is an array of 2 integers"),
+        (returns(lengths=lambda n: n - 1), r"lengths \[2, 2\] and lengths_host \[3, 3\]"),
         (returns(probs=lambda q: torch.ones(2, 3, 5) / 5), r"probs \[2, 3, 5\]; the target chooses among 97 tokens"),
+        (
+            returns(probs=lambda q: torch.ones(2, 3, 97).half() / 97),
+            "probs of torch.float16, in which they are rounded",
+        ),
     ],
-    ids=range(9),
+    ids=range(14),
 )
 @pytest.mark.parametrize("compile", ["off", "graphs"])
 def test_what_no_drafter_may_return_is_refused(careless, message, compile, monkeypatch):
@@ -182,3 +222,84 @@ def test_what_no_drafter_may_return_is_refused(careless, message, compile, monke
     pair = bass.ModelPair(tiny_model(dtype="float64"), careless)
     with pytest.raises(ValueError, match=message):
         bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12, compile=compile)
+
+
+class Returns(bass.Drafter):
+    """Returns what a function says of the context and the lengths."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def draft(self, context, lengths, policy):
+        return self.function(context, lengths)
+
+
+def repeated(context, lengths) -> torch.Tensor:
+    return context.last_tokens().expand(-1, int(lengths.max()))
+
+
+@pytest.mark.parametrize("function", [lambda *_: None, repeated], ids=["nothing", "tokens"])
+def test_what_is_no_draft_is_refused(function):
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(function))
+    with pytest.raises(TypeError, match=r"Returns.draft returned \w+; wanted is a Draft"):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+
+
+def longer(context, lengths) -> bass.Draft:
+    lengths += 4
+    return bass.Draft.of(repeated(context, lengths), lengths)
+
+
+def test_a_drafter_that_changes_the_lengths_it_was_asked_for_is_refused():
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(longer))
+    with pytest.raises(ValueError, match=r"lengths \[7, 7\] of 7 tokens, and was asked for \[3, 3\]"):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_lengths_of_a_draft_may_be_any_integers(kind):
+    target = tiny_model(dtype="float64")
+    drafter = Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), kind(lengths.tolist())))
+    out = bass.generate(bass.ModelPair(target, drafter), ragged_prompts(5)[0], draft_length=3, max_new_tokens=9)
+    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9, eos=2).tolist()
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_a_law_of_nan_is_a_row_error(verification, compile, monkeypatch):
+    """Of the row that submits it alone: beyond lengths anything may stand."""
+    use_on_cpu(monkeypatch)
+
+    def draft(context, lengths):
+        lengths[1:] = 0
+        tokens = repeated(context, lengths)
+        return bass.Draft.of(tokens, lengths, torch.full((*tokens.shape, 97), torch.nan, dtype=torch.float64))
+
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(draft))
+    options = {"temperature": 1.0, "eos_token_id": (), "draft_length": 3, "max_new_tokens": 12, "compile": compile}
+    with pytest.raises(FloatingPointError, match="draft model Returns gave NaN"):
+        bass.generate(pair, ragged_prompts(5, 7), verification=verification, **options)
+    out = bass.generate(pair, ragged_prompts(5, 7), verification=verification, on_row_error="finish", **options)
+    assert out.finish_reasons == ["error", "error"]  # the second has taken the first one's place
+    assert [len(sequence) for sequence in out.sequences] == [1, 2]
+
+
+@dataclass
+class Counts(bass.Drafter):
+    """Drafts ids of a list: a dataclass, which cannot be hashed, and false while the list is empty."""
+
+    ids: list[int] = field(default_factory=list)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def draft(self, context, lengths, policy):
+        return bass.Draft.of(repeated(context, lengths), lengths)
+
+
+def test_any_object_can_be_a_drafter():
+    target = tiny_model(dtype="float64")
+    pair = bass.ModelPair(target, Counts())
+    assert pair.drafter is pair.draft
+    out = bass.generate(pair, ragged_prompts(5)[0], max_new_tokens=9, eos_token_id=())  # looks for the pair's costs
+    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9).tolist()

@@ -162,6 +162,14 @@ def test_a_head_for_another_width_is_refused():
         bass.Session(bass.ModelPair(wider, bass.FeatureDrafter(head)))
 
 
+def test_a_head_is_no_draft_model_and_a_folder_no_head():
+    target = tiny_model(dtype="float64")
+    with pytest.raises(ValueError, match=r"draft is a feature head, .*: FeatureDrafter\(head\)"):
+        bass.ModelPair(target, feature_head(target))
+    with pytest.raises(TypeError, match="head must be a FeatureHead, got str; load_pair"):
+        bass.FeatureDrafter("folder")
+
+
 def test_the_head_goes_where_the_target_is_and_stays_what_it_was():
     head, target = feature_head(tiny_model(dtype="float64")), tiny_model(dtype="float32")
     out = decode(bass.ModelPair(target, bass.FeatureDrafter(head)))

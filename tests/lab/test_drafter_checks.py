@@ -60,6 +60,35 @@ class PicksTheMostLikely(Guesses):
         return q.argmax(-1)
 
 
+class FlattersAfterMoves(Guesses):
+    moved = False
+
+    def move_row(self, source, places):
+        self.moved = True
+
+    def claimed(self, q):
+        return (q + q.mean(-1, keepdim=True)) / 2 if self.moved else q
+
+
+class ClaimsTheFirstLaw(Guesses):
+    """Of a dimension, for all along it: 0 is the rows', 1 the drafts'."""
+
+    def __init__(self, dimension: int):
+        super().__init__()
+        self.dimension = dimension
+
+    def draft(self, context, lengths, policy):
+        draft = super().draft(context, lengths, policy)
+        return draft._replace(probs=draft.probs.narrow(self.dimension, 0, 1).expand_as(draft.probs))
+
+
+class DrawsAllAlike(Guesses):
+    """Every draft of a step with one random number."""
+
+    def draw(self, context, q, slot):
+        return context.draw(q, 0)
+
+
 class ForgetsWhatWasSaid(Guesses):
     def law(self, context, token):
         return self.table[token].softmax(-1)  # neither the temperature nor what rows have had
@@ -108,7 +137,18 @@ def test_a_feature_head_is_enumerated_on_a_target_of_its_own():
     assert set(broken(drafter)) == set(LAWS)  # on the target that every drafter gets it cannot draft
 
 
-@pytest.mark.parametrize("drafter", [Flatters(), PicksTheMostLikely()], ids=lambda drafter: type(drafter).__name__)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        Flatters(),
+        PicksTheMostLikely(),
+        FlattersAfterMoves(),
+        ClaimsTheFirstLaw(0),
+        ClaimsTheFirstLaw(1),
+        DrawsAllAlike(),
+    ],
+    ids=lambda drafter: type(drafter).__name__,
+)
 def test_a_law_that_is_not_the_drafts_is_caught(drafter):
     assert broken(drafter)[:2] == LAWS
 
