@@ -204,8 +204,9 @@ class ModelDrafter(Drafter):
         fed = self._known(token)[:, None], starts, active.astype(np.int64)
         if self.recorded is not None:
             return self._comparable(self.recorded(*fed, context.lengths_host + offset))
-        options = {"starts_host": context.lengths_host + offset, "features": self._own()}
-        return self._comparable(self.runner.feed(*fed, last_only=True, **options)[:, -1])
+        own, starts_host = self._own(), context.lengths_host + offset
+        options = {} if own is None else {"features": own, "last_only": True}
+        return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
 
     def _next_token(
         self, logits: Tensor, best: Tensor, context: Context, seen: Tensor | None, slot: int
