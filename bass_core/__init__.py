@@ -10,7 +10,17 @@ Where what is:
 """
 
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
-from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
+from bass_core.drafters import (
+    Context,
+    Draft,
+    Drafter,
+    FeatureDrafter,
+    LayerSkipDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Setting,
+    SuffixDrafter,
+)
 from bass_core.engine import Result, Session, StepEvent
 from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
@@ -32,10 +42,12 @@ __all__ = [
     "Draft",
     "DraftLengthPolicy",
     "Drafter",
+    "FeatureDrafter",
     "FixedLength",
     "Generation",
     "Goodput",
     "Interrupted",
+    "LayerSkipDrafter",
     "Learned",
     "MarginalValue",
     "ModelDrafter",
@@ -48,7 +60,9 @@ __all__ = [
     "RowsView",
     "SamplingParams",
     "Session",
+    "Setting",
     "StepEvent",
+    "SuffixDrafter",
     "Trace",
     "__version__",
     "astream",

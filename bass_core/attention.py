@@ -315,6 +315,7 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
     ids: int64 [B, Q]. Where `current` is packed, the model sees [1, T]; logits at padding are 0 then.
     """
     cache.current = _thread.current = current
+    hook = None if cache.hidden is None else model.get_decoder().register_forward_hook(cache.hidden.keep)
     try:
         logits = model(
             input_ids=current.pack(ids),
@@ -325,6 +326,8 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
         ).logits
     finally:
         _thread.current = None
+        if hook is not None:
+            hook.remove()
     return logits[:, -1:] if current.last_only else current.unpack(logits)
 
 
@@ -334,6 +337,8 @@ def _extra_inputs(model: PreTrainedModel, current: Pass) -> dict:
     inputs = {"position_ids": current.pack(current.positions)} if "position_ids" in names else {}
     if current.last_only and "logits_to_keep" in names:
         inputs["logits_to_keep"] = 1
+    if current.features is not None:
+        inputs["features"] = current.pack(current.features)
     return inputs
 
 

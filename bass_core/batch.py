@@ -96,7 +96,7 @@ class Batch:
         lengths = [len(request.prompt.ids) for request in leading]
         self.target.cache.clear(places)
         logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
-        self.drafter.prefill(tokens, lengths, places)
+        self.drafter.prefill(tokens, lengths, places, self.target.hidden(places))
         for request, row_logits in zip(leading, logits, strict=True):
             request.prompt.logits = row_logits
 
@@ -121,6 +121,9 @@ class Batch:
         if self._prompts and not self.rows.waiting:  # those that waited for them were cancelled
             for prompt in list(self._prompts.values()):
                 self._forget(prompt)
+        for place, request in enumerate(self.rows.live):
+            if request.finish_reason is not None:
+                self.drafter.ended(place, self.rows.tokens_host[place, : self.rows.lengths_host[place]])
         self.rows.compact(self._move)
 
     def _move(self, source: int, destination: int, length: int) -> None:
@@ -128,7 +131,7 @@ class Batch:
 
     def _copy(self, source: int, places: range, length: int) -> None:
         self.target.cache.move_row(source, places)
-        self.drafter.move_row(source, places, length)
+        self.drafter.move_row(source, places)
 
     def release(self) -> None:
         """Free all memory that depends on the models."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bass_core import kernel_ops
@@ -53,6 +53,7 @@ class Pass:
     flat indices, without the padding; B · Q stands for a token that belongs to no row.
     last_only: whether only what follows each row's last token is wanted (prefill, passes of a draft).
     phase: what this pass is one of.
+    features: [B, Q, H], what a drafter's model reads beside each token.
     """
 
     positions: Tensor
@@ -66,6 +67,7 @@ class Pass:
     packed: Tensor | None = None
     last_only: bool = False
     phase: Phase | None = None
+    features: Tensor | None = None
     first_place: int = field(init=False)
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
@@ -142,13 +144,15 @@ class RaggedLayer(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = False
+    names = ("keys", "values")  # of its buffers
 
     def __init__(self, cache: RaggedCache):
         super().__init__()
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, slots = self.cache.max_rows, self.cache.slots
+        rows, slots, numbers = self.cache.max_rows, self.cache.slots, key_states.shape[1] * key_states.shape[3]
+        self.cache.token_bytes = 2 * len(self.cache.layers) * numbers * key_states.element_size()
         self.keys, self.values = (
             self.cache.allocate(states, (rows, states.shape[1], slots, states.shape[3]))
             for states in (key_states, value_states)
@@ -189,6 +193,35 @@ class RaggedLayer(CacheLayerMixin):
         return (self.keys, self.values) if self.is_initialized else ()
 
 
+class HiddenStates:
+    """What a model's last layer has left of each token, [places, 1, slots, hidden], kept like keys and values for
+    drafters that ask for it."""
+
+    names = ("states",)
+
+    def __init__(self, cache: RaggedCache):
+        self.cache = cache
+        self.states: Tensor | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.states is not None
+
+    def keep(self, decoder: nn.Module, args: tuple, output: Any) -> None:
+        """A hook of a model's decoder: write the pass's hidden states [B, Q, H] (packed: [1, T, H]) to its slots."""
+        states = output[0][:, None]
+        if self.states is None:
+            self.states = self.cache.allocate(states, (self.cache.max_rows, 1, self.cache.slots, states.shape[-1]))
+        self.cache.current.write(states, self.states)
+
+    def of(self, places: range) -> Tensor:
+        """[B, slots, hidden], of which those of a row's committed tokens, but for the last one, are there."""
+        return self.states[places.start : places.stop, 0]
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        return () if self.states is None else (self.states,)
+
+
 class _Explaining(NamedTuple):
     """A context manager, since entering a function that yields takes five times as long, at each pass."""
 
@@ -207,12 +240,17 @@ class RaggedCache(Cache):
     Buffers are allocated at the first forward pass, when the model shows its heads, head dimensions and dtype.
     """
 
-    def __init__(self, num_layers: int, max_rows: int, capacity: int, contiguous: bool = False):
-        """contiguous: hand out copies, as models' own code may want them; its products would make these themselves."""
+    def __init__(
+        self, num_layers: int, max_rows: int, capacity: int, contiguous: bool = False, keeps_hidden: bool = False
+    ):
+        """contiguous: hand out copies, as models' own code may want them; its products would make these themselves.
+        keeps_hidden: the last layer's states, too."""
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+        self.hidden = HiddenStates(self) if keeps_hidden else None
         self.max_rows, self.contiguous = max_rows, contiguous
         self.slots = capacity + 1  # + the scratch slot
-        self.row_bytes = 0  # keys and values of one row in all layers; known once a layer has shown its shape
+        # Keys and values in all layers, of one position and of a row; known once a layer has shown its shape.
+        self.token_bytes = self.row_bytes = 0
         self._device: torch.device | None = None  # known then, too
         self.current: Pass | None = None  # whose keys and values come next
 
@@ -222,7 +260,7 @@ class RaggedCache(Cache):
 
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""
-        self.row_bytes = 2 * len(self.layers) * shape[1] * shape[2] * shape[3] * like.element_size()
+        self.row_bytes = self.token_bytes * shape[2]
         self._device = like.device
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
@@ -255,8 +293,8 @@ class RaggedCache(Cache):
         if capacity < self.slots:
             return  # there is room: another cache of the batch may have failed to grow with this one
         grown = []  # all of them before any is put in place: running out of memory half-way must leave the cache whole
-        for layer in self.layers:
-            for name in ("keys", "values") if layer.is_initialized else ():
+        for layer in self._kept:
+            for name in layer.names if layer.is_initialized else ():
                 old = getattr(layer, name)
                 new = self.allocate(old, (self.max_rows, old.shape[1], capacity + 1, old.shape[3]))
                 new[:, :, : self.slots - 1] = old[:, :, :-1]
@@ -288,8 +326,12 @@ class RaggedCache(Cache):
             rows[:, :, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers, as far as they are allocated."""
-        return [buffer for layer in self.layers for buffer in layer.buffers()]
+        """Keys and values of all layers and the hidden states, as far as they are allocated."""
+        return [buffer for layer in self._kept for buffer in layer.buffers()]
+
+    @property
+    def _kept(self) -> list[RaggedLayer | HiddenStates]:
+        return self.layers if self.hidden is None else [*self.layers, self.hidden]
 
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""
@@ -298,3 +340,6 @@ class RaggedCache(Cache):
             free(layer.buffers())
             layer.keys = layer.values = None
             layer.is_initialized = False
+        if self.hidden is not None:
+            free(self.hidden.buffers())
+            self.hidden.states = None

@@ -17,6 +17,7 @@ from torch import Tensor
 from bass_core import kernel_ops, randomness, sampling, verification
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter
+from bass_core.drafters.protocol import checked
 from bass_core.randomness import Key, Purpose
 from bass_core.rows import Rows
 from bass_core.runner import Runner
@@ -67,12 +68,16 @@ class EagerStep:
 
     def context(self, places: range, most: int) -> Context:
         """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
-        context = self.rows.context(places, most)
+        context = self.seen(places, most)
         if self.options.rule != "coupled" or context.params.greedy:
             return context
         slots = torch.arange(most + 1, device=context.lengths.device)
         noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
         return context._replace(noise=noise)
+
+    def seen(self, places: range, most: int) -> Context:
+        """The rows in `places`, and what drafters want to see of the target."""
+        return self.rows.context(places, most)._replace(hidden=self.target.hidden(places))
 
     def begin_decode(self, rows: int, most: int) -> Context:
         """The live rows at the beginning of a step that drafts up to `most` tokens."""
@@ -81,7 +86,12 @@ class EagerStep:
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] tokens for row b: tokens [B, K], probabilities [B, K, V]. planned: the lengths before they
         were cut to what rows may still emit."""
-        return self.drafter.draft(context, lengths, policy) if lengths.any() else Draft.none(context)
+        return self.drafted(context, lengths, policy) if lengths.any() else Draft.none(context)
+
+    def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        """What the drafter returns, checked."""
+        draft = self.drafter.draft(context, lengths.copy(), policy)  # whatever a drafter writes into it
+        return checked(draft, self.drafter, lengths, self.vocabulary)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""

@@ -19,12 +19,12 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from bass_core import inputs, kernel_ops, probe, recorded_step
 from bass_core.batch import Batch
 from bass_core.draft_length import DraftLengthPolicy, planned_lengths
-from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, NgramDrafter
+from bass_core.drafters import Context, Draft, Setting
 from bass_core.eager_step import Decided, StepOptions
 from bass_core.models import ModelPair
 from bass_core.policies import policy_for
@@ -107,11 +107,10 @@ class Session:
         forced = SyntheticAcceptance.named(acceptance, pair.device)
         way = recorded_step.resolve(compile, pair.device, paths, trace)
 
-        self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled)
-        self.drafter: Drafter = pair.draft or NgramDrafter()
-        if isinstance(pair.draft, PreTrainedModel):
-            runner = Runner(pair.draft, paths[1], max_rows, compiled=way.compiled)
-            self.drafter = ModelDrafter(runner, self.vocabulary, self.rule == "coupled", show_q=trace == "tokens")
+        keeps = {"keeps_hidden": pair.drafter.wants_hidden}
+        self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
+        options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
+        self.drafter = pair.drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
         self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos, finder)
         self.batch = Batch(self.rows, self.target, self.drafter)
         self.trace = Trace(

@@ -50,7 +50,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
-from bass_core.drafters import NgramDrafter
+from bass_core.drafters import NAMES, Drafter, named
 from bass_core.engine import StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
@@ -103,7 +103,7 @@ def bass_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    draft_model: PreTrainedModel | NgramDrafter | str | None = None,
+    draft_model: PreTrainedModel | Drafter | str | None = None,
     draft_length: int | DraftLengthPolicy | None = None,
     verification: str = "token",
     attention: str = "auto",
@@ -117,8 +117,8 @@ def bass_generate(
     """For `model.generate(..., custom_generate=bass_generate)`; returns what `generate` does, by BASS.
 
     The named arguments are yours to pass to `model.generate`, and mean what they mean for `bass_core.generate`:
-    draft_model: a smaller model of the same vocabulary, an `NgramDrafter`, or "ngram" for one with its defaults; None
-        takes `assistant_model`, and there has to be one.
+    draft_model: a smaller model of the same vocabulary, any `Drafter`, or "ngram", "suffix" or "layers:N" for one
+        with its defaults (of the target's first N layers); None takes `assistant_model`, and there has to be one.
     draft_length, verification, attention, compile, max_batch_size: as there.
     seed: None draws one from torch's global generator if tokens are sampled, so that `torch.manual_seed` governs.
     on_step: called with a StepEvent after each step; its rows are those of the output. This is how to stream several;
@@ -176,7 +176,7 @@ def _swallowed(name: str) -> Any:
     return None if frame is None else frame.f_locals.get(name)
 
 
-def _drafts_from(draft_model: PreTrainedModel | NgramDrafter | str | None) -> PreTrainedModel | NgramDrafter:
+def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrainedModel | Drafter:
     """What was chosen to draft. Raises ValueError where nothing was, or two."""
     assistant = _swallowed("assistant_model")
     if draft_model is not None and assistant is not None:
@@ -186,10 +186,10 @@ def _drafts_from(draft_model: PreTrainedModel | NgramDrafter | str | None) -> Pr
             "bass_generate does not guess where drafts come from: pass draft_model=small, a smaller model of the same "
             'vocabulary, or draft_model="ngram" to look them up in the text'
         )
-    chosen = assistant if draft_model is None else draft_model
-    if not isinstance(chosen, PreTrainedModel | NgramDrafter) and not (isinstance(chosen, str) and chosen == "ngram"):
-        raise TypeError(f'draft_model must be a transformers model, an NgramDrafter or "ngram", got {chosen!r}')
-    return NgramDrafter() if isinstance(chosen, str) and chosen == "ngram" else chosen
+    chosen = assistant if draft_model is None else named(draft_model) or draft_model
+    if not isinstance(chosen, PreTrainedModel | Drafter):
+        raise TypeError(f"draft_model must be a transformers model, a Drafter, {NAMES}; got {chosen!r}")
+    return chosen
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from bass_core import drafters
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
-from bass_core.drafters import NgramDrafter
+from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
 
 ASSETS = Path(__file__).parent / "assets"
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # a device_map of all devices there are
@@ -24,7 +25,7 @@ NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters of which a PeftModel computes some
 class ModelPair:
     """A target model, where its drafts come from, and a tokenizer.
 
-    draft: a smaller causal language model, an `NgramDrafter`, or None for n-gram drafting with its defaults.
+    draft: a smaller causal language model, any `Drafter`, or None for n-gram drafting with its defaults.
     tokenizer: needed for text prompts, texts and stop strings. draft_tokenizer: compared with it where given.
     A `PeftModel` of the package peft stands for the transformers model in it, with the adapter in that one's layers.
 
@@ -33,7 +34,7 @@ class ModelPair:
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel | NgramDrafter | None = None
+    draft: PreTrainedModel | Drafter | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
     draft_tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -41,18 +42,18 @@ class ModelPair:
         for role in ("target", "draft"):
             object.__setattr__(self, role, _transformers_model(role, getattr(self, role)))
         _check_decoder("target", self.target)
-        if isinstance(self.draft, PreTrainedModel):
-            _check_decoder("draft", self.draft)
-            if self.draft.device != self.target.device:
-                raise ValueError(
-                    f"target is on {self.target.device} and draft on {self.draft.device}; move both to one device"
-                )
-        elif not isinstance(self.draft, NgramDrafter | None):
+        if not isinstance(self.draft, PreTrainedModel | Drafter | None):
             is_tokenizer = isinstance(self.draft, PreTrainedTokenizerBase)
             named = "; name the tokenizer: ModelPair(model, tokenizer=tokenizer)" if is_tokenizer else ""
-            raise TypeError(
-                f"draft must be a transformers model, an NgramDrafter or None, got {type(self.draft)}{named}"
-            )
+            raise TypeError(f"draft must be a transformers model, a Drafter or None, got {type(self.draft)}{named}")
+        if isinstance(self.draft, FeatureHead):
+            raise ValueError("draft is a feature head, which reads a target's hidden states: FeatureDrafter(head)")
+        for model in self.drafter.models:
+            _check_decoder("draft", model)
+            if model.device != self.target.device:
+                raise ValueError(
+                    f"target is on {self.target.device} and draft on {model.device}; move both to one device"
+                )
         if self.tokenizer is not None and self.draft_tokenizer is not None:
             _check_same_tokens(self.tokenizer, self.draft_tokenizer)
 
@@ -71,16 +72,22 @@ class ModelPair:
     def device(self) -> torch.device:
         return self.target.device
 
+    @cached_property
+    def drafter(self) -> Drafter:
+        """What drafts."""
+        if self.draft is None:
+            return NgramDrafter()
+        return ModelDrafter(self.draft) if isinstance(self.draft, PreTrainedModel) else self.draft
+
     @property
     def models(self) -> list[PreTrainedModel]:
-        """The target, and the draft if it is a model."""
-        return [model for model in (self.target, self.draft) if isinstance(model, PreTrainedModel)]
+        """The target, and those that draft."""
+        return [self.target, *self.drafter.models]
 
     @cached_property
     def contexts(self) -> dict[str, int]:
         """How many positions the target and the draft have, by role; a model that does not say is left out."""
-        roles = {"target": self.target, "draft": self.draft}
-        limits = {role: context_length(model) for role, model in roles.items() if isinstance(model, PreTrainedModel)}
+        limits = dict(zip(("target", "draft"), map(context_length, self.models), strict=False))
         return {role: limit for role, limit in limits.items() if limit is not None}
 
     @property
@@ -92,7 +99,7 @@ class ModelPair:
 
 def load_pair(
     target: str | Path | None = None,
-    draft: str | Path | NgramDrafter | None = None,
+    draft: str | Path | Drafter | None = None,
     *,
     dtype: str | torch.dtype | None = None,
     torch_dtype: str | torch.dtype | None = None,
@@ -105,7 +112,10 @@ def load_pair(
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
-    target: a folder or an id on the hub. draft: likewise, or an `NgramDrafter`; None: n-gram drafting.
+    target: a folder or an id on the hub; None: the embedded one.
+    draft: a folder or an id of a model or of a `FeatureHead`; "ngram", "suffix" or "layers:N" (the target's first N);
+        any `Drafter`; for the embedded target also "deep_draft", "unaligned_draft" and "feature_head". None: n-gram
+        drafting, and for the embedded target its own draft.
     dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own ("auto") on a GPU. torch_dtype:
         its older name.
     device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",
@@ -127,20 +137,50 @@ def load_pair(
                 f"load_pair takes names and folders, got {type(held).__name__}; for models that you hold write "
                 "ModelPair(target, draft, tokenizer=tokenizer)"
             )
+    draft = drafters.named(draft) or draft
     if target is None:
-        if draft is not None:
-            raise ValueError(f"draft={draft!r} was given without a target; name both, or neither for the embedded pair")
-        target, draft = ASSETS / "target", ASSETS / "draft"
+        target, draft = ASSETS / "target", embedded_draft(draft)
     by_name = isinstance(draft, str | Path)
     if draft_revision is not None and not by_name:
         raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
     device, dtype = place(device, dtype, device_map, torch_dtype)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    small = load_draft(draft, draft_revision, **options) if by_name else draft
+    reads = by_name and isinstance(small, PreTrainedModel)
     return ModelPair(
         target=load_model(target, revision, quantization_config, **options),
-        draft=load_model(draft, draft_revision, **options) if by_name else draft,
+        draft=small,
         tokenizer=load_tokenizer(target, revision, trust_remote_code),
-        draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if by_name else None,
+        draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
+    )
+
+
+def load_draft(
+    name: str | Path,
+    revision: str | None = None,
+    *,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel | Drafter:
+    """What drafts, alone: one of the drafters' names, or the model or feature head of a folder or an id on the hub.
+    Raises as `load_pair`."""
+    if (drafter := drafters.named(name)) is not None:
+        return drafter
+    model = load_model(name, revision, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    return FeatureDrafter(model) if isinstance(model, FeatureHead) else model
+
+
+def embedded_draft(draft: str | Path | Drafter | None) -> str | Path | Drafter:
+    """What drafts for the embedded target. Raises ValueError for what is not embedded, no folder and no drafter."""
+    known = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json") if folder.parent.name != "target")
+    if draft is None or draft in known:
+        return ASSETS / (draft or "draft")
+    if isinstance(draft, Drafter) or drafters.named(draft) or Path(draft).is_dir():
+        return draft
+    raise ValueError(
+        f"draft={str(draft)!r} was given without a target; name both. The embedded target takes {', '.join(known)}, "
+        f"{drafters.NAMES}, a folder or a Drafter"
     )
 
 
@@ -279,13 +319,16 @@ def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
 
 def fingerprints(pair: ModelPair) -> dict[str, str]:
     """What tells the pair's models apart from others, wherever they were loaded from, under "target" and "draft"."""
-    return {"target": fingerprint(pair.target), "draft": fingerprint(pair.draft or NgramDrafter())}
+    draft = pair.drafter if pair.draft is None else pair.draft
+    return {"target": fingerprint(pair.target), "draft": fingerprint(draft)}
 
 
-def fingerprint(model: PreTrainedModel | NgramDrafter) -> str:
-    """What tells a model apart: names, shapes and the first 64 values of all tensors."""
-    if isinstance(model, NgramDrafter):
-        return f"n-gram {model.longest}-{model.shortest}"
+def fingerprint(model: PreTrainedModel | Drafter) -> str:
+    """What tells a model apart: names, shapes and the first 64 values of all tensors; of a drafter its settings."""
+    if isinstance(model, Drafter):
+        settings = [f"{name}={value}" for name, value in vars(model).items() if isinstance(value, int | float | str)]
+        inside = [value for value in vars(model).values() if isinstance(value, PreTrainedModel | Drafter)]
+        return " ".join([type(model).__name__, *settings, *map(fingerprint, (*inside, *model.models))])
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tuple(tensor.shape)}".encode())

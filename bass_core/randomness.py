@@ -6,7 +6,7 @@ in a batch, and after a restart, on every device. Token and block verification c
 verification counts positions, so that regular decoding meets the very same noise (exactness by construction).
 
 All randomness of the project goes through `draw`, `accept` and `noise`; tests replace these three by an oracle that
-walks every branch (tests/support/oracle.py).
+walks every branch (bass_lab/checks/oracle.py).
 """
 
 from __future__ import annotations

@@ -88,11 +88,11 @@ class RecordedStep(EagerStep):
         self._q: Tensor | None = None  # float [places, K, V], once a draft has shown that it has one
         self._memory: tuple[int, ...] = ()
         self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by places
-        if isinstance(self.drafter, ModelDrafter):
+        if isinstance(self.drafter, ModelDrafter) and not self.drafter.wants_hidden:
             self.drafter.recorded = RecordedPasses(self.drafter.runner, graphs)
 
     def begin_decode(self, rows: int, most: int) -> Context:
-        return self.rows.context(range(rows), most)  # noise is made where it is needed: inside the phases
+        return self.seen(range(rows), most)  # noise is made where it is needed: inside the phases
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         rows = len(lengths)
@@ -103,12 +103,12 @@ class RecordedStep(EagerStep):
         self._settle(most)
         self._announce(lengths)
         if not alone and most > 0:
-            draft = self.drafter.draft(self.context(context.places, most), lengths, policy)
+            draft = self.drafted(self.context(context.places, most), lengths, policy)
             self._store(draft)
             self._announce(draft.lengths_host)
             return draft
         if lengths.any():
-            self.drafter.catch_up(context, lengths)
+            self.drafter.catch_up(context, lengths, most)
             extent = self.drafter.runner.extent(int((context.lengths_host + lengths).max()))
             self._run(("draft", places, most, extent), lambda: self._draft_phase(places, most, extent))
         else:

@@ -156,6 +156,7 @@ class Rows:
         return Context(
             places,
             self.tokens[rows, : self.capacity],
+            self.tokens_host[rows, : self.capacity],
             self.lengths[rows],
             self.lengths_host[rows].copy(),
             randomness.StepKeys(self.streams[rows], self.steps[rows], max(most, 1)),

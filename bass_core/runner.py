@@ -38,7 +38,7 @@ def _within(wanted: Tensor, ends: Tensor, scratch_slot: int) -> tuple[Tensor, Te
     """Positions and slots [B, Q] of tokens at the wanted positions, of which those from `ends` [B] on are padding."""
     # A padding query repeats its row's last valid position: at the end of the context there is no next one.
     positions = torch.minimum(wanted, ends[:, None] - 1).clamp(min=0)
-    return positions, wanted.where(wanted < ends[:, None], scratch_slot)
+    return positions, wanted.where((wanted >= 0) & (wanted < ends[:, None]), scratch_slot)
 
 
 class Runner:
@@ -48,12 +48,21 @@ class Runner:
     evaluation mode) only inside `prepared` or a single pass, and left as it was found.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str, max_rows: int, capacity: int = 0, compiled: bool = False):
-        """compiled: passes of fixed shape run through compiled layers (module compiled_layers)."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        path: str,
+        max_rows: int,
+        capacity: int = 0,
+        compiled: bool = False,
+        keeps_hidden: bool = False,
+    ):
+        """compiled: passes of fixed shape run through compiled layers (module compiled_layers). keeps_hidden: the cache
+        also keeps what the model's last layer leaves of each token."""
         self.model = model
         self.path = path
         layers = model.config.get_text_config().num_hidden_layers
-        self.cache = RaggedCache(layers, max_rows, capacity, contiguous=path == "eager")
+        self.cache = RaggedCache(layers, max_rows, capacity, path == "eager", keeps_hidden)
         self.compiled = compiled
         # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
         self._siblings = side_by_side.arrange(model) if compiled or model.device.type == "cuda" else []
@@ -87,13 +96,15 @@ class Runner:
         packed: bool | None = None,
         last_only: bool = False,
         phase: Phase | None = None,
+        features: Tensor | None = None,
     ) -> Tensor:
         """Logits [B, Q, V] of each row's tokens at positions start, start + 1, … (last_only: of the last, [B, 1, V]).
 
         ids: int64 [B, Q], of which row b submits the first query_lengths[b], less those at negative positions. Logits
         beyond a row's query length are meaningless. starts: int64 [B], and the same numbers on the host. places: where
         the rows live, from place 0 on if None. packed: whether the model sees the submitted tokens alone, as one row;
-        None: where that saves enough (`packs`; the path `eager` cannot).
+        None: where that saves enough (`packs`; the path `eager` cannot). features: [B, Q, H], for models
+        that read such.
 
         starts_host=None: nothing is known on the host (query_lengths is a tensor), the shapes are all that such a pass
         depends on, and it can be compiled and recorded. It then looks at `extent` slots. An ordinary pass has to come
@@ -111,27 +122,35 @@ class Runner:
             if packed is None:
                 packed = self.path != "eager" and not last_only and packs(query_lengths, width)
             flat = self._submitted(query_lengths, width) if packed else None
-            if not full:
+            if not full or min(starts_host) < 0:
                 positions, slots = _within(wanted, ends, self.cache.scratch_slot)
-            if min(starts_host) < 0:
-                slots = slots.where(wanted >= 0, self.cache.scratch_slot)
-                positions = positions.clamp(min=0)
         else:
             positions, slots, ends = self.fused(_places)(ids, starts, query_lengths, self.cache.scratch_slot)
         where, seen = (positions, slots, starts, ends), (places, extent, self.cache.slots)
-        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase))
+        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase, features))
 
-    def feed_last(self, tokens: Tensor, lengths: Sequence[int], count: int, places: range | None = None) -> Tensor:
+    def feed_last(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        count: int,
+        places: range | None = None,
+        features: Tensor | None = None,
+    ) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
 
         tokens: int64 [B, >= max length], each row's tokens from position 0; lengths: how many each row has. Rewriting
-        positions that the cache already holds writes the same values again.
+        positions that the cache already holds writes the same values again. features: [B, count, H], as in `feed`.
         """
         starts = torch.tensor(lengths, device=tokens.device) - count  # [B]
         ids = tokens.gather(1, (starts[:, None] + torch.arange(count, device=tokens.device)).clamp(min=0))
         starts_host = [length - count for length in lengths]
-        fed = self.feed(ids, starts, [count] * len(ids), starts_host=starts_host, places=places, last_only=True)
-        return fed[:, -1]
+        options = {"starts_host": starts_host, "places": places, "last_only": True, "features": features}
+        return self.feed(ids, starts, [count] * len(ids), **options)[:, -1]
+
+    def hidden(self, places: range) -> Tensor | None:
+        """What the last layer has left of each token [B, slots, H], where it is kept."""
+        return None if self.cache.hidden is None else self.cache.hidden.of(places)
 
     def extent(self, longest: int) -> int:
         """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for

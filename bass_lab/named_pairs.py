@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from bass_core import drafters
 from bass_core.checkpoints import attention_of, check_config
-from bass_core.drafters import NgramDrafter
+from bass_core.drafters import Drafter
 from bass_core.models import ASSETS, ModelPair, load_pair, place
 
 WEIGHTS = ("hub", "dummy")
@@ -42,7 +43,7 @@ SHAPES = {name: Shape(**shape) for name, shape in json.loads(_FILE.read_text("ut
 
 def named_pair(
     target: str | Path | None = None,
-    draft: str | Path | NgramDrafter | None = None,
+    draft: str | Path | Drafter | None = None,
     *,
     weights: str = "hub",
     dtype: str | torch.dtype | None = None,
@@ -67,9 +68,10 @@ def named_pair(
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
-    if target is None and draft is None:
-        target, draft = ASSETS / "target", ASSETS / "draft"
+    draft = drafters.named(draft) or draft
     if weights == "dummy":
+        if target is None and draft is None:
+            target, draft = ASSETS / "target", ASSETS / "draft"
         if files:
             raise ValueError(f"weights='dummy' are made, not read: leave out {', '.join(files)}")
         device, dtype = place(device, dtype, device_map, torch_dtype)
@@ -80,7 +82,7 @@ def named_pair(
     return load_pair(target, draft, **where, trust_remote_code=trust_remote_code, **files)
 
 
-def _published(name: str, draft: str | Path | NgramDrafter | None) -> tuple[str, str | Path | NgramDrafter]:
+def _published(name: str, draft: str | Path | Drafter | None) -> tuple[str, str | Path | Drafter]:
     """What to load for a named pair: the target's id, and the draft that was asked for or else the pair's own."""
     ids = SHAPES[name].ids
     if ids is None:
@@ -93,7 +95,7 @@ def _published(name: str, draft: str | Path | NgramDrafter | None) -> tuple[str,
 
 def _dummy_pair(
     target: str | Path | None,
-    draft: str | Path | NgramDrafter | None,
+    draft: str | Path | Drafter | None,
     dtype: str | torch.dtype,
     device: torch.device,
     trust_remote_code: bool,

@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core.checkpoints import is_quantized
-from bass_core.drafters import NgramDrafter
-from bass_core.models import ModelPair, has_dummy_weights
+from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
+from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
 
 
 def require_draft_model(pair: ModelPair) -> None:
     """Raises ValueError for a pair without a draft model."""
     if not isinstance(pair.draft, PreTrainedModel):
-        raise ValueError(f"this needs a draft model, got draft={pair.draft!r}: name one, or use the embedded pair")
+        raise ValueError(f"this needs a draft model, got {name_of(pair.draft)}: name one, or use the embedded pair")
 
 
 def context_of(pair: ModelPair) -> float:
@@ -28,26 +28,40 @@ def context_of(pair: ModelPair) -> float:
 
 def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
     """The pair with its models in that dtype: itself, or a pair of copies. Raises ValueError for quantized ones."""
-    models = pair.models
-    if all(model.dtype == dtype for model in models):
+    if all(model.dtype == dtype for model in pair.models):
         return pair
-    if any(map(is_quantized, models)):
+    if any(map(is_quantized, pair.models)):
         wanted = str(dtype).removeprefix("torch.")
         raise ValueError(
             f"this needs {wanted}, and quantized models cannot be cast: load {pair!r} with dtype={wanted!r}"
         )
     target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
-    for model in (target, draft):
-        if isinstance(model, PreTrainedModel):
-            model.to(dtype)
-    return replace(pair, target=target, draft=draft)
+    copies = replace(pair, target=target, draft=draft)
+    for model in copies.models:
+        model.to(dtype)
+    return copies
 
 
-def name_of(model: PreTrainedModel | NgramDrafter | None) -> str:
+def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
+    """What may draft for the pair's target, by name: its own draft first, then those that need no training, and for the
+    embedded target those that were trained for it."""
+    layers = pair.target.config.get_text_config().num_hidden_layers
+    own = pair.drafter if pair.draft is None else pair.draft
+    found = {"its own draft": own, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
+    if layers > 1:
+        found["first layers"] = LayerSkipDrafter(max(1, layers // 4))
+    if Path(pair.target.name_or_path) == ASSETS / "target":
+        where = {"dtype": pair.target.dtype, "device": pair.device}
+        for name in ("deep_draft", "feature_head"):
+            found[name.replace("_", " ")] = load_draft(ASSETS / name, **where)
+    return found
+
+
+def name_of(model: PreTrainedModel | Drafter | None) -> str:
     """For people: the class, the hub name or the last part of the folder that it was loaded from, and whether its
-    weights are dummies."""
+    weights are dummies; of a drafter what tells it apart."""
     if not isinstance(model, PreTrainedModel):
-        return "n-gram lookup"
+        return "n-gram lookup" if isinstance(model, NgramDrafter | None) else fingerprint(model)
     path = Path(model.name_or_path)
     name = f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
     return f"{name} (dummy weights)" if has_dummy_weights(model) else name

@@ -27,10 +27,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from bass_core import inputs
 from bass_core.draft_length import RowsView
-from bass_core.drafters import NgramDrafter
 from bass_core.environment import processor, write_whole
 from bass_core.models import ASSETS, ModelPair, fingerprint
 
@@ -289,8 +289,8 @@ def _marks(pair: ModelPair) -> dict[str, str]:
     for model in pair.models:
         if model not in _MARKS:
             _MARKS[model] = fingerprint(model)
-    draft = pair.draft or NgramDrafter()
-    return {"target": _MARKS[pair.target], "draft": _MARKS.get(draft) or fingerprint(draft)}
+    is_model = isinstance(pair.draft, PreTrainedModel)
+    return {"target": _MARKS[pair.target], "draft": _MARKS[pair.draft] if is_model else fingerprint(pair.drafter)}
 
 
 def _file_name(device: str, target: str, draft: str) -> str:

@@ -16,11 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import attention, probe
+from bass_core.drafters import Setting
 from bass_core.models import ModelPair
 from bass_core.policies import policy_for
 from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
 from bass_lab.named_pairs import named_pair
+from bass_lab.pairs import name_of
 from bass_lab.provenance import describe_environment
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -44,22 +46,25 @@ def diagnose(
     those of `named_pair`.
 
     The entries of `describe_environment`; cuda: what torch is built for; devices; packages (None: not installed);
-    target and draft (None: n-gram lookup); tokenizers; draft_length: the policy that these models get by default;
-    problem: None, or in one line why they cannot be used.
+    target and draft (None: no model); drafter (None: the draft model); tokenizers; draft_length: the policy that these
+    models get by default; problem: None, or in one line why they cannot be used.
     """
     environment = describe_environment()
     document = environment | {"cuda": torch.version.cuda, "devices": _devices(environment["device"])}
     document |= {"packages": _packages()}
-    document |= {"target": None, "draft": None, "tokenizers": None, "draft_length": None, "problem": None}
+    unknown = ("target", "draft", "drafter", "tokenizers", "draft_length", "problem")
+    document |= dict.fromkeys(unknown)
     try:
         pair = named_pair(target, draft, dtype=dtype, device=device)
         models = {"target": pair.target, "draft": pair.draft}
         models = {role: model for role, model in models.items() if isinstance(model, PreTrainedModel)}
         document |= {role: _describe(model) for role, model in models.items()}
+        document["drafter"] = None if "draft" in models else name_of(pair.draft)
         document["tokenizers"] = _tokenizers(pair)
         document["draft_length"] = repr(policy_for(pair, None))
-        for model in models.values():
-            probe.resolve(model)  # raises for a model that gets no path
+        paths = [probe.resolve(model) for model in pair.models]  # raises for a model that gets no path
+        vocabulary = pair.target.config.get_text_config().vocab_size
+        pair.drafter.begin(Setting(pair.target, paths, 1, vocabulary))  # raises for one that the target does not suit
     except (ValueError, MemoryError, torch.OutOfMemoryError) as error:
         document["problem"] = _one_line(error)
     return document
@@ -84,7 +89,7 @@ def report(document: dict) -> dict[str, dict[str, str]]:
 def _pair_facts(document: dict) -> dict[str, str]:
     facts = {"tokenizers": document["tokenizers"]}
     if document["draft"] is None:
-        facts["draft"] = "n-gram lookup in each row's own text"
+        facts["draft"] = document["drafter"]
     known = document["draft_length"].startswith(Goodput.__name__)
     why = "their costs are known" if known else "their costs are not known on this device: `bass calibrate`"
     return facts | {"draft length": f"{document['draft_length']} by default; {why}"}

@@ -53,7 +53,9 @@ def exact_law(
     texts, mass = prompt[None].to(target.device), torch.ones(1, dtype=torch.float64, device=target.device)
     with plain(target):
         for _ in range(tokens):
-            p = sampling.probabilities(target(input_ids=texts, use_cache=False).logits[:, -1], params)  # [N, V]
+            logits = target(input_ids=texts, use_cache=False).logits[:, -1]
+            seen = sampling.one_hot(texts, logits.shape[-1]).any(1) if params.needs_history else None
+            p = sampling.probabilities(logits, params, seen)  # [N, V]
             rows, ids = (p > 0).nonzero(as_tuple=True)
             texts, mass = torch.cat([texts[rows], ids[:, None]], 1), mass[rows] * p[rows, ids].double()
     return dict(zip(map(tuple, texts[:, len(prompt) :].tolist()), mass.tolist(), strict=True))

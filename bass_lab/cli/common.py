@@ -31,7 +31,7 @@ Target = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", "-d", metavar="NAME", help="hub name or folder; with a target alone: n-gram drafting"),
+    typer.Option("--draft", "-d", metavar="NAME", help="hub name, folder, ngram, suffix or layers:N; none: ngram"),
 ]
 Dtype = Annotated[
     str | None,

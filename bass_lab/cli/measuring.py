@@ -38,6 +38,10 @@ def bench(
     also_length: Annotated[
         list[int] | None, typer.Option(min=1, metavar="N", help="batched again with this draft length")
     ] = None,
+    also_draft: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="batched again with drafts of this, as for --draft, and each length"),
+    ] = None,
     also_default: Annotated[bool, typer.Option("--also-default", help="batched again with the default policy")] = False,
     vary_prompts: Annotated[bool, typer.Option("--vary-prompts", help="other prompts in every repeat")] = False,
     take_turns: Annotated[bool, typer.Option("--take-turns", help="methods alternate step by step")] = False,
@@ -56,6 +60,7 @@ def bench(
     record for each method, batch size and prompt set.
     """
     from bass_core import inputs
+    from bass_core.models import embedded_draft, load_draft
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
     from bass_lab.texts.prompt_sets import label, prompt_set
@@ -77,7 +82,8 @@ def bench(
     pair = named_pair(target, draft, dtype=dtype, device=device)
     for texts in sets.values():  # before the first is measured
         inputs.check_context(pair, max(map(len, inputs.token_ids(pair, texts))), max_new_tokens)
-    results = []
+    where, results = {"dtype": pair.target.dtype, "device": pair.device}, []
+    others = {name: load_draft(name if target else embedded_draft(name), **where) for name in also_draft or ()}
     with Progress() as progress:
         for lines in benchmark.bench(
             pair,
@@ -90,6 +96,7 @@ def bench(
             temperature=temperature,
             draft_length=draft_length,
             other_lengths=[*(also_length or ()), *([None] if also_default else [])],
+            other_drafts=others,
             vary_prompts=vary_prompts,
             take_turns=take_turns,
             progress=progress,

@@ -6,18 +6,21 @@ Driven by the values of its controls, so that a test needs no browser.
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 from ipywidgets import HTML, Box, Button, Dropdown, FloatSlider, IntSlider, IntText, VBox, Widget
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core import inputs
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
+from bass_core.drafters import Drafter
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_core.trace import Trace
+from bass_lab.pairs import drafters_for
 from bass_lab.provenance import describe_environment
 from bass_lab.show import live_figures
 from bass_lab.show.looks import LOOKS
@@ -38,10 +41,10 @@ LIVE_BELOW = 50_000_000  # parameters of a target that decodes again at every ch
 class AcceptanceExplorer:
     """Settings of a run above a `TraceExplorer` of it (`view`): what did each row accept, and why?
 
-    controls: "draft_length", "batch_size", "temperature", "policy", "verification", "prompt_set", "seed", those of
-    `view`, and "run" where the pair is not live. Setting a value decodes and redraws. `same_text` says whether the text
-    is that of regular decoding in the same mode: True or False where the mode promises it (temperature 0, or coupled
-    verification) and it was compared, token by token; else None. `message` holds what `generate` refused.
+    controls: "drafter", "draft_length", "batch_size", "temperature", "policy", "verification", "prompt_set", "seed",
+    those of `view`, and "run" where the pair is not live. Setting a value decodes and redraws. `same_text` says whether
+    the text is that of regular decoding in the same mode: True or False where the mode promises it (temperature 0, or
+    coupled verification) and it was compared, token by token; else None. `message` holds what `generate` refused.
     """
 
     def __init__(
@@ -53,20 +56,24 @@ class AcceptanceExplorer:
         temperature: float = 0.0,
         policy: str = "fixed",
         verification: str = "token",
+        drafter: str | None = None,
         prompt_set: str = "mini",
         seed: int = 0,
         max_new_tokens: int = 64,
         prompts: Mapping[str, Sequence[prompt_sets.Prompt]] | None = None,
+        drafters: Mapping[str, PreTrainedModel | Drafter] | None = None,
         live: bool | None = None,
         **options,
     ):
         """prompts: by name of the set; None: the two of the repository, and the file of JSON lines that `prompt_set`
-        may name. live: decode at every change, or when "run" is pressed; None: live if the target is small. options: as
-        in `generate`.
+        may name. drafters: what may draft, by name; None: `drafters_for` the pair. drafter: one of these names; None:
+        the first. live: decode at every change, or when "run" is pressed; None: live if the target is small. options:
+        as in `generate`.
 
         Raises ValueError or TypeError for a setting that no control could take.
         """
         self.pair = pair
+        self.drafters = drafters_for(pair) if drafters is None else dict(drafters)
         if prompts is None:
             prompts, prompt_set = prompt_sets.beside_ours(prompt_set), prompt_sets.label(prompt_set)
         self.prompts = dict(prompts)
@@ -80,7 +87,8 @@ class AcceptanceExplorer:
         self.message, self.badge = HTML(), HTML()
         values = {"batch_size": batch_size, "draft_length": draft_length, "temperature": temperature, "policy": policy}
         values |= {"verification": verification, "prompt_set": prompt_set, "seed": seed}
-        settings = _settings(values, list(self.prompts), self.live)
+        values["drafter"] = next(iter(self.drafters)) if drafter is None else drafter
+        settings = _settings(values, {"prompt_set": self.prompts, "drafter": self.drafters}, self.live)
         self.controls = settings | self.view.controls
         above = Box(list(settings.values()), layout=WRAPPED)
         self.widget = VBox([above, self.message, self.badge, self.view.widget])
@@ -130,10 +138,11 @@ class AcceptanceExplorer:
     def _run(self) -> None:
         names = ("temperature", "verification", "seed")
         texts, options = self._texts(), {name: self.controls[name].value for name in names} | self.options
+        pair = replace(self.pair, draft=self.drafters[self.controls["drafter"].value])
         if self.out is None:  # what happens once (probing the models, warming up) is not timed
-            generate(self.pair, texts, **options | {"max_new_tokens": 4})
+            generate(pair, texts, **options | {"max_new_tokens": 4})
         policy = POLICIES[self.controls["policy"].value](self.controls["draft_length"].value)
-        self.out = generate(self.pair, texts, draft_length=policy, trace="tokens", **options)
+        self.out = generate(pair, texts, draft_length=policy, trace="tokens", **options)
         samples = len(self.out.sequences) // len(texts)
         written = [
             text if isinstance(text, str) else self.pair.tokenizer.decode(ids)
@@ -172,7 +181,7 @@ class AcceptanceExplorer:
         summary = self.out.trace.summary()
         fixed = self.controls["policy"].value == "fixed"
         rates = {name: summary[name] if summary["alpha"] >= 0 else None for name in ("alpha", "acceptance_rate")}
-        names = ("prompt_set", "policy", "verification", "temperature", "seed")
+        names = ("prompt_set", "drafter", "policy", "verification", "temperature", "seed")
         return {
             "schema": "acceptance",
             "method": "batched" if summary["alpha"] >= 0 else "regular",
@@ -189,7 +198,7 @@ class AcceptanceExplorer:
 
     def static(self) -> tuple:
         """What is seen now without widgets, as `TraceExplorer.static`, with the settings and the badge."""
-        names = ("prompt_set", "batch_size", "policy", "draft_length", "temperature", "verification", "seed")
+        names = ("prompt_set", "batch_size", "drafter", "policy", "draft_length", "temperature", "verification", "seed")
         shown = [f"{name.replace('_', ' ')} {self.controls[name].value}" for name in names]
         sentence, *rest = self.view.static()
         above = live_figures.static(f"{', '.join(shown)}.<br>{self.badge.value}<br>{sentence.data}")
@@ -213,8 +222,9 @@ def acceptance_table(
     return pd.DataFrame(lines)
 
 
-def _settings(values: dict, sets: Sequence[str], live: bool) -> dict[str, Widget]:
-    """The controls of a run, with these values. Raises as `AcceptanceExplorer` does: a slider would cut in silence."""
+def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> dict[str, Widget]:
+    """The controls of a run, with these values. chosen: what may be chosen, by control. Raises as `AcceptanceExplorer`
+    does: a slider would cut in silence."""
     k = inputs.integer("draft_length", values["draft_length"])
     batch_size = inputs.integer("batch_size", values["batch_size"], least=1)
     seed = inputs.integer("seed", values["seed"], least=None)
@@ -224,7 +234,8 @@ def _settings(values: dict, sets: Sequence[str], live: bool) -> dict[str, Widget
     common = {"style": {"description_width": "85px"}, "layout": {"width": "250px"}}
     slider = common | {"continuous_update": False}
     controls = {
-        "prompt_set": Dropdown(options=sets, description="prompts", **common),
+        "prompt_set": Dropdown(options=list(chosen["prompt_set"]), description="prompts", **common),
+        "drafter": Dropdown(options=list(chosen["drafter"]), description="drafts by", **common),
         "policy": Dropdown(options=list(POLICIES), description="policy", **common),
         "verification": Dropdown(options=RULES, description="verification", **common),
         "draft_length": IntSlider(k, 0, max(12, k), description="draft length", **slider),
@@ -234,7 +245,7 @@ def _settings(values: dict, sets: Sequence[str], live: bool) -> dict[str, Widget
         ),
         "seed": IntText(seed, description="seed", **slider),
     }
-    for name in ("prompt_set", "policy", "verification"):
+    for name in ("prompt_set", "drafter", "policy", "verification"):
         controls[name].value = inputs.one_of(name, values[name], controls[name].options)
     return controls if live else controls | {"run": Button(description="Run", button_style="primary", icon="play")}
 

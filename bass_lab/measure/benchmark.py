@@ -13,13 +13,14 @@ work. `transformers.generate` is quoted beside it.
 | `regular` | this engine, draft length 0 |
 | `single` | this engine, one row at a time |
 | `batched` | this engine, all rows at once: BASS |
+| `other_draft` | the same with drafts that come from elsewhere |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
 from bass_core import inputs
+from bass_core.drafters import Drafter
 from bass_core.engine import Session, StepEvent
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
@@ -43,7 +45,8 @@ from bass_lab.pairs import in_dtype
 from bass_lab.provenance import describe_environment
 
 METHODS = ("transformers", "assisted", "regular", "single", "batched")
-DRAFTING = ("single", "batched")  # those with a draft length
+OTHER = "other_draft"
+DRAFTING = ("single", "batched", OTHER)  # those with a draft length
 BASELINES = ("regular", "transformers")  # those that draft nothing
 COSTS = ("device", "commit", "samples", "spread")  # of what was measured of the costs that the default policy goes by
 COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
@@ -88,6 +91,7 @@ def compare(
     temperature: float = 0.0,
     draft_length: int | None = 5,
     other_lengths: Sequence[int | None] = (),
+    other_drafts: Mapping[str, PreTrainedModel | Drafter] | None = None,
     batch: int | None = None,
     take_turns: bool = False,
     progress: Callable[[str, float], None] = lambda doing, share: None,
@@ -98,16 +102,20 @@ def compare(
     again), for comparisons that a few texts could decide.
     repeats: interleaved, after one that warms up and is not counted. draft_length: of `single` and `batched`; None is
     the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
-    "batched default". take_turns: the methods of a repeat decode side by side, and the next step is always taken by the
-    one that has emitted the fewest tokens; each is timed in its own steps. Raises ValueError for an unknown method, for
-    `assisted` without a draft model and for methods of transformers' that are to take turns. progress: told what is
-    done now and which share of the work, 0 to 1, is done.
+    "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft suffix" and
+    "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is always taken
+    by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is done now and
+    which share of the work, 0 to 1, is done.
+
+    Raises ValueError for an unknown method, for `assisted` without a draft model and for methods of transformers' that
+    are to take turns.
     """
     pool, lines = inputs.token_ids(pair, prompts), []
     for repeat in range(repeats + 1):
         ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        called = _methods(pair, ids, methods, draft_length=draft_length, other_lengths=other_lengths, **options)
+        options |= {"draft_length": draft_length, "other_lengths": other_lengths, "other_drafts": other_drafts}
+        called = _methods(pair, ids, methods, **options)
 
         progress(f"repeat {repeat} of {repeats}" if repeat else "warming up", repeat / (repeats + 1))
         timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
@@ -128,6 +136,7 @@ def _methods(
     *,
     draft_length: int | None,
     other_lengths: Sequence[int | None],
+    other_drafts: Mapping[str, PreTrainedModel | Drafter] | None,
     **options,
 ) -> dict[str, Method]:
     """What `compare` times, by name; all arguments are its own. Raises ValueError as it does."""
@@ -136,9 +145,9 @@ def _methods(
     if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
 
-    def ours(k: int | None, **more: object) -> Method:
+    def ours(k: int | None, pair: ModelPair = pair, **more: object) -> Method:
         own = options | {"draft_length": k} | more
-        return Method(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own)
+        return Method(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own, pair)
 
     known = {
         "transformers": Method(
@@ -149,8 +158,17 @@ def _methods(
         "single": ours(draft_length, max_batch_size=1),
         "batched": ours(draft_length),
     }
-    others = {"batched default" if k is None else f"batched k={k}": ours(k) for k in other_lengths}
-    return {method: known[method] for method in methods} | others
+    found = {method: known[method] for method in methods}
+    found |= {_with_length("batched", k): ours(k) for k in other_lengths}
+    for name, draft in (other_drafts or {}).items():
+        drafting = replace(pair, draft=draft)
+        found[f"{OTHER} {name}"] = ours(draft_length, drafting)
+        found |= {_with_length(f"{OTHER} {name}", k): ours(k, drafting) for k in other_lengths}
+    return found
+
+
+def _with_length(method: str, k: int | None) -> str:
+    return f"{method} default" if k is None else f"{method} k={k}"
 
 
 def bench(
@@ -170,15 +188,18 @@ def bench(
 
     sets: prompts by name, at least as many as the largest batch. vary_prompts: every repeat takes the next ones of a
     set rather than its first. models: what to call the pair. options: max_new_tokens (128), temperature (0.2),
-    draft_length (5) and other_lengths; these and take_turns as in `compare`. One row has no `single` beside `batched`.
-    exactness: of each method's greedy rows in float32, copies of the models if they are not. Raises ValueError as
-    `compare` does, and without the method `regular`.
+    draft_length (5), other_lengths and other_drafts; these and take_turns as in `compare`. One row has no `single`
+    beside `batched`. exactness: of each method's greedy rows in float32, copies of the models if they are not.
+
+    Raises ValueError as `compare` does, and without the method `regular`.
     """
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
     options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
+    others = options.setdefault("other_drafts", {})
     decoding = {name: options[name] for name in ("max_new_tokens", "temperature")}
     exact, new = in_dtype(pair, torch.float32), decoding["max_new_tokens"]
+    exact_others = {name: in_dtype(replace(pair, draft=draft), torch.float32).draft for name, draft in others.items()}
     common = (
         {"schema": "speed"}
         | describe_environment(pair.device)
@@ -200,7 +221,8 @@ def bench(
             taken, first = [method for method in methods if batch > 1 or method != "single"], prompts[:batch]
             found = compare(pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how, progress=tell)
             found, done = found.lines(), done + batch
-            greedy = _methods(exact, inputs.token_ids(exact, first), taken, **options | {"temperature": 0.0})
+            at_zero = options | {"temperature": 0.0, "other_drafts": exact_others}
+            greedy = _methods(exact, inputs.token_ids(exact, first), taken, **at_zero)
             spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
             for line in found:
                 method, called = line["method"], greedy[line["method"]]
@@ -211,6 +233,9 @@ def bench(
                 if method.split()[0] in DRAFTING and line["k"] is None:
                     line["costs"] = costs
                 line |= common | {"method": method.split()[0], "prompt_set": name, "batch": batch}
+                if method.startswith(OTHER):
+                    named = (each for each in others if method.startswith(f"{OTHER} {each}"))
+                    line["drafter"] = max(named, key=len)  # "layers:10" begins like "layers:1"
             yield found
 
 
@@ -242,7 +267,7 @@ def table(lines: Sequence[dict]) -> tuple[str, list[dict[str, str]], str]:
         notes += f"; over faster: over {baseline}, which is faster than regular here"
     rows = [
         {
-            "method": line["method"] if line["k"] is None else f"{line['method']} k={line['k']}",
+            "method": line.get("drafter", line["method"]) + ("" if line["k"] is None else f" k={line['k']}"),
             "tokens/s": f"{line['tokens_per_second']:.0f}",
             "over regular": str(Ratio(**line["over_regular"])),
             **({} if baseline == "regular" else {"over faster": str(ratio)}),

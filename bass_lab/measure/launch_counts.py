@@ -46,7 +46,7 @@ from triton.runtime import driver
 
 from bass_core import compiled_layers, kernel_ops, randomness
 from bass_core.draft_length import FixedLength
-from bass_core.drafters import ModelDrafter
+from bass_core.drafters import ModelDrafter, Setting
 from bass_core.eager_step import StepOptions
 from bass_core.graphs import Graphs, launched_each_time
 from bass_core.recorded_step import RecordedStep
@@ -99,8 +99,10 @@ def launches(
         for model in models:
             model.to_empty(device="cuda").tie_weights()
         params, vocabulary = SamplingParams(temperature), target.vocab_size
-        runners = [Runner(model, "ragged", batch, 2 * PROMPT, compiled=compiled) for model in models]
-        drafter = ModelDrafter(runners[1], vocabulary, coupled=False, show_q=False)
+        setting = Setting(models[0], ["ragged"] * 2, batch, vocabulary, compiled=compiled)
+        drafter = ModelDrafter(models[1]).begin(setting)
+        runners = Runner(models[0], "ragged", batch, 2 * PROMPT, compiled=compiled), drafter.runner
+        drafter.grow(2 * PROMPT)
         rows = Rows(batch, models[0].device, vocabulary, params, (), None)
         rows.grow(2 * PROMPT)
         options = StepOptions("token", None, False, True, begin=lambda phase: None)

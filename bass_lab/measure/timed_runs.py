@@ -18,12 +18,13 @@ Timed = tuple[str, float, Clock, Trace | None]  # a method's name, seconds, cloc
 
 
 class Method(NamedTuple):
-    """A method as it is called. k: its draft length, None where it drafts nothing or a policy decides. options: of this
-    engine's methods, as in `generate`."""
+    """A method as it is called. k: its draft length, None where it drafts nothing or a policy decides. options, pair:
+    what `generate` takes, of this engine's methods."""
 
     k: int | None
     decode: Callable[[Clock, int], Generation | list[Tensor]]  # clock, seed -> texts
     options: dict[str, Any] | None = None
+    pair: ModelPair | None = None
 
 
 def one_by_one(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int) -> Iterator[Timed]:
@@ -45,7 +46,7 @@ def in_turns(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method],
     names = list(methods)
     names = names[seed % len(names) :] + names[: seed % len(names)]  # none is always the first
     with ExitStack() as stack:  # leaves sessions, and how they switched the models, in the reverse of their order
-        decodes = {name: _Decode(pair, ids, methods[name].options, seed, stack) for name in names}
+        decodes = {name: _Decode(methods[name], ids, seed, stack) for name in names}
         while going := [decode for decode in decodes.values() if not decode.session.idle]:
             min(going, key=lambda decode: decode.emitted).step()
         for name in methods:
@@ -56,13 +57,13 @@ def in_turns(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method],
 class _Decode:
     """What `generate` does, a step at a time, timed in its own steps alone."""
 
-    def __init__(self, pair: ModelPair, ids: Sequence[Tensor], options: dict[str, Any], seed: int, stack: ExitStack):
+    def __init__(self, method: Method, ids: Sequence[Tensor], seed: int, stack: ExitStack):
         """stack: keeps the session open."""
-        self.device, self.clock, self.seconds, self.emitted = pair.device, Clock(), 0.0, 0
-        options = {"max_batch_size": len(ids), "seed": seed} | options
+        self.device, self.clock, self.seconds, self.emitted = method.pair.device, Clock(), 0.0, 0
+        options = {"max_batch_size": len(ids), "seed": seed} | method.options
         new = options.pop("max_new_tokens")
         with self._turn():
-            self.session = stack.enter_context(Session(pair, eos_token_id=(), **options))
+            self.session = stack.enter_context(Session(method.pair, eos_token_id=(), **options))
             self.handles = [self.session.submit(row, max_new_tokens=new) for row in ids]
             self.session.reserve(max(handle.limit for handle in self.handles))
             stack.enter_context(self.session.prepared())

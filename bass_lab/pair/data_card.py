@@ -20,23 +20,27 @@ from bass_core.generation import Generation, generate
 from bass_core.models import ASSETS, ModelPair, load_pair
 from bass_lab.evaluation import Problem, grade_all, load_problems
 from bass_lab.pair import training
+from bass_lab.pair.feature_head import STEP_WEIGHTS
 from bass_lab.pair.fitting import next_token_loss, say
 from bass_lab.pair.windows import Windows
 from bass_lab.texts import corpus
 from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "data_card_template.md"
-SHIPPED = ("target", *training.DRAFTS)
+SHIPPED = ("target", *training.DRAFTS, "feature_head", "unaligned_draft")
+STAGES = {
+    "target": "target",
+    "drafts": "drafts, before alignment",
+    "alignment": "alignment",
+    "feature_head": "feature head",
+}
 DRAFT_LENGTH, TEMPERATURE, MAX_NEW_TOKENS, BATCH = 5, 0.2, 128, 32
 
 
-def measure(folder: Path) -> dict:
+def measure(folder: Path, recipe: training.Recipe) -> dict:
     """Figures of the trained models in `folder`: pass@1 on the mini set, acceptance of every draft on both prompt sets,
     held-out losses in nats per token."""
-    pairs = {
-        name: load_pair(folder / "target", folder / name, dtype="float32")
-        for name in (*training.DRAFTS, *(f"unaligned_{draft}" for draft in training.DRAFTS))
-    }
+    pairs = {name: load_pair(folder / "target", folder / name, dtype="float32") for name in _drafters(recipe)}
     report = {
         name: {prompts: acceptance(pair, prompt_set(prompts)) for prompts in PROMPT_SETS}
         for name, pair in pairs.items()
@@ -54,10 +58,22 @@ def measure(folder: Path) -> dict:
     for kind, texts in held_out.items():
         windows = Windows(texts, pair.tokenizer)
         report[f"held_out_loss_{kind}"] = {
-            name: held_out_loss(pairs["draft"].target if name == "target" else pairs[name].draft, windows)
-            for name in SHIPPED
+            name: held_out_loss(pair.target if name == "target" else pairs[name].draft, windows)
+            for name in ("target", *recipe.drafts)
         }
     return report
+
+
+def _drafters(recipe: training.Recipe) -> dict[str, str]:
+    """All that is measured, and its title."""
+    titles = {}
+    for name in recipe.drafts:
+        titles |= {f"unaligned_{name}": f"{_title(name)}, before alignment", name: _title(name)}
+    return titles | {"draft": "**draft**", "feature_head": "feature head"}
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def share_passed(problems: Sequence[Problem], completions: Sequence[str]) -> float:
@@ -101,28 +117,26 @@ def data_card(figures: dict, trained: dict, recipe: training.Recipe) -> str:
     def row(title: str, *values: object) -> str:
         return f"| {title} | " + " | ".join(map(_written, values)) + " |"
 
+    columns = ("target", *recipe.drafts, "feature_head")
     models = [
-        row("parameters", *(trained[name]["parameters"] for name in SHIPPED)),
-        row("layers × width", *(_shape(recipe, name) for name in SHIPPED)),
-        row("weights, MB (bfloat16)", *(trained[name]["megabytes"] for name in SHIPPED)),
+        row("", *map(_title, columns)),
+        row("---", *("---:" for _ in columns)),
+        row("parameters", *(trained[name]["parameters"] for name in columns)),
+        row("layers × width", *(_shape(recipe, name) for name in columns)),
+        row("weights, MB (bfloat16)", *(trained[name]["megabytes"] for name in columns)),
         *(
-            row(f"held-out {kind} functions, nats per token", *figures[f"held_out_loss_{kind}"].values())
+            row(f"held-out {kind} functions, nats per token", *figures[f"held_out_loss_{kind}"].values(), "")
             for kind in ("generated", "library")
         ),
     ]
     stages = [
         row(title, *(trained[stage][key] for key in ("tokens", "steps", "seconds", "first_loss", "last_loss")))
-        for title, stage in (("target", "target"), ("drafts, before alignment", "drafts"), ("alignment", "alignment"))
+        for stage, title in STAGES.items()
     ]
     names = ("alpha", "acceptance_rate", "tokens_per_step")
     accepted = [
         row(title, *(figures[name][prompts][key] for prompts in PROMPT_SETS for key in names))
-        for name, title in (
-            ("unaligned_draft", "draft, before alignment"),
-            ("draft", "**draft**"),
-            ("unaligned_deep_draft", "deep draft, before alignment"),
-            ("deep_draft", "deep draft"),
-        )
+        for name, title in _drafters(recipe).items()
     ]
     return TEMPLATE.read_text(encoding="utf-8").format(
         recipe=recipe,
@@ -135,12 +149,13 @@ def data_card(figures: dict, trained: dict, recipe: training.Recipe) -> str:
             row(name, *(figures["draft"][name][key] for key in ("ended", "tokens"))) for name in PROMPT_SETS
         ),
         share=recipe.generated_share,
-        minutes=sum(trained[stage]["seconds"] for stage in ("target", "drafts", "alignment")) / 60,
+        steps=len(STEP_WEIGHTS),
+        minutes=sum(trained[stage]["seconds"] for stage in STAGES) / 60,
     )
 
 
 def _shape(recipe: training.Recipe, name: str) -> str:
-    sizes = getattr(recipe, name)
+    sizes = {"target": recipe.target, "feature_head": recipe.target | {"num_hidden_layers": 1}, **recipe.drafts}[name]
     return f"{sizes['num_hidden_layers']} × {sizes['hidden_size']}"
 
 
@@ -156,8 +171,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ASSETS, help="where models and card go")
     options = parser.parse_args()
     trained = json.loads((options.trained / "training.json").read_text(encoding="utf-8"))
-    figures = measure(options.trained)
-    card = data_card(figures, trained, training.Recipe(seed=trained["seed"]))
+    recipe = training.Recipe(seed=trained["seed"])
+    figures = measure(options.trained, recipe)
+    card = data_card(figures, trained, recipe)
     for name in SHIPPED:
         shutil.rmtree(options.output / name, ignore_errors=True)
         shutil.copytree(options.trained / name, options.output / name)

@@ -1,14 +1,14 @@
-"""Pre-train the embedded pair from nothing, on two CPU cores, in less than two hours: `make embedded-pair`.
+"""Pre-train the embedded pair from nothing, on two CPU cores, in two hours: `make embedded-pair`.
 
 The target is deep, the main draft one wide layer. Both choices are about *time*, not about parameters: a forward pass
 of models this small costs what its number of layers costs, so a draft of one layer is about ten times cheaper than a
 target of twenty, as the pairs are that people use. A second draft of equal size, deep and narrow, shows what that
-choice is worth.
+choice is worth, and a feature head drafts from the target's own hidden states.
 
 Stages, each resumed where it was cut off: the tokenizer; the target and the drafts, each from the corpus; texts that
 the target writes; *alignment*: the drafts learn the target's probabilities (knowledge distillation, Hinton et al. 2015)
 on the corpus and on the target's own texts (DistillSpec, Zhou et al. 2023), because those are what they will be asked
-to predict.
+to predict. The feature head learns from the target alone.
 
 The seed fixes corpus, tokenizer and the order of the data; the budgets are counted in tokens, so that a slower machine
 trains longer and not less. Sums are rounded differently on other machines: figures repeat, weights do not to the bit.
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,24 +35,42 @@ from transformers import (
 )
 
 from bass_core.environment import write_whole
-from bass_lab.pair.fitting import distillation_loss, fit, new_model, next_token_loss, say, workers, write_texts
+from bass_lab.pair.feature_head import new_head, save_head, unrolled_loss
+from bass_lab.pair.fitting import (
+    Teacher,
+    distillation_loss,
+    fit,
+    new_model,
+    next_token_loss,
+    say,
+    workers,
+    write_texts,
+)
 from bass_lab.pair.windows import Windows, train_tokenizer
 from bass_lab.provenance import describe_environment
 from bass_lab.texts import corpus
 
 WORK = Path("build/embedded_pair")
-DRAFTS = ("draft", "deep_draft")
+
+Batches = Callable[[float, torch.Generator], Tensor]
 
 
 def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
+    layer = _layer(heads, key_value_heads, intermediate, head_dim)
+    return {"hidden_size": hidden, "num_hidden_layers": layers} | layer
+
+
+def _layer(heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
     return {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads,
         "head_dim": head_dim,
         "intermediate_size": intermediate,
     }
+
+
+# Of equal size: what depth is worth.
+DRAFTS = {"draft": _sizes(224, 1, 7, 7, 560), "deep_draft": _sizes(96, 6, 3, 3, 256)}
 
 
 @dataclass(frozen=True)
@@ -65,14 +85,16 @@ class Recipe:
     batch_tokens: int = 4096
     lengths: tuple[tuple[float, int], ...] = ((0.0, 256), (0.85, 512), (0.96, 1024))  # from this part on, window length
     target: dict = field(default_factory=lambda: _sizes(192, 20, 6, 2, 512))
-    draft: dict = field(default_factory=lambda: _sizes(224, 1, 7, 7, 560))
-    deep_draft: dict = field(default_factory=lambda: _sizes(96, 6, 3, 3, 256))
+    drafts: dict[str, dict] = field(default_factory=lambda: dict(DRAFTS))
+    feature_head: dict = field(default_factory=lambda: _layer(6, 6, 640))
     target_tokens: int = 14_000_000
     draft_tokens: int = 5_000_000
     aligning_tokens: int = 5_000_000
+    feature_tokens: int = 5_000_000
     target_lr: float = 1.5e-2
     draft_lr: float = 2e-2
     aligning_lr: float = 1e-2
+    feature_lr: float = 2e-2
     aligning_temperatures: tuple[float, ...] = (1.0, 0.4)  # the drafts are used at low temperatures too
     target_texts: int = 1536  # texts of the target's own that the drafts also learn from
     text_tokens: int = 256  # in each of them
@@ -84,7 +106,8 @@ class Recipe:
         return self.seed, self.vocab_size, self.generated, self.generated_share, self.batch_tokens, self.lengths
 
     def __post_init__(self):
-        for name in ("target_tokens", "draft_tokens", "aligning_tokens", "generated", "target_texts", "threads"):
+        budgets = [each.name for each in fields(self) if each.name.endswith("_tokens")]
+        for name in (*budgets, "generated", "target_texts", "threads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
@@ -107,61 +130,104 @@ class Data:
         )
 
 
-def train_pair(recipe: Recipe, folder: Path, work: Path = WORK) -> dict:
-    """Train tokenizer, target and drafts, write them to `folder`/{target, draft, deep_draft}; returns the figures.
+def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: Path | None = None) -> dict:
+    """Train tokenizer, target, drafts and feature head, write each to `folder`/its name; returns the figures.
 
     `work` keeps unfinished and finished stages; a second call goes on from there. `folder`/unaligned_* are the drafts
-    before alignment: to measure with, not to ship.
+    before alignment. trained_target: a folder of the target, with its tokenizer, for which the others are then trained.
     """
     torch.manual_seed(recipe.seed)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    work.mkdir(parents=True, exist_ok=True)
     generated, library = corpus.generated_functions(recipe.generated, recipe.seed), corpus.library_functions()
-    tokenizer = _tokenizer_of(work, recipe, generated, library)
+    tokenizer = AutoTokenizer.from_pretrained(trained_target or _tokenizer(work, recipe, generated, library))
     data = Data(Windows(generated, tokenizer), Windows(library, tokenizer), recipe)
     say(f"corpus: {len(data.generated.stream)} tokens of generated, {len(data.library.stream)} of library functions")
-    target = new_model(recipe.target, tokenizer).to(device)
-    drafts = nn.ModuleDict({name: new_model(getattr(recipe, name), tokenizer).to(device) for name in DRAFTS})
-    stage = partial(fit, data=recipe.data, seed=recipe.seed, threads=recipe.threads, folder=work)
-
-    report = {"target": _size(target)} | {name: _size(draft) for name, draft in drafts.items()}
-    report["target"] |= stage(
-        target,
-        partial(next_token_loss, target),
-        data.batch,
-        tokens=recipe.target_tokens,
-        lr=recipe.target_lr,
-        name="target",
-    )
-    report["drafts"] = stage(
-        drafts,
-        lambda windows: sum(next_token_loss(draft, windows) for draft in drafts.values()),
-        data.batch,
-        tokens=recipe.draft_tokens,
-        lr=recipe.draft_lr,
-        name="drafts",
-    )
-    for name, draft in drafts.items():
-        save(draft, tokenizer, folder / f"unaligned_{name}")
+    training = _Training(data, tokenizer, folder, work)
+    target = training.target(trained_target)
     own = _own_texts(target, data, work)
-    report["alignment"] = stage(
-        drafts,
-        lambda windows: distillation_loss(drafts.values(), target, windows, recipe.aligning_temperatures),
-        partial(_with_own_texts, data, own),
-        tokens=recipe.aligning_tokens,
-        lr=recipe.aligning_lr,
-        name="alignment",
-    )
-    for name, model in (("target", target), *drafts.items()):
-        save(model, tokenizer, folder / name)
-    return report | {"seed": recipe.seed, "machine": _machine(), "own_texts": own.numel()}
+    teacher = Teacher(target, own)
+    taught = partial(_with_own_texts, data, own)
+    training.drafts()
+    training.align(teacher, taught)
+    training.feature_head(teacher, taught)
+    return training.report | {"seed": recipe.seed, "machine": _machine(), "own_texts": own.numel()}
 
 
-def _tokenizer_of(work: Path, recipe: Recipe, generated: list[str], library: list[str]) -> PreTrainedTokenizerBase:
-    if not (work / "tokenizer").exists():
-        train_tokenizer([*generated[:20_000], *library[::2]], recipe.vocab_size, recipe.context).save_pretrained(
-            work / "tokenizer"
-        )
-    return AutoTokenizer.from_pretrained(work / "tokenizer")
+class _Training:
+    """The stages, each of which writes its models and reports its figures."""
+
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, folder: Path, work: Path):
+        self.recipe, self.data, self.tokenizer, self.folder = data.recipe, data, tokenizer, folder
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.models: dict[str, PreTrainedModel] = {}
+        self.report: dict[str, Any] = {}
+        options = {"data": data.recipe.data, "seed": data.recipe.seed, "threads": data.recipe.threads}
+        self.fit = partial(fit, **options, folder=work)
+
+    def target(self, trained: Path | None) -> PreTrainedModel:
+        """Trained, or loaded from this folder."""
+        recipe, target = self.recipe, self._new("target", self.recipe.target)
+        if trained is not None:
+            target.load_state_dict(LlamaForCausalLM.from_pretrained(trained, dtype=torch.float32).state_dict())
+            target.eval()
+        else:
+            loss, budget = partial(next_token_loss, target), {"tokens": recipe.target_tokens, "lr": recipe.target_lr}
+            self.report["target"] |= self.fit(target, loss, self.data.batch, **budget, name="target")
+        save(target, self.tokenizer, self.folder / "target")
+        return target
+
+    def drafts(self) -> None:
+        """All drafts, from the corpus."""
+        recipe = self.recipe
+        torch.manual_seed(recipe.seed)
+        drafts = nn.ModuleDict({name: self._new(name, sizes) for name, sizes in recipe.drafts.items()})
+
+        def loss(windows: Tensor) -> Tensor:
+            return sum(next_token_loss(draft, windows) for draft in drafts.values())
+
+        budget = {"tokens": recipe.draft_tokens, "lr": recipe.draft_lr}
+        self.report["drafts"] = self.fit(drafts, loss, self.data.batch, **budget, name="drafts")
+        for name, draft in drafts.items():
+            save(draft, self.tokenizer, self.folder / f"unaligned_{name}")
+
+    def align(self, teacher: Teacher, taught: Batches) -> None:
+        """The drafts, from the target."""
+        recipe = self.recipe
+        drafts = nn.ModuleDict({name: self.models[name] for name in recipe.drafts})
+
+        def loss(windows: Tensor) -> Tensor:
+            return distillation_loss(drafts.values(), teacher, windows, recipe.aligning_temperatures)
+
+        budget = {"tokens": recipe.aligning_tokens, "lr": recipe.aligning_lr}
+        self.report["alignment"] = self.fit(drafts, loss, taught, **budget, name="alignment")
+        for name, draft in drafts.items():
+            save(draft, self.tokenizer, self.folder / name)
+
+    def feature_head(self, teacher: Teacher, taught: Batches) -> None:
+        recipe = self.recipe
+        torch.manual_seed(recipe.seed)
+        head = new_head(teacher.target, recipe.feature_head)
+
+        def loss(windows: Tensor) -> Tensor:
+            return unrolled_loss(head, teacher, windows, recipe.aligning_temperatures)
+
+        budget = {"tokens": recipe.feature_tokens, "lr": recipe.feature_lr}
+        self.report["feature_head"] = _size(head) | self.fit(head, loss, taught, **budget, name="feature_head")
+        save_head(head, self.folder / "feature_head")
+
+    def _new(self, name: str, sizes: dict) -> PreTrainedModel:
+        model = self.models[name] = new_model(sizes, self.tokenizer).to(self.device)
+        self.report[name] = _size(model)
+        return model
+
+
+def _tokenizer(work: Path, recipe: Recipe, generated: list[str], library: list[str]) -> Path:
+    """Its folder in `work`."""
+    folder = work / "tokenizer"
+    if not folder.exists():
+        texts = [*generated[:20_000], *library[::2]]
+        train_tokenizer(texts, recipe.vocab_size, recipe.context).save_pretrained(folder)
+    return folder
 
 
 def _own_texts(target: PreTrainedModel, data: Data, work: Path, prompt: int = 32) -> Tensor:
@@ -216,8 +282,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--output", type=Path, default=WORK / "trained", help="folder for the trained models")
     parser.add_argument("--work", type=Path, default=WORK, help="folder for unfinished stages")
+    parser.add_argument("--target", type=Path, help="folder of a trained target; only what drafts for it is trained")
     options = parser.parse_args()
-    report = train_pair(Recipe(seed=options.seed), options.output, options.work)
+    report = train_pair(Recipe(seed=options.seed), options.output, options.work, options.target)
     write_whole(options.output / "training.json", json.dumps(report, indent=1) + "\n")
     say(json.dumps(report, indent=1))
 

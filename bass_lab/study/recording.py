@@ -11,12 +11,11 @@ from torch import Tensor
 
 from bass_core import inputs, probe, randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
-from bass_core.drafters import Context, ModelDrafter
+from bass_core.drafters import Context, ModelDrafter, Setting
 from bass_core.engine import StepEvent
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.randomness import Key, Purpose, StepKeys
-from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -95,10 +94,10 @@ def teacher_forced(
     vocabulary = pair.target.config.get_text_config().vocab_size
     ids = inputs.token_ids(pair, prompts)
     eos = sorted(inputs.eos_ids(inputs.generation_config(pair.target, None), None, vocabulary))
-    runner = Runner(pair.draft, probe.resolve(pair.draft, "auto"), ROWS_AT_ONCE)
-    drafter = ModelDrafter(runner, vocabulary, coupled=False, show_q=False)
+    paths = [probe.resolve(model) for model in pair.models]
+    drafter = pair.drafter.begin(Setting(pair.target, paths, ROWS_AT_ONCE, vocabulary))
     lines = []
-    with runner:
+    with drafter.runner:
         drafter.grow(max(map(len, ids)) + len(texts[0]))
         for row, (prompt, text) in enumerate(zip(ids, texts, strict=True)):
             progress(row / len(texts))
@@ -215,7 +214,9 @@ def _rollouts(
             drafter.load_row(range(place, place + 1), cached, end)
         keys = StepKeys(torch.full_like(ends, stream), ends, int(lengths[rows].max()))
         listener = _Listener()
-        context = Context(range(len(ends)), tokens[rows], ends, at[rows] + 1, keys, params, seen=None)
+        context = Context(
+            range(len(ends)), tokens[rows], tokens[rows].cpu().numpy(), ends, at[rows] + 1, keys, params, seen=None
+        )
         drafter.draft(context, lengths[rows], listener)
         heard = np.concatenate([torch.stack(listener.heard, -1).numpy(), listener.chances[None]])  # [3, rows, slots]
         beyond = np.arange(heard.shape[-1]) >= lengths[rows, None]

@@ -321,7 +321,7 @@ def test_model_that_cannot_continue_text_is_refused_as_target_and_as_draft(model
 def test_what_is_no_transformers_model_is_refused(thing):
     with pytest.raises(TypeError, match="target must be a transformers model"):
         bass.ModelPair(thing)
-    with pytest.raises(TypeError, match="draft must be a transformers model, an NgramDrafter or None"):
+    with pytest.raises(TypeError, match="draft must be a transformers model, a Drafter or None"):
         bass.ModelPair(TARGET, thing)
 
 

@@ -1,12 +1,16 @@
 """n-gram drafting, and drafts whose vocabulary is not the target's."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 import torch
-from tiny import ragged_prompts, tiny_model
+from recording import use_on_cpu
+from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.drafters import Context
+from bass_core.drafters import Context, suffix
+from bass_core.drafters.layer_skip import first_layers
 from bass_core.randomness import StepKeys
 
 
@@ -18,7 +22,8 @@ def lookup(rows, k, longest=3, shortest=1):
         line[: len(row)] = torch.tensor(row)
     nothing = torch.zeros(len(rows), dtype=torch.int64)
     keys, params = StepKeys(nothing, nothing, k), bass.SamplingParams()
-    context = Context(range(len(rows)), tokens, torch.from_numpy(lengths), lengths, keys, params, seen=None)
+    known = tokens, tokens.numpy(), torch.from_numpy(lengths), lengths
+    context = Context(range(len(rows)), *known, keys, params, seen=None)
     draft = bass.NgramDrafter(longest, shortest).draft(context, np.full(len(rows), k), bass.FixedLength(k))
     return [t[:n].tolist() for t, n in zip(draft.tokens, draft.lengths_host, strict=True)]
 
@@ -71,3 +76,230 @@ def test_draft_knows_what_was_committed_while_it_did_not_draft():
         event = session.step()
         assert len(event.new_tokens[0]) == 4  # a perfect draft is accepted whole
         assert session.rows.lengths_host[0] - session.drafter.cached[0] <= 2
+
+
+# --- the session's texts ---
+
+
+def with_suffixes(target, **options):
+    return bass.ModelPair(target, bass.SuffixDrafter(**options))
+
+
+def drafted_by(session, *prompts, new=12) -> list:
+    handles = [session.submit(torch.tensor(prompt), max_new_tokens=new) for prompt in prompts]
+    while not session.idle:
+        session.step()
+    return [session.result(handle).sequence.tolist() for handle in handles]
+
+
+def test_what_another_row_wrote_is_drafted():
+    """The second row begins as the first one did: all of its text is known."""
+    prompt = ragged_prompts(9)[0].tolist()
+    with bass.Session(with_suffixes(tiny_model()), max_batch_size=1, draft_length=4, eos_token_id=()) as session:
+        first, second = drafted_by(session, prompt, prompt)
+        steps = session.trace.steps.query("kind == 'decode'").groupby("row")
+    assert first == second
+    assert steps.accepted.sum()[1] > steps.accepted.sum()[0]
+    assert len(steps.get_group(1)) <= 4  # 11 tokens after the prefill's, five at a time, less what is uncertain
+
+
+def test_drafts_end_where_texts_disagree():
+    drafter = bass.SuffixDrafter(longest=2, least=0.6)
+    mine = drafter.begin(bass.Setting(tiny_model(), ["pad"], 4, 97))
+    for place, text in enumerate(([1, 2, 3, 4], [1, 2, 3, 5], [7, 1, 2, 3, 5])):
+        mine.ended(place, np.array(text))
+    assert mine._continuation(np.array([9, 1]), 5) == [2, 3, 5]  # 2 and 3 always followed; 5 twice of three times
+    assert mine._continuation(np.array([9, 8]), 5) == []
+
+
+def test_a_prompt_counts_once_for_all_of_its_samples():
+    """Whether they start together or wait for places."""
+    prompt = ragged_prompts(9)[0].tolist()
+    for places in (1, 2, 4):
+        with bass.Session(with_suffixes(tiny_model()), max_batch_size=places, draft_length=2) as session:
+            drafted_by(session, *[prompt] * 4, new=1)
+            assert session.drafter.followed[tuple(prompt[:3])] == {prompt[3]: 1}
+
+
+def test_what_was_counted_longest_ago_is_forgotten(monkeypatch):
+    monkeypatch.setattr(suffix, "KNOWN", 60)
+    rng = np.random.default_rng(0)
+    mine = bass.SuffixDrafter(longest=2).begin(bass.Setting(tiny_model(), ["pad"], 1, 97))
+    for _ in range(200):
+        mine.prefill(torch.tensor([text := rng.integers(97, size=20).tolist()]), [20], range(1))
+        assert len(mine.followed) + len(mine.followed_before) <= 2 * (60 + 2 * 20)
+        assert mine._after(text[-3:-1])[text[-1]] >= 1
+    mine.release()
+    assert mine._after(text[-3:-1]) is None
+
+
+# --- all of them ---
+
+DRAFTERS = {
+    "suffix": lambda target: bass.SuffixDrafter(),
+    "layers": lambda target: bass.LayerSkipDrafter(1),
+    "features": lambda target: bass.FeatureDrafter(feature_head(target)),
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt2", "opt", "phi3"])
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypatch):
+    """Rows wait for places, move and end, and two share a prompt."""
+    use_on_cpu(monkeypatch)
+    target = tiny_model(architecture, dtype="float64")
+    prompts = [*ragged_prompts(5, 11, 3, 5), *ragged_prompts(5)]
+    pair = bass.ModelPair(target, DRAFTERS[drafter](target))
+    options = {"draft_length": 3, "eos_token_id": (), "compile": compile, "max_batch_size": 3}
+    out = bass.generate(pair, prompts, max_new_tokens=12, **options)
+    assert [row.sequence.tolist() for row in out] == [greedy_alone(target, p, 12).tolist() for p in prompts]
+    assert out.trace.steps.drafted.sum() > 0
+
+
+def test_more_layers_than_the_target_has_are_refused():
+    with pytest.raises(ValueError, match="has 2 layers, and 2 of them were to draft"):
+        bass.Session(bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(2)))
+
+
+def test_the_first_layers_share_weights_and_leave_the_target_as_it_was():
+    target = tiny_model(dtype="float64")
+    ids = ragged_prompts(9)[0][None]
+    before = target(ids).logits
+    short = first_layers(target, 1)
+    assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
+    assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
+    assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
+
+
+def test_hooks_of_the_target_are_not_told_of_passes_of_its_first_layers():
+    target = tiny_model(dtype="float64")
+    pair = bass.ModelPair(target, bass.LayerSkipDrafter(1))
+    with bass.Session(pair, draft_length=3, eos_token_id=()) as session, forward_passes(target) as passes:
+        drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
+        steps = session.trace.steps
+    assert len(passes) == steps.step.nunique() and steps.drafted.sum() > 0
+
+
+def returns(**changes) -> bass.Drafter:
+    """A drafter whose drafts of the last token are changed in these fields."""
+
+    class Careless(bass.Drafter):
+        def draft(self, context, lengths, policy):
+            tokens = context.last_tokens().expand(-1, int(lengths.max()))
+            draft = bass.Draft.of(tokens, lengths)
+            return draft._replace(**{name: change(getattr(draft, name)) for name, change in changes.items()})
+
+    return Careless()
+
+
+@pytest.mark.parametrize(
+    ("careless", "message"),
+    [
+        (returns(tokens=lambda t: t[:1]), r"Careless.draft returned tokens \[1, 3\] of torch.int64.* \[2, K\]"),
+        (returns(tokens=lambda t: t[:, 0]), r"tokens \[2\] of torch.int64.* \[2, K\]"),
+        (returns(tokens=lambda t: t.int()), r"tokens \[2, 3\] of torch.int32; wanted are ids \(torch.int64\)"),
+        (returns(tokens=lambda t: t * 0 + 97), "ids from 97 to 97, .* it has 97"),
+        (returns(tokens=lambda t: t * 0 - 1), "ids from -1 to -1"),
+        (returns(tokens=lambda t: t[:, :1]), r"lengths \[3, 3\] of 1 tokens"),
+        (returns(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, and was asked for \[3, 3\] at most"),
+        (returns(lengths_host=lambda n: n - 9), r"lengths \[-6, -6\]"),
+        (returns(lengths_host=lambda n: None), "lengths None; wanted is an array of 2 integers"),
+        (returns(lengths_host=lambda n: n.tolist()), r"lengths \[3, 3\]; wanted is an array"),
+        (returns(lengths_host=lambda n: n / 2), r"lengths \[1.5 1.5\]; wanted is an array of 2 integers"),
+        (returns(lengths=lambda n: n - 1), r"lengths \[2, 2\] and lengths_host \[3, 3\]"),
+        (returns(probs=lambda q: torch.ones(2, 3, 5) / 5), r"probs \[2, 3, 5\]; the target chooses among 97 tokens"),
+        (
+            returns(probs=lambda q: torch.ones(2, 3, 97).half() / 97),
+            "probs of torch.float16, in which they are rounded",
+        ),
+    ],
+    ids=range(14),
+)
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_what_no_drafter_may_return_is_refused(careless, message, compile, monkeypatch):
+    use_on_cpu(monkeypatch)
+    pair = bass.ModelPair(tiny_model(dtype="float64"), careless)
+    with pytest.raises(ValueError, match=message):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12, compile=compile)
+
+
+class Returns(bass.Drafter):
+    """Returns what a function says of the context and the lengths."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def draft(self, context, lengths, policy):
+        return self.function(context, lengths)
+
+
+def repeated(context, lengths) -> torch.Tensor:
+    return context.last_tokens().expand(-1, int(lengths.max()))
+
+
+@pytest.mark.parametrize("function", [lambda *_: None, repeated], ids=["nothing", "tokens"])
+def test_what_is_no_draft_is_refused(function):
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(function))
+    with pytest.raises(TypeError, match=r"Returns.draft returned \w+; wanted is a Draft"):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+
+
+def longer(context, lengths) -> bass.Draft:
+    lengths += 4
+    return bass.Draft.of(repeated(context, lengths), lengths)
+
+
+def test_a_drafter_that_changes_the_lengths_it_was_asked_for_is_refused():
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(longer))
+    with pytest.raises(ValueError, match=r"lengths \[7, 7\] of 7 tokens, and was asked for \[3, 3\]"):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+
+
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_lengths_of_a_draft_may_be_any_integers(kind):
+    target = tiny_model(dtype="float64")
+    drafter = Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), kind(lengths.tolist())))
+    out = bass.generate(bass.ModelPair(target, drafter), ragged_prompts(5)[0], draft_length=3, max_new_tokens=9)
+    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9, eos=2).tolist()
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_a_law_of_nan_is_a_row_error(verification, compile, monkeypatch):
+    """Of the row that submits it alone: beyond lengths anything may stand."""
+    use_on_cpu(monkeypatch)
+
+    def draft(context, lengths):
+        lengths[1:] = 0
+        tokens = repeated(context, lengths)
+        return bass.Draft.of(tokens, lengths, torch.full((*tokens.shape, 97), torch.nan, dtype=torch.float64))
+
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(draft))
+    options = {"temperature": 1.0, "eos_token_id": (), "draft_length": 3, "max_new_tokens": 12, "compile": compile}
+    with pytest.raises(FloatingPointError, match="draft model Returns gave NaN"):
+        bass.generate(pair, ragged_prompts(5, 7), verification=verification, **options)
+    out = bass.generate(pair, ragged_prompts(5, 7), verification=verification, on_row_error="finish", **options)
+    assert out.finish_reasons == ["error", "error"]  # the second has taken the first one's place
+    assert [len(sequence) for sequence in out.sequences] == [1, 2]
+
+
+@dataclass
+class Counts(bass.Drafter):
+    """Drafts ids of a list: a dataclass, which cannot be hashed, and false while the list is empty."""
+
+    ids: list[int] = field(default_factory=list)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def draft(self, context, lengths, policy):
+        return bass.Draft.of(repeated(context, lengths), lengths)
+
+
+def test_any_object_can_be_a_drafter():
+    target = tiny_model(dtype="float64")
+    pair = bass.ModelPair(target, Counts())
+    assert pair.drafter is pair.draft
+    out = bass.generate(pair, ragged_prompts(5)[0], max_new_tokens=9, eos_token_id=())  # looks for the pair's costs
+    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9).tolist()

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
@@ -54,6 +54,19 @@ def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
     pair = pair_on_gpu()
     expected, found = (decode(pair, way, draft_length=policy, **SAMPLING[sampling]) for way in ("off", "graphs"))
     assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafter", ["suffix", "layers", "features"])
+def test_drafts_by_other_means_give_the_text_of_launched_steps(drafter, way):
+    target = tiny_model.__wrapped__(dtype="float64").cuda()
+    made = {"suffix": bass.SuffixDrafter, "layers": lambda: bass.LayerSkipDrafter(1)}
+    made["features"] = lambda: bass.FeatureDrafter(feature_head(target))
+    pair = bass.ModelPair(target, made[drafter]())
+    for options in ({}, {"temperature": 2.0, "verification": "coupled" if drafter == "suffix" else "token"}):
+        expected, found = (decode(pair, each, max_batch_size=3, **options) for each in ("off", way))
+        assert [s.tolist() for s in found.sequences] == [s.tolist() for s in expected.sequences]
+        assert found.trace.steps.drafted.sum() > 0
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from sessions import run_to_the_end
-from tiny import ragged_prompts, tiny_model
+from tiny import feature_head, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core import attention
@@ -21,9 +21,17 @@ SHARED, OTHER = ragged_prompts(5, 9)
 Line = tuple[str, int]
 
 
-def small_pair() -> bass.ModelPair:
-    models = (copy.deepcopy(tiny_model(dtype="float64", noise=noise, **SMALL)) for noise in (0.0, 0.02))
-    pair = bass.ModelPair(*models)
+DRAFTS = {
+    "model": lambda target: copy.deepcopy(tiny_model(dtype="float64", noise=0.02, **SMALL)),
+    "layers": lambda target: bass.LayerSkipDrafter(1),
+    "features": lambda target: bass.FeatureDrafter(feature_head(target)),
+}
+
+
+def small_pair(draft: str) -> bass.ModelPair:
+    layers = {"num_hidden_layers": 2} if draft == "layers" else {}
+    target = copy.deepcopy(tiny_model(dtype="float64", **SMALL | layers))
+    pair = bass.ModelPair(target, DRAFTS[draft](target))
     for model in pair.models:
         resolve(model)
     pair.target.train()
@@ -90,24 +98,32 @@ def interrupted(run: Run, line: Line, occurrence: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("which", ["first", pytest.param("last", marks=pytest.mark.slow)])
-def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(which):
-    pair = small_pair()
+@pytest.mark.parametrize(
+    ("which", "draft"),
+    [
+        ("first", "model"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("last", "model"), ("last", "layers"))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("first", "features"), ("last", "features"))),
+    ],
+)
+def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(which, draft):
+    pair = small_pair(draft)
     training = [module.training for module in pair.target.modules()]
     undisturbed = Run(pair)
     undisturbed.to_the_end()
     expected, lines = undisturbed.results(), lines_of_a_run(pair)
     assert len(lines) > 200
     with torch.no_grad():
-        logits = pair.draft(SHARED[None]).logits
+        logits = [model(SHARED[None]).logits for model in pair.models]
     gave_up = set()
     for line, count in lines.items():
         run = Run(pair)
         assert interrupted(run, line, 1 if which == "first" else count), line
-        assert attention.path_of(pair.target) is None and attention.path_of(pair.draft) is None, line
+        assert all(attention.path_of(model) is None for model in pair.models), line
         assert [module.training for module in pair.target.modules()] == training, line
         with torch.no_grad():
-            assert torch.equal(pair.draft(SHARED[None]).logits, logits), line
+            for model, expected_logits in zip(pair.models, logits, strict=True):
+                assert torch.equal(model(SHARED[None]).logits, expected_logits), line
         try:
             run_to_the_end(run.session)
         except RuntimeError as error:

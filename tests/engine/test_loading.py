@@ -13,10 +13,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny import BYTES, SUPPORTED, byte_tokenizer, ragged_prompts, tiny_model
+from tiny import BYTES, SUPPORTED, byte_tokenizer, feature_head, ragged_prompts, tiny_model
 from transformers import BertConfig, BertForMaskedLM
 
 import bass_core as bass
+from bass_core.models import ASSETS
 from bass_lab.named_pairs import named_pair
 
 
@@ -100,9 +101,36 @@ def test_without_a_draft_drafts_come_from_the_text_itself(target):
     assert bass.load_pair(target, draft=drafter).draft is drafter
 
 
-def test_draft_without_a_target_is_refused(draft):
-    with pytest.raises(ValueError, match="without a target"):
-        bass.load_pair(draft=draft)
+def test_draft_without_a_target_is_one_of_the_embedded_targets():
+    assert bass.load_pair(draft="deep_draft").draft.config.num_hidden_layers == 6
+    assert bass.load_pair(draft=ASSETS / "deep_draft").draft.config.num_hidden_layers == 6
+    assert isinstance(bass.load_pair(draft=bass.SuffixDrafter()).draft, bass.SuffixDrafter)
+    for name in ("gpt2", "target", "/nowhere"):
+        with pytest.raises(ValueError, match=r"without a target; name both\. The embedded target takes deep_draft,"):
+            bass.load_pair(draft=name)
+
+
+def test_drafters_have_names(target):
+    for name, kind in (("ngram", bass.NgramDrafter), ("suffix", bass.SuffixDrafter)):
+        assert type(bass.load_pair(target, draft=name).draft) is kind
+    assert bass.load_pair(target, draft="layers:1").draft.layers == 1
+    for name, message in (("layers:0", ">= 1"), ("layers:many", "no such folder"), ("layers:99", "has 2 layers")):
+        with pytest.raises(ValueError, match=message):
+            bass.Session(bass.load_pair(target, draft=name))
+
+
+def test_a_feature_head_is_loaded_from_its_folder(target, tmp_path):
+    pair = bass.load_pair(target)
+    head = feature_head(pair.target)
+    head.save_pretrained(tmp_path)
+    loaded = bass.load_pair(target, draft=tmp_path).draft
+    assert isinstance(loaded, bass.FeatureDrafter)
+    theirs = loaded.head.state_dict()
+    assert theirs and all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items())
+    (tmp_path / "model.safetensors").unlink()
+    save_file({name: t for name, t in theirs.items() if name != "mix.weight"}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"missing tensors: mix\.weight"):
+        bass.load_pair(target, draft=tmp_path)
 
 
 def test_tied_embeddings_are_not_missing(tmp_path):

@@ -5,15 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from enumerated import EXACT, exact_law, law_of_engine
 from recording import PROMPTS, Recorder, assert_same, pair, use_fixed_steps, use_on_cpu
-from tabular import tabular, total_variation
-from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
+from tiny import CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
 from bass_core import graphs, recorded_step
 from bass_core.graphs import Graphs, NotRecordable
+from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
+from bass_lab.checks.tabular import tabular, total_variation
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,11 @@ SAMPLING = {
     "processed": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
     "greedy with a penalty": {"repetition_penalty": 1.3},
 }
+
+
+def with_feature_head() -> bass.ModelPair:
+    target = tiny_model(dtype="float64")
+    return bass.ModelPair(target, bass.FeatureDrafter(feature_head(target)))
 
 
 def test_fixed_passes_stay_within_the_context_where_the_cache_does_not():
@@ -65,8 +70,9 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy(policy):
-    assert_same(pair(), draft_length=POLICIES[policy], temperature=0.7)
+@pytest.mark.parametrize("models", [pair, with_feature_head], ids=["model", "features"])
+def test_every_policy(policy, models):
+    assert_same(models(), draft_length=POLICIES[policy], temperature=0.7)
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "gpt2", "opt", "codegen"])
@@ -81,8 +87,11 @@ def test_every_kind_of_attention(architecture):
         lambda: bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64")),
         lambda: bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", seed=1, vocab_size=60)),
         lambda: bass.ModelPair(tiny_model(dtype="float64", vocab_size=60), tiny_model(dtype="float64", seed=1)),
+        lambda: bass.ModelPair(tiny_model(dtype="float64"), bass.SuffixDrafter()),
+        lambda: bass.ModelPair(tiny_model(dtype="float64"), bass.LayerSkipDrafter(1)),
+        with_feature_head,
     ],
-    ids=["n-gram", "one model is both", "smaller vocabulary", "larger vocabulary"],
+    ids=["n-gram", "one model is both", "smaller vocabulary", "larger vocabulary", "suffix", "layers", "features"],
 )
 def test_every_kind_of_draft(models):
     prompts = [prompt % 60 for prompt in PROMPTS]

@@ -41,11 +41,11 @@ CASES = [
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_a_step_does_the_same_operations_for_any_batch_size(options):
     counts = []
-    for rows in (2, 16):
+    for rows in (2, 2, 16):  # the first makes what the process keeps
         with running_session(rows, **options) as session, CountOperations() as operations:
             session.step()
         counts.append(operations.count)
-    assert counts[0] == counts[1]
+    assert counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)

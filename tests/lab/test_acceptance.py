@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from oracle import Oracle
-from tabular import next_token_law, tabular, total_variation
 from tiny import ragged_prompts, tiny_model
 from trial_policies import Alternating, Line, PerRow, StopWhenUnsure
 from typer.testing import CliRunner
@@ -14,6 +12,8 @@ from typer.testing import CliRunner
 import bass_core as bass
 import bass_lab as lab
 from bass_lab.checks.goodness_of_fit import g_test
+from bass_lab.checks.oracle import Oracle
+from bass_lab.checks.tabular import next_token_law, tabular, total_variation
 from bass_lab.cli import main
 from bass_lab.study import recorded_acceptance, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace

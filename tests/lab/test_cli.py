@@ -100,6 +100,12 @@ def test_doctor_says_why_an_attention_path_is_not_for_a_model(tmp_path):
     assert "n-gram lookup" in run("doctor", "--target", folder).stdout
 
 
+def test_doctor_tells_what_drafts_without_a_model(target):
+    assert "SuffixDrafter longest=8 least=0.3" in words(run("doctor", "-t", target, "-d", "suffix").stdout)
+    result = run("doctor", "-t", target, "-d", "layers:9")
+    assert result.exit_code == 1 and "has 2 layers, and 9 of them were to draft" in result.stderr
+
+
 @pytest.mark.parametrize("architecture", ["bamba", "bloom"])
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_doctor_gives_the_reason_why_a_model_cannot_be_used(target, tmp_path, architecture, role):
@@ -114,7 +120,7 @@ def test_doctor_gives_the_reason_why_a_model_cannot_be_used(target, tmp_path, ar
 
 def test_doctor_refuses_what_does_not_load_or_fit(target, tmp_path):
     other = save(tmp_path, byte_tokenizer(swap=(40, 50)))
-    cases = {("--target", tmp_path / "nothing"): "cannot load", ("--draft", target): "without a target"}
+    cases = {("--target", tmp_path / "nothing"): "cannot load", ("--draft", "gpt2"): "without a target"}
     cases[("--target", target, "--draft", other)] = "tokenizers differ"
     for arguments, reason in cases.items():
         result = run("doctor", *arguments, "--json")

@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from bass_core.generation import generate
+from bass_core.models import load_pair
 from bass_lab.evaluation import load_problems
 from bass_lab.pair import data_card, fitting, training
 from bass_lab.pair.windows import Windows, train_tokenizer
@@ -11,6 +13,7 @@ from bass_lab.texts import corpus
 from bass_lab.texts.prompt_sets import prompt_set
 
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
+DRAFT = SIZES | {"hidden_size": 32, "num_hidden_layers": 1}
 TINY = training.Recipe(
     vocab_size=400,
     context=512,
@@ -18,11 +21,12 @@ TINY = training.Recipe(
     batch_tokens=512,
     lengths=((0.0, 64),),
     target=SIZES | {"hidden_size": 32, "num_hidden_layers": 2},
-    draft=SIZES | {"hidden_size": 32, "num_hidden_layers": 1},
-    deep_draft=SIZES | {"hidden_size": 16, "num_hidden_layers": 3},
+    drafts={"draft": DRAFT, "deep_draft": SIZES | {"hidden_size": 16, "num_hidden_layers": 3}},
+    feature_head=SIZES,
     target_tokens=40 * 512,
     draft_tokens=10 * 512,
     aligning_tokens=10 * 512,
+    feature_tokens=10 * 512,
     target_texts=8,
     text_tokens=64,
 )
@@ -161,24 +165,41 @@ def test_the_recipe_writes_models_and_a_card_of_what_was_measured(tmp_path, monk
     monkeypatch.setattr(data_card, "prompt_set", lambda name: prompt_set(name, 2))
     monkeypatch.setattr(data_card, "load_problems", lambda: load_problems()[:2])
     trained = training.train_pair(TINY, tmp_path / "out", tmp_path / "work")
-    for name in ("target", "draft", "deep_draft", "unaligned_draft", "unaligned_deep_draft"):
+    for name in ("target", *TINY.drafts, *(f"unaligned_{draft}" for draft in TINY.drafts)):
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / name)
         assert model.dtype == torch.bfloat16 and model.generation_config.eos_token_id == 0
         AutoTokenizer.from_pretrained(tmp_path / "out" / name)
-    figures = data_card.measure(tmp_path / "out")
+    figures = data_card.measure(tmp_path / "out", TINY)
     card = data_card.data_card(figures, trained, TINY)
-    assert f"{trained['target']['parameters']:,}" in card
-    assert f"{figures['draft']['mini']['alpha']:.3f}" in card and f"{figures['draft']['library']['alpha']:.3f}" in card
+    for name in ("target", *TINY.drafts, "feature_head"):
+        assert f"{trained[name]['parameters']:,}" in card
+    for name in (*TINY.drafts, "feature_head", "unaligned_draft"):
+        assert f"{figures[name]['mini']['alpha']:.3f}" in card and f"{figures[name]['library']['alpha']:.3f}" in card
+
+
+@pytest.mark.slow
+def test_drafts_are_trained_for_a_target_that_is_there_already(tokenizer, tmp_path):
+    torch.manual_seed(0)
+    target = fitting.new_model(TINY.target, tokenizer)
+    training.save(target, tokenizer, tmp_path / "target")
+    report = training.train_pair(TINY, tmp_path / "out", tmp_path / "work", tmp_path / "target")
+    assert "steps" not in report["target"] and report["drafts"]["steps"] == 10
+    pair = load_pair(tmp_path / "out" / "target", tmp_path / "out" / "feature_head", dtype="bfloat16", device="cpu")
+    assert pair.tokenizer.get_vocab() == tokenizer.get_vocab()
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(pair.target.state_dict()[name], tensor.bfloat16())
+    assert generate(pair, ["def f(x):\n"], max_new_tokens=8).trace.steps.drafted.sum() > 0
 
 
 def test_alignment_lowers_the_distance_to_the_target(tokenizer):
     torch.manual_seed(0)
-    target, draft = (fitting.new_model(getattr(TINY, name), tokenizer) for name in ("target", "draft"))
-    windows = torch.randint(0, TINY.vocab_size, (2, 40))
-    assert fitting.distillation_loss([target], target, windows, (1.0, 0.4)).item() == pytest.approx(0, abs=1e-5)
-    assert fitting.distillation_loss([draft], target, windows, (1.0, 0.4)) > 0
+    target, draft = (fitting.new_model(sizes, tokenizer) for sizes in (TINY.target, DRAFT))
+    teacher, windows = fitting.Teacher(target), torch.randint(0, TINY.vocab_size, (2, 40))
+    assert fitting.distillation_loss([target], teacher, windows, (1.0, 0.4)).item() == pytest.approx(0, abs=1e-5)
+    assert fitting.distillation_loss([draft], teacher, windows, (1.0, 0.4)) > 0
 
 
 def test_recipe_says_what_it_accepts():
-    with pytest.raises(ValueError, match="target_tokens"):
-        training.Recipe(target_tokens=0)
+    for budget in ("target_tokens", "feature_tokens", "threads"):
+        with pytest.raises(ValueError, match=f"{budget} must be positive, got 0"):
+            training.Recipe(**{budget: 0})

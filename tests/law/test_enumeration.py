@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from enumerated import EXACT, PROMPT, exact_law, law_of_engine
-from oracle import Oracle, RepeatedKey
-from tabular import next_token_law, tabular, total_variation
 from trial_policies import Alternating, PerRow, StopWhenUnsure, library_policies
 
 import bass_core as bass
 from bass_core import randomness
+from bass_lab.checks.enumeration import EXACT, PROMPT, exact_law, law_of_engine
+from bass_lab.checks.oracle import Oracle, RepeatedKey
+from bass_lab.checks.tabular import next_token_law, tabular, total_variation
 
 POLICIES = {
     "regular": lambda: 0,

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from enumerated import EXACT, exact_law
-from oracle import Oracle
 from recording import use_fixed_steps, use_on_cpu
 from sessions import PAIR, TARGET, alone, run_to_the_end, session_over
-from tabular import tabular, total_variation
 from tiny import ragged_prompts
 from trial_policies import StopWhenUnsure
 
 import bass_core as bass
+from bass_lab.checks.enumeration import EXACT, exact_law
+from bass_lab.checks.oracle import Oracle
+from bass_lab.checks.tabular import tabular, total_variation
 
 WAYS = [
     {},

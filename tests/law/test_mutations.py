@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from enumerated import PROMPT, exact_law, law_of_engine
-from oracle import RepeatedKey
-from tabular import tabular, total_variation
 from test_invariance import alpha_when_draft_is_target
 
 from bass_core import attention, engine, randomness, sampling, verification
 from bass_core.drafters import ModelDrafter
 from bass_core.randomness import Key, Purpose
 from bass_core.verification import Outcome
+from bass_lab.checks.enumeration import PROMPT, exact_law, law_of_engine
+from bass_lab.checks.oracle import RepeatedKey
+from bass_lab.checks.tabular import tabular, total_variation
 
 CAUGHT = 1e-3
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tabular import transformers_law
 from tiny import ragged_prompts, tiny_model
 from transformers import GenerationConfig
 
 import bass_core as bass
 from bass_core.sampling import SamplingParams, probabilities, seen_after
+from bass_lab.checks.tabular import transformers_law
 
 CASES = [
     {"temperature": 0.7},

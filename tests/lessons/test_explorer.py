@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import lesson_runs
 import numpy as np
@@ -53,6 +54,8 @@ def click(figure, row, nth):
         ("draft_length", 0),
         ("batch_size", 2),
         ("temperature", 0.0),
+        ("drafter", "suffix"),
+        ("drafter", "feature head"),
         ("policy", "default"),
         ("policy", "Algorithm 1"),
         ("policy", "transformers"),
@@ -68,7 +71,7 @@ def test_setting_decodes_and_redraws(pair, name, value):
     explorer.controls[name].value = value
     now = {key: explorer.controls[key].value for key in ("batch_size", "draft_length", "policy", "prompt_set")}
     out = bass.generate(
-        pair,
+        replace(pair, draft=explorer.drafters[explorer.controls["drafter"].value]),
         prompt_set(now["prompt_set"], now["batch_size"]),
         draft_length=POLICIES[now["policy"]](now["draft_length"]),
         max_new_tokens=24,
@@ -101,6 +104,10 @@ def test_page_that_is_loaded_again_gets_what_is_drawn(pair):
     "settings, message",
     [
         ({"verification": "both"}, "verification must be one of token, block, coupled; got 'both'"),
+        (
+            {"drafter": "best"},
+            "drafter must be one of its own draft, n-gram, suffix, first layers, deep draft, feature",
+        ),
         ({"policy": "best"}, "policy must be one of fixed, default, Algorithm 1, transformers; got 'best'"),
         ({"prompt_set": "poems"}, "prompt_set must be one of mini, library, *.jsonl, *.jsonl.gz; got 'poems'"),
         ({"draft_length": -1}, "draft_length must be >= 0"),

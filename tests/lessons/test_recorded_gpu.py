@@ -167,6 +167,7 @@ def test_the_papers_figure_is_scaled_to_the_recorded_gpu(record):
 SHOWN = {  # what a lesson shows of its records
     "01_speculative_decoding": [f"{NAME}, 4 rows"],
     "04_draft_length": [f"mini: {NAME}", NAME],
+    "05_draft_models": ["a drafted token of 8 rows there: "],
     "06_kernel_timelines": ["Kernels and gaps", "GPU 0, stream 7", NAME],
     "07_ragged_attention_kernels": ["fastest peer", "ragged µs"],
     "08_latency_and_utilization": ["batch 8: transformers, sdpa, static cache", "(synthetic)"],

@@ -5,7 +5,6 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from tabular import tabular
 from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, library_policies
 
@@ -17,6 +16,7 @@ from bass_core.policies import costs, goodput, policy_for
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import Calibration
 from bass_core.policies.goodput import deadlines, first_finished, last_finished
+from bass_lab.checks.tabular import tabular
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study.recorded_acceptance import AcceptanceTrace

@@ -3,8 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from enumerated import exact_law, law_of_engine
-from tabular import tabular, total_variation
 from tiny import SUPPORTED, ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, PerRow
 
@@ -12,6 +10,8 @@ import bass_core as bass
 from bass_core import attention, probe
 from bass_core.draft_length import HiddenDraft, RowsView
 from bass_core.runner import Runner, packs
+from bass_lab.checks.enumeration import exact_law, law_of_engine
+from bass_lab.checks.tabular import tabular, total_variation
 
 INTERFACE = [name for name in SUPPORTED if name not in ("codegen", "gptj", "falcon")]
 

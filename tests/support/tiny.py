@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from bass_core import attention
 from bass_core.checkpoints import attention_of
+from bass_core.drafters import FeatureHead, FeatureHeadConfig
 
 VOCABULARY = 97
 CONTEXT = 96
@@ -157,6 +158,18 @@ def tiny_model(
                 parameter.mul_(10)
                 parameter.add_(torch.randn_like(parameter), alpha=noise * parameter.std().item())
     return model.to(getattr(torch, dtype))
+
+
+@functools.cache
+def feature_head(target: PreTrainedModel, seed: int = 0, layers: int = 1) -> FeatureHead:
+    """A random feature head for this target, in its dtype."""
+    torch.manual_seed(seed)
+    config, width = target.config.get_text_config(), target.get_input_embeddings().embedding_dim
+    head = FeatureHeadConfig(
+        hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
+        vocab_size=config.vocab_size, max_position_embeddings=CONTEXT, initializer_range=0.3, pad_token_id=None,
+    )  # fmt: skip
+    return FeatureHead(head).to(target.dtype).eval()
 
 
 def ragged_prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:

@@ -1,114 +1,25 @@
-"""Where draft tokens come from: a smaller model, or an n-gram lookup in the row's own text.
-
-A drafter proposes up to K tokens per row and says from which distribution each was drawn. It keeps its own state per
-row (a cache) in step with the rows: prefilled with them, moved with them, and never rolled back by copying.
-"""
+"""Drafts with a smaller causal language model, over a ragged cache of its own."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from bass_core import randomness, sampling
+from bass_core import sampling
 from bass_core.cache import Phase
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
-from bass_core.randomness import StepKeys
+from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 from bass_core.runner import Runner
-from bass_core.sampling import MixedParams, SamplingParams
-from bass_core.verification import perturbed_choice
 
 CATCH_UP = 8  # tokens to which what a row missed is rounded up
-
-
-class Context(NamedTuple):
-    """Some rows of the batch as a step meets them (B rows, tokens from position 0)."""
-
-    places: range  # where the rows live
-    tokens: Tensor  # int64 [B, S]
-    lengths: Tensor  # int64 [B], committed tokens
-    lengths_host: np.ndarray  # the same on the host
-    keys: StepKeys  # the randomness of the rows' own step
-    params: SamplingParams | MixedParams  # how tokens are chosen
-    seen: Tensor | None  # bool [B, V], ids so far (repetition penalty)
-    noise: Tensor | None = None  # [B, K + 1, V], Gumbel noise of the next positions (coupled verification)
-
-    def last_tokens(self) -> Tensor:
-        """The last committed token of each row: [B, 1]."""
-        return self.tokens.gather(1, self.lengths[:, None] - 1)
-
-
-class Draft(NamedTuple):
-    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding tokens follow; in a recorded phase -1
-    where no row lives), also on the host; probs [B, K, V] or None, what the tokens were drawn from (None: chosen with
-    certainty); finite bool [B]: the draft's logits were numbers."""
-
-    tokens: Tensor
-    lengths: Tensor
-    lengths_host: np.ndarray | None  # None inside a recorded phase
-    probs: Tensor | None
-    finite: Tensor
-
-    @classmethod
-    def none(cls, context: Context) -> Draft:
-        """Nothing drafted: regular decoding."""
-        rows, device = len(context.lengths_host), context.tokens.device
-        return cls(
-            context.tokens[:, :0],
-            torch.zeros_like(context.lengths),
-            np.zeros(rows, np.int64),
-            None,
-            torch.ones(rows, dtype=torch.bool, device=device),
-        )
-
-    def distributions(self, vocabulary: int) -> Tensor:
-        """probs, or one-hot where the tokens were certain: [B, K, V]."""
-        if self.probs is None:
-            return sampling.one_hot(self.tokens, vocabulary).float()
-        return self.probs
-
-
-class Drafter(ABC):
-    """Interface, with the answers of a drafter that keeps nothing per row."""
-
-    name = "draft"
-
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
-        """Rows with these prompts now live in `places`. tokens int64 [B, S]."""
-
-    def move_row(self, source: int, places: range, length: int) -> None:
-        """The row at one place now (also) lives at others."""
-
-    def save_row(self, place: int, length: int) -> list[Tensor]:
-        """What `load_row` needs to start another sample of this prompt."""
-        return []
-
-    def load_row(self, places: range, saved: list[Tensor], length: int) -> None:
-        """A row of `length` saved positions now lives at `places`."""
-
-    @abstractmethod
-    def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        """Up to lengths[b] >= 0 tokens for row b; some row wants one."""
-
-    def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
-        """Rows had `before` tokens and accepted that many of the draft."""
-
-    def prepared(self) -> AbstractContextManager:
-        """May be held while many steps run, so that what each would prepare for itself is prepared once."""
-        return nullcontext()
-
-    def grow(self, capacity: int) -> None:
-        """Rows may now be `capacity` positions long."""
-
-    def release(self) -> None:
-        """Free memory."""
 
 
 class ModelDrafter(Drafter):
@@ -119,24 +30,27 @@ class ModelDrafter(Drafter):
     up on everything it missed: holes in its cache would cost acceptance.
     """
 
-    def __init__(self, runner: Runner, vocabulary: int, coupled: bool, show_q: bool):
-        """show_q: return q with every draft. Greedy and coupled verification do without; a trace may want it."""
-        self.show_q = show_q
-        self.runner = runner
-        self.vocabulary = vocabulary  # the target's: ids beyond it are never drafted
-        self.coupled = coupled
-        self.draft_vocabulary = runner.model.config.get_text_config().vocab_size
-        self.cached = np.zeros(runner.cache.max_rows, dtype=np.int64)  # valid positions per place
+    def __init__(self, model: PreTrainedModel):
+        self.models = [model]
+
+    def begin(self, setting: Setting) -> Self:
+        mine, model = super().begin(setting), self.models[0]
+        mine.runner = Runner(model, setting.paths[1], setting.max_rows, compiled=setting.compiled)
+        mine.coupled, mine.show_q = setting.coupled, setting.show_q
+        mine.vocabulary = setting.vocabulary  # the target's: ids beyond it are never drafted
+        mine.draft_vocabulary = model.config.get_text_config().vocab_size
+        mine.cached = np.zeros(setting.max_rows, dtype=np.int64)  # valid positions per place
         # Logits [B, V] of a pass over ids, starts, query lengths and starts on the host, where passes between which a
         # policy is asked are recorded (`recorded_step`).
-        self.recorded: Callable[..., Tensor] | None = None
+        mine.recorded = None
+        return mine
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range) -> None:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
         self.runner.cache.clear(places)
-        self.runner.feed_last(self._known(tokens), lengths, max(lengths), places)
+        self._feed_last(tokens, hidden, lengths, max(lengths), places)
         self.cached[places.start : places.stop] = lengths
 
-    def move_row(self, source: int, places: range, length: int) -> None:
+    def move_row(self, source: int, places: range) -> None:
         self.runner.cache.move_row(source, places)
         self.cached[places.start : places.stop] = self.cached[source]
 
@@ -171,12 +85,16 @@ class ModelDrafter(Drafter):
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before."""
         context = context._replace(keys=replace(context.keys, fused=self.runner.fused))
-        last, starts, counts, ends = self.runner.fused(_passes)(context.tokens, context.lengths, lengths, most)
-        phase = Phase(ends, most + 1, {})
+        width, committed = self.first_pass(most), context.lengths
+        last, starts, counts, ends = self.runner.fused(_passes)(context.tokens, committed, lengths, most, width)
+        phase = Phase(ends, width + most - 1, {})
 
         def feed(token: Tensor | None, slot: int, lengths: Tensor) -> Tensor:
             ids, options = last if token is None else token[:, None], {"last_only": True, "phase": phase}
-            fed = self.runner.feed(self._known(ids), starts[slot], counts[slot], extent=extent, **options)
+            features = self._features(context.hidden, starts[0], width) if token is None else self._own()
+            fed = self.runner.feed(
+                self._known(ids), starts[slot], counts[slot], extent=extent, features=features, **options
+            )
             return self._comparable(fed[:, -1])
 
         with self.prepared():
@@ -223,10 +141,15 @@ class ModelDrafter(Drafter):
         draft = Draft(tokens, torch.as_tensor(lengths, device=device), host, q, finite)
         return _chosen(policy, draft, torch.stack([each.told for each in drawn], -1)) if chooses else draft
 
-    def catch_up(self, context: Context, lengths: np.ndarray) -> None:
-        """Feed what the rows that draft next have missed beyond the last two tokens, which `draft_fixed` feeds."""
+    def first_pass(self, most: int) -> int:
+        """How many of the last committed tokens the first pass of a draft of `most` feeds: the target has accepted one
+        that this model has not seen, at most, and has added one."""
+        return 2
+
+    def catch_up(self, context: Context, lengths: np.ndarray, most: int) -> None:
+        """Feed what the rows that draft next have missed beyond the tokens that `draft_fixed` feeds."""
         drafting = np.flatnonzero(lengths)
-        if self._missed(context, drafting) > 2:
+        if self._missed(context, drafting) > self.first_pass(most):
             self._catch_up(context, int(drafting[-1]) + 1)
         self.cached[drafting] = context.lengths_host[drafting]
 
@@ -234,17 +157,35 @@ class ModelDrafter(Drafter):
         """Logits [B, V] after the last committed token of the first `rows` rows; zeros for the others, which do not
         draft: what they missed is not fed."""
         missed = self._missed(context, slice(rows))
-        known, lengths = self._known(context.tokens[:rows]), context.lengths_host[:rows]
+        lengths = context.lengths_host[:rows]
         if self.recorded is not None and missed <= 2:
             fed, starts = self._last_two(context)
             logits = self.recorded(fed[:rows], starts[:rows], [2] * rows, lengths - 2)
         else:
             # Longer gaps are rounded up, so that shapes repeat.
-            count = 2 if missed <= 2 else -(-missed // CATCH_UP) * CATCH_UP
-            logits = self.runner.feed_last(known, lengths, count, range(rows))
+            count = max(missed, 2) if missed <= CATCH_UP else -(-missed // CATCH_UP) * CATCH_UP
+            logits = self._feed_last(context.tokens, context.hidden, lengths, count, range(rows))
         self.cached[:rows] = lengths
         resting = len(context.lengths_host) - rows
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
+
+    def _feed_last(
+        self, tokens: Tensor, hidden: Tensor | None, lengths: Sequence[int], count: int, places: range
+    ) -> Tensor:
+        """Logits [B, V] after each row's last token, having fed its last `count` (`Runner.feed_last`)."""
+        tokens, features = self._known(tokens[: len(lengths)]), None
+        if hidden is not None:
+            starts = torch.as_tensor(lengths, device=tokens.device) - count
+            features = self._features(hidden[: len(lengths)], starts, count)
+        return self.runner.feed_last(tokens, lengths, count, places, features)
+
+    def _features(self, hidden: Tensor | None, starts: Tensor, width: int) -> Tensor | None:
+        """What committed tokens at starts, starts + 1, … are fed with beside themselves: [B, width, H]."""
+        return None
+
+    def _own(self) -> Tensor | None:
+        """What the token that was drawn last is fed with beside itself: [B, 1, H]."""
+        return None
 
     def _missed(self, context: Context, rows: slice | np.ndarray) -> int:
         """How many tokens these rows have at most that the draft model has not seen."""
@@ -263,28 +204,31 @@ class ModelDrafter(Drafter):
         fed = self._known(token)[:, None], starts, active.astype(np.int64)
         if self.recorded is not None:
             return self._comparable(self.recorded(*fed, context.lengths_host + offset))
-        return self._comparable(self.runner.feed(*fed, starts_host=context.lengths_host + offset)[:, -1])
+        own, starts_host = self._own(), context.lengths_host + offset
+        options = {} if own is None else {"features": own, "last_only": True}
+        return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
 
     def _next_token(
         self, logits: Tensor, best: Tensor, context: Context, seen: Tensor | None, slot: int
     ) -> tuple[Tensor, Tensor | None]:
         """The next draft token [B] and the distribution it came from [B, V] over the target's ids. best [B]: the ids of
         the largest logits."""
-        params, seen = context.params, None if seen is None else seen[:, : logits.shape[-1]]
+        params, context = context.params, context._replace(seen=seen)
         if params.greedy:
-            q = self._q(logits, params.at_temperature_one, seen) if self.show_q else None
-            return best if seen is None else sampling.penalise(logits, params, seen).argmax(-1), q
-        q = self._q(logits, params, seen)
-        if self.coupled:
-            return perturbed_choice(q, context.noise[:, slot]), q
-        return randomness.draw(q, context.keys.draft(slot)), q
+            shown = context._replace(params=params.at_temperature_one)
+            q = self._q(shown, logits) if self.show_q else None
+            if seen is not None:
+                best = sampling.penalise(logits, params, seen[:, : logits.shape[-1]]).argmax(-1)
+            return best, q
+        q = self._q(context, logits)
+        return context.draw(q, slot), q
 
     def _keeps_q(self, context: Context) -> bool:
         return self.show_q or not (self.coupled or context.params.greedy)
 
-    def _q(self, logits: Tensor, params: SamplingParams | MixedParams, seen: Tensor | None) -> Tensor:
+    def _q(self, context: Context, logits: Tensor) -> Tensor:
         """The draft's distribution over the target's ids [B, V]; ids that only the target has get probability 0."""
-        q = sampling.probabilities(logits, params, seen)
+        q = context.law(logits)
         missing = self.vocabulary - q.shape[-1]
         return F.pad(q, (0, missing)) if missing else q
 
@@ -317,14 +261,17 @@ def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
     return tokens.gather(1, places.clamp(min=0))  # places of a fixed batch that nobody lives in have no tokens
 
 
-def _passes(tokens: Tensor, committed: Tensor, lengths: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The last two tokens of each row [B, 2]; where rows begin in each pass of a draft phase, and how many tokens they
+def _passes(
+    tokens: Tensor, committed: Tensor, lengths: Tensor, most: int, width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The last `width` tokens of each row; where rows begin in each pass of a draft phase, and how many tokens they
     submit to it: [most, B]; the keys that they have at its end, at most: [B]."""
     slots = torch.arange(most, device=lengths.device)[:, None]
     drafting, first = lengths > slots, slots == 0
     # Rows that rest stay where they are: further on, a context might have ended.
-    starts = torch.where(first, committed - 2, committed + drafting * (slots - 1))
-    return _last_tokens(tokens, committed, 2), starts, drafting * (1 + first.long()), committed + (most - 1)
+    starts = torch.where(first, committed - width, committed + drafting * (slots - 1))
+    counts = drafting * (1 + first.long() * (width - 1))
+    return _last_tokens(tokens, committed, width), starts, counts, committed + (most - 1)
 
 
 def _finite(peaks: Tensor, looked_at: Tensor) -> Tensor:
@@ -356,35 +303,3 @@ def _chosen(policy: DraftLengthPolicy, draft: Draft, told: Tensor) -> Draft:
     lengths = torch.as_tensor(hidden.submitted, device=draft.tokens.device)
     q = None if draft.probs is None else draft.probs[:, :most]
     return Draft(draft.tokens[:, :most], lengths, hidden.submitted, q, draft.finite)
-
-
-class NgramDrafter(Drafter):
-    """Drafts without a model: what followed the last time the row's current ending occurred in it.
-
-    The longest of the endings of `longest` … `shortest` tokens with an earlier occurrence decides (the most recent
-    occurrence); rows without one draft nothing. (Prompt-lookup decoding, Saxena 2023.) q is one-hot.
-    """
-
-    name = "n-gram draft"
-
-    def __init__(self, longest: int = 3, shortest: int = 1):
-        if not 1 <= shortest <= longest:
-            raise ValueError(f"NgramDrafter needs 1 <= shortest <= longest, got {shortest} and {longest}")
-        self.longest, self.shortest = longest, shortest
-
-    def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        tokens, n = context.tokens, context.lengths[:, None]  # [B, S], [B, 1]
-        start = torch.zeros_like(n)  # where the continuation begins; 0 = no match
-        for size in range(self.shortest, min(self.longest, tokens.shape[1] - 1) + 1):  # longer matches overwrite
-            windows = tokens.unfold(1, size, 1)  # [B, S - size + 1, size]
-            ending = tokens.gather(1, (n - size + torch.arange(size, device=n.device)).clamp(min=0))  # [B, size]
-            ends = torch.arange(size, tokens.shape[1] + 1, device=n.device)  # [S - size + 1], one past each window
-            found = (windows == ending[:, None]).all(-1) & (ends < n) & (n > size)
-            last = (found * ends).amax(1, keepdim=True)
-            start = torch.where(last > 0, last, start)
-        available = torch.where(start > 0, n - start, 0)[:, 0]
-        wanted = torch.minimum(torch.as_tensor(lengths, device=n.device), available)
-        lengths_host = wanted.cpu().numpy()
-        most = int(lengths_host.max())
-        places = (start + torch.arange(most, device=n.device)).clamp(max=tokens.shape[1] - 1)
-        return Draft(tokens.gather(1, places), wanted, lengths_host, None, torch.ones_like(wanted, dtype=torch.bool))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from oracle import Oracle
-from tabular import law
 
 import bass_core as bass
+from bass_lab.checks.oracle import Oracle
+from bass_lab.checks.tabular import law
 
 EXACT = 1e-12
 PROMPT = [0, 1]

@@ -1,0 +1,63 @@
+"""Drafts with the target's own first layers and its head: self-speculation, without a second model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from bass_core.compiled_layers import layers_of
+from bass_core.drafters.draft_model import ModelDrafter
+from bass_core.drafters.protocol import Setting
+
+
+class LayerSkipDrafter(ModelDrafter):
+    """The target cut off after its first `layers` layers drafts (draft and verify: Zhang et al. 2023; LayerSkip:
+    Elhoushi et al. 2024). All weights are the target's; what it keeps of its own is the cache of these layers.
+
+    It is worth as much as the head understands what stands so early: much for targets that were trained with it.
+    """
+
+    def __init__(self, layers: int):
+        if not isinstance(layers, int) or layers < 1:
+            raise ValueError(f"layers must be an integer >= 1, got {layers!r}")
+        self.layers = layers
+
+    def begin(self, setting: Setting) -> Self:
+        """Raises ValueError for a target that has no more layers than these."""
+        cut = ModelDrafter(first_layers(setting.target, self.layers))
+        mine = copy.copy(self)
+        vars(mine).update(vars(cut.begin(setting._replace(paths=setting.paths[:1] * 2))), models=())
+        return mine
+
+
+def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
+    """The model with its first `count` layers, all weights shared. Raises ValueError where it has no more of them."""
+    layers = layers_of(model)
+    if count >= len(layers):
+        raise ValueError(f"{type(model).__name__} has {len(layers)} layers, and {count} of them were to draft for it")
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = count
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:count]
+    return _shortened(model, layers, count, {id(model.config): config, id(model.config.get_text_config()): text})
+
+
+def _shortened(module: nn.Module, layers: list[nn.Module], count: int, configs: dict[int, object]) -> nn.Module:
+    """A copy of the module down to the list of layers, which is cut; what lies beside that way is shared. Hooks of what
+    is copied are not: they are for passes of the whole model."""
+    if isinstance(module, nn.ModuleList) and list(module) == layers:
+        return nn.ModuleList(layers[:count])
+    if layers[0] not in list(module.modules()):
+        return module
+    short = copy.copy(module)
+    vars(short).update((name, configs[id(value)]) for name, value in vars(module).items() if id(value) in configs)
+    vars(short).update((name, {}) for name in vars(module) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))
+    short._modules = {
+        name: child if child is None else _shortened(child, layers, count, configs)
+        for name, child in module._modules.items()
+    }
+    return short

@@ -1,0 +1,100 @@
+"""Exercise of lesson 05: a drafter of ten lines, before the gate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bass_core.drafters import Drafter
+from bass_core.generation import generate
+from bass_core.models import ModelPair, load_pair
+from bass_core.trace import Trace
+from bass_lab.checks.drafter_checks import check_drafter
+from bass_lab.checks.exactness import Report
+from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.l05_demonstrations import bigram_logits
+from bass_lab.show.token_views import outcomes
+from bass_lab.texts.prompt_sets import prompt_set
+
+K, NEW, TEMPERATURE = 3, 12, 0.8
+
+
+def check_bigram(kind: Callable[[Tensor], Drafter]) -> bool:
+    """kind(logits) is a drafter: a `l05_demonstrations.BigramTable` with a method `draft`.
+
+    It drafts as many tokens as it is asked for; each is drawn from what `logits` say of its predecessor, at temperature
+    0 the likeliest. Last it has to pass `check_drafter`.
+    """
+    return check(lambda ask: ask(kind(_logits())), _cases())
+
+
+@functools.cache
+def _pair() -> ModelPair:
+    return load_pair(dtype="float32")
+
+
+@functools.cache
+def _logits() -> Tensor:
+    return bigram_logits(_pair().tokenizer, 50)
+
+
+def _cases() -> Iterator[Case]:
+    for temperature in (0.0, TEMPERATURE):
+        yield f"its drafts at temperature {temperature}", (_decoded(temperature),), _judge(temperature)
+    yield "check_drafter", (check_drafter,), _broken
+
+
+def _decoded(temperature: float) -> Callable[[Drafter], Trace]:
+    options = {"max_new_tokens": NEW, "draft_length": K, "temperature": temperature, "trace": "tokens"}
+    return lambda drafter: (
+        generate(
+            ModelPair(_pair().target, drafter, _pair().tokenizer), prompt_set("mini", 2), eos_token_id=(), **options
+        ).trace
+    )
+
+
+def _judge(temperature: float) -> Fault:
+    def fault(trace: Trace) -> str:
+        steps = trace.steps.query("kind == 'decode'")
+        written = 1 + steps.kv_length - steps.groupby("row").kv_length.transform("first")
+        asked = (NEW - 1 - written).clip(upper=K)  # the target's own token comes on top
+        short = steps[steps.drafted < asked]
+        if len(short):
+            return f"{asked[short.index[0]]} tokens were asked for, and {short.drafted.iloc[0]} drafted"
+        faults = (_fault_of(line, temperature) for line in _drafted(trace).itertuples())
+        return next(filter(None, faults), "")
+
+    return fault
+
+
+def _drafted(trace: Trace) -> pd.DataFrame:
+    """The drafted tokens, each with the one that it follows (before)."""
+    tokens = outcomes(trace)
+    known = tokens.assign(draft=tokens.kind.isin(["accepted", "rejected"]))
+    first = known.groupby(["row", "nth"]).cumcount() == 0
+    text = known[known.kind != "rejected"]
+    ends = text.groupby(["row", "nth"]).token.last().groupby("row").shift()  # the text's last token before a step
+    started = ends.reindex(pd.MultiIndex.from_frame(known[["row", "nth"]])).to_numpy()
+    before = known.token.shift().where(~first, started)
+    return known.assign(before=before)[known.draft & before.notna()]
+
+
+def _fault_of(line, temperature: float) -> str:
+    """What is wrong with one drafted token."""
+    logits, decode = _logits()[int(line.before)], _pair().tokenizer.decode
+    after = f"after {decode([int(line.before)])!r}"
+    if temperature == 0:
+        likeliest = int(logits.argmax())
+        told = f"{after} it drafts {decode([line.token])!r}, and the likeliest is {decode([likeliest])!r}"
+        return "" if line.token == likeliest else told
+    wanted = float(torch.softmax(logits / temperature, -1)[line.token])
+    told = f"{after} it says that it drew {decode([line.token])!r} with probability {line.q:.4f}; by `logits`, at that "
+    return "" if abs(line.q - wanted) < 1e-5 else told + f"temperature, it is {wanted:.4f}"
+
+
+def _broken(report: Report) -> str:
+    return next((f"{each.name}: {each.tested}" for each in report.checks if not each.passed), "")

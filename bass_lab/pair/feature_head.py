@@ -1,0 +1,98 @@
+"""Train a feature head for a target: what `FeatureDrafter` drafts with.
+
+In a draft only the first token is predicted from the target's own hidden states; each further one is predicted from
+what the head has made of the tokens before. So the head is trained on some steps of that, over all positions of a
+window at once ("training-time test", EAGLE-3: Li et al. 2025; HASS: Zhang et al. 2024): step 1 reads the target's
+hidden states, and each further step reads at position j what the step before predicted at j - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+
+from bass_core.drafters import FeatureHead, FeatureHeadConfig
+from bass_lab.pair.fitting import Teacher, divergence, quick_norms
+
+STEP_WEIGHTS = (1.0, 0.8, 0.64)  # of the steps; a later token is drafted in vain where an earlier one is wrong
+
+KeysValues = tuple[Tensor, Tensor]  # of one step, each [B, KV heads, Q, D]
+
+
+def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
+    """A feature head of one layer with random weights, attached to this target, its attention and norms made for
+    training. sizes: of the layer, as in `FeatureHeadConfig`."""
+    of = target.config.get_text_config()
+    config = FeatureHeadConfig(
+        **sizes,
+        hidden_size=of.hidden_size,
+        num_hidden_layers=1,
+        vocab_size=of.vocab_size,
+        max_position_embeddings=of.max_position_embeddings,
+        bos_token_id=None,
+        eos_token_id=of.eos_token_id,
+        attn_implementation="bass_unrolled",
+    )
+    head = FeatureHead(config).to(target.device)
+    quick_norms(head)
+    return head.attached(target)
+
+
+def _attention(module, query, key, value, attention_mask, scaling, earlier: list[KeysValues], **kwargs):
+    """Attention of the next step: position j sees step 1 up to where it would have ended when this token is drafted,
+    and then one key of each step up to its own. earlier: of the steps before; this one's are added."""
+    earlier.append((key, value))
+    step, length = len(earlier), query.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    keys = [each.repeat_interleave(groups, 1) for each, _ in earlier]
+    values = [each.repeat_interleave(groups, 1) for _, each in earlier]
+    query = query * scaling
+    hidden = torch.full((length, length), float("-inf"), dtype=query.dtype, device=query.device).triu(2 - step)
+    scores = [query @ keys[0].transpose(2, 3) + hidden]  # [B, H, Q, Q]
+    later = range(1, step)
+    scores += [(query * _delayed(keys[s], step - 1 - s)).sum(-1, keepdim=True) for s in later]  # [B, H, Q, 1]
+    weights = torch.cat(scores, -1).softmax(-1).to(value.dtype)
+    mixed = weights[..., :length] @ values[0]
+    for s in later:
+        mixed = mixed + weights[..., length + s - 1, None] * _delayed(values[s], step - 1 - s)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("bass_unrolled", _attention)
+
+
+def _delayed(states: Tensor, by: int) -> Tensor:
+    """States [..., Q, D], each `by` positions later; zeros come first."""
+    return F.pad(states, (0, 0, by, 0))[..., : states.shape[-2], :]
+
+
+def unrolled_loss(head: FeatureHead, teacher: Teacher, windows: Tensor, temperatures: tuple[float, ...]) -> Tensor:
+    """KL(target || head) in nats per token of windows [B, Q]: mean over temperatures, weighted sum over the steps."""
+    features = teacher.states(windows)  # [B, Q, H]
+    wanted = teacher.logits(features)  # [B, Q, V]
+    total = torch.zeros((), device=windows.device)
+    for step, (weight, logits) in enumerate(zip(STEP_WEIGHTS, unrolled(head, windows, features), strict=False)):
+        # the first positions have no token that was drafted so deep
+        total = total + weight * divergence(wanted[:, step:], logits[:, step:], temperatures)
+    return total
+
+
+def unrolled(head: FeatureHead, windows: Tensor, features: Tensor) -> Iterator[Tensor]:
+    """Logits [B, Q, V] of one step after the other, without end: of step s at position j as if the last s - 1 tokens up
+    to there had been drafted, and what comes before been read with the target's hidden states `features` [B, Q, H]."""
+    earlier: list[KeysValues] = []
+    while True:
+        features = head.states(windows, _delayed(features, 1), earlier=earlier, use_cache=False)
+        yield head.get_output_embeddings()(features)
+
+
+def save_head(head: FeatureHead, folder: Path) -> None:
+    """Write the head's own weights in bfloat16, and its configuration, for `load_pair(target, draft=folder)`."""
+    plain = FeatureHead(head.config).to(torch.bfloat16)
+    plain.load_state_dict(head.state_dict())
+    plain.save_pretrained(folder)

@@ -1,0 +1,58 @@
+"""A draft learns from its target in a moment; what was given stays as it was."""
+
+import pytest
+import torch
+from tiny import BYTES, byte_tokenizer, tiny_model
+
+import bass_core as bass
+from bass_lab.pair import alignment
+from bass_lab.pair.fitting import Teacher, distillation_loss
+from bass_lab.pair.windows import Windows
+
+TEXTS = [f"def f{number}(x):\n    return x + {number}\n" for number in range(400)]
+BUDGET = {"tokens": 12 * alignment.BATCH * alignment.LENGTH, "own_texts": 4, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def pair() -> bass.ModelPair:
+    models = (tiny_model(seed=seed, vocab_size=BYTES, max_position_embeddings=512) for seed in (0, 1))
+    return bass.ModelPair(*models, byte_tokenizer())
+
+
+def distance(pair: bass.ModelPair) -> float:
+    windows = Windows(TEXTS, pair.tokenizer).take(4, 40, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return distillation_loss([pair.draft], Teacher(pair.target), windows, (1.0,)).item()
+
+
+def test_an_aligned_draft_is_nearer_to_the_target_and_nothing_given_has_changed(pair):
+    before = {role: model.state_dict() for role, model in (("target", pair.target), ("draft", pair.draft))}
+    before = {role: {name: tensor.clone() for name, tensor in state.items()} for role, state in before.items()}
+    far, told = distance(pair), []
+    aligned = alignment.align(pair, TEXTS, **BUDGET, progress=lambda stage, share: told.append((stage, share)))
+    assert distance(aligned) < 0.98 * far
+    assert aligned.target is pair.target and aligned.tokenizer is pair.tokenizer
+    assert not aligned.draft.training and not pair.draft.training
+    for role, state in before.items():
+        assert all(torch.equal(tensor, getattr(pair, role).state_dict()[name]) for name, tensor in state.items())
+    assert told == sorted(told, key=lambda each: (each[0] == "learning", each[1]))
+    assert ("writing", 1.0) in told and told[-1] == ("learning", 1.0)
+
+
+def test_alignment_repeats(pair):
+    first, second = (alignment.align(pair, TEXTS, **BUDGET | {"tokens": 1}).draft for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def test_a_pair_that_cannot_be_aligned_is_told_why(pair):
+    with pytest.raises(ValueError, match="a draft model to align, got NgramDrafter"):
+        alignment.align(bass.ModelPair(pair.target, tokenizer=pair.tokenizer))
+    with pytest.raises(ValueError, match="tokenizer"):
+        alignment.align(bass.ModelPair(pair.target, pair.draft))
+    with pytest.raises(ValueError, match=f"97 .* {BYTES}"):
+        alignment.align(bass.ModelPair(pair.target, tiny_model(), pair.tokenizer))
+    with pytest.raises(ValueError, match="does not fit"):
+        alignment.align(pair, ["short"])
+    for name in ("tokens", "own_texts"):
+        with pytest.raises(ValueError, match=f"{name}.*-1"):
+            alignment.align(pair, TEXTS, **BUDGET | {name: -1})
