@@ -275,7 +275,7 @@ def test_a_file_of_other_settings_is_refused_and_left_alone(pair, stored, change
 
 def test_other_models_are_other_settings(pair, stored):
     other = bass.ModelPair(pair.target, tokenizer=pair.tokenizer)
-    with pytest.raises(ValueError, match=r"draft: 'Llama.* there, 'n-gram 3-1' here"):
+    with pytest.raises(ValueError, match=r"draft: 'Llama.* there, 'NgramDrafter longest=3 shortest=1' here"):
         again(other, stored)
 
 

@@ -141,7 +141,8 @@ OPEN = {
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:
     """Model type -> configuration class, of every kind in the registry."""
-    return {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+    theirs = (kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.__module__.startswith("transformers."))
+    return {kind.model_type: kind for kind in theirs}
 
 
 def tiny_config(kind: str, **changes) -> PreTrainedConfig:
