@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from bass_core import kernel_ops
-from bass_core.cache import Pass, RaggedCache
+from bass_core.cache import HiddenStates, Pass, RaggedCache
 
 PATHS = ("ragged", "pad", "split", "eager")
 
@@ -218,7 +218,8 @@ class Switch:
     """Switches `model` to an attention path and back. Its modules are looked through once, for many times; modules that
     it is given later keep their mode."""
 
-    def __init__(self, model: PreTrainedModel, path: str):
+    def __init__(self, model: PreTrainedModel, path: str, hidden: HiddenStates | None = None):
+        """hidden: where what the last layer leaves is kept (None: it is not)."""
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
         self._forwards: list[tuple[dict, str, Any]] = []
         beyond, takes_positions = rotary_switch(model), "position_ids" in _forward_names(type(model))
@@ -227,6 +228,13 @@ class Switch:
                 self._forwards.append((vars(module), "forward", _by_row(module.forward, beyond)))
             elif not takes_positions and isinstance(module, nn.Embedding) and "Positional" in type(module).__name__:
                 self._forwards.append((vars(module), "forward", _at_positions(module)))
+        self._kept = [] if hidden is None else [(vars(model.get_decoder()), "forward", _keeping(model, hidden))]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model is switched so, by this switch or by another that does the same."""
+        kept = all(table.get(name) is value for table, name, value in self._kept)
+        return kept and path_of(self.model) == self.path
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -239,7 +247,7 @@ class Switch:
                 f"{type(self.model).__name__} is decoding in another thread at this moment; give each thread models "
                 "of its own, or one Session to all"
             )
-        changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path)), *self._forwards]
+        changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path)), *self._forwards, *self._kept]
         paths = [vars(each) for each in configurations(self.model)]
         changes += [(config, "_attn_implementation_internal", _prefixed(self.path)) for config in paths]
         # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
@@ -273,6 +281,19 @@ def recomputed_beyond(model: PreTrainedModel) -> int | None:
     theirs = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     known = hasattr(model.config, "original_max_position_embeddings")
     return rotary_switch(model) if theirs and known else None
+
+
+def _keeping(model: PreTrainedModel, hidden: HiddenStates) -> Callable:
+    """The model's layers, whose hidden states are kept in the passes of the cache that keeps them."""
+    forward = model.get_decoder().forward
+
+    def keeping(*args, **kwargs) -> Any:
+        output = forward(*args, **kwargs)
+        if _thread.current is not None and _thread.current is hidden.cache.current:
+            hidden.keep(output[0])
+        return output
+
+    return keeping
 
 
 def _at_positions(table: nn.Embedding) -> Callable:
@@ -315,7 +336,6 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
     ids: int64 [B, Q]. Where `current` is packed, the model sees [1, T]; logits at padding are 0 then.
     """
     cache.current = _thread.current = current
-    hook = None if cache.hidden is None else model.get_decoder().register_forward_hook(cache.hidden.keep)
     try:
         logits = model(
             input_ids=current.pack(ids),
@@ -326,8 +346,6 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
         ).logits
     finally:
         _thread.current = None
-        if hook is not None:
-            hook.remove()
     return logits[:, -1:] if current.last_only else current.unpack(logits)
 
 

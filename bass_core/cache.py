@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bass_core import kernel_ops
@@ -207,9 +207,9 @@ class HiddenStates:
     def is_initialized(self) -> bool:
         return self.states is not None
 
-    def keep(self, decoder: nn.Module, args: tuple, output: Any) -> None:
-        """A hook of a model's decoder: write the pass's hidden states [B, Q, H] (packed: [1, T, H]) to its slots."""
-        states = output[0][:, None]
+    def keep(self, states: Tensor) -> None:
+        """Write the pass's hidden states [B, Q, H] (packed: [1, T, H]) to its slots."""
+        states = states[:, None]
         if self.states is None:
             self.states = self.cache.allocate(states, (self.cache.max_rows, 1, self.cache.slots, states.shape[-1]))
         self.cache.current.write(states, self.states)

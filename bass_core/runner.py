@@ -67,7 +67,7 @@ class Runner:
         # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
         self._siblings = side_by_side.arrange(model) if compiled or model.device.type == "cuda" else []
         self._context = attention.context_length(model)
-        self._switch = attention.Switch(model, path)
+        self._switch = attention.Switch(model, path, self.cache.hidden)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
     def __enter__(self) -> Runner:
@@ -78,7 +78,7 @@ class Runner:
 
     def prepared(self) -> AbstractContextManager[None]:
         """Keep the model switched to this runner's path for many passes; nests."""
-        return nullcontext() if attention.path_of(self.model) == self.path else self._switch.on()
+        return nullcontext() if self._switch.is_on else self._switch.on()
 
     def fused(self, function: Callable) -> Callable:
         """A function of tensors, compiled as one region if this runner compiles."""
