@@ -336,10 +336,9 @@ class RaggedCache(Cache):
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""
         self.current = None
-        for layer in self.layers:
+        for layer in self._kept:
             free(layer.buffers())
-            layer.keys = layer.values = None
+            for name in layer.names:
+                setattr(layer, name, None)
+        for layer in self.layers:
             layer.is_initialized = False
-        if self.hidden is not None:
-            free(self.hidden.buffers())
-            self.hidden.states = None

@@ -34,8 +34,12 @@ class ModelDrafter(Drafter):
         self.models = [model]
 
     def begin(self, setting: Setting) -> Self:
-        mine, model = super().begin(setting), self.models[0]
-        mine.runner = Runner(model, setting.paths[1], setting.max_rows, compiled=setting.compiled)
+        return self._over(self.models[0], setting.paths[1], setting)
+
+    def _over(self, model: PreTrainedModel, path: str, setting: Setting) -> Self:
+        """What drafts for one session with this model on this attention path."""
+        mine = super().begin(setting)
+        mine.runner = Runner(model, path, setting.max_rows, compiled=setting.compiled)
         mine.coupled, mine.show_q = setting.coupled, setting.show_q
         mine.vocabulary = setting.vocabulary  # the target's: ids beyond it are never drafted
         mine.draft_vocabulary = model.config.get_text_config().vocab_size
@@ -117,7 +121,6 @@ class ModelDrafter(Drafter):
         drawn: list[_Drawn] = []
         peaks: list[Tensor] = []  # per slot [B]: the largest logit, NaN or infinite if one of them is
         looked_at = np.zeros_like(lengths) if asks else lengths  # per row: at the logits of how many slots
-        seen = context.seen
         while (slot := len(drawn)) < most:
             logits = feed(drawn[-1].token if drawn else None, slot, lengths)
             peak, best = logits.max(-1)
@@ -127,9 +130,9 @@ class ModelDrafter(Drafter):
                 lengths = self._stop_rows(policy, logits, slot, lengths)
                 if (most := int(lengths.max())) <= slot:
                     break
-            token, q = self._next_token(logits, best, context, seen, slot)
+            token, q = self._next_token(logits, best, context, slot)
             drawn.append(_Drawn(token, q, _told(logits, token) if chooses else None))
-            seen = None if seen is None else seen.scatter(1, token[:, None], True)
+            context = context.after(token)
         device = context.tokens.device
         looked_at = torch.as_tensor(looked_at, device=device)
         finite = self.runner.fused(_finite)(torch.stack(peaks, 1), looked_at)
@@ -208,12 +211,10 @@ class ModelDrafter(Drafter):
         options = {} if own is None else {"features": own, "last_only": True}
         return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
 
-    def _next_token(
-        self, logits: Tensor, best: Tensor, context: Context, seen: Tensor | None, slot: int
-    ) -> tuple[Tensor, Tensor | None]:
+    def _next_token(self, logits: Tensor, best: Tensor, context: Context, slot: int) -> tuple[Tensor, Tensor | None]:
         """The next draft token [B] and the distribution it came from [B, V] over the target's ids. best [B]: the ids of
         the largest logits."""
-        params, context = context.params, context._replace(seen=seen)
+        params, seen = context.params, context.seen
         if params.greedy:
             shown = context._replace(params=params.at_temperature_one)
             q = self._q(shown, logits) if self.show_q else None

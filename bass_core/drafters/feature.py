@@ -99,9 +99,9 @@ class FeatureDrafter(ModelDrafter):
 
     def begin(self, setting: Setting) -> Self:
         """Raises ValueError for a target that the head does not fit."""
-        head, mine = self.head.attached(setting.target), copy.copy(self)
-        begun = ModelDrafter(head).begin(setting._replace(paths=setting.paths[:1] * 2))
-        vars(mine).update(vars(begun), head=head, models=(), draft_vocabulary=setting.vocabulary)
+        head = self.head.attached(setting.target)
+        mine = self._over(head, setting.paths[0], setting)
+        mine.head, mine.draft_vocabulary = head, setting.vocabulary  # its head is the target's
         return mine
 
     def first_pass(self, most: int) -> int:

@@ -27,10 +27,7 @@ class LayerSkipDrafter(ModelDrafter):
 
     def begin(self, setting: Setting) -> Self:
         """Raises ValueError for a target that has no more layers than these."""
-        cut = ModelDrafter(first_layers(setting.target, self.layers))
-        mine = copy.copy(self)
-        vars(mine).update(vars(cut.begin(setting._replace(paths=setting.paths[:1] * 2))), models=())
-        return mine
+        return self._over(first_layers(setting.target, self.layers), setting.paths[0], setting)
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:

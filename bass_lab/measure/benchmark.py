@@ -161,9 +161,10 @@ def _methods(
     found = {method: known[method] for method in methods}
     found |= {_with_length("batched", k): ours(k) for k in other_lengths}
     for name, draft in (other_drafts or {}).items():
-        drafting = replace(pair, draft=draft)
-        found[f"{OTHER} {name}"] = ours(draft_length, drafting)
-        found |= {_with_length(f"{OTHER} {name}", k): ours(k, drafting) for k in other_lengths}
+        drafting, method = replace(pair, draft=draft), f"{OTHER} {name}"
+        theirs = {method: ours(draft_length, drafting)}
+        theirs |= {_with_length(method, k): ours(k, drafting) for k in other_lengths}
+        found |= {each: called._replace(drafter=name) for each, called in theirs.items()}
     return found
 
 
@@ -233,9 +234,8 @@ def bench(
                 if method.split()[0] in DRAFTING and line["k"] is None:
                     line["costs"] = costs
                 line |= common | {"method": method.split()[0], "prompt_set": name, "batch": batch}
-                if method.startswith(OTHER):
-                    named = (each for each in others if method.startswith(f"{OTHER} {each}"))
-                    line["drafter"] = max(named, key=len)  # "layers:10" begins like "layers:1"
+                if called.drafter is not None:
+                    line["drafter"] = called.drafter
             yield found
 
 

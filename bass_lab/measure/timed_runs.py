@@ -25,6 +25,7 @@ class Method(NamedTuple):
     decode: Callable[[Clock, int], Generation | list[Tensor]]  # clock, seed -> texts
     options: dict[str, Any] | None = None
     pair: ModelPair | None = None
+    drafter: str | None = None  # what drafts, where it is not the pair's own draft
 
 
 def one_by_one(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int) -> Iterator[Timed]:

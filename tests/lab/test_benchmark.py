@@ -59,6 +59,25 @@ def test_every_method_is_measured(lines):
     ]
 
 
+@pytest.mark.parametrize("take_turns", [False, True])
+def test_drafts_by_other_means_are_measured_under_their_names(pair, take_turns):
+    """One name begins like the other."""
+    others = {"ngram": NgramDrafter(longest=1), "ngram 2": NgramDrafter(longest=2)}
+    how = {"batches": [2], "methods": ["regular"], "repeats": 1, "max_new_tokens": 12, "draft_length": 3}
+    prompts = {"own": PROMPTS[:2]}
+    how |= {"other_lengths": [1], "other_drafts": others, "take_turns": take_turns}
+    (found,) = benchmark.bench(pair, prompts, models="tiny", **how)
+    named = [(line["method"], line.get("drafter"), line["k"]) for line in found]
+    assert named == [
+        ("regular", None, None),
+        ("batched", None, 1),
+        *(("other_draft", name, k) for name in others for k in (3, 1)),
+    ]
+    for line in found:
+        records.check(json.loads(json.dumps(line, allow_nan=False)))
+        assert line["exactness"]["identical"] == 2
+
+
 def test_records_are_as_the_schema_says(lines):
     for line in lines:
         assert record_lines.kind_of(line) == "speed"
