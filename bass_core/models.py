@@ -114,8 +114,8 @@ def load_pair(
 
     target: a folder or an id on the hub; None: the embedded one.
     draft: a folder or an id of a model or of a `FeatureHead`; "ngram", "suffix" or "layers:N" (the target's first N);
-        any `Drafter`; for the embedded target also "deep_draft", "unaligned_draft" and "feature_head". None: n-gram
-        drafting, and for the embedded target its own draft.
+        any `Drafter`; for the embedded target also "middle_draft", "deep_draft", "unaligned_draft" and "feature_head".
+        None: n-gram drafting, and for the embedded target its own draft.
     dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own ("auto") on a GPU. torch_dtype:
         its older name.
     device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",

@@ -52,7 +52,7 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
         found["first layers"] = LayerSkipDrafter(max(1, layers // 4))
     if Path(pair.target.name_or_path) == ASSETS / "target":
         where = {"dtype": pair.target.dtype, "device": pair.device}
-        for name in ("deep_draft", "feature_head"):
+        for name in ("middle_draft", "deep_draft", "feature_head"):
             found[name.replace("_", " ")] = load_draft(ASSETS / name, **where)
     return found
 

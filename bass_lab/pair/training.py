@@ -2,7 +2,7 @@
 
 The target is deep, the main draft one wide layer. Both choices are about *time*, not about parameters: a forward pass
 of models this small costs what its number of layers costs, so a draft of one layer is about ten times cheaper than a
-target of twenty, as the pairs are that people use. A second draft of equal size, deep and narrow, shows what that
+target of twenty, as the pairs are that people use. Two more drafts of equal size, deeper and narrower, show what that
 choice is worth, and a feature head drafts from the target's own hidden states.
 
 Stages, each resumed where it was cut off: the tokenizer; the target and the drafts, each from the corpus; texts that
@@ -70,7 +70,11 @@ def _layer(heads: int, key_value_heads: int, intermediate: int, head_dim: int = 
 
 
 # Of equal size: what depth is worth.
-DRAFTS = {"draft": _sizes(224, 1, 7, 7, 560), "deep_draft": _sizes(96, 6, 3, 3, 256)}
+DRAFTS = {
+    "draft": _sizes(224, 1, 7, 7, 560),
+    "middle_draft": _sizes(128, 3, 4, 4, 416),
+    "deep_draft": _sizes(84, 8, 3, 3, 216),
+}
 
 
 @dataclass(frozen=True)

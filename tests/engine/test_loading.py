@@ -102,8 +102,8 @@ def test_without_a_draft_drafts_come_from_the_text_itself(target):
 
 
 def test_draft_without_a_target_is_one_of_the_embedded_targets():
-    assert bass.load_pair(draft="deep_draft").draft.config.num_hidden_layers == 6
-    assert bass.load_pair(draft=ASSETS / "deep_draft").draft.config.num_hidden_layers == 6
+    assert bass.load_pair(draft="middle_draft").draft.config.num_hidden_layers == 3
+    assert bass.load_pair(draft=ASSETS / "deep_draft").draft.config.num_hidden_layers == 8
     assert isinstance(bass.load_pair(draft=bass.SuffixDrafter()).draft, bass.SuffixDrafter)
     for name in ("gpt2", "target", "/nowhere"):
         with pytest.raises(ValueError, match=r"without a target; name both\. The embedded target takes deep_draft,"):
