@@ -40,11 +40,16 @@ FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, com
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted."""
+    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted.
+
+    drafted, accepted: how many tokens each of them drafted, and had accepted; where a row ended, fewer may be emitted.
+    """
 
     step: int
     rows: list[int]
     new_tokens: list[list[int]]
+    drafted: list[int]
+    accepted: list[int]
 
 
 class Result(NamedTuple):
@@ -102,7 +107,7 @@ class Session:
         max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
         inputs.one_of("trace", trace, LEVELS)
         eos = inputs.eos_ids(own, eos_token_id, self.vocabulary)
-        finder = inputs.stop_strings(stop, pair.tokenizer)
+        self.stop = inputs.stop_strings(stop, pair.tokenizer)
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
         forced = SyntheticAcceptance.named(acceptance, pair.device)
         way = recorded_step.resolve(compile, pair.device, paths, trace)
@@ -111,7 +116,7 @@ class Session:
         self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
         options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
         self.drafter = pair.drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
-        self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos, finder)
+        self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos)
         self.batch = Batch(self.rows, self.target, self.drafter)
         self.trace = Trace(
             trace,
@@ -151,6 +156,8 @@ class Session:
         min_p: float | None = None,
         repetition_penalty: float | None = None,
         seed: int | None = None,
+        sample: int | None = None,
+        stop: str | Sequence[str] | None = None,
         row: int | None = None,
         deadline: float | None = None,
     ) -> Request:
@@ -159,9 +166,15 @@ class Session:
         prompt: a text, a conversation, or token ids, as in `generate`.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: the session's where None. Its text is what it would
         be in a session of these. (On a GPU, steps with a row that is not sampled as the session says launch more.)
-        row: its number, one that no row had where None; random numbers are a function of seed and number alone, so that
-        a number is free again only once its row has ended.
+        sample: which of the seed's texts this is; its row number where None. Random numbers are a function of seed and
+        sample alone, so that a row of a given seed and sample has one text, whatever else the session does.
+        stop: strings that end the row, in place of the session's; () for none.
+        row: its number, which names it in events and in the trace; one that no row had where None. It is free again
+        only once the row has ended.
         deadline: seconds from now after which the row ends with reason "budget".
+
+        Rows of one prompt that wait together share its prefill: for n samples, submit it n times between two steps. The
+        handle counts what the row's steps have `drafted` and `accepted` so far.
 
         Raises ValueError or TypeError for what cannot be decoded or honoured, RuntimeError once the session is closed.
         May be called from other threads and inside a step.
@@ -175,13 +188,16 @@ class Session:
             "repetition_penalty": repetition_penalty,
         }  # fmt: skip
         own = {name: value for name, value in own.items() if value is not None}
+        sample = None if sample is None else inputs.integer("sample", sample)
         request = Request(
             prompt=Prompt(ids),
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             params=replace(self.params, **own) if own else self.params,
+            stop=self.stop if stop is None else inputs.stop_strings(stop, self.pair.tokenizer),
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
-            row=self._number(row),  # last: what is refused takes none
+            row=(number := self._number(row)),  # last: what is refused takes none
+            sample=number if sample is None else sample,
         )
         if not request.params.greedy and self.trace.meta["verification"] == "greedy":
             self.trace.meta["verification"] = self.rule
@@ -197,7 +213,7 @@ class Session:
             return next(number for number in self._count if number not in self._chosen)
         inputs.integer("row", row)
         if any(each.row == row and each.finish_reason is None for each in (*self.rows.live, *self.rows.waiting)):
-            raise ValueError(f"row {row} has not ended yet; rows of one number would draw the same random numbers")
+            raise ValueError(f"row {row} has not ended yet; events and the trace would mix up rows of one number")
         self._chosen.add(row)
         return row
 
@@ -227,7 +243,7 @@ class Session:
         text = None
         if self.pair.tokenizer is not None:
             text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
-            text = self.rows.stop.cut(text) if self.rows.stop else text
+            text = handle.stop.cut(text) if handle.stop else text
         return Result(torch.from_numpy(tokens), text, torch.from_numpy(logprobs), handle.finish_reason)
 
     def _check_own(self, handle: Request) -> None:
@@ -280,7 +296,7 @@ class Session:
         with self.target.cache.explaining(), self.target.prepared():
             if self.rows.waiting and self.rows.free:
                 return self._prefill()
-            return self._decode() if self.rows.live else StepEvent(self._step, [], [])
+            return self._decode() if self.rows.live else StepEvent(self._step, [], [], [], [])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -322,7 +338,7 @@ class Session:
         self._enter("verify")
         self._ahead = True
         decided = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
-        commit = self._commit(context, decided)
+        commit = self._commit(context, draft, decided)
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
@@ -338,18 +354,18 @@ class Session:
             draft = Draft.none(context)
             self._ahead = True
             decided = self.device_step.verify(context, draft, logits[:, None])
-            commit = self._commit(context, decided)
+            commit = self._commit(context, draft, decided)
         self.batch.compact()
         if self.rows.live:
             self.policy.start(self.rows.view())
         return self._record("prefill", np.zeros(len(places), np.int64), context, draft, decided.p, commit)
 
-    def _commit(self, context: Context, decided: Decided) -> Commit:
+    def _commit(self, context: Context, draft: Draft, decided: Decided) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
         host = decided.block.cpu().numpy()  # [B, K + 4]
         failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
         self._committing = True
-        commit = self.rows.commit(context.places, host[:, :-2], failed)
+        commit = self.rows.commit(context.places, host[:, :-2], draft.lengths_host, failed)
         self._committing = self._ahead = False
         return commit
 
@@ -412,8 +428,7 @@ class Session:
         )
         if self.trace.level == "tokens":
             self.trace.record_tokens(**token_columns(self._step, context.lengths_host, draft, p, commit))
-        event = StepEvent(
-            self._step, ids, [t[:n].tolist() for t, n in zip(commit.new_tokens, commit.emitted, strict=True)]
-        )
+        new = [tokens[:count].tolist() for tokens, count in zip(commit.new_tokens, commit.emitted, strict=True)]
+        event = StepEvent(self._step, ids, new, draft.lengths_host.tolist(), commit.accepted.tolist())
         self._step += 1
         return event
