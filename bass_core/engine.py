@@ -70,6 +70,11 @@ class Session:
 
     Options as in `generate`. max_batch_size: rows decoded at once; further rows wait for a place. Use it as a context
     manager, or call `close`, to free the caches. Raises ValueError or TypeError for options that cannot be honoured.
+
+    prefill_chunk: a prompt of more tokens is read so many at a time, at most one such chunk between two decode steps:
+    rows that run wait for a chunk and not for a prompt. None: all at once. One prompt is read at a time, in the order
+    in which rows come, and a place is kept for it; rows behind it whose prompts are not longer than a chunk start in
+    the other places, together, at most once between two decode steps. Texts are the same.
     """
 
     on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set while `profiling.profile` records
@@ -94,6 +99,7 @@ class Session:
         stop: str | Sequence[str] = (),
         generation_config: GenerationConfig | None = None,
         on_row_error: str = "raise",
+        prefill_chunk: int | None = None,
         trace: str = "steps",
     ):
         self.pair, self.seed = inputs.model_pair(pair), inputs.integer("seed", seed, least=None)
@@ -105,6 +111,7 @@ class Session:
         self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
         self.vocabulary = pair.target.config.get_text_config().vocab_size
         max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
+        chunk = None if prefill_chunk is None else inputs.integer("prefill_chunk", prefill_chunk, least=1)
         inputs.one_of("trace", trace, LEVELS)
         eos = inputs.eos_ids(own, eos_token_id, self.vocabulary)
         self.stop = inputs.stop_strings(stop, pair.tokenizer)
@@ -117,7 +124,7 @@ class Session:
         options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
         self.drafter = pair.drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
         self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos)
-        self.batch = Batch(self.rows, self.target, self.drafter)
+        self.batch = Batch(self.rows, self.target, self.drafter, chunk)
         self.trace = Trace(
             trace,
             attention=paths[0],
@@ -275,7 +282,8 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> StepEvent:
-        """Prefill waiting rows if there are places for them, else one draft-verify-commit step over the live rows.
+        """Prefill waiting rows if there are places for them, else one draft-verify-commit step over the live rows; or
+        read a chunk of a long prompt, which moves no row.
 
         Raises FloatingPointError if a model's logits are not numbers; no token of that step is committed then.
         RuntimeError inside a step, and after one was interrupted while it committed.
@@ -294,8 +302,11 @@ class Session:
         for request in self.rows.expired():
             self.batch.end(request, "budget")
         with self.target.cache.explaining(), self.target.prepared():
-            if self.rows.waiting and self.rows.free:
-                return self._prefill()
+            starting, long = self.batch.starting() if self.rows.waiting else [], self.batch.long
+            if self.rows.waiting and long.request and (long.turn or not (starting or self.rows.live)):
+                return self._read_chunk()
+            if starting and (long.admits or not self.rows.live):
+                return self._prefill(starting)
             return self._decode() if self.rows.live else StepEvent(self._step, [], [], [], [])
 
     @contextmanager
@@ -342,13 +353,14 @@ class Session:
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
+        self.batch.long.decoded()
         return self._record("decode", planned, context, draft, decided.p, commit)
 
-    def _prefill(self) -> StepEvent:
+    def _prefill(self, starting: list[Request]) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
         self._enter("prefill")
         with self.batch.admission():
-            places, logits = self.batch.admit()
+            places, logits = self.batch.admit(starting)
             self._enter("commit")
             context = self.device_step.context(places, 0)
             draft = Draft.none(context)
@@ -356,9 +368,25 @@ class Session:
             decided = self.device_step.verify(context, draft, logits[:, None])
             commit = self._commit(context, draft, decided)
         self.batch.compact()
+        self.batch.long.prefilled()
         if self.rows.live:
             self.policy.start(self.rows.view())
         return self._record("prefill", np.zeros(len(places), np.int64), context, draft, decided.p, commit)
+
+    def _read_chunk(self) -> StepEvent:
+        """A chunk of a long prompt, by the target and by what drafts."""
+        self._enter("prefill")
+        request, chunk = self.batch.read_chunk()
+        self._enter("commit")
+        self._enter("")
+        reading, after = self._watch.intervals()
+        counts = dict.fromkeys(("k", "drafted", "accepted", "emitted"), 0)
+        times = {"draft_ms": 0.0, "verify_ms": reading, "other_ms": after}
+        self.trace.record_step(
+            step=self._step, row=np.array([request.row]), kind="prefill", kv_length=chunk.start, **counts, **times
+        )
+        self._step += 1
+        return StepEvent(self._step - 1, [], [], [], [])
 
     def _commit(self, context: Context, draft: Draft, decided: Decided) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
