@@ -53,7 +53,8 @@ def serve(
     """Serve a pair by HTTP, in OpenAI's shapes.
 
     /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics, until SIGTERM or Ctrl-C. Rows of all
-    requests share the batch. --json tells model, address and docs when it listens. Exit code 0 after SIGTERM or Ctrl-C, 1 when the engine has died, 2 when it cannot start.
+    requests share the batch. --json tells model, address and docs when it listens. Exit code 0 after SIGTERM or Ctrl-C,
+    1 when the engine has died, 2 when it cannot start.
     """
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise ValueError(f"bass serve needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
