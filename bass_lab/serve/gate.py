@@ -63,7 +63,7 @@ class Gate:
                 raise Refused(403, f"the Host header names {host[:100]!r}; {only}")
         elif path != "/health":
             scheme, _, token = headers.get("authorization", "").partition(" ")
-            given = token.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else b""
+            given = token.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
             if not hmac.compare_digest(given, self._key.encode()):
                 raise Refused(
                     401, "the API key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
