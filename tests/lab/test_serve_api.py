@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import openai
 import pytest
+from documents import ROOT
 from serving import PROMPT, post, served, until
 from tiny import BYTES, byte_tokenizer, forward_passes, greedy_alone, tiny_model
 
@@ -242,3 +243,11 @@ def test_fields_at_values_that_change_nothing_are_taken(server):
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "echo": False, "best_of": 1,
                "suffix": None, "user": "me", "logprobs": None, "stream": False, "n": None}  # fmt: skip
     assert post(server, prompt=PROMPT, max_tokens=2, **neutral).status_code == 200
+
+
+def test_the_client_in_the_documentation_works(capsys):
+    text = (ROOT / "docs/SERVING.md").read_text(encoding="utf-8")
+    (program,) = [block for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL) if "OpenAI(" in block]
+    with served(PAIR, "embedded") as server:
+        exec(program.replace("http://127.0.0.1:8000", server.address), {})
+    assert "'seed': 7" in capsys.readouterr().out

@@ -23,11 +23,11 @@ PROMPT = "def add(a, b):\n"
 
 
 @contextmanager
-def served(pair: bass.ModelPair, **settings: Any) -> Iterator[Server]:
+def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterator[Server]:
     """A server of copies of these models, which it keeps to itself, on a free port of this machine until the block
     ends; it has to have drained by then."""
     target, draft = deepcopy((pair.target, pair.draft))
-    server = Server(bass.ModelPair(target, draft, pair.tokenizer), Settings("tiny", **settings), lambda where: None)
+    server = Server(bass.ModelPair(target, draft, pair.tokenizer), Settings(name, **settings), lambda where: None)
     with bound("127.0.0.1", 0, None) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
