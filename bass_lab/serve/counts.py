@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from bass_core.engine import StepEvent
-
-if TYPE_CHECKING:
-    from bass_lab.serve.driver import Ended
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -40,13 +36,12 @@ class Counts:
         self._tokens.labels("drafted").inc(sum(event.drafted))
         self._tokens.labels("accepted").inc(sum(event.accepted))
 
-    def row(self, ended: Ended | None) -> None:
-        """A row's end; None: it failed with its request."""
-        self._rows.labels("failed" if ended is None else ended.result.finish_reason).inc()
-        if ended is not None:
-            self._times.observe(ended.took)
-            if ended.waited is not None:
-                self._waits.observe(ended.waited)
+    def row(self, reason: str, waited: float | None = None, took: float | None = None) -> None:
+        """A row's end. waited, took: seconds until its first token, and until now."""
+        self._rows.labels(reason).inc()
+        for seconds, times in ((waited, self._waits), (took, self._times)):
+            if seconds is not None:
+                times.observe(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

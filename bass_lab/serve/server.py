@@ -86,8 +86,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def _row_ended(self, ended: Ended | None) -> None:
-        self._counts.row(ended)
-        self.gate.leave(seconds=None if ended is None else ended.took)
+        if ended is None:
+            self._counts.row("failed")
+            self.gate.leave()
+        else:
+            self._counts.row(ended.result.finish_reason, ended.waited, ended.took)
+            self.gate.leave(seconds=ended.took)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
