@@ -30,6 +30,7 @@ from bass_lab.serve.counts import Counts
 from bass_lab.serve.driver import Dead, Driver, Ended, Job, Row
 from bass_lab.serve.gate import MOST_BYTES, Gate, Refused
 
+LONGEST_TOKEN = 256  # characters; a text of more per place in the context is refused unread
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
@@ -103,6 +104,10 @@ class Service:
             most = body.max_completion_tokens if most is None else most
         elif most is None:
             most = CompletionBody.model_fields["max_tokens"].default
+        places = min(self.pair.contexts.values(), default=None)
+        if places is not None and max(map(_characters, prompts)) > places * LONGEST_TOKEN:  # before minutes of reading
+            message = f"{field}: it is far longer than the context of {places} tokens"
+            raise Refused(400, message, field, "context_length_exceeded")
         try:
             ids = inputs.token_ids(self.pair, prompts)
         except (ValueError, TypeError) as error:
@@ -110,7 +115,7 @@ class Service:
             raise Refused(400, f"{field}: {_line(said)}", field) from error
         limits = []
         for prompt in ids:
-            room = min(self.pair.contexts.values(), default=len(prompt) + 4096) - len(prompt)
+            room = 4096 if places is None else places - len(prompt)
             limits.append(max(room, 0) if most is None else most)
             try:
                 inputs.check_context(self.pair, len(prompt), max(limits[-1], 1))
@@ -255,7 +260,12 @@ class Entrance:
 
 def make_app(service: Service) -> FastAPI:
     """The application; the driver has to run."""
-    app = FastAPI(title="BASS", description="Batched speculative decoding of one pair of models", redoc_url=None)
+    app = FastAPI(
+        title="BASS",
+        description="Batched speculative decoding of one pair of models",
+        redoc_url=None,
+        redirect_slashes=False,
+    )
     app.add_middleware(Entrance, gate=service.gate, counts=service.counts)
     app.state.service = service
 
@@ -327,6 +337,13 @@ def _prompts(prompt: Any) -> list:
     if not prompt:
         raise Refused(400, "prompt: it is empty; give at least one text or token", "prompt")
     return prompt
+
+
+def _characters(prompt: str | list) -> int:
+    """Of a text or a conversation; token ids have none."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt if isinstance(message, dict))
 
 
 def _line(text: str) -> str:

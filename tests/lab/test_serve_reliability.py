@@ -122,6 +122,13 @@ def test_what_is_no_http_is_refused(server, sent):
     assert works(server)
 
 
+def test_a_text_far_beyond_the_context_is_refused_unread(server):
+    began = time.monotonic()
+    answer = post(server, prompt="x " * 3_500_000)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "far longer than the context" in answer.json()["error"]["message"] and time.monotonic() - began < 5
+
+
 def test_an_endless_line_is_not_read(server):
     with pytest.raises(OSError):
         for _ in range(100):
