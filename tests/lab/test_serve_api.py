@@ -1,0 +1,253 @@
+"""`bass serve` answers as OpenAI's client expects, and rows of many requests are each what they are alone."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from documents import ROOT
+from serving import PROMPT, post, served, until
+from tiny import BYTES, byte_tokenizer, forward_passes, greedy_alone, tiny_model
+
+import bass_core as bass
+
+TOKENIZER = byte_tokenizer()
+TOKENIZER.chat_template = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
+TARGET = tiny_model(vocab_size=BYTES, dtype="float64", max_position_embeddings=512)
+DRAFT = tiny_model(vocab_size=BYTES, dtype="float64", noise=0.02, max_position_embeddings=512)
+PAIR = bass.ModelPair(TARGET, DRAFT, TOKENIZER)
+NEW = 20
+PROMPTS = [f"{PROMPT}{index}{'#' * index}" for index in range(9)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(PAIR, max_batch_size=4, queue=40, session={"draft_length": 3}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.address}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def text_alone(prompt: str, new: int = NEW) -> str:
+    """transformers' own greedy text."""
+    ids = TOKENIZER(prompt, return_tensors="pt")["input_ids"][0]
+    return TOKENIZER.decode(greedy_alone(TARGET, ids, new, eos=2), skip_special_tokens=True)
+
+
+def complete(client, prompt=PROMPT, **options):
+    return client.completions.create(**({"model": "tiny", "prompt": prompt, "max_tokens": NEW} | options))
+
+
+def test_greedy_text_is_that_of_transformers_while_others_run(client):
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        ways = [{"temperature": 0} if index % 2 == 0 else {"temperature": 1.2} for index in range(len(PROMPTS))]
+        found = list(pool.map(lambda each: complete(client, each[0], **each[1]), zip(PROMPTS, ways, strict=True)))
+    for prompt, way, answer in zip(PROMPTS, ways, found, strict=True):
+        if way["temperature"] == 0:
+            assert answer.choices[0].text == text_alone(prompt)
+
+
+def test_a_stream_is_the_answer_piece_by_piece(client):
+    options = {"temperature": 0, "max_tokens": 40}
+    chunks = list(complete(client, stream=True, stream_options={"include_usage": True}, **options))
+    whole = complete(client, **options)
+    texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(texts) == whole.choices[0].text == text_alone(PROMPT, 40)
+    assert len(texts) > 3
+    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens == 40
+    assert chunks[-2].choices[0].finish_reason == "length"
+
+
+def test_a_chat_is_written_out_by_the_template(client):
+    messages = [{"role": "user", "content": "Hello"}]
+    options = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": NEW}
+    whole = client.chat.completions.create(**options)
+    assert whole.choices[0].message.content == text_alone("# Hello\n") and whole.choices[0].message.role == "assistant"
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(stream=True, **options)]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]}]
+    assert client.chat.completions.create(**options | {"messages": parts}).choices == whole.choices
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client):
+    messages = [{"role": "user", "content": "x" * 480}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, seed=1)
+    ended = answer.choices[0].bass["finish_reason"]
+    assert ended == "eos" or answer.usage.total_tokens == 512
+
+
+def test_a_model_without_a_template_says_so():
+    with served(bass.ModelPair(TARGET, DRAFT, byte_tokenizer())) as other:
+        answer = post(other, "/v1/chat/completions", messages=[{"role": "user", "content": "x"}])
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+    assert "chat template" in answer.json()["error"]["message"]
+
+
+def test_prompts_may_be_texts_and_token_ids(client):
+    ids = TOKENIZER([PROMPT, "x = "])["input_ids"]
+    texts = [[choice.text for choice in complete(client, prompt, temperature=0).choices] for prompt in
+             ([PROMPT, "x = "], ids, ids[0], PROMPT)]  # fmt: skip
+    assert texts[0] == texts[1] == [text_alone(PROMPT), text_alone("x = ")]
+    assert texts[2] == texts[3] == texts[0][:1]
+
+
+def test_eight_samples_are_eight_texts_in_order(client):
+    answer = complete(client, n=8, seed=5)
+    assert [choice.index for choice in answer.choices] == list(range(8))
+    assert len({choice.text for choice in answer.choices}) > 4
+    assert [c.text for c in complete(client, n=8, seed=5).choices] == [choice.text for choice in answer.choices]
+    streamed = [""] * 8
+    for chunk in complete(client, n=8, seed=5, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert streamed == [choice.text for choice in answer.choices]
+
+
+def test_samples_of_a_prompt_share_its_prefill(server, client):
+    with forward_passes(server.service.pair.target) as shapes:
+        complete(client, "y" * 50, n=3)
+    assert [shape for shape in shapes if shape[-1] >= 50] == [(1, len(TOKENIZER("y" * 50)["input_ids"]))]
+
+
+@pytest.mark.parametrize("rule", ["token", "coupled"])
+def test_seeded_answers_do_not_depend_on_load(rule):
+    """Nor on the draft length, where verification is coupled."""
+    texts, options = {}, {"seed": 11, "n": 2, "temperature": 0.9}
+    for length in (3,) if rule == "token" else (0, 3, None):
+        session = {"draft_length": length, "verification": rule}
+        with served(PAIR, max_batch_size=5, session=session) as server, ThreadPoolExecutor(8) as pool:
+            texts[length, "alone"] = texts_of(post(server, prompt=PROMPT, **options))
+            others = [pool.submit(post, server, prompt=each, max_tokens=60) for each in PROMPTS[1:7]]
+            texts[length, "loaded"] = texts_of(post(server, prompt=PROMPT, **options))
+            assert all(each.result().status_code == 200 for each in others)
+    assert len({tuple(each) for each in texts.values()}) == 1, texts
+
+
+def texts_of(answer) -> list[str]:
+    return [choice["text"] for choice in answer.json()["choices"]]
+
+
+def test_a_seed_is_told_and_gives_the_text_again(client):
+    first = complete(client)
+    again = complete(client, seed=first.bass["seed"])
+    assert again.choices[0].text == first.choices[0].text
+
+
+def test_stop_strings_end_each_request_by_its_own(client):
+    text = text_alone(PROMPT, 60)
+    found = complete(client, stop=[text[10:13], "absent"], max_tokens=60, temperature=0)
+    assert found.choices[0].text == text[: text.index(text[10:13])] and found.choices[0].finish_reason == "stop"
+    pieces = complete(client, stop=text[10:13], max_tokens=60, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in pieces) == found.choices[0].text
+
+
+def test_log_probabilities_are_those_of_the_library(client):
+    out = bass.generate(PAIR, PROMPT, max_new_tokens=NEW, draft_length=3)
+    found = complete(client, temperature=0, logprobs=0).choices[0].logprobs
+    assert found.token_logprobs == pytest.approx(out.logprobs[0].tolist(), abs=1e-5)
+    assert len(found.tokens) == len(found.text_offset) == len(out.sequences[0])
+    told = [c.choices[0].logprobs for c in complete(client, temperature=0, logprobs=0, stream=True)]
+    assert [value for each in told if each for value in each.token_logprobs] == found.token_logprobs
+    messages = [{"role": "user", "content": "Hello"}]
+    chat = client.chat.completions.create(model="tiny", messages=messages, logprobs=True, max_tokens=4)
+    assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
+
+
+def test_counts_of_drafts_come_with_the_answer(client):
+    own = complete(client, temperature=0, max_tokens=40).bass
+    out = bass.generate(PAIR, PROMPT, max_new_tokens=40, draft_length=3).trace
+    assert (own["drafted"], own["accepted"]) == (out.steps.drafted.sum(), out.steps.accepted.sum())
+    assert own["tokens_per_step"] == pytest.approx(out.summary()["tokens_per_step"], abs=1e-3)
+
+
+def test_a_stream_that_is_closed_ends_its_rows(server, client):
+    stream = complete(client, n=4, max_tokens=400, stream=True)
+    next(iter(stream))
+    assert server.gate.rows == 4
+    stream.close()
+    until(lambda: server.gate.rows == 0, 5)
+    assert 'bass_rows_total{reason="cancelled"}' in metrics(server)
+
+
+def test_a_client_that_waits_for_a_whole_answer_and_goes_ends_its_rows(server, client):
+    with pytest.raises(openai.APITimeoutError):
+        complete(client.with_options(timeout=0.3), n=30, max_tokens=450, temperature=0)
+    until(lambda: server.gate.rows == 0, 5)
+
+
+def test_the_model_is_told_and_no_other_is_served(client):
+    (model,) = client.models.list().data
+    assert model.id == client.models.retrieve("tiny").id == "tiny" and model.max_model_len == 512
+    with pytest.raises(openai.NotFoundError, match="'gpt-9' is not served here"):
+        complete(client, model="gpt-9")
+
+
+def metrics(server) -> str:
+    return httpx.get(f"{server.address}/metrics", trust_env=False).text
+
+
+def test_metrics_are_prometheus_and_count(server, client):
+    def generated() -> float:
+        return float(re.search(r'bass_tokens_total{kind="generated"} (\S+)', metrics(server))[1])
+
+    before = generated()
+    complete(client, temperature=0, max_tokens=7)
+    assert generated() >= before + 7
+    assert "bass_rows_waiting 0.0" in metrics(server) and "bass_step_seconds_bucket" in metrics(server)
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("prompt", {}),
+        ("prompt", {"prompt": ""}),
+        ("prompt", {"prompt": []}),
+        ("prompt", {"prompt": [[]]}),
+        ("prompt", {"prompt": [BYTES]}),
+        ("prompt", {"prompt": {"text": "x"}}),
+        ("prompt", {"prompt": "x" * 600}),
+        ("max_tokens", {"max_tokens": 5000}),
+        ("max_tokens", {"max_tokens": "5"}),
+        ("max_tokens", {"max_tokens": -1}),
+        ("temperature", {"temperature": -0.1}),
+        ("temperature", {"temperature": True}),
+        ("top_p", {"top_p": 0}),
+        ("top_k", {"top_k": 1.5}),
+        ("seed", {"seed": 2**63}),
+        ("n", {"n": 0}),
+        ("n", {"n": 45}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": ["a"] * 17}),
+        ("logprobs", {"logprobs": 5}),
+        ("logit_bias", {"logit_bias": {"5": 10}}),
+        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("echo", {"echo": True}),
+        ("timeout", {"timeout": 0}),
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("mirostat", {"mirostat": 2}),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_field(server, field, body):
+    answer = post(server, **({"prompt": PROMPT} if field != "prompt" else {}), **body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field and error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{field}: ") and "\n" not in error["message"]
+
+
+def test_fields_at_values_that_change_nothing_are_taken(server):
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "echo": False, "best_of": 1,
+               "suffix": None, "user": "me", "logprobs": None, "stream": False, "n": None}  # fmt: skip
+    assert post(server, prompt=PROMPT, max_tokens=2, **neutral).status_code == 200
+
+
+def test_the_client_in_the_documentation_works(capsys):
+    text = (ROOT / "docs/SERVING.md").read_text(encoding="utf-8")
+    (program,) = [block for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL) if "OpenAI(" in block]
+    with served(PAIR, "embedded") as server:
+        exec(program.replace("http://127.0.0.1:8000", server.address), {})
+    assert "'seed': 7" in capsys.readouterr().out

@@ -1,0 +1,362 @@
+"""`bass serve` under bad requests, full queues, deadlines, bad logits, a dead engine, and signals."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import psutil
+import pytest
+import torch
+from serving import PROMPT, post, process, raw, served, until
+from tiny import BYTES, byte_tokenizer, tiny_model
+from typer.testing import CliRunner
+
+import bass_core as bass
+from bass_lab.cli import main
+from bass_lab.serve import server as serve_server
+from bass_lab.serve.gate import MOST_BYTES, is_loopback
+
+TARGET = tiny_model(vocab_size=BYTES, max_position_embeddings=2048)
+PAIR = bass.ModelPair(TARGET, tiny_model(vocab_size=BYTES, noise=0.02, max_position_embeddings=2048), byte_tokenizer())
+ENDLESS_ROWS = {"eos_token_id": ()}  # they go on until something else ends them
+LONG = {"prompt": PROMPT, "max_tokens": 1500, "seed": 3}
+FUZZED = 500
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(PAIR, max_batch_size=4, queue=40, session=ENDLESS_ROWS) as found:
+        yield found
+
+
+def works(server) -> bool:
+    return post(server, prompt=PROMPT, max_tokens=4).status_code == 200
+
+
+# --- bad requests ---------------------------------------------------------------------------------
+
+ODD = (
+    None, True, False, 0, -1, 1, 2, 1.5, -0.0, 1e308, -1e308, 10**30, -(2**63), 2**63, 2**31, "", "x", "5", "\x00",
+    "é€😀", "\ud800", "x" * 5000, [], [[]], [None], [1, "a"], [True], ["a", 1], [2**40], [-1], {}, {"a": 1}, [{}],
+    {"role": "user"}, [{"role": "user", "content": 5}], [{"role": "nobody", "content": "x"}], float("nan"),
+    float("inf"), float("-inf"),
+)  # fmt: skip
+FIELDS = (
+    "prompt", "messages", "model", "max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+    "seed", "stop", "stream", "stream_options", "logprobs", "timeout", "echo", "logit_bias", "user", "tools", "no_such",
+)  # fmt: skip
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+
+def fuzzed(generator: random.Random) -> tuple[str, str, dict, bytes]:
+    """Method, path, headers and body of a request that is wrong somewhere, as good as always."""
+    path, method, headers = generator.choice(PATHS), "POST", {"Content-Type": "application/json"}
+    body = {"prompt": PROMPT} if "chat" not in path else {"messages": [{"role": "user", "content": "x"}]}
+    body |= {"max_tokens": 2} | {
+        generator.choice(FIELDS): generator.choice(ODD) for _ in range(generator.randint(0, 3))
+    }
+    text = json.dumps(body).encode()
+    match generator.randrange(12):
+        case 0:
+            text = text[: generator.randrange(len(text))]
+        case 1:
+            at = generator.randrange(len(text))
+            text = text[:at] + generator.choice((b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\x00")) + text[at:]
+        case 2:
+            text = generator.choice((b"[" * 10**5, b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"a":' * 10**4))
+        case 3:
+            text = generator.choice(
+                (b"", b"null", b"[]", b'"x"', b"5", b"{}", b"9" * 5000, b'{"n":' + b"9" * 5000 + b"}")
+            )
+        case 4:
+            text = generator.randbytes(generator.randrange(200))
+        case 5:
+            method = generator.choice(("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW"))
+        case 6:
+            path = generator.choice(
+                ("/", "/v1", "/v1/completion", "/v1/../x", "//", "/v1/models/%ff", "/%00", "/v1/files")
+            )
+        case 7:
+            headers = {"Content-Type": generator.choice(("text/plain", "", "application/xml", "multipart/form-data"))}
+        case 8:
+            headers |= {"Host": generator.choice(("evil.example", "", "[", "127.0.0.1.evil.example", "[::1"))}
+    return method, path, headers, text
+
+
+def test_fuzzed_requests_are_refused_in_one_line_and_leave_nothing(server, capfd):
+    generator, seen = random.Random(26), set()
+    with httpx.Client(base_url=server.address, trust_env=False, timeout=30) as client:
+        for _ in range(FUZZED):
+            method, path, headers, body = fuzzed(generator)
+            answer = client.request(method, path, headers=headers, content=body)
+            seen.add(answer.status_code)
+            said = f"{method} {path} {headers} {body[:300]!r}: {answer.status_code} {answer.text[:300]}"
+            assert answer.status_code == 200 or 400 <= answer.status_code < 500, said
+            if answer.status_code >= 400 and method != "HEAD":
+                assert "\n" not in answer.json()["error"]["message"] and len(answer.text) < 1500, said
+    assert {200, 400, 403, 404, 405, 415} <= seen
+    log = capfd.readouterr()
+    assert "Traceback" not in log.err and "fault" not in log.err and log.out == ""
+    assert works(server)
+    until(lambda: server.gate.rows == 0)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x00\xff\r\n\r\n",
+        b"GET / HTTP/9.9\r\nConnection: close\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    ],
+    ids=["bytes", "version", "length"],
+)
+def test_what_is_no_http_is_refused(server, sent):
+    assert raw(server, sent).startswith(b"HTTP/1.1 4")
+    assert works(server)
+
+
+def test_a_text_far_beyond_the_context_is_refused_unread(server):
+    began = time.monotonic()
+    answer = post(server, prompt="x " * 3_500_000)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    assert "far longer than the context" in answer.json()["error"]["message"] and time.monotonic() - began < 5
+
+
+def test_an_endless_line_is_not_read(server):
+    with pytest.raises(OSError):
+        for _ in range(100):
+            raw(server, b"GET /" + b"x" * 10**6)
+    assert works(server)
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read(server):
+    answer = httpx.post(
+        f"{server.address}/v1/completions", content=b" " * (MOST_BYTES + 1), trust_env=False,
+        headers={"Content-Type": "application/json"},
+    )  # fmt: skip
+    assert answer.status_code == 413 and "error" in answer.json()
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [{"temperature": 1e-300}, {"temperature": 100}, {"repetition_penalty": 100}, {"repetition_penalty": 0.01},
+     {"top_p": 1e-300}, {"min_p": 1}, {"top_k": 2**31 - 1}, {"seed": -(2**63)}, {"timeout": 1e-9}],
+    ids=str,
+)  # fmt: skip
+def test_numbers_at_the_ends_of_their_ranges_are_honoured(server, extreme):
+    assert post(server, prompt=PROMPT, max_tokens=4, **extreme).status_code == 200
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_answers_429_and_when_to_come_again():
+    with served(PAIR, max_batch_size=1, queue=1, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(post, server, **LONG) for _ in range(2)]
+        until(lambda: server.gate.rows == 2)
+        refused = post(server, prompt=PROMPT)
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert all(each.result().status_code == 200 for each in running)
+        assert works(server)
+
+
+def test_a_deadline_ends_a_row_with_what_it_has_and_says_so(server):
+    began = time.monotonic()
+    answer = post(server, **LONG, timeout=0.3).json()
+    (choice,) = answer["choices"]
+    assert time.monotonic() - began < 5
+    assert (choice["finish_reason"], choice["bass"]["finish_reason"]) == ("length", "budget")
+    assert 0 < answer["usage"]["completion_tokens"] < LONG["max_tokens"]
+
+
+def test_the_servers_deadline_bounds_every_request():
+    with served(PAIR, deadline=0.2, session=ENDLESS_ROWS) as server:
+        (choice,) = post(server, **LONG, timeout=60).json()["choices"]
+    assert choice["bass"]["finish_reason"] == "budget"
+
+
+def test_other_requests_are_answered_while_long_ones_run(server):
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(post, server, **LONG) for _ in range(4)]
+        until(lambda: server.gate.rows == 4)
+        waits = []
+        for _ in range(20):
+            began = time.monotonic()
+            assert httpx.get(f"{server.address}/health", trust_env=False).json()["rows"] > 0
+            waits.append(time.monotonic() - began)
+        assert sorted(waits)[10] < 0.5
+        assert all(each.result().status_code == 200 for each in running)
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+BAD = "Z"  # a token after which the target's logits are NaN
+
+
+class BadAfter(torch.nn.Module):
+    """The embeddings of a model, NaN for one token."""
+
+    def __init__(self, embeddings: torch.nn.Embedding, token: int):
+        super().__init__()
+        self.embeddings, self.token = embeddings, token
+
+    def forward(self, ids):
+        return self.embeddings(ids).masked_fill((ids == self.token)[..., None], torch.nan)
+
+
+def test_bad_logits_fail_their_own_request_alone():
+    with served(PAIR, max_batch_size=4, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(4) as pool:
+        good = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0}
+        alone = post(server, **good).json()["choices"][0]["text"]
+        target = server.service.pair.target
+        (token,) = byte_tokenizer()(BAD)["input_ids"]
+        target.set_input_embeddings(BadAfter(target.get_input_embeddings(), token))
+        beside = [pool.submit(post, server, **good) for _ in range(2)]
+        failed = post(server, prompt=PROMPT + BAD, max_tokens=5)
+        streamed = post(server, prompt=PROMPT + BAD, max_tokens=5, stream=True)
+        assert failed.status_code == 500 and failed.json()["error"]["code"] == "bad_logits"
+        assert '"bad_logits"' in streamed.text and streamed.text.endswith("data: [DONE]\n\n")
+        assert [each.result().json()["choices"][0]["text"] for each in beside] == [alone] * 2
+        until(lambda: server.gate.rows == 0)
+
+
+def test_a_dead_engine_fails_its_requests_says_so_and_ends_the_server(capfd, monkeypatch):
+    monkeypatch.setattr(serve_server, "LAST_WORDS", 0.8)
+    with served(PAIR, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(post, server, **LONG, stream=stream) for stream in (False, True)]
+        until(lambda: server.gate.rows == 2)
+        server.driver.session.step = lambda: 1 / 0
+        whole, streamed = (each.result() for each in running)
+        assert whole.status_code == 500 and "engine has stopped" in whole.json()["error"]["message"]
+        assert "engine has stopped" in streamed.text
+        health = httpx.get(f"{server.address}/health", trust_env=False)
+        assert health.status_code == 503 and health.json()["status"] == "dead"
+        assert post(server, prompt=PROMPT).status_code == 500
+        until(lambda: server.should_exit)
+    assert server.failed
+    log = capfd.readouterr().err
+    assert log == "error: the engine has stopped: ZeroDivisionError: division by zero\n"
+
+
+def test_a_fault_of_ours_is_a_500_in_one_line(server, capfd, monkeypatch):
+    monkeypatch.setattr(server.service, "_rows", lambda *arguments: {}["nowhere"])
+    answer = post(server, prompt=PROMPT)
+    assert answer.status_code == 500 and "error" in answer.json()
+    assert capfd.readouterr().err == "error: a fault in bass serve: KeyError: 'nowhere'\n"
+    assert server.gate.rows == 0
+
+
+# --- who may come in ------------------------------------------------------------------------------
+
+
+def test_the_key_opens_everything_but_health():
+    with served(PAIR, api_key="secret-ключ", session=ENDLESS_ROWS) as server:
+        for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/v1/completions", "/nowhere"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                answer = httpx.get(server.address + path, headers=headers, trust_env=False)
+                assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+        assert httpx.get(f"{server.address}/health", trust_env=False).status_code == 200
+        key = {"Authorization": "Bearer secret-ключ".encode()}
+        assert httpx.get(f"{server.address}/v1/models", headers=key, trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
+def test_other_machines_are_not_served_without_a_key(host, monkeypatch):
+    monkeypatch.delenv("BASS_API_KEY", raising=False)
+    result = CliRunner().invoke(main.app, ["serve", "--host", host])
+    assert result.exit_code == 2 and "set an API key" in result.stderr and result.stderr.count("\n") == 1
+    assert not is_loopback(host) and is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
+
+
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = CliRunner().invoke(main.app, ["serve", "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "Address already in use; --port 0 takes a free one" in result.stderr
+
+
+def test_draining_ends_what_runs_and_takes_nothing_new():
+    with served(PAIR, max_batch_size=2, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(post, server, prompt=PROMPT, max_tokens=500, temperature=0)
+        until(lambda: server.gate.rows == 1)
+        server._loop.call_soon_threadsafe(server.drain)
+        until(lambda: server.gate.draining)
+        refused = post(server, prompt=PROMPT)
+        assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
+        assert running.result().status_code == 200
+        assert running.result().json()["choices"][0]["bass"]["finish_reason"] in ("length", "eos")
+        server.drain = lambda: None  # it does already
+
+
+def test_draining_is_bounded():
+    with served(PAIR, max_batch_size=1, drain=0.2, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(post, server, **LONG, temperature=0)
+        until(lambda: server.gate.rows == 1)
+        server._loop.call_soon_threadsafe(server.drain)
+        assert running.result().json()["choices"][0]["bass"]["finish_reason"] in ("cancelled", "eos")
+        server.drain = lambda: None
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+ENDLESS = """
+import httpx
+with httpx.stream("POST", "{address}/v1/completions", timeout=60, trust_env=False,
+                  json=dict(prompt="x = ", n=8, max_tokens=450, stream=True, temperature=1.5)) as answer:
+    for line in answer.iter_lines():
+        print(line[:20], flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_drains_and_ends_with_code_0():
+    with process() as (child, address), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(post, address, prompt=PROMPT, max_tokens=300, temperature=1.2, seed=1, n=4)
+        until(lambda: httpx.get(f"{address}/health", trust_env=False).json()["rows"] == 4)
+        child.send_signal(signal.SIGTERM)
+        assert running.result().status_code == 200
+        assert child.wait(20) == 0
+        assert child.stderr.read().count("\n") <= 1 and child.stdout.read() == ""
+
+
+@pytest.mark.slow
+def test_a_killed_client_leaves_no_rows_and_a_killed_server_no_process():
+    with process() as (child, address):
+        client = subprocess.Popen([sys.executable, "-c", ENDLESS.format(address=address)], stdout=subprocess.PIPE)
+        client.stdout.readline()
+        assert httpx.get(f"{address}/health", trust_env=False).json()["rows"] == 8
+        client.kill()
+        client.communicate()
+        until(lambda: httpx.get(f"{address}/health", trust_env=False).json()["rows"] == 0, 5)
+        assert post(address, prompt=PROMPT, max_tokens=4).status_code == 200
+        group = os.getpgid(child.pid)
+        child.kill()
+        child.wait(10)
+        until(lambda: not [each for each in psutil.process_iter() if in_group(each.pid, group)], 5)
+
+
+def in_group(pid: int, group: int) -> bool:
+    try:
+        return os.getpgid(pid) == group and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_ends_running_rows_at_once():
+    with process("--drain", "600") as (child, address), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(post, address, prompt=PROMPT, max_tokens=450, temperature=1.5, n=40)
+        until(lambda: httpx.get(f"{address}/health", trust_env=False).json()["rows"] > 0)
+        child.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        child.send_signal(signal.SIGTERM)
+        assert running.result().status_code == 200
+        assert child.wait(20) == 0

@@ -1,0 +1,77 @@
+"""A server for tests: in a thread of this process, or in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import httpx
+
+import bass_core as bass
+from bass_lab.serve.server import Server, Settings, bound
+
+PROMPT = "def add(a, b):\n"
+
+
+@contextmanager
+def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterator[Server]:
+    """A server of copies of these models, which it keeps to itself, on a free port of this machine until the block
+    ends; it has to have drained by then."""
+    target, draft = deepcopy((pair.target, pair.draft))
+    server = Server(bass.ModelPair(target, draft, pair.tokenizer), Settings(name, **settings), lambda where: None)
+    with bound("127.0.0.1", 0, None) as listening:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        until(lambda: server.started)
+        try:
+            yield server
+        finally:
+            server._loop.call_soon_threadsafe(server.drain)
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    """Wait for it. Raises AssertionError when it takes longer."""
+    ends = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def post(server: Server | str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
+    address = server if isinstance(server, str) else server.address
+    return httpx.post(f"{address}{path}", json=body, timeout=60, trust_env=False)
+
+
+@contextmanager
+def process(*options: str, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen, str]]:
+    """`bass serve` in a process of its own, and its address once it listens. It is killed if it has not ended."""
+    command = [sys.executable, "-m", "bass_lab.cli", "serve", "--port", "0", "--json", *options]
+    surroundings = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=surroundings, start_new_session=True, **pipes) as child:
+        try:
+            yield child, json.loads(child.stdout.readline())["address"].removesuffix("/v1")
+        finally:
+            child.kill()
+
+
+def raw(server: Server, sent: bytes) -> bytes:
+    """What comes back for these bytes on a connection that is then closed for sending."""
+    host, port = server.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(sent)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+        return received
