@@ -259,7 +259,7 @@ def _quantiles(values: np.ndarray, owners: np.ndarray, weights: np.ndarray, shar
 
 
 def _block_counts(n: int, resamples: int, generator: np.random.Generator) -> np.ndarray:
-    """How often each of n requests is drawn, [resamples, n]: blocks of √n consecutive ones, the first after the last."""
+    """How often each of n requests is drawn, [resamples, n]: blocks of √n consecutive ones, in a circle."""
     size = int(np.ceil(np.sqrt(n)))
     starts = generator.integers(n, size=(resamples, -(-n // size)))
     drawn = (starts[..., None] + np.arange(size)).reshape(resamples, -1) % n

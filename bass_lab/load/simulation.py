@@ -70,6 +70,8 @@ def prefill_seconds(cost: Cost, batch: int, tokens: int) -> float:
     A pass over as many tokens in rows of `WIDTH`, half a prompt cached before them on average, by the target; the draft
     reads them two by two, as a draft phase begins; and what a step takes besides.
     """
+    if batch == 0:  # all prompts were read before
+        return float(cost.overhead(1, 0))
     width = min(tokens, WIDTH)
     rows = batch * tokens / width
     reading = cost.target(rows, width, tokens / 2) + cost.draft(batch * tokens / 2, 1, tokens / 2)

@@ -38,7 +38,7 @@ def test_five_requests_at_two_places():
     arriving = workload([0.0, 0.5, 0.6, 5.0, 30.0])
     run = simulate(arriving, trace, Linear(), draft_length=2, max_batch_size=2, prefill=lambda rows, tokens: 2.0)
     # 0-2 prefill 0; 2-4 prefill 1 (a place is free: before 0 goes on; 2 waits); 4-5.2 both; 5.2-6.2 both, and end
-    # 6.2-8.2 prefill 2, 3; 8.2-9.4 both; 9.4-10.6 both (2 drafts nothing, 3 two), 2 ends; 10.6-11.8 3 alone drafts one …
+    # 6.2-8.2 prefill 2, 3; 8.2-9.4 both; 9.4-10.6 both, and 2 ends; then 3 alone
     assert run.requests.started.tolist() == pytest.approx([0, 2, 6.2, 6.2, 30])
     assert run.requests["first"].tolist() == pytest.approx([2, 4, 8.2, 8.2, 32])
     # row 3: 4 to go: drafts 2, 2, 1, 0 (a step keeps one place for the target's token)
