@@ -1,5 +1,6 @@
 """Load over HTTP: a server of the standard library that speaks as much of OpenAI's protocol as a client listens to."""
 
+import contextlib
 import json
 import threading
 import time
@@ -41,14 +42,15 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [text | {"finish_reason": "length" if piece == 3 else None}]})
         if body["stream_options"]["include_usage"]:
             self._event({"choices": [], "usage": {"completion_tokens": 8}})
-        self.wfile.write(b"data: [DONE]\n\n")
+        self._send("data: [DONE]\n\n")
 
     def _event(self, event):
-        try:
-            self.wfile.write(f": a comment\ndata: {json.dumps(event)}\n\n".encode())
+        self._send(f": a comment\ndata: {json.dumps(event)}\n\n")
+
+    def _send(self, text):
+        with contextlib.suppress(OSError):  # its client has left
+            self.wfile.write(text.encode())
             self.wfile.flush()
-        except OSError:
-            self.server.left += 1
 
     def _answer(self, data, status=200):
         self.send_response(status)
@@ -59,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.asked, made.left, made.daemon_threads = [], 0, True
+    made.asked, made.daemon_threads = [], True
     thread = threading.Thread(target=made.serve_forever, daemon=True)
     thread.start()
     yield made

@@ -35,7 +35,6 @@ def test_the_default_policy_is_ahead_of_no_drafting_and_near_the_best_length_at_
     assert (found.tokens_per_s.default >= 0.98 * found.tokens_per_s.max(axis=1)).all()
     best = found.end_ms[["none", *lengths]].min(axis=1)
     assert (best / found.end_ms.default > 0.95).all()
-    assert found.end_ms[list(lengths)].idxmin(axis=1).nunique() > 1 or where == "cpu" or texts == "mini"
 
 
 @pytest.mark.parametrize("where", LOADS)
