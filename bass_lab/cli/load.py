@@ -89,7 +89,7 @@ def load(
     ] = None,
     as_json: common.Json = False,
 ) -> None:
-    """Serve requests that come when they come, and say how long they took.
+    """Serve requests that come when they come, and time them.
 
     By a session here, by a server (--url), or in virtual time (--simulate). The fields of --json: served, workload, and
     metrics (metric, statistic, value, low and high of the 95% interval; times in ms); with --highest rate, missed and
@@ -101,7 +101,20 @@ def load(
 
     limits = {"between_ms": between_ms, "first_ms": first_ms, "end_ms": end_ms}
     aim = Target(**limits) if any(limits.values()) else None
-    _check(url=url, simulate=simulate, record=record, highest=highest, rate=rate, aim=aim)
+    if rate == 0:
+        raise ValueError("--rate must be above 0 requests per second")
+    if highest and aim is None:
+        raise ValueError("--highest needs a target to keep: --between-ms, --first-ms or --end-ms")
+    ours = {"--target": target, "--draft": draft, "--dtype": dtype, "--device": device, "--draft-length": draft_length}
+    _exclude("--url", url, ours | {"--simulate": simulate, "--record": record})
+    _exclude("--record", record, {"--highest": highest or None, "--end-ms": end_ms, "--draft-length": draft_length})
+    if simulate is None:
+        _exclude("a run without --simulate", True, {"--trace": trace})
+    elif trace is None:
+        _exclude("--simulate without --trace, for the embedded pair,", True, {"--target": target, "--draft": draft})
+    _exclude("--simulate, of texts that were sampled before,", simulate, {"--temperature": temperature or None})
+    if url is None:
+        _exclude("a run without --url", True, {"--model": model})
     if workload is not None:
         asked = Workload.load(workload, prompts=prompts, seed=seed)
     else:
@@ -150,18 +163,11 @@ def load(
         _tell(document, run, aim, warm_up)
 
 
-def _check(
-    *, url: str | None, simulate: str | None, record: Path | None, highest: bool, rate: float, aim: Target | None
-) -> None:
-    """Raises ValueError for options that contradict each other."""
-    if url and simulate:
-        raise ValueError("--url and --simulate are two ways to serve; name one of them")
-    if record and (url or highest):
-        raise ValueError("--record compares draft lengths of a session here; it takes neither --url nor --highest")
-    if highest and aim is None:
-        raise ValueError("--highest needs a target to keep: --between-ms, --first-ms or --end-ms")
-    if rate == 0:
-        raise ValueError("--rate must be above 0 requests per second")
+def _exclude(name: str, given: object, others: dict[str, object]) -> None:
+    """Raises ValueError for options that would not be honoured beside another."""
+    for other, value in others.items():
+        if given is not None and value is not None:
+            raise ValueError(f"{name} does not take {other}: leave it out")
 
 
 def _models_and_costs(

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_lab import load
 from bass_lab.cli import main
-from bass_lab.load import LoadRun, Poisson, Target, Workload
+from bass_lab.load import LoadRun, Poisson, Target, Workload, simulate
+from bass_lab.load.compare import bearable_rate, side_by_side
 from bass_lab.load.measurement import measure, record_line
 from bass_lab.load.result import PIECES, REQUESTS, STEPS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -248,6 +249,25 @@ def test_what_is_measured_is_a_line_of_a_record():
     assert record_lines.kind_of(record_line(found, drawn, bass.load_pair(), **how)) == "load"
 
 
+def test_runs_are_compared_metric_by_metric():
+    slow, fast = run_of(np.arange(40) + 0.5), run_of(np.arange(40) + 0.3)
+    found = {line["metric"]: line for line in side_by_side(slow, fast)}
+    assert found["end_ms p99"]["ratio"] == pytest.approx(0.6) and found["first_ms p50"]["ratio"] == pytest.approx(1)
+    # 10 tokens to the second in bursts of five: 40 requests of 5 that all come at once take 20 s
+    drawn = Workload.draw(Poisson(1.0), 40, max_new_tokens=5)
+    trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
+    serve = {"max_batch_size": 5, "prefill": lambda rows, tokens: 1.0}  # a prefill and 4 steps of 1 s for each five
+    assert bearable_rate(lambda asked: simulate(asked, trace, Linear(), **serve), drawn) == pytest.approx(1, rel=0.01)
+
+
+def test_a_run_of_which_nothing_is_left_is_told_all_the_same():
+    trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
+    drawn = Workload.draw(Poisson(1.0), 10, max_new_tokens=5, deadline=1e-6)
+    found = simulate(drawn, trace, Linear(), max_batch_size=1, prefill=lambda rows, tokens: 100.0)
+    assert found.latencies.late.all() and found.summary().value["late", "share"] == 1
+    assert not found.holds(Target(first_ms=1e5)) and "100.0% late" in repr(found)
+
+
 # --- accuracy -------------------------------------------------------------------------------------
 
 
@@ -312,13 +332,17 @@ def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--url", "http://x", "--simulate", "here"), "two ways to serve"),
+        (("--url", "http://x", "--simulate", "here"), "--url does not take --simulate"),
+        (("--url", "http://x", "--draft-length", "0"), "--url does not take --draft-length"),
+        (("--model", "x"), "without --url does not take --model"),
+        (("--simulate", "here", "--temperature", "1"), "does not take --temperature"),
+        (("--simulate", "here", "--draft", "ngram"), "does not take --draft"),
         (("--highest",), "needs a target"),
         (("--rate", "0"), "above 0"),
         (("--simulate", "nowhere"), "here, h100 or a file of costs; got 'nowhere'"),
         (("--url", "ftp://x"), "url must be that of a server"),
         (("--url", "http://127.0.0.1:9"), "refused"),
-        (("--record", "x.jsonl", "--highest", "--end-ms", "1"), "neither --url nor --highest"),
+        (("--record", "x.jsonl", "--highest", "--end-ms", "1"), "--record does not take --highest"),
         (("--simulate", "here", "--max-new-tokens", "200"), "texts have 128 tokens"),
         (("--max-new-tokens", "4", "--least-new-tokens", "9"), ">= 9"),
     ],
