@@ -1,3 +1,4 @@
+from bass_lab import load as load
 from bass_lab.checks.drafter_checks import check_drafter as check_drafter
 from bass_lab.checks.exactness import verify as verify
 from bass_lab.measure.profiling import Profile as Profile

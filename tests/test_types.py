@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parent / "support/typed_program.py"
 def test_every_name_of_the_lab_is_where_its_stub_says():
     assert len(bass_lab.__all__) > 10
     for name in bass_lab.__all__:
-        assert getattr(bass_lab, name).__name__ == name
+        assert getattr(bass_lab, name).__name__ in (name, f"bass_lab.{name}")  # a module has its package's name, too
 
 
 def checked(program: Path, cache: Path) -> subprocess.CompletedProcess:

@@ -7,7 +7,8 @@ among them, so that it falls back to regular decoding where drafts do not pay. (
 SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
 
 What a step is worth depends on which rows are to be served: `Goodput` serves those that end last, since a batch is done
-when its last row is; `Objective` serves whom it is told to (the first rows, the last ones, those with a deadline).
+when its last row is, but all alike once rows have joined: then others come and go, and no row's end is that of all.
+`Objective` serves whom it is told to (the first rows, the last ones, those with a deadline).
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ class Goodput(DraftLengthPolicy):
     """The draft length of most expected tokens per second; 0, regular decoding, where drafts do not pay.
 
     cost: seconds of steps, `costs.CostModel` or alike. Rows that still need many steps count more than others
-    (`weigh`). After `probe`, then twice, four times … as many steps in a row without drafts some rows probe k = 1, or
-    else 0 would be for ever; if more than half of a probe is accepted, what was known before counts little. Where costs
-    promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
+    (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts
+    some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted, what was known before
+    counts little. Where costs promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
     """
 
     cost: Cost = field(repr=False)
@@ -93,9 +94,12 @@ class Goodput(DraftLengthPolicy):
         self.alphas = RowAlphas()
         self.k = self.zeros = 0  # draft length of the last step, and for how many steps it has been 0
         self.next_probe, self.probing, self.batch = self.probe, False, 0
+        self.joined = False  # whether rows came while others were decoded
 
     def start(self, rows: RowsView) -> None:
-        if not rows.steps.any():
+        if rows.steps.any():
+            self.joined = True
+        else:
             self._reset()
 
     def plan(self, rows: RowsView) -> int | Tensor:
@@ -138,6 +142,8 @@ class Goodput(DraftLengthPolicy):
         tokens [B, K]: what a step with each draft length is expected to yield. Rows count by the steps that they still
         need if all of them draft as far as the last one did.
         """
+        if self.joined:
+            return np.ones(len(tokens))
         steps = rows.remaining / tokens[:, min(max(self.k, 1), tokens.shape[1] - 1)]
         weights = (steps / steps.max()) ** STRAGGLING
         return weights * (len(weights) / weights.sum())

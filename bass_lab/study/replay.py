@@ -1,7 +1,8 @@
 """One replay: a policy decodes recorded texts as the engine would, meeting the same accepted counts, without a model.
 
-`Replay` holds the rows and a coin for each of their positions; `decode` is the engine's `_decode` without its passes:
-the same policy objects, called in the same order with the same arguments; `step_seconds` is what the steps cost.
+`Replay` holds the rows and a coin for each of their positions; `step` is the engine's `_decode` without its passes: the
+same policy objects, called in the same order with the same arguments. `decode` takes such steps until a batch is done,
+`bass_lab.load.simulate` while rows come and go; `step_seconds` is what the steps cost.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 @dataclass(frozen=True)
 class Replay:
-    """The rows of a replay: which sequences [B], where their texts end [B], the most tokens of a row, and run [B, T]:
-    how many drafts in a row would be accepted from each position on."""
+    """The rows of a replay: which sequences [B], where their texts end [B], the most tokens of a row (an int, or one of
+    each row [B]), and run [B, T]: how many drafts in a row would be accepted from each position on."""
 
     trace: AcceptanceTrace
     sequences: np.ndarray
     ends: np.ndarray
-    limit: int
+    limit: int | np.ndarray
     run: np.ndarray
 
     @classmethod
@@ -61,16 +62,32 @@ class Replay:
         return cls(trace, sequences, ends, limit, _runs(fates))
 
     @classmethod
+    def of_requests(
+        cls, trace: AcceptanceTrace, sequences: np.ndarray, limits: np.ndarray, seeds: Sequence[Sequence[int]]
+    ) -> Replay:
+        """Rows that are drawn one by one: sequences [B], the most tokens of each [B], and what seeds its coins.
+
+        Raises ValueError for a limit beyond the trace's texts.
+        """
+        length = trace.p.shape[1]
+        if limits.max() > length:
+            raise ValueError(f"max_new_tokens={limits.max()}, but the trace's texts have {length} tokens")
+        coins = np.stack([np.random.default_rng(seed).random(length) for seed in seeds])
+        ends = np.minimum(trace.lengths[sequences], limits)
+        return cls(trace, sequences, ends, limits, _runs(coins < trace.accept[sequences]))
+
+    @classmethod
     def draws(cls, trace: AcceptanceTrace, *, repeats: int = 8, **options) -> list[Replay]:
         """`draw` for each repeat, with its options."""
         return [
             cls.draw(trace, repeat=repeat, **options) for repeat in range(inputs.integer("repeats", repeats, least=1))
         ]
 
-    def view(self, live: np.ndarray, at: np.ndarray, steps: int) -> RowsView:
-        """As `Rows.view`. live: row numbers; at [B]: generated tokens of every row."""
+    def view(self, live: np.ndarray, at: np.ndarray, steps: np.ndarray) -> RowsView:
+        """As `Rows.view`. live: row numbers; at, steps [B]: generated tokens and decode steps of every row."""
         lengths = self.trace.prompt_lengths[self.sequences[live]] + at[live]
-        return RowsView(live.copy(), np.full(len(live), steps), lengths, at[live], self.limit - at[live])
+        remaining = np.broadcast_to(self.limit, at.shape)[live] - at[live]
+        return RowsView(live.copy(), steps[live], lengths, at[live], remaining)
 
     def signals(self, live: np.ndarray, at: np.ndarray, most: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The draft's entropies and maxima before x_1 … x_most of each live row: [most, B] each."""
@@ -123,29 +140,38 @@ def _runs(fates: np.ndarray) -> np.ndarray:
 
 
 def decode(replay: Replay, policy: DraftLengthPolicy) -> list[ReplayedStep]:
-    """The decode steps of a replay: the engine's `_decode` without models. The policy changes as it learns."""
+    """The decode steps of a replay, all of whose rows begin together. The policy changes as it learns."""
     at = np.ones(len(replay.ends), dtype=np.int64)  # the prefill gives every row its first token
-    live = _without_ended(np.arange(len(at)), at >= replay.ends)
+    taken = np.zeros_like(at)
+    live = without_ended(np.arange(len(at)), at >= replay.ends)
     steps: list[ReplayedStep] = []
     if len(live):
-        policy.start(replay.view(live, at, 0))
+        policy.start(replay.view(live, at, taken))
     while len(live):
-        view = replay.view(live, at, len(steps))
-        planned, drafted = planned_lengths(policy.plan(view), view)
-        passes = int(drafted.max())
-        if passes and policy.keep_drafting is not None:
-            drafted, passes = _ask(policy, replay, live, at, drafted)
-        if drafted.any() and policy.choose is not None:
-            hidden = replay.hidden(live, at, drafted)
-            policy.choose(hidden)
-            drafted = hidden.submitted
-        accepted = np.minimum(drafted, replay.run[live, at[live]])
-        policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
-        emitted = np.minimum(accepted + 1, replay.ends[live] - at[live])
-        steps.append(ReplayedStep(live, view.lengths, planned, drafted, accepted, emitted, passes))
-        at[live] += emitted
-        live = _without_ended(live, at[live] >= replay.ends[live])
+        steps.append(step(replay, policy, live, at, taken))
+        at[live] += steps[-1].emitted
+        taken[live] += 1
+        live = without_ended(live, at[live] >= replay.ends[live])
     return steps
+
+
+def step(
+    replay: Replay, policy: DraftLengthPolicy, live: np.ndarray, at: np.ndarray, taken: np.ndarray
+) -> ReplayedStep:
+    """One step of the live rows, of which each has `at` generated tokens and has `taken` so many steps."""
+    view = replay.view(live, at, taken)
+    planned, drafted = planned_lengths(policy.plan(view), view)
+    passes = int(drafted.max())
+    if passes and policy.keep_drafting is not None:
+        drafted, passes = _ask(policy, replay, live, at, drafted)
+    if drafted.any() and policy.choose is not None:
+        hidden = replay.hidden(live, at, drafted)
+        policy.choose(hidden)
+        drafted = hidden.submitted
+    accepted = np.minimum(drafted, replay.run[live, at[live]])
+    policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
+    emitted = np.minimum(accepted + 1, replay.ends[live] - at[live])
+    return ReplayedStep(live, view.lengths, planned, drafted, accepted, emitted, passes)
 
 
 def _ask(
@@ -164,7 +190,7 @@ def _ask(
     return drafted, int(passes)
 
 
-def _without_ended(live: np.ndarray, ended: np.ndarray) -> np.ndarray:
+def without_ended(live: np.ndarray, ended: np.ndarray) -> np.ndarray:
     """Live rows in the engine's order: the last one takes the place of a row that ended (`Rows.compact`)."""
     if not ended.any():
         return live

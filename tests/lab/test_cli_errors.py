@@ -262,7 +262,7 @@ def test_every_command_that_takes_models_names_them_by_the_same_options():
     named = {"target": ["--target", "-t"], "draft": ["--draft", "-d"]}
     found = {name: {p.name: p for p in command.params} for name, command in COMMANDS.items()}
     taking = {name for name, options in found.items() if "target" in options}
-    assert taking == {"generate", "doctor", "verify", "bench", "calibrate", "record", "eval", "serve"}
+    assert taking == {"generate", "doctor", "verify", "bench", "calibrate", "record", "eval", "load", "serve"}
     for name in taking:
         assert {option: found[name][option].opts for option in named} == named
         assert {"dtype", "device", "as_json"} < found[name].keys()

@@ -1,0 +1,105 @@
+"""The highest rate that a service bears while it keeps a target, and what policies make of a range of rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from bass_core.draft_length import DraftLengthPolicy
+from bass_lab.load.result import LoadRun, Target
+
+HALVINGS = 12  # of a rate at which the target is missed, until it is given up
+
+
+@dataclass(frozen=True)
+class HighestLoad:
+    """rate: the highest of the tried rates at which the target was held, requests per second; 0.0 where it was held at
+    none. missed: the lowest at which it was not; infinite where it was held at all. tried: a line per rate, in order:
+    rate, the metrics of the target at its share, held. run: the one at `rate`, None where there is none.
+    """
+
+    rate: float
+    missed: float
+    tried: pd.DataFrame
+    run: LoadRun | None = field(repr=False)
+
+
+def highest_load(
+    run: Callable[[float], LoadRun],
+    target: Target,
+    *,
+    first: float = 1.0,
+    most: float = 1e4,
+    within: float = 0.02,
+    warm_up: float = 0.1,
+) -> HighestLoad:
+    """Bisection over rates: run(rate) serves the same requests at that many per second (`Workload.at_rate`).
+
+    From `first` on the rate is doubled until the target is missed, or halved until it is held; then the bracket is
+    halved, by ratio, until its ends are `within` of each other. The same requests at every rate are common random
+    numbers: what is found differs between two services by what they are, much less by who happened to come. It takes
+    for granted that what is missed at a rate is missed at all higher ones. most: rates beyond it are not tried.
+
+    Raises ValueError for rates that are not positive, or `first` beyond `most`.
+    """
+    if not (0 < first <= most < math.inf and within > 0):
+        raise ValueError(f"needs 0 < first <= most and within > 0, got {first}, {most}, {within}")
+    tried: list[dict] = []
+    best: tuple[float, LoadRun | None] = (0.0, None)
+    missed = math.inf
+
+    def holds(rate: float) -> None:
+        nonlocal best, missed
+        found = run(rate)
+        values = {name: found.quantile(name, target.share, warm_up) for name in target.limits}
+        held = found.holds(target, warm_up)
+        tried.append({"rate": rate, **values, "held": held})
+        if held:
+            best = (rate, found)
+        else:
+            missed = rate
+
+    rate = first
+    holds(rate)
+    while best[0] and math.isinf(missed) and rate < most:
+        rate = min(2 * rate, most)
+        holds(rate)
+    for _ in range(HALVINGS):
+        if best[0]:
+            break
+        rate /= 2
+        holds(rate)
+    while best[0] and not math.isinf(missed) and missed / best[0] > 1 + within:
+        holds(math.sqrt(best[0] * missed))
+    return HighestLoad(best[0], missed, pd.DataFrame(tried).sort_values("rate", ignore_index=True), best[1])
+
+
+def over_rates(
+    run: Callable[[float, int | DraftLengthPolicy | None], LoadRun],
+    policies: Mapping[str, int | DraftLengthPolicy | None],
+    rates: Sequence[float],
+    *,
+    warm_up: float = 0.1,
+) -> pd.DataFrame:
+    """Policies side by side on the same requests: run(rate, policy) for each. One line per rate and policy.
+
+    Columns: rate, policy; between_ms, first_ms and end_ms (means over the counted requests), between_p99_ms and
+    end_p99_ms; tokens_per_s, tokens_per_step, batch; over_none: end_ms without drafting by end_ms with the policy, so
+    that 1 is as fast (NaN without a policy named "none").
+    """
+    lines = []
+    for rate in rates:
+        for name, policy in policies.items():
+            found = run(rate, policy)
+            values = found.summary(warm_up=warm_up, resamples=2).value
+            line = {"rate": rate, "policy": name}
+            line |= {metric: values.get((metric, "mean")) for metric in ("first_ms", "between_ms", "end_ms")}
+            line |= {f"{name}_p99_ms": values.get((f"{name}_ms", "p99")) for name in ("between", "end")}
+            rest = ("tokens_per_s", "tokens_per_step", "batch")
+            lines.append(line | {metric: values.get((metric, "mean")) for metric in rest})
+    found = pd.DataFrame(lines)
+    none = found[found.policy == "none"].set_index("rate").end_ms
+    return found.assign(over_none=found.rate.map(none).astype(float) / found.end_ms)

@@ -1,0 +1,106 @@
+"""A workload against a `Session` of this process, in real time: one thread submits what is due, and takes a step."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pandas as pd
+
+from bass_core import inputs
+from bass_core.engine import Session
+from bass_core.models import ModelPair
+from bass_core.rows import Request
+from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
+from bass_lab.load.workload import Workload
+
+WARM_UP = 8  # tokens of the rows that decode before the clock starts: passes are probed, buffers made, shapes compiled
+
+
+def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, **options: object) -> LoadRun:
+    """The workload served by `Session(pair, max_batch_size=…, **options)`, as long as it lasts.
+
+    Requests are submitted with their own seed and deadline between steps, row i being request i, once their time has
+    come; their prompts are tokenized before. Texts are those of the session (None without a tokenizer), and their ids
+    stand in `meta["sequences"]`. Raises what `Session` and `submit` raise, before the clock starts.
+    """
+    requests = workload.requests
+    prompts = inputs.token_ids(inputs.model_pair(pair), requests.prompt)
+    for index, (ids, most) in enumerate(zip(prompts, requests.max_new_tokens, strict=True)):
+        with inputs.saying_which(index):
+            inputs.check_context(pair, len(ids), int(most))
+    with Session(pair, max_batch_size=max_batch_size, **options) as session, session.prepared():
+        session.reserve(max(len(ids) + int(most) for ids, most in zip(prompts, requests.max_new_tokens, strict=True)))
+        for row, ids in enumerate(prompts[:max_batch_size]):
+            session.submit(ids, max_new_tokens=min(WARM_UP, int(requests.max_new_tokens[row])), row=len(prompts) + row)
+        while not session.idle:
+            session.step()
+        return _served(workload, prompts, session)
+
+
+def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
+    requests, handles = workload.requests, []
+    arrived, deadlines = requests.arrived.to_numpy(), requests.deadline.to_numpy()
+    started, first, ended = (np.full(len(prompts), np.nan) for _ in range(3))
+    running: dict[int, Request] = {}
+    pieces, spans = [], {}
+    zero = time.perf_counter()
+
+    def due() -> None:
+        """Submit what has arrived."""
+        while len(handles) < len(prompts) and arrived[len(handles)] <= time.perf_counter() - zero:
+            row = len(handles)
+            left = None
+            if not math.isnan(deadlines[row]):
+                left = max(arrived[row] + deadlines[row] - (time.perf_counter() - zero), 0.0)
+            own = {"max_new_tokens": int(requests.max_new_tokens[row]), "seed": int(requests.seed[row])}
+            handles.append(session.submit(prompts[row], row=row, deadline=left, **own))
+            running[row] = handles[-1]
+
+    while len(handles) < len(prompts) or not session.idle:
+        due()
+        if session.idle:
+            time.sleep(max(arrived[len(handles)] - (time.perf_counter() - zero), 0.0))
+            continue
+        began = time.perf_counter() - zero
+        event = session.step()
+        now = time.perf_counter() - zero
+        if event.rows:
+            spans[event.step] = began, now
+        for row, tokens in zip(event.rows, event.new_tokens, strict=True):
+            if np.isnan(first[row]):
+                started[row], first[row] = began, now
+            pieces.append((row, now, len(tokens)))
+        for row in [row for row, handle in running.items() if handle.finish_reason is not None]:
+            ended[row] = now if row in event.rows else began  # one whose client has left ends as a step begins
+            del running[row]
+    results = [session.result(handle) for handle in handles]
+    columns = [
+        range(len(handles)), arrived, started, first, ended, [len(result.sequence) for result in results],
+        requests.max_new_tokens, deadlines, [result.finish_reason for result in results],
+        [result.text for result in results],
+    ]  # fmt: skip
+    return LoadRun(
+        pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),
+        pd.DataFrame(pieces, columns=list(PIECES)),
+        _steps(session, spans),
+        {
+            "simulated": False,
+            "policy": repr(session.policy),
+            "max_batch_size": session.rows.max_rows,
+            "sequences": [result.sequence.tolist() for result in results],
+        },
+    )
+
+
+def _steps(session: Session, spans: dict[int, tuple[float, float]]) -> pd.DataFrame:
+    """The steps of the trace whose times are given; a trace that was switched off leaves none."""
+    steps = session.trace.steps
+    by_step = steps[steps.step.isin(list(spans))].groupby("step", as_index=False)
+    found = by_step.agg(
+        kind=("kind", "first"), rows=("row", "size"), k=("k", "mean"), drafted=("drafted", "sum"),
+        accepted=("accepted", "sum"), emitted=("emitted", "sum"),
+    )  # fmt: skip
+    began, now = np.array([spans[step] for step in found.step]).reshape(-1, 2).T
+    return found.assign(started=began, ended=now)[list(STEPS)]

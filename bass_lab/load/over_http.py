@@ -1,0 +1,182 @@
+"""A workload against a server that speaks OpenAI's protocol: one thread per request, each at its time, streaming."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pandas as pd
+
+from bass_core import inputs
+from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
+from bass_lab.load.workload import Workload
+
+PATIENCE = 600.0  # seconds without a byte after which a server counts as gone
+REASONS = {"stop": "stop", "length": "length"}  # others stay as the server says them
+
+
+def over_http(
+    workload: Workload, url: str, *, model: str | None = None, api_key: str | None = None, **fields: object
+) -> LoadRun:
+    """The workload sent to `<url>/v1/completions` (conversations: `/v1/chat/completions`), each request at its time.
+
+    model: its name there; None: the first of `<url>/v1/models`. fields: more of every request's body, such as
+    temperature=0. A client whose deadline has passed closes its connection. Tokens are counted by the server (`usage`);
+    where it says nothing, a piece of text counts as one. Nobody sees when the server begins a request, nor its steps:
+    queue_ms and what is counted per step is missing. A request that fails ends with the reason "error", and
+    `meta["errors"]` says of each why.
+
+    Raises ValueError for what is no address, OSError where no server answers.
+    """
+    address = _Address(url, api_key)
+    model = address.first_model() if model is None else model
+    clients = [_Client(address, line, model, fields) for line in workload.requests.itertuples()]
+    zero = time.perf_counter() + 0.1  # threads are there when the first is due
+    threads = [threading.Thread(target=client.run, args=(zero,), daemon=True) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pieces = [(client.number, at, tokens) for client in clients for at, tokens in client.counted()]
+    columns = [
+        range(len(clients)), workload.requests.arrived, math.nan, [client.first for client in clients],
+        [client.ended for client in clients], [client.tokens for client in clients],
+        workload.requests.max_new_tokens, workload.requests.deadline, [client.reason for client in clients],
+        ["".join(client.texts) for client in clients],
+    ]  # fmt: skip
+    errors = {client.number: client.error for client in clients if client.error}
+    return LoadRun(
+        pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),
+        pd.DataFrame(pieces, columns=list(PIECES)),
+        pd.DataFrame(columns=list(STEPS)),
+        {"simulated": False, "url": url, "model": model, "errors": errors},
+    )
+
+
+class _Address:
+    """Where the server is, and how it is asked."""
+
+    def __init__(self, url: str, api_key: str | None):
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url must be that of a server, such as http://127.0.0.1:8000; got {url!r}")
+        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        self._kind, self._host, self._port = kinds[parts.scheme], parts.hostname, parts.port
+        self._path = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"} | (
+            {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        )
+
+    def ask(
+        self, path: str, body: dict | None = None, patience: float = PATIENCE
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """A connection and what answers on it. Raises OSError where nobody does, or with what the server refuses."""
+        connection = self._kind(self._host, self._port, timeout=patience)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            connection.request("GET" if body is None else "POST", f"{self._path}/v1/{path}", data, self._headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                said = answer.read(2000).decode(errors="replace")
+                raise OSError(f"the server answers {answer.status}: {' '.join(said.split())}")
+        except BaseException as error:
+            connection.close()
+            if isinstance(error, http.client.HTTPException):
+                raise OSError(f"the server speaks no HTTP: {error!r}") from error
+            raise
+        return connection, answer
+
+    def first_model(self) -> str:
+        """Raises OSError where the server names none."""
+        connection, answer = self.ask("models")
+        try:
+            return json.loads(answer.read())["data"][0]["id"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise OSError("the server does not say which models it has; name one") from error
+        finally:
+            connection.close()
+
+
+class _Client:
+    """One request. first, ended: seconds since zero; pieces: of text, and when they came."""
+
+    def __init__(self, address: _Address, line: object, model: str, fields: dict):
+        self.number, self._arrives, self._address = line.Index, line.arrived, address
+        self._leaves = math.inf if math.isnan(line.deadline) else line.arrived + line.deadline
+        is_text = isinstance(line.prompt, str)
+        self._path = "completions" if is_text else "chat/completions"
+        asked = {"prompt" if is_text else "messages": line.prompt, "max_tokens": int(line.max_new_tokens)}
+        self._body = {"model": model, "seed": int(line.seed), "stream": True, **asked}
+        self._body |= {"stream_options": {"include_usage": True}, **fields}
+        self.first = self.ended = math.nan
+        self.reason, self.error, self.total = None, None, None
+        self.texts: list[str] = []
+        self._at: list[float] = []
+
+    @property
+    def tokens(self) -> int:
+        return len(self._at) if self.total is None else self.total
+
+    def counted(self) -> Iterator[tuple[float, float]]:
+        """When each piece came, and its tokens: an equal share of all, since servers do not say."""
+        for at in self._at:
+            yield at, self.tokens / len(self._at)
+
+    def run(self, zero: float) -> None:
+        time.sleep(max(zero + self._arrives - time.perf_counter(), 0.0))
+        connection = None
+        try:
+            left = min(self._leaves - (time.perf_counter() - zero), PATIENCE)
+            connection, answer = self._address.ask(self._path, self._body, max(left, 1e-3))
+            self._read(connection, answer, zero)
+            self.reason = self.reason or "error"
+            if self.reason == "error":
+                self.error = self.error or "the answer ended without a finish_reason"
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
+            self._failed(error, zero)
+        finally:
+            self.ended = self._at[-1] if self._at and self.reason in ("stop", "length") else time.perf_counter() - zero
+            if connection is not None:
+                connection.close()
+
+    def _failed(self, error: Exception, zero: float) -> None:
+        """A client that was to leave has left; anything else is an error."""
+        gone = time.perf_counter() - zero >= self._leaves
+        self.reason = "budget" if gone else "error"
+        self.error = None if gone else f"{type(error).__name__}: {error}"
+
+    def _read(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, zero: float) -> None:
+        """Server-sent events until the last."""
+        for line in answer:
+            now = time.perf_counter() - zero
+            if now >= self._leaves:
+                raise TimeoutError("the client has left")
+            if connection.sock is not None and self._leaves < math.inf:
+                connection.sock.settimeout(self._leaves - now)
+            data = line.decode().strip()
+            if not data.startswith("data:"):
+                continue
+            data = data.removeprefix("data:").strip()
+            if data == "[DONE]":
+                return
+            self._take(json.loads(data), now)
+
+    def _take(self, event: dict, now: float) -> None:
+        """One event: a piece of text, why it ended, how many tokens there were."""
+        if "error" in event:
+            raise ValueError(f"the server says {json.dumps(event['error'])[:200]}")
+        for choice in event.get("choices", ()):
+            text = choice.get("text") or (choice.get("delta") or {}).get("content")
+            if text:
+                self.first = now if math.isnan(self.first) else self.first
+                self.texts.append(text)
+                self._at.append(now)
+            if choice.get("finish_reason"):
+                self.reason = REASONS.get(choice["finish_reason"], choice["finish_reason"])
+        if event.get("usage"):
+            self.total = inputs.integer("completion_tokens", event["usage"]["completion_tokens"])

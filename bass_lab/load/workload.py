@@ -1,0 +1,185 @@
+"""Who asks when, for what: a workload is a table, drawn from a process of arrivals or read from a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from bass_core import inputs
+from bass_core.environment import write_whole
+from bass_lab.texts.prompt_sets import Prompt, label, prompt_set
+
+HEADER = "workload"  # the field of a file's first line that describes the others
+CHARACTERS = 4  # of a token, about: files may give prompts by their length alone
+SEEDS = 2**31
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """Bursts of requests that arrive together, at moments that know nothing of each other.
+
+    rate: requests per second. burst: requests per burst, mean; their number is geometric, and 1 is the plain Poisson
+    process. In a long time the number of arrivals varies by its mean times 2 · burst - 1.
+    """
+
+    rate: float
+    burst: float = 1.0
+
+    def __post_init__(self):
+        if not (0 < self.rate < np.inf and 1 <= self.burst < np.inf):
+            raise ValueError(f"needs rate > 0 requests per second and burst >= 1, got {self}")
+
+    def times(self, count: int, generator: np.random.Generator) -> np.ndarray:
+        """Seconds at which the first `count` requests arrive, in order: [count]."""
+        sizes = generator.geometric(1 / self.burst, size=count)  # of more bursts than are needed
+        moments = generator.exponential(self.burst / self.rate, size=count).cumsum()
+        return np.repeat(moments, sizes)[:count]
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """requests: one line each, by arrival: arrived (seconds from the start), prompt (a text, a conversation), number
+    (of the prompt in its set), max_new_tokens, deadline (seconds after the arrival at which its client leaves; NaN:
+    never), seed. meta: how it was made.
+    """
+
+    requests: pd.DataFrame
+    meta: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        requests = self.requests.reset_index(drop=True)
+        if requests.empty:
+            raise ValueError("a workload has at least one request")
+        arrived = requests.arrived.to_numpy(dtype=float)
+        if not (np.isfinite(arrived).all() and arrived[0] >= 0 and (np.diff(arrived) >= 0).all()):
+            raise ValueError("arrived must be seconds >= 0 in increasing order")
+        for name, least in (("max_new_tokens", 1), ("number", 0), ("seed", None)):
+            for value in requests[name]:
+                inputs.integer(name, value, least=least)
+        if (requests.deadline.to_numpy(dtype=float) <= 0).any():
+            raise ValueError("deadline must be seconds > 0, or nothing where there is none")
+        object.__setattr__(self, "requests", requests.astype({"arrived": float, "deadline": float}))
+
+    @classmethod
+    def draw(
+        cls,
+        arrivals: Poisson,
+        count: int,
+        *,
+        prompts: str | Path | Sequence[Prompt] = "mini",
+        max_new_tokens: int | Sequence[int] = 128,
+        deadline: float | None = None,
+        seed: int = 0,
+    ) -> Workload:
+        """`count` requests. prompts: a set by its name, a file, or prompts; each request draws one of them.
+
+        max_new_tokens: of every request, or what each draws one from: range(16, 129) is uniform, a list of lengths that
+        were seen is their own distribution. deadline: seconds after each arrival. What requests are does not depend on
+        when they arrive: under another rate the same seed draws the same ones.
+        """
+        inputs.integer("count", count, least=1)
+        asked, arriving = (np.random.default_rng([inputs.integer("seed", seed), part]) for part in (0, 1))
+        texts, named = _prompts(prompts)
+        numbers = asked.integers(len(texts), size=count)
+        lengths = [max_new_tokens] if np.ndim(max_new_tokens) == 0 else list(max_new_tokens)
+        requests = {
+            "arrived": arrivals.times(count, arriving),
+            "prompt": [texts[number] for number in numbers],
+            "number": numbers,
+            "max_new_tokens": np.asarray(lengths)[asked.integers(len(lengths), size=count)],
+            "deadline": np.nan if deadline is None else inputs.seconds("deadline", deadline),
+            "seed": asked.integers(SEEDS, size=count),
+        }
+        return cls(pd.DataFrame(requests), {"arrivals": repr(arrivals), "prompts": named, "seed": seed})
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, mean; infinite where all arrive at once."""
+        last = self.requests.arrived.iloc[-1]
+        return len(self) / last if last else np.inf
+
+    def at_rate(self, rate: float) -> Workload:
+        """The same requests in the same order, arriving faster or slower: common random numbers for rates. Raises
+        ValueError where all arrive at once."""
+        if not (0 < rate < np.inf and self.rate < np.inf):
+            raise ValueError(f"needs a rate > 0 and arrivals at different times, got {rate} for {self!r}")
+        arrived = self.requests.arrived * (self.rate / rate)
+        return Workload(self.requests.assign(arrived=arrived), self.meta | {"rate": rate})
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __repr__(self) -> str:
+        tokens = self.requests.max_new_tokens.mean()
+        return f"Workload({len(self)} requests at {self.rate:.3g}/s, up to {tokens:.4g} tokens each on average)"
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON lines: what it is, then a request per line."""
+        lines = [{HEADER: self.meta}, *self.requests.to_dict("records")]
+        plain = [{name: _plain(value) for name, value in line.items()} for line in lines]
+        write_whole(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in plain))
+
+    @classmethod
+    def load(cls, path: str | Path, *, prompts: str | Path | Sequence[Prompt] = "mini", seed: int = 0) -> Workload:
+        """Read what `save` wrote, or a recorded list of arrivals: JSON lines, or a .csv with these columns.
+
+        Needed are arrived and max_new_tokens. Where `prompt` is missing one of `prompts` is drawn, or where there is
+        prompt_tokens, one whose length comes near (at four characters a token). Times count from the first arrival of
+        such a list; dates and times of day are taken, too. Raises ValueError naming the file and what is wrong.
+        """
+        path = Path(path)
+        try:
+            if path.suffix == ".csv":
+                meta, found = {}, pd.read_csv(path)
+            else:
+                first, *others = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+                own = isinstance(first, dict) and HEADER in first
+                meta, found = (first[HEADER], pd.DataFrame(others)) if own else ({}, pd.DataFrame([first, *others]))
+            if missing := [name for name in ("arrived", "max_new_tokens") if name not in found]:
+                raise ValueError(f"it lacks {', '.join(missing)}; it has {', '.join(map(str, found)) or 'nothing'}")
+            return cls(_completed(found, prompts, seed), meta or {"recorded": path.name})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} holds no workload: {error}") from error
+
+
+def _prompts(prompts: str | Path | Sequence[Prompt]) -> tuple[list[Prompt], str]:
+    """The prompts, and what to call them."""
+    if isinstance(prompts, str | Path):
+        return prompt_set(prompts), label(prompts)
+    if not len(prompts):
+        raise ValueError("prompts must be at least one")
+    return list(prompts), f"{len(prompts)} prompts"
+
+
+def _completed(found: pd.DataFrame, prompts: str | Path | Sequence[Prompt], seed: int) -> pd.DataFrame:
+    """The table of a workload from what a file has of it."""
+    if not pd.api.types.is_numeric_dtype(found.arrived):
+        moments = pd.to_datetime(found.arrived, format="ISO8601")
+        found["arrived"] = (moments - moments.min()).dt.total_seconds()
+    if "prompt" not in found:
+        found = found.sort_values("arrived", kind="stable")
+        found["arrived"] -= found.arrived.iloc[0]
+        generator = np.random.default_rng(seed)
+        texts, _ = _prompts(prompts)
+        found["number"] = generator.integers(len(texts), size=len(found))
+        if "prompt_tokens" in found:
+            sizes = np.array([len(json.dumps(text)) for text in texts]) / CHARACTERS
+            found["number"] = [int(np.abs(sizes - wanted).argmin()) for wanted in found.prompt_tokens]
+        found["prompt"] = [texts[number] for number in found.number]
+        found["seed"] = generator.integers(SEEDS, size=len(found))
+    if "number" not in found:
+        found["number"] = pd.factorize(found.prompt.map(json.dumps))[0]
+    defaults = {"deadline": np.nan, "seed": 0}
+    found = found.assign(**{name: value for name, value in defaults.items() if name not in found})
+    return found[["arrived", "prompt", "number", "max_new_tokens", "deadline", "seed"]]
+
+
+def _plain(value: object) -> object:
+    """As JSON has it: numpy's numbers are Python's, NaN is null."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and np.isnan(value) else value
