@@ -36,7 +36,7 @@ class Summary(TypedDict):
     rows: int
     tokens: int
     steps: int  # decode steps of the batch, prefills excluded
-    tokens_per_step: float  # of a row's decode steps, before truncation at its end
+    tokens_per_step: float  # emitted by a decode step of a row, mean: what stands in the text, up to its end
     k: float  # planned draft length, mean
     acceptance_rate: float  # accepted / drafted
     alpha: float  # chance that a draft token is accepted if all before it in its step were
@@ -151,7 +151,7 @@ class Trace:
             "rows": int(steps.row.nunique()),
             "tokens": int(steps.emitted.sum()),
             "steps": len(once_decode),
-            "tokens_per_step": float((decode.accepted + 1).mean()) if len(decode) else float("nan"),
+            "tokens_per_step": float(decode.emitted.mean()) if len(decode) else float("nan"),
             "k": float(decode.k.mean()) if len(decode) else float("nan"),
             "acceptance_rate": accepted / drafted if drafted else float("nan"),
             "alpha": alpha(decode.drafted, decode.accepted),

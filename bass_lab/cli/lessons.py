@@ -98,10 +98,10 @@ def _built(lessons: list[Path]) -> list[Path]:
 def _lessons(numbers: list[str]) -> list[Path]:
     """The notebooks of these numbers, all of them if there are none, in order. Raises BadParameter outside the
     repository and for a number that no lesson has."""
-    found = {path.stem[:2]: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+    found = {path.stem.partition("_")[0]: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
     if not found:
         raise typer.BadParameter("there is no notebooks/ here: run this in the root of the repository")
-    wanted = {number.zfill(2) for number in numbers}
+    wanted = {number.zfill(3 if number[-1:].isalpha() else 2) for number in numbers}  # 4b is 04b
     if unknown := sorted(wanted - found.keys()):
         raise typer.BadParameter(f"there is no lesson {', '.join(unknown)}; there are {', '.join(found)}")
     return [path for number, path in found.items() if number in wanted or not wanted]

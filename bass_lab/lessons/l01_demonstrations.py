@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from bass_core import inputs, randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
@@ -187,17 +188,23 @@ def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.nda
 
 
 @torch.inference_mode()
+def plain_logits(model: PreTrainedModel, ids: Tensor, count: int, vocabulary: int) -> Tensor:
+    """Logits [count, vocabulary] after each of the last `count` of these ids, by one plain pass without a cache.
+
+    vocabulary: how many ids the target has. Ids that the model lacks get -inf; it reads them as its own last id.
+    """
+    known = ids.clamp(max=model.config.get_text_config().vocab_size - 1).to(model.device)
+    with plain_decoding.plain(model):
+        logits = model(input_ids=known[None], use_cache=False).logits[0, -count:, :vocabulary]
+    return torch.nn.functional.pad(sampling.wide(logits).cpu(), (0, vocabulary - logits.shape[-1]), value=-torch.inf)
+
+
 def next_logits(pair: ModelPair, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Target's and draft's logits [V] after these ids, by plain forward passes; ids that the draft lacks get -inf."""
     require_draft_model(pair)
-    found = []
-    for model in (pair.target, pair.draft):
-        with plain_decoding.plain(model):
-            logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, -1]
-        found.append(sampling.wide(logits).cpu())
-    target, draft = found
-    missing = max(len(target) - len(draft), 0)
-    return target, torch.nn.functional.pad(draft[: len(target)], (0, missing), value=-torch.inf)
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    target, draft = (plain_logits(model, ids, 1, vocabulary)[0] for model in (pair.target, pair.draft))
+    return target, draft
 
 
 def laws(logits: tuple[Tensor, Tensor], temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Exercises of lesson 01: the acceptance rule, and what it yields."""
+"""Exercises of lesson 01: the acceptance rule, what it yields, and block verification."""
 
 from __future__ import annotations
 
@@ -21,6 +21,22 @@ def check_accept_or_recover(accept_or_recover: Callable) -> bool:
     gives the text the target's law and accepts as often as is possible.
     """
     return check(lambda p, q: [accept_or_recover(p, q, x) for x in range(len(q)) if q[x] > 0], _rule_cases())
+
+
+def judged_by(accept_or_recover: Callable) -> Callable:
+    """The lesson's `by_token`, deciding by a student's rule for one draft.
+
+    The result takes drafted [k], q [k, V], p [k + 1, V] and u [k].
+    """
+
+    def judge(drafted: Tensor, q: Sequence[Tensor], p: Tensor, u: Tensor) -> tuple[int, Tensor]:
+        for i, x in enumerate(drafted.tolist()):
+            chance, law = accept_or_recover(p[i], q[i], x)
+            if u[i] >= chance:
+                return i, law
+        return len(drafted), p[-1]
+
+    return judge
 
 
 def _rule_cases() -> Iterator[Case]:
@@ -58,13 +74,13 @@ def _has_law(p: Tensor, q: Tensor) -> Fault:
             emitted[x] += q[x] * chance
             if chance < 1 - CLOSE:
                 if not law.isfinite().all() or law.min() < -CLOSE or abs(float(law.sum()) - 1) > CLOSE:
-                    return f"for drafted = {x} the law after a rejection is {_brief(law)}; laws are >= 0 and sum to 1"
+                    return f"for drafted = {x} you redraw from {_brief(law)}; a distribution is >= 0 and sums to 1"
                 emitted += q[x] * (1 - chance) * law
         if not torch.allclose(emitted, p, rtol=0, atol=CLOSE):
-            return f"the text gets the law {_brief(emitted)}, and p is {_brief(p)}"
+            return f"the text gets the distribution {_brief(emitted)}, and p is {_brief(p)}"
         possible = float(torch.minimum(p, q).sum())
         if accepted < possible - CLOSE:
-            return f"the law is right, but {accepted:.4g} of the drafts are accepted, and {possible:.4g} is possible"
+            return f"the distribution is right, but {accepted:.4g} of the drafts stay and {possible:.4g} is possible"
         return ""
 
     return fault
@@ -72,11 +88,11 @@ def _has_law(p: Tensor, q: Tensor) -> Fault:
 
 def _not_a_pair(result: object, size: int) -> str:
     if not isinstance(result, tuple) or len(result) != 2:
-        return f"a pair (chance, law) is expected, not {type(result).__name__}"
+        return f"a pair (chance, distribution) is expected, not {type(result).__name__}"
     if torch.as_tensor(result[0]).numel() != 1:
         return f"the chance should be one number, not {list(torch.as_tensor(result[0]).shape)}"
     if torch.as_tensor(result[1]).shape != (size,):
-        return f"the law should have shape [{size}], not {list(torch.as_tensor(result[1]).shape)}"
+        return f"the distribution should have shape [{size}], not {list(torch.as_tensor(result[1]).shape)}"
     return ""
 
 
@@ -116,3 +132,86 @@ def _is_count(alpha: float, k: int) -> Fault:
         return f"expected {wanted:.4f}, got {result:.4f}" + (f" ({hints[0]})" if hints else "")
 
     return fault
+
+
+def check_by_block(by_block: Callable) -> bool:
+    """by_block(drafted, q, p, u) -> (accepted, weights): block verification (Sun et al. 2024, algorithm 2) of one row.
+
+    drafted int64 [k]; q [k, V] what they were drawn from; p [k + 1, V] the target's distributions; u [k], the
+    uniform numbers. accepted: how many drafts stay; weights [V]: what the next token is drawn from, up to a factor.
+    """
+    return check(by_block, _block_cases())
+
+
+def _block_cases() -> Iterator[Case]:
+    drafted, *numbers = (
+        torch.tensor([0, 0]),
+        [[0.5, 0.5], [0.2, 0.8]],
+        [[0.25, 0.75], [0.8, 0.2], [0.5, 0.5]],
+        [0.9, 0.5],
+    )
+    yield _block_case("the second makes up for the first", drafted, *(torch.tensor(each).double() for each in numbers))
+    generator = torch.Generator().manual_seed(2)
+    for number in range(200):
+        k = (number + 2) % 5  # nothing may be drafted, too
+        mass = torch.rand(2 * k + 1, 4, generator=generator, dtype=torch.float64).pow(3).add(1e-6)
+        q, p = (mass / mass.sum(-1, keepdim=True)).split([k, k + 1])
+        if number % 10 == 9:
+            q = p[:-1].clone()  # nothing is rejected, and nothing is left over
+        drafted = q.multinomial(1, generator=generator)[:, 0] if k else torch.zeros(0, dtype=torch.int64)
+        u = torch.rand(k, generator=generator, dtype=torch.float64)
+        yield _block_case(f"random case {number}", drafted, q, p, u)
+
+
+def _block_case(name: str, drafted: Tensor, q: Tensor, p: Tensor, u: Tensor) -> Case:
+    inputs = f"drafted = {drafted.tolist()}, u = {_brief(u)}, q = {_table(q)}, p = {_table(p)}"
+    return f"{name}: {inputs}", (drafted, q, p, u), _is_block(drafted, q, p, u)
+
+
+def _is_block(drafted: Tensor, q: Tensor, p: Tensor, u: Tensor) -> Fault:
+    weights, h, left = _block(drafted, q, p)
+    passed = (u < h).tolist()
+    wanted = max((i + 1 for i, each in enumerate(passed) if each), default=0)
+    slips = {
+        [*passed, False].index(False): "you stop at the first draft that fails, and a later one may still pass",
+        sum(passed): "you count the drafts that pass; wanted is the place of the last of them",
+    }
+
+    def fault(result: object) -> str:
+        if not isinstance(result, tuple) or len(result) != 2:
+            return f"a pair (accepted, weights) is expected, not {type(result).__name__}"
+        accepted, found = int(result[0]), torch.as_tensor(result[1], dtype=torch.float64)
+        if accepted != wanted:
+            hint = f"; {slips[accepted]}" if accepted in slips else ""
+            return (
+                f"{wanted} drafts stay, not {accepted}: with w = {_brief(weights)} the chances h are {_brief(h)}{hint}"
+            )
+        if found.shape != p[0].shape:
+            return f"the weights should have shape {list(p[0].shape)}, not {list(found.shape)}"
+        if not found.isfinite().all() or found.min() < -CLOSE or found.sum() <= 0:
+            return f"after {wanted} drafts the weights are {_brief(found)}; they should be >= 0 and not all 0"
+        law, right = found / found.sum(), left[wanted] / left[wanted].sum()
+        if torch.allclose(law, right, rtol=0, atol=1e-6):
+            return ""
+        unweighted = (p[wanted] - q[wanted]).clamp(min=0) if wanted < len(q) else p[wanted]
+        forgot = torch.allclose(law, unweighted / unweighted.sum(), rtol=0, atol=1e-6)
+        hint = "; p is to be multiplied by the weight before q is taken off" if forgot else ""
+        return f"after {wanted} drafts the next token has the distribution {_brief(law)}, wanted {_brief(right)}{hint}"
+
+    return fault
+
+
+def _block(drafted: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """w_0 … w_k, h_1 … h_k, and what is left over after 0 … k accepted drafts: [k + 1, V]."""
+    weights = [1.0]
+    for slot, x in enumerate(drafted.tolist()):
+        weights.append(min(1.0, weights[-1] * float(p[slot, x] / q[slot, x])))
+    w = torch.tensor(weights, dtype=torch.float64)
+    left = torch.cat([(w[:-1, None] * p[:-1] - q).clamp(min=0), p[-1:]])
+    z = left[1:-1].sum(-1)  # empty where one token was drafted at most
+    h = torch.cat([(z / (z + 1 - w[1:-1])).nan_to_num(0.0), w[1:][-1:]])  # [k]
+    return w, h, torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+
+
+def _table(rows: Tensor) -> str:
+    return "[" + ", ".join(map(_brief, rows)) + "]"

@@ -109,6 +109,55 @@ def _kept_or_not(kept: object) -> str:
     return "kept" if kept else "dropped"
 
 
+def check_commit(commit: Callable) -> bool:
+    """commit(tokens, lengths, choices, accepted) -> (tokens, lengths) after a greedy step.
+
+    tokens int64 [B, S]: each row's, of which the first lengths[b] are committed. choices [B, k + 1]: the target's; the
+    first accepted[b] equal the row's drafts. A row commits these and one more. What lies beyond a row's length is free.
+    """
+    return check(commit, _commit_cases())
+
+
+def _commit_cases() -> Iterator[Case]:
+    chance = random.Random(3)
+    drawn = [("two rows of different lengths", [2, 4], [1, 0], 2), ("one row, all accepted", [3], [2], 2)]
+    for number in range(100):
+        rows, k = chance.randint(1, 5), chance.randint(1, 4)
+        lengths = [chance.randint(2, 9) for _ in range(rows)]
+        drawn.append((f"random case {number}", lengths, [chance.randint(0, k) for _ in range(rows)], k))
+    for name, lengths, accepted, k in drawn:
+        texts = [[chance.randint(10, 99) for _ in range(length)] for length in lengths]
+        choices = [[chance.randint(100, 999) for _ in range(k + 1)] for _ in lengths]
+        tokens = torch.zeros(len(lengths), max(lengths) + 2 * k + 2, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = torch.tensor(text)
+        arguments = tokens, torch.tensor(lengths), torch.tensor(choices), torch.tensor(accepted)
+        told = f"{name}: texts {texts}, choices {choices}, accepted {accepted}"
+        wanted = [text + new[: count + 1] for text, new, count in zip(texts, choices, accepted, strict=True)]
+        yield told, arguments, _same_texts(wanted, accepted, max(lengths))
+
+
+def _same_texts(wanted: list[list[int]], accepted: list[int], longest: int) -> Fault:
+    def fault(result: object) -> str:
+        if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(each, Tensor) for each in result):
+            return f"a pair (tokens, lengths) of tensors is expected, got {type(result).__name__}"
+        tokens, lengths = _as_lists(result[0]), result[1].tolist()
+        if tokens is None or len(tokens) != len(wanted) or len(lengths) != len(wanted):
+            return f"expected tokens and lengths of {len(wanted)} rows, got shapes {[list(x.shape) for x in result]}"
+        for row, (text, found, length) in enumerate(zip(wanted, tokens, lengths, strict=True)):
+            before = len(text) - accepted[row] - 1
+            if found[: len(text)] != text:
+                far = found[longest : longest + 1] == text[before : before + 1]
+                hint = "; its new tokens stand behind the longest row" if far else ""
+                return f"row {row} should begin with {text}, and begins with {found[: len(text)]}{hint}"
+            if length != len(text):
+                hint = "; the target's own token counts, too" if length == len(text) - 1 else ""
+                return f"row {row} had {before} tokens and accepted {accepted[row]}: its length is {length}{hint}"
+        return ""
+
+    return fault
+
+
 def _as_lists(result: object) -> list[list] | None:
     """A tensor or nested sequence of two levels as lists; None for anything else."""
     if isinstance(result, Tensor):

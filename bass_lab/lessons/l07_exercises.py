@@ -152,3 +152,49 @@ def _good_cut(lengths: Sequence[int], workers: int, overhead: int, best: int) ->
         return "" if time <= 1.1 * best else f"the slowest worker is done after {time}; {best} is possible"
 
     return fault
+
+
+def check_softcap(kernel: Callable, device: str = "cpu") -> bool:
+    """kernel[(1,)](scores, out, cap, N=…): a Triton kernel that writes cap · tanh(scores / cap) of N scores to `out`.
+
+    float32 [N], N a power of two. device: where the kernel runs ("cpu": in Triton's interpreter).
+    """
+
+    def capped(scores: Tensor, cap: float) -> Tensor:
+        out = torch.full_like(scores, float("nan"))
+        kernel[(1,)](scores, out, cap, N=len(scores))
+        return out
+
+    return check(capped, _softcap_cases(device))
+
+
+def _softcap_cases(device: str) -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(7)
+    for size, scale, cap in ((16, 1.0, 2.0), (32, 30.0, 50.0), (64, 5.0, 1.0), (16, 1e5, 30.0)):
+        scores = scale * torch.randn(size, generator=generator)
+        name = f"{size} scores, cap {cap:g}, the first scores {[round(x, 2) for x in scores[:3].tolist()]}"
+        yield name, (scores.to(device), cap), _is_capped(scores, cap)
+
+
+def _is_capped(scores: Tensor, cap: float) -> Fault:
+    wanted = cap * (scores / cap).tanh()
+    slips = (
+        (scores, "the scores come back unchanged"),
+        ((scores / cap).tanh(), "tanh is at most 1: the cap is missing in front of it"),
+        (cap * scores.tanh(), "the scores have to be divided by the cap first"),
+        (scores.clamp(-cap, cap), "they are cut off, not bent"),
+    )
+
+    def fault(result: Tensor) -> str:
+        found = result.cpu()
+        if found.isnan().any():
+            where = int(found.isnan().nonzero()[0])
+            return f"out[{where}] is NaN for the score {float(scores[where]):.4g}: not written, or e^x overflowed"
+        if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+            return ""
+        where = int((found - wanted).abs().argmax())
+        hints = [hint for slip, hint in slips if torch.allclose(found, slip, rtol=1e-4, atol=1e-5)]
+        told = f"the score {float(scores[where]):.4g} becomes {float(found[where]):.4g}, not {float(wanted[where]):.4g}"
+        return told + (f" ({hints[0]})" if hints else "")
+
+    return fault

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bass_lab.lessons.checking import Case, Fault, check
 
@@ -34,7 +34,12 @@ def _latency_cases() -> Iterator[Case]:
     for name, started, finished, tokens in drawn:
         each = [1e3 * (b - a) / (n - 1) for a, b, n in zip(started, finished, tokens, strict=True)]
         wanted = min(each), sum(each) / len(each), max(each)
-        yield name, (list(started), list(finished), list(tokens)), _close(wanted)
+        told = f"{name}: started {started}, finished {finished}, tokens {tokens}"
+        yield (
+            told,
+            (list(started), list(finished), list(tokens)),
+            _close(wanted, _latency_slips(started, finished, tokens)),
+        )
 
 
 def check_floor(floor: Callable) -> bool:
@@ -64,16 +69,57 @@ def _floor_cases() -> Iterator[Case]:
         weights, per_key, batch, query_length, kv_length, bandwidth, flops = case
         memory = (2 * weights + per_key * batch * kv_length) / bandwidth
         arithmetic = 2 * weights * batch * query_length / flops
-        name = f"{weights / 1e9:g}B, batch {batch}, query length {query_length}, kv length {kv_length}"
-        yield name, case, _close((max(memory, arithmetic),))
+        peaks = f"bandwidth {bandwidth:g}, flops {flops:g}"
+        sizes = f"weights {weights:g}, per_key {per_key}, batch {batch}, query_length {query_length}"
+        slips = {
+            (memory + arithmetic,): "both go on at the same time: the longer one counts, not the sum",
+            (min(memory, arithmetic),): "the longer of the two counts",
+            (max(memory * batch * query_length, arithmetic),): "the weights are read once for all tokens",
+            (max(2 * weights / bandwidth, arithmetic),): "the keys and values of all rows have to be read, too",
+            (max(memory, arithmetic / query_length),): "every one of the query_length tokens is computed",
+            (max(memory, arithmetic / 2),): "a token costs two operations per parameter",
+            (max(memory - weights / bandwidth, arithmetic),): "a weight takes two bytes",
+        }
+        yield f"{sizes}, kv_length {kv_length}, {peaks}", case, _close((max(memory, arithmetic),), slips)
 
 
-def _close(wanted: tuple[float, ...]) -> Fault:
+def _latency_slips(
+    started: Sequence[float], finished: Sequence[float], tokens: Sequence[int]
+) -> dict[tuple[float, ...], str]:
+    """What usual mistakes give, and what to say of them."""
+
+    def summary(each: Sequence[float]) -> tuple[float, ...]:
+        return min(each), sum(each) / len(each), max(each)
+
+    spans = [b - a for a, b in zip(started, finished, strict=True)]
+    right = [1e3 * span / (n - 1) for span, n in zip(spans, tokens, strict=True)]
+    return {
+        summary([1e3 * span / n for span, n in zip(spans, tokens, strict=True)]): (
+            "the prefill's token came at the beginning of the time, not in it"
+        ),
+        summary([each / 1e3 for each in right]): "these are seconds, not milliseconds",
+        summary([1e3 * b / (n - 1) for b, n in zip(finished, tokens, strict=True)]): (
+            "a row's time begins when its own prefill ended"
+        ),
+        (min(right), 1e3 * sum(spans) / (sum(tokens) - len(tokens)), max(right)): (
+            "the mean is over the rows' latencies, each row counting once"
+        ),
+    }
+
+
+def _close(wanted: tuple[float, ...], slips: Mapping[tuple[float, ...], str]) -> Fault:
+    """slips: what usual mistakes give, and what to say of them."""
+
+    def near(found: Sequence[float], right: Sequence[float]) -> bool:
+        return all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, right, strict=True))
+
     def fault(result: object) -> str:
         found = result if isinstance(result, tuple | list) else (result,)
         numbers = len(found) == len(wanted) and all(isinstance(value, int | float) for value in found)
-        if numbers and all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(found, wanted, strict=True)):
+        if numbers and near(found, wanted):
             return ""
-        return f"expected {', '.join(f'{value:.6g}' for value in wanted)}, got {result!r}"
+        hints = [hint for slip, hint in slips.items() if numbers and near(found, slip)]
+        told = f"expected {', '.join(f'{value:.6g}' for value in wanted)}, got {result!r}"
+        return told + (f" ({hints[0]})" if hints else "")
 
     return fault

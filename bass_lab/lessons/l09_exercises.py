@@ -36,8 +36,9 @@ def _cases() -> Iterator[Case]:
         passed = [chance.random() < 0.5 for _ in range(n)]
         drawn.append((f"random case {number}", finish, confidence, passed, 2.0))
     for name, finish, confidence, passed, budget in drawn:
-        wanted = _reference(finish, confidence, passed, budget)
-        yield name, (list(finish), list(confidence), list(passed), budget), _equals(wanted)
+        arguments = list(finish), list(confidence), list(passed), budget
+        told = f"{name}: finish {finish}, confidence {confidence}, passed {passed}, budget {budget}"
+        yield told, arguments, _equals(_reference(*arguments), *arguments)
 
 
 def _reference(finish: Sequence[float], confidence: Sequence[float], passed: Sequence[bool], budget: float) -> bool:
@@ -45,8 +46,18 @@ def _reference(finish: Sequence[float], confidence: Sequence[float], passed: Seq
     return bool(in_time) and passed[max(in_time, key=lambda row: (confidence[row], -row))]
 
 
-def _equals(wanted: bool) -> Fault:
+def _equals(
+    wanted: bool, finish: Sequence[float], confidence: Sequence[float], passed: Sequence[bool], budget: float
+) -> Fault:
+    in_time = [row for row, seconds in enumerate(finish) if seconds <= budget]
+    if in_time:
+        first = max(in_time, key=lambda row: (confidence[row], -row))
+        why = f"rows {in_time} are done in time, and row {first}, the most confident of them, is "
+        why += "right" if passed[first] else "wrong"
+    else:
+        why = "no row is done in time"
+
     def fault(result: object) -> str:
-        return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}"
+        return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}: {why}"
 
     return fault

@@ -307,7 +307,7 @@ class GpuBenchmark:
         used = asdict(utilisation(steps, work[0], None if way.draft == 0 else work[1], self.device))
         return line | {
             "policy": "" if way.draft == 0 else runs.policy,
-            "tokens_per_step": float((decode.accepted + 1).mean()),
+            "tokens_per_step": float(decode.emitted.mean()),
             "k": float(decode.k.mean()),
             "utilisation": {name: used[name] for name in ("verified", "emitted", "draft", "bandwidth")},
             "host_share": runs.host_share(),

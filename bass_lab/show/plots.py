@@ -28,8 +28,12 @@ MEANINGS = {
 
 
 def raster_matrix(trace: Trace) -> pd.DataFrame:
-    """Accepted drafts per row and decode step of that row (NaN once it has ended): rows down, steps across."""
+    """Accepted drafts in the text: rows down, each row's decode steps across (NaN once it has ended).
+
+    Drafts that were accepted behind a row's end (EOS, a stop string) are not counted: they are in no text.
+    """
     decode = trace.steps.query("kind == 'decode'")
+    decode = decode.assign(accepted=decode[["accepted", "emitted"]].min(axis=1))
     numbered = decode.assign(nth=decode.groupby("row").cumcount() + 1)
     return numbered.pivot(index="row", columns="nth", values="accepted")
 

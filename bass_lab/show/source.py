@@ -58,6 +58,23 @@ class Source:
             yield gap
 
 
+class Beside:
+    """Sources next to each other, each under its title; below each other on a narrow page."""
+
+    def __init__(self, sources: Mapping[str, Source]):
+        self.sources = dict(sources)
+
+    def __repr__(self) -> str:
+        return "\n\n".join(f"{title}: {source!r}" for title, source in self.sources.items())
+
+    def _repr_html_(self) -> str:
+        parts = (
+            f'<div style="flex:1 1 480px;min-width:0"><b>{html.escape(title)}</b>{source._repr_html_()}</div>'
+            for title, source in self.sources.items()
+        )
+        return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{"".join(parts)}</div>'
+
+
 def show_source(thing: Callable | type, highlight: Mark | Sequence[Mark] = (), around: int | None = None) -> Source:
     """The source of a function, method or class, under its decorators, with the lines marked that `highlight` names.
 

@@ -61,8 +61,8 @@ def simulate(
     most the trace's (None).
 
     Columns: repeat, batch, policy; steps of the batch; tokens that they emitted (the prefill's first ones not counted);
-    tokens_per_step (per step of a row, before truncation at its end), k (mean planned length), acceptance_rate
-    (accepted / drafted), as in `Trace.summary`; seconds, seconds_per_token (their quotient with tokens: the inverse
+    tokens_per_step (emitted, per step of a row), k (mean planned length), acceptance_rate (accepted /
+    drafted), as in `Trace.summary`; seconds, seconds_per_token (their quotient with tokens: the inverse
     of the throughput); first_s, mean_s, last_s: when the first row had ended, the rows on average, and the last.
     """
     drawn = Replay.draws(trace, batch=batch, max_new_tokens=max_new_tokens, seed=seed, repeats=repeats)
@@ -204,5 +204,5 @@ def compare_with_real(
 
 
 def _tokens_per_step(steps: Sequence[ReplayedStep]) -> float:
-    """Of a row, before truncation at its end."""
-    return float(np.concatenate([step.accepted for step in steps]).mean() + 1)
+    """Emitted, per step of a row."""
+    return float(np.concatenate([step.emitted for step in steps]).mean())

@@ -1,10 +1,12 @@
 """The record of a run: counts that add up, files that come back."""
 
+import numpy as np
 import pytest
 import torch
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
+from bass_core.trace import Trace
 
 PROMPTS = ragged_prompts(5, 11, 3)
 
@@ -61,11 +63,19 @@ def test_p_and_q_are_the_models_probabilities(temperature):
     assert tokens[tokens.kind.isin(["regular", "bonus"])].q.isna().all()
 
 
+def test_tokens_per_step_are_those_in_the_text():
+    trace = Trace()
+    times = {"draft_ms": 1.0, "verify_ms": 1.0, "other_ms": 0.0}
+    counts = {"accepted": np.array([5, 2]), "emitted": np.array([3, 3])}  # row 0: the third draft is EOS
+    trace.record_step(step=1, row=np.array([0, 1]), kind="decode", k=5, drafted=5, kv_length=9, **counts, **times)
+    assert trace.summary()["tokens_per_step"] == 3
+
+
 def test_summary_is_defined_by_the_steps():
     out = run()
     decode = out.trace.steps.query("kind == 'decode'")
     summary = out.trace.summary()
-    assert summary["tokens_per_step"] == pytest.approx((decode.accepted + 1).mean())
+    assert summary["tokens_per_step"] == pytest.approx(decode.emitted.mean())
     assert summary["acceptance_rate"] == pytest.approx(decode.accepted.sum() / decode.drafted.sum())
     rejections = (decode.accepted < decode.drafted).sum()
     assert summary["alpha"] == pytest.approx(decode.accepted.sum() / (decode.accepted.sum() + rejections))

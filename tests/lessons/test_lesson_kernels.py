@@ -274,6 +274,28 @@ def test_error_of_a_solution_passes_through_with_its_case(capsys):
     assert capsys.readouterr().out.startswith("Case 1 (first 60, last 63")
 
 
+class Launched:
+    """What stands for a Triton kernel: `kernel[grid](scores, out, cap, N=N)`."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        return lambda scores, out, cap, N: out.copy_(self.function(scores, cap))
+
+
+def test_softcap_exercise_takes_tanh_and_names_usual_mistakes(capsys):
+    assert exercises.check_softcap(Launched(lambda s, cap: cap * (s / cap).tanh()))
+    capsys.readouterr()
+    for wrong, message in (
+        (lambda s, cap: s, "the scores come back unchanged"),
+        (lambda s, cap: (s / cap).tanh(), "the cap is missing"),
+        (lambda s, cap: cap * s.tanh(), "divided by the cap first"),
+        (lambda s, cap: cap * ((2 * s / cap).exp() - 1) / ((2 * s / cap).exp() + 1), "e^x overflowed"),
+    ):
+        lesson_runs.refused(exercises.check_softcap, Launched(wrong), message, capsys)
+
+
 def test_relative_error_sees_nan_and_shapes():
     wanted = torch.tensor([3.0, 4.0])
     assert checking.relative_error(torch.tensor([3.0, 4.5]), wanted) == pytest.approx(0.1)

@@ -333,6 +333,20 @@ def keep(accepted, k):
     return torch.arange(k + 1) <= accepted[:, None]
 
 
+def commit(tokens, lengths, choices, accepted, behind=0, more=1):
+    slots = lengths[:, None] + behind + torch.arange(choices.shape[1])
+    return tokens.scatter(1, slots, choices), lengths + accepted + more
+
+
+def commit_behind_the_longest(tokens, lengths, choices, accepted):
+    slots = (lengths.max() + torch.arange(choices.shape[1])).expand_as(choices)
+    return tokens.scatter(1, slots, choices), lengths + accepted + 1
+
+
+def test_commit_exercise_takes_the_solution_and_a_stub_is_not_solved(capsys):
+    lesson_runs.accepted_and_stub_is_not(exercises.check_commit, commit, capsys)
+
+
 @pytest.mark.parametrize("check, solution", [(exercises.check_positions, positions), (exercises.check_keep, keep)])
 def test_right_solution_is_accepted_and_a_stub_is_not_solved(check, solution, capsys):
     lesson_runs.accepted_and_stub_is_not(check, solution, capsys)
@@ -383,6 +397,10 @@ def test_right_solution_is_accepted_and_a_stub_is_not_solved(check, solution, ca
             lambda accepted, k: torch.ones(len(accepted), k + 1),
             "entry 3 (drafted token 3) was rejected, yet it is kept",
         ),
+        (exercises.check_commit, commit_behind_the_longest, "its new tokens stand behind the longest row"),
+        (exercises.check_commit, lambda *given: commit(*given, more=0), "the target's own token counts, too"),
+        (exercises.check_commit, lambda *given: commit(*given, behind=1), "row 0 should begin with ["),
+        (exercises.check_commit, lambda *given: commit(*given)[0], "a pair (tokens, lengths) of tensors is expected"),
         (exercises.check_keep, lambda accepted, k: accepted, "expected 1 rows of 5 entries, got tensor"),
     ],
 )

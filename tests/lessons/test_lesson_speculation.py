@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import bass_core as bass
+from bass_core import randomness, verification
 from bass_core.draft_length import expected_tokens
 from bass_lab.lessons import l01_demonstrations, l01_figures, l01_rules, l07_figures
 from bass_lab.lessons import l01_exercises as exercises
@@ -354,12 +355,49 @@ def summed_tokens(alpha, k):
     return sum(alpha**i for i in range(k + 1))
 
 
+def by_token(drafted, q, p, u):
+    for i, x in enumerate(drafted):
+        if u[i] >= p[i][x] / q[i][x]:
+            return i, (p[i] - q[i]).clamp(min=0)
+    return len(drafted), p[-1]
+
+
+def by_block(left_over):
+    """Block verification with this weight of the next token."""
+
+    def judge(drafted, q, p, u):
+        k, w, accepted, weight = len(drafted), 1.0, 0, 1.0
+        for i, x in enumerate(drafted, start=1):
+            w = min(1.0, w * float(p[i - 1][x] / q[i - 1][x]))
+            z = float((w * p[i] - q[i]).clamp(min=0).sum()) if i < k else 0.0
+            h = w if i == k else z / (z + 1 - w) if z + 1 - w > 0 else 0.0
+            if u[i - 1] < h:
+                accepted, weight = i, w
+        left = p[k] if accepted == k else left_over(weight, p[accepted], q[accepted]).clamp(min=0)
+        return accepted, left if left.sum() > 0 else p[accepted]
+
+    return judge
+
+
+def test_block_exercise_wants_what_the_engine_does(monkeypatch, capsys):
+    def engine(drafted, q, p, u):
+        source = []
+        monkeypatch.setattr(randomness, "accept", lambda h, key: u[None] < h)
+        monkeypatch.setattr(randomness, "draw", lambda probs, key: source.append(probs[0]) or torch.zeros(1).long())
+        keys = randomness.StepKeys(torch.zeros(1).long(), torch.zeros(1).long(), len(drafted))
+        outcome = verification.block(drafted[None], torch.tensor([len(drafted)]), q[None], p[None], keys)
+        return int(outcome.accepted), source[0]
+
+    assert exercises.check_by_block(engine), capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "check, solution",
     [
         (exercises.check_accept_or_recover, accept_or_recover),
         (exercises.check_accept_or_recover, with_chance(lambda p, q: (p / q).clamp(max=1))),  # a tensor of one number
         (exercises.check_accept_or_recover, with_law(lambda p, q: (p - q).clamp(min=0) / (p - q).clamp(min=0).sum())),
+        (exercises.check_by_block, by_block(lambda w, p, q: w * p - q)),
         (exercises.check_expected_tokens, summed_tokens),
         (exercises.check_expected_tokens, lambda a, k: (1 - a ** (k + 1)) / (1 - a) if a < 1 else k + 1),
     ],
@@ -371,18 +409,34 @@ def test_right_solution_is_accepted_and_a_stub_is_not_solved(check, solution, ca
 @pytest.mark.parametrize(
     "check, solution, message",
     [
-        (exercises.check_accept_or_recover, with_law(lambda p, q: p), "the text gets the law [0.65, 0.19, 0.16]"),
-        (exercises.check_accept_or_recover, with_law(lambda p, q: (p - q).clamp(min=0)), "laws are >= 0 and sum to 1"),
+        (
+            exercises.check_accept_or_recover,
+            with_law(lambda p, q: p),
+            "the text gets the distribution [0.65, 0.19, 0.16]",
+        ),
+        (
+            exercises.check_accept_or_recover,
+            with_law(lambda p, q: (p - q).clamp(min=0)),
+            "a distribution is >= 0 and sums to 1",
+        ),
         (
             exercises.check_accept_or_recover,
             with_chance(lambda p, q: p / q),
             "the chance is 3; a chance is from 0 to 1",
         ),
-        (exercises.check_accept_or_recover, with_chance(lambda p, q: p), "the text gets the law"),
-        (exercises.check_accept_or_recover, lambda p, q, x: (0.0, p), "0 of the drafts are accepted, and 0.7 is"),
-        (exercises.check_accept_or_recover, lambda p, q, x: p, "a pair (chance, law) is expected, not Tensor"),
+        (exercises.check_accept_or_recover, with_chance(lambda p, q: p), "the text gets the distribution"),
+        (exercises.check_accept_or_recover, lambda p, q, x: (0.0, p), "0 of the drafts stay and 0.7 is"),
+        (exercises.check_accept_or_recover, lambda p, q, x: p, "a pair (chance, distribution) is expected, not Tensor"),
         (exercises.check_accept_or_recover, lambda p, q, x: (p, p), "the chance should be one number, not [3]"),
-        (exercises.check_accept_or_recover, lambda p, q, x: (0.5, p[:2]), "the law should have shape [3], not [2]"),
+        (
+            exercises.check_accept_or_recover,
+            lambda p, q, x: (0.5, p[:2]),
+            "the distribution should have shape [3], not [2]",
+        ),
+        (exercises.check_by_block, by_token, "you stop at the first draft that fails, and a later one may still pass"),
+        (exercises.check_by_block, by_block(lambda w, p, q: p - q), "p is to be multiplied by the weight"),
+        (exercises.check_by_block, lambda drafted, q, p, u: 0, "a pair (accepted, weights) is expected, not int"),
+        (exercises.check_by_block, lambda drafted, q, p, u: (len(drafted), p[-1]), "drafts stay, not"),
         (exercises.check_expected_tokens, lambda a, k: 1 + a * k, "a draft counts only if all before it"),
         (exercises.check_expected_tokens, lambda a, k: sum(a**i for i in range(1, k + 1)), "the target adds itself"),
         (exercises.check_expected_tokens, lambda a, k: sum(a**i for i in range(k)), "one term too few"),

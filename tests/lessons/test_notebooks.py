@@ -9,9 +9,11 @@ from pathlib import Path
 
 import lesson_runs
 import nbformat
+import numpy as np
 import pytest
 
 import bass_core as bass
+from bass_core.trace import Trace
 from bass_lab.lessons import l00_figures
 from bass_lab.measure import benchmark
 from bass_lab.show import pages, plots
@@ -137,6 +139,14 @@ def test_raster_has_a_cell_per_decode_step(pair, prompts):
     decode = trace.steps.query("kind == 'decode'")
     assert matrix.shape == (3, decode.groupby("row").size().max())
     assert matrix.sum().sum() == decode.accepted.sum()
+
+
+def test_raster_has_no_draft_that_was_accepted_behind_the_end_of_the_text():
+    trace = Trace()
+    times = {"draft_ms": 1.0, "verify_ms": 1.0, "other_ms": 0.0}
+    counts = {"accepted": np.array([5, 2]), "emitted": np.array([3, 3])}
+    trace.record_step(step=1, row=np.array([0, 1]), kind="decode", k=5, drafted=5, kv_length=9, **counts, **times)
+    assert plots.raster_matrix(trace)[1].tolist() == [3, 2]  # row 0: the third is EOS
 
 
 def test_coloured_text_keeps_every_character(pair):

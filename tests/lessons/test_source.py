@@ -15,6 +15,7 @@ from bass_core.draft_length import BassHeuristic
 from bass_core.engine import Session
 from bass_core.verification import token
 from bass_lab.lessons import l02_naive_batches
+from bass_lab.show.source import Beside
 
 
 def plain(source):
@@ -77,6 +78,15 @@ def test_only_what_stands_around_a_mark_is_shown_where_that_is_asked_for():
     _, gap, *code, end = repr(part).splitlines()
     assert gap.strip() == end.strip() == "⋮" and len(code) == 5 and code[2].startswith("▶")
     assert plain(part).count("⋮") == 2 and len(plain(part).splitlines()) == 7  # the place stands before the first gap
+
+
+def test_a_bug_stands_beside_its_repair():
+    bug = lab.show_source(l02_naive_batches.PaddedModel.keep, 'self.bug == "pads"')
+    both = Beside({"the bug": bug, "its <repair>": lab.show_source(decorated)})
+    assert repr(both).startswith(f"the bug: {bug!r}\n\nits <repair>: ")
+    page = both._repr_html_()
+    assert page.index("the bug") < page.index(bug._repr_html_()) < page.index("its &lt;repair&gt;")
+    assert "flex-wrap:wrap" in page
 
 
 def test_mark_that_fits_nowhere_is_refused():

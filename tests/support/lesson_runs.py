@@ -29,6 +29,7 @@ QUICKER = DEFAULTS | {
     "02_ragged_batches": {"batch_size": 4, "max_new_tokens": 20},
     "03_acceptance_explorer": {"batch_size": 3, "max_new_tokens": 24},
     "04_draft_length": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
+    "04b_draft_length_further": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
     "05_draft_models": {
         "batch_sizes": [1, 4],
         "max_new_tokens": 16,
@@ -46,6 +47,7 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
     "02_ragged_batches": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4},
     "03_acceptance_explorer": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4},
     "04_draft_length": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
+    "04b_draft_length_further": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
     "05_draft_models": {
         "ladder": ["draft"],
         "drafts": ["ngram"],
@@ -64,7 +66,7 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
 HALF = {  # another dtype, in which no text is promised token for token
     name: QUICKER[name] | {"dtype": "bfloat16"}
     for name in QUICKER
-    if name not in ("04_draft_length", "09_quality_within_a_time_budget")
+    if name not in ("04_draft_length", "04b_draft_length_further", "09_quality_within_a_time_budget")
 }
 
 
