@@ -18,6 +18,7 @@ from bass_core.drafters import Drafter, FeatureDrafter, LayerSkipDrafter, Settin
 from bass_core.drafters.layer_skip import first_layers
 from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
+from bass_core.quantized import parameter_count
 from bass_core.trace import Trace
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, modelled_costs
 from bass_lab.measure.ratios import Ratio
@@ -125,7 +126,7 @@ def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
         require_draft_model(pair)
         config = pair.draft.config
         line = {"layers": config.num_hidden_layers, "width": config.hidden_size}
-        lines[name] = line | {"parameters": pair.draft.num_parameters()}
+        lines[name] = line | {"parameters": parameter_count(pair.draft)}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
