@@ -26,8 +26,8 @@ GROUP = 32  # inputs that share a scale in INT4; also how many are packed togeth
 
 
 class Codes(NamedTuple):
-    """weight: int8 [N, K] with scale [N, 1]; or uint8 [N, 16 · groups] with scale [N, groups], two numbers in a byte: the
-    first 16 of a group of 32 inputs in the low halves, the other 16 in the high ones."""
+    """weight: int8 [N, K] with scale [N, 1]; or uint8 [N, 16 · groups] with scale [N, groups], two in a byte: the first
+    16 of a group of 32 inputs in the low halves, the other 16 in the high ones."""
 
     weight: Tensor
     scale: Tensor

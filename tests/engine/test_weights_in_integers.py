@@ -9,7 +9,7 @@ from test_support import by_transformers, greedy, with_adapter
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.models import fingerprint
+from bass_core.models import ASSETS, fingerprint
 from bass_core.quantized import GROUP, KINDS, QuantizedLinear, dequantized, int4, int8, kind_of, parameter_count
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import verify
@@ -169,7 +169,7 @@ def test_the_targets_own_copy_is_nearly_always_right():
 
 
 def test_dummy_weights_are_quantized_as_others():
-    pair = named_pair(weights="dummy", draft="target:int4", quantize={"target": "int8"})
+    pair = named_pair(ASSETS / "target", weights="dummy", draft="target:int4", quantize={"target": "int8"})
     assert (kind_of(pair.target), kind_of(pair.draft), pair.synthetic) == ("int8", "int4", True)
 
 
