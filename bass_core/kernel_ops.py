@@ -17,7 +17,10 @@ import os
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from bass_core import codes
 
 
 def run_on(device: torch.device) -> bool:
@@ -159,6 +162,24 @@ def _rows_first(query: Tensor) -> Tensor:
     """What attention gives for queries [B, H, Q, D]: [B, Q, H, D]."""
     batch, heads, queries, head_dim = query.shape
     return query.new_empty(batch, queries, heads, head_dim)
+
+
+@torch.library.custom_op("bass::quantized_linear", mutates_args=())
+def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] times `codes.Codes`: [..., N]. Few rows of half precision go through `bass_kernels.skinny_linear`,
+    which reads the codes as they are; for more, whose time is operations, the weights are made in full."""
+    rows = x.reshape(-1, x.shape[-1])
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if half and run_on(x.device) and len(rows) <= (kernels := load()).skinny.MOST_ROWS:
+        packed = weight.dtype == torch.uint8
+        found = kernels.skinny_linear(rows, kernels.Codes(weight, scale, codes.GROUP if packed else None), bias)
+        return found.view(*x.shape[:-1], len(weight))
+    return F.linear(x, codes.dequantized(weight, scale, x.shape[-1]), bias)
+
+
+@quantized_linear.register_fake
+def _(x, weight, scale, bias):
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 @torch.library.custom_op("bass::commit", mutates_args=("row_tokens", "row_logprobs", "row_lengths", "row_steps"))

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bass_core import drafters
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
+from bass_core.codes import KINDS
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
-from bass_core.quantized import KINDS, SELF_DRAFTS, kind_of, parameter_count, quantized
+from bass_core.quantization import SELF_DRAFTS, kind_of, parameter_count, quantized
 
 ASSETS = Path(__file__).parent / "assets"
 ROLES = ("target", "draft")
@@ -94,7 +95,7 @@ class ModelPair:
         return {role: limit for role, limit in limits.items() if limit is not None}
 
     def quantized(self, kind: str | dict[str, str]) -> ModelPair:
-        """The pair with its models' linear layers in "int8" or "int4" (`bass_core.quantized`); this one stays as it is.
+        """The pair with its models' linear layers in "int8" or "int4" (`quantized`); this one stays as it is.
 
         kind: of the target and, where a model drafts, of the draft; or by role, such as {"draft": "int4"}. What a
         quantized draft proposes changes no law; a quantized target is another distribution (`bass_lab.distance`).

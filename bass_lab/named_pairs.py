@@ -19,7 +19,7 @@ from bass_core import drafters
 from bass_core.checkpoints import attention_of, check_config
 from bass_core.drafters import Drafter
 from bass_core.models import ASSETS, ModelPair, load_pair, place
-from bass_core.quantized import SELF_DRAFTS, quantized
+from bass_core.quantization import SELF_DRAFTS, quantized
 
 WEIGHTS = ("hub", "dummy")
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from bass_core.checkpoints import is_quantized
 from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
 from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
-from bass_core.quantized import kind_of, quantized
+from bass_core.quantization import kind_of, quantized
 
 
 def require_draft_model(pair: ModelPair) -> None:

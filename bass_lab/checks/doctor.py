@@ -20,7 +20,7 @@ from bass_core.drafters import Setting
 from bass_core.models import ModelPair
 from bass_core.policies import policy_for
 from bass_core.policies.goodput import Goodput
-from bass_core.quantized import kind_of, parameter_count
+from bass_core.quantization import kind_of, parameter_count
 from bass_core.runner import Runner
 from bass_lab.named_pairs import named_pair
 from bass_lab.pairs import name_of

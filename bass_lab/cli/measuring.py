@@ -62,7 +62,7 @@ def bench(
     """
     from bass_core import inputs
     from bass_core.models import embedded_draft, load_draft
-    from bass_core.quantized import SELF_DRAFTS, kind_of, quantized
+    from bass_core.quantization import SELF_DRAFTS, kind_of, quantized
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
     from bass_lab.texts.prompt_sets import label, prompt_set

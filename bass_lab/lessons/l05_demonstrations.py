@@ -18,7 +18,7 @@ from bass_core.drafters import Drafter, FeatureDrafter, LayerSkipDrafter, Settin
 from bass_core.drafters.layer_skip import first_layers
 from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
-from bass_core.quantized import parameter_count
+from bass_core.quantization import parameter_count
 from bass_core.trace import Trace
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, modelled_costs
 from bass_lab.measure.ratios import Ratio

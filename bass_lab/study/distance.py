@@ -1,7 +1,7 @@
 """How far one target is from another, such as a quantized one from the original: in law, greedy text, programs.
 
-A draft costs time and never changes a text; another target is another law. How far it is is measured where it matters, at
-the positions of texts that the first target writes, both models reading the same tokens before them.
+A draft costs time and never changes a text; another target is another law. What counts is how far it is at the
+positions of texts that the first target writes, both models reading the same tokens before them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Distance(NamedTuple):
     * greedy texts that differ: share of prompts;
     * pass@1, first / second / difference: where there are problems; the difference is paired (second minus first).
 
-    positions: a line per position with prompt, position, tv, kl and same_argmax. first_difference: per prompt, the index
-    of the first token at which the greedy texts differ; NaN where they are the same.
+    positions: a line per position with prompt, position, tv, kl and same_argmax. first_difference: per prompt, the
+    index of the first token at which the greedy texts differ; NaN where they are the same.
     """
 
     summary: pd.DataFrame
