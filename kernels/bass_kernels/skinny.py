@@ -49,7 +49,7 @@ def choose(rows: int, packed: bool) -> Tile:
     block_m = power_of_two(rows, least=16)
     if block_m <= 32:
         return Tile(block_m, 32, 256 if packed else 128, 2, 4)
-    return Tile(block_m, 64, 128 if packed else 64, 4, 3)
+    return Tile(block_m, 64, 128 if packed else 64, 8, 3)  # with four warps 128 rows spill on sm_80
 
 
 def pieces(columns: int, inputs: int, tile: Tile) -> int:
@@ -191,6 +191,12 @@ def _scaled(
 
 
 @triton.jit
+def _inputs(x_rows, k, m, rows, inputs):
+    """x transposed, [BLOCK_K, BLOCK_M], 0 where there is none."""
+    return tl.load(x_rows + k[:, None], mask=(k < inputs)[:, None] & (m < rows)[None, :], other=0.0)
+
+
+@triton.jit
 def _add_product(
     acc, weight, scale, x_low, x_high, n, first, columns, inputs, width, scales,
     PACKED: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
@@ -245,12 +251,12 @@ def _multiply(
         if PACKED:
             half = tl.arange(0, BLOCK_K // 2)
             k = first + half // 16 * 32 + half % 16
-            x_low = tl.load(x_rows + k[:, None], mask=(k < inputs)[:, None] & (m < rows)[None, :], other=0.0)
+            x_low = _inputs(x_rows, k, m, rows, inputs)
             k += 16
-            x_high = tl.load(x_rows + k[:, None], mask=(k < inputs)[:, None] & (m < rows)[None, :], other=0.0)
+            x_high = _inputs(x_rows, k, m, rows, inputs)
         else:
             k = first + tl.arange(0, BLOCK_K)
-            x_low = tl.load(x_rows + k[:, None], mask=(k < inputs)[:, None] & (m < rows)[None, :], other=0.0)
+            x_low = _inputs(x_rows, k, m, rows, inputs)
             x_high = x_low
         acc = _add_product(
             acc, weight, scale, x_low, x_high, n, first, columns, inputs, width, scales,
@@ -282,7 +288,7 @@ def _add_up(
     acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     each = columns.to(tl.int64) * BLOCK_M
     for split in range(SPLITS):
-        at = split * each * (2 if GATED else 1) + n[:, None] * BLOCK_M + m[None, :]
+        at = split * (2 if GATED else 1) * each + n[:, None] * BLOCK_M + m[None, :]
         acc += tl.load(sums + at, mask=(n < columns)[:, None], other=0.0)
         if GATED:
             acc_gate += tl.load(sums + at + each, mask=(n < columns)[:, None], other=0.0)

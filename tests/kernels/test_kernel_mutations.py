@@ -143,23 +143,23 @@ BUGS = {  # by module: what is wrong, the right code and the wrong one
 }
 BUGS["skinny"] = {
     "low halves have no sign": ("(both << 28) >> 28", "both & 15"),
-    "high halves come first": ("low, high = (both << 28) >> 28, (both << 24) >> 28", "high, low = (both << 28) >> 28, (both << 24) >> 28"),
+    "high halves come first": ("low, high = (both", "high, low = (both"),
     "high halves follow without a gap": ("k += 16", "k += 15"),
-    "a block of K is left out": ("tl.minimum((split + 1) * piece, inputs), BLOCK_K", "tl.minimum((split + 1) * piece, inputs) - BLOCK_K, BLOCK_K"),
+    "a block of K is left out": ("(split + 1) * piece, inputs)", "(split + 1) * piece, inputs) - BLOCK_K"),
     "pieces overlap": ("range(split * piece,", "range(split * piece // 2,"),
     "the last piece is not added": ("for split in range(SPLITS):", "for split in range(SPLITS - 1):"),
-    "pieces lie on each other": ("at = split * each * (2 if GATED else 1) + n[:, None] * BLOCK_M + m[None, :]\n        tl.store", "at = n[:, None] * BLOCK_M + m[None, :]\n        tl.store"),
-    "activations beyond the last input are read": ("x_low = tl.load(x_rows + k[:, None], mask=(k < inputs)[:, None] & (m < rows)[None, :], other=0.0)\n            x_high = x_low", "x_low = tl.load(x_rows + k[:, None], mask=(k < inputs + 2)[:, None] & (m < rows)[None, :], other=0.0)\n            x_high = x_low"),
-    "rows beyond the last are written": ("mask=there[:, None] & (m < rows)[None, :])\n\n\n@triton.jit\ndef _scaled", "mask=there[:, None] & (m < rows + 1)[None, :])\n\n\n@triton.jit\ndef _scaled"),
-    "the scale is a neighbour's": ("(unit // GROUP)[None, :]", "(unit // GROUP * 0)[None, :]"),
+    "pieces lie on each other": ("at = split * each * (2 if GATED else 1) + n", "at = n"),
+    "activations beyond the last input are read": ("(k < inputs)[:, None]", "(k < inputs + 2)[:, None]"),
+    "rows beyond the last are written": ("there[:, None] & (m < rows)", "there[:, None] & (m < rows + 1)"),
+    "the scale is that of the first group": ("(unit // GROUP)[None, :]", "(unit // GROUP * 0)[None, :]"),
     "whole channels have no scale": ("if not GROUPED:\n        acc *=", "if not GROUPED:\n        acc += 0 *"),
     "the gate has the other's scale": ("acc_gate *= tl.load(gate_scale", "acc_gate *= tl.load(scale"),
-    "both are activated": ("acc *= _activated(acc_gate, ACTIVATION)", "acc = _activated(acc * acc_gate, ACTIVATION)"),
-    "the bias comes after the activation": ("    if BIAS:\n        acc +=", "    acc = _activated(acc, ACTIVATION)\n    if BIAS:\n        acc +="),
+    "both are activated": ("acc *= _activated(acc_gate,", "acc = _activated(acc * acc_gate,"),
+    "the bias is another's": ("tl.load(bias + n,", "tl.load(bias + n // 2,"),
     "SiLU is the sigmoid": ("x = x * tl.sigmoid(x)\n", "x = tl.sigmoid(x)\n"),
     "GELU is the normal law": ("x = 0.5 * x * (1.0", "x = 0.5 * (1.0"),
-    "tanh's cubic term is left out": ("0.044715 * x * x * x", "0.044715 * x * x"),
-}  # fmt: skip
+    "tanh has a square for a cube": ("0.044715 * x * x * x", "0.044715 * x * x"),
+}
 CASES = [(module, bug) for module, bugs in BUGS.items() for bug in bugs]
 
 
@@ -224,6 +224,8 @@ def write_is_wrong(package) -> bool:
 
 def products_are_wrong(package) -> bool:
     """Whether a product differs from the reference's, or writes where nobody asked."""
+    if rows_beyond_are_written(package):  # first: what writes beyond its memory breaks the process
+        return True
     for form in ({}, {"packed": True, "group": 32}, {"packed": True, "group": 64}):
         x, weights, gate = activations(5, 290), codes(35, 290, **form), codes(35, 290, seed=2, **form)
         bias = torch.randn(35).half()
@@ -237,7 +239,7 @@ def products_are_wrong(package) -> bool:
             wanted = reference.skinny_linear(x, weights, **options)
             if not float((found.double() - wanted).norm() / wanted.norm()) < TOLERANCE[torch.float16]:
                 return True
-    return rows_beyond_are_written(package)
+    return False
 
 
 def rows_beyond_are_written(package) -> bool:
