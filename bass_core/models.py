@@ -14,9 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bass_core import drafters
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
-from bass_core.codes import KINDS
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
-from bass_core.quantization import SELF_DRAFTS, kind_of, parameter_count, quantized
+from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
 
 ASSETS = Path(__file__).parent / "assets"
 ROLES = ("target", "draft")
@@ -168,13 +167,13 @@ def load_pair(
         raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
     device, dtype = place(device, dtype, device_map, torch_dtype)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    own_copy = draft in SELF_DRAFTS
+    own_copy = kind_of_copy(draft)
     small = load_draft(draft, draft_revision, **options) if by_name and not own_copy else draft
     reads = by_name and isinstance(small, PreTrainedModel)
     model = load_model(target, revision, quantization_config, **options)
     pair = ModelPair(
         target=model,
-        draft=quantized(model, SELF_DRAFTS[draft]) if own_copy else small,
+        draft=quantized(model, own_copy) if own_copy else small,
         tokenizer=load_tokenizer(target, revision, trust_remote_code),
         draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
     )
@@ -198,7 +197,7 @@ def _check_quantize(quantize: Any, quantization_config: Any, draft: object) -> N
     kinds = _kinds(quantize)
     if quantization_config is not None and "target" in kinds:
         raise ValueError("quantize and quantization_config both say how the target is quantized; give one of them")
-    if draft in SELF_DRAFTS and "draft" in kinds:
+    if kind_of_copy(draft) and "draft" in kinds:
         raise ValueError(f"draft={draft!r} is quantized already; quantize={{'target': …}} is for the target alone")
 
 
@@ -223,7 +222,7 @@ def embedded_draft(draft: str | Path | Drafter | None) -> str | Path | Drafter:
     known = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json") if folder.parent.name != "target")
     if draft is None or draft in known:
         return ASSETS / (draft or "draft")
-    if isinstance(draft, Drafter) or drafters.named(draft) or draft in SELF_DRAFTS or Path(draft).is_dir():
+    if isinstance(draft, Drafter) or drafters.named(draft) or kind_of_copy(draft) or Path(draft).is_dir():
         return draft
     raise ValueError(
         f"draft={str(draft)!r} was given without a target; name both. The embedded target takes {', '.join(known)}, "

@@ -1,7 +1,8 @@
 """Weight-only INT8 and INT4: linear layers whose weights are integers with scales, computed in the model's own dtype.
 
-Embeddings and the head, which often are one tensor, norms, biases and experts that a model keeps as one stack stay as
-they are. What codes mean is in `codes`.
+INT8 has one scale per output channel, INT4 one per group of 32 inputs: the largest of a group in size becomes -8
+(llama.cpp's Q4_0), and two numbers share a byte. Rounding is to the nearest; no data is looked at. Embeddings and the
+head, which often are one tensor, norms, biases and experts that a model keeps as one stack stay as they are.
 
 Why this is our own: torchao 0.18, tried with torch 2.13 on a CPU, has no packed INT4 there ("requires mslk"), passes in
 silence over layers whose inputs are no multiple of the group (560 of the embedded draft), and prints into every program
@@ -11,6 +12,7 @@ that imports transformers. Its INT8 dequantises and multiplies, as this does. Mo
 from __future__ import annotations
 
 import copy
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +22,45 @@ from transformers.pytorch_utils import Conv1D
 
 from bass_core import kernel_ops
 from bass_core.checkpoints import is_quantized
-from bass_core.codes import KINDS, dequantized
+from bass_core.kernel_ops import GROUP, dequantized
 
+
+class Codes(NamedTuple):
+    """weight: int8 [N, K] with scale [N, 1]; or uint8 [N, 16 · groups] with scale [N, groups], two in a byte: the first
+    16 of a group of 32 inputs in the low halves, the other 16 in the high ones."""
+
+    weight: Tensor
+    scale: Tensor
+
+
+def int8(weight: Tensor) -> Codes:
+    """Weights [N, K] rounded to -127 … 127 times a scale per output."""
+    scale = (weight.abs().amax(1, keepdim=True).float() / 127).to(weight.dtype)
+    return Codes(_rounded(weight, scale, -127, 127), scale)
+
+
+def int4(weight: Tensor) -> Codes:
+    """Weights [N, K] rounded to -8 … 7 times a scale per output and group of inputs, packed."""
+    groups = F.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))  # [N, groups, 32]
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    codes = _rounded(groups, extreme / -8, -8, 7)
+    low, high = codes.chunk(2, 2)
+    return Codes((low & 15 | high << 4).flatten(1).view(torch.uint8), (extreme / -8)[..., 0])
+
+
+def _rounded(weight: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
+    """The nearest multiples of the scale, which is already rounded to its dtype; 0 where it is 0."""
+    codes = weight.float() / scale.float().where(scale != 0, 1)
+    return codes.round().clamp(least, most).to(torch.int8)
+
+
+KINDS = {"int8": int8, "int4": int4}
 SELF_DRAFTS = {f"target:{kind}": kind for kind in KINDS}  # names of drafts that are a target's own copy
+
+
+def kind_of_copy(draft: object) -> str | None:
+    """The kind of weights that one of `SELF_DRAFTS` names; None for anything else."""
+    return SELF_DRAFTS.get(draft) if isinstance(draft, str) else None
 
 
 class QuantizedLinear(nn.Module):

@@ -19,7 +19,7 @@ from bass_core import drafters
 from bass_core.checkpoints import attention_of, check_config
 from bass_core.drafters import Drafter
 from bass_core.models import ASSETS, ModelPair, load_pair, place
-from bass_core.quantization import SELF_DRAFTS, quantized
+from bass_core.quantization import kind_of_copy, quantized
 
 WEIGHTS = ("hub", "dummy")
 
@@ -105,14 +105,14 @@ def _dummy_pair(
 ) -> ModelPair:
     named = target in SHAPES
     config = named_config(SHAPES[target].target, target) if named else _stored_config(target, trust_remote_code)
-    if isinstance(draft, str | Path) and draft not in SELF_DRAFTS:
+    if isinstance(draft, str | Path) and not kind_of_copy(draft):
         draft = _stored_config(draft, trust_remote_code)
     elif draft is None and named:
         draft = named_config(SHAPES[target].draft, f"{target} draft")
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     model = dummy_model(config, seed=0, **options)
-    if draft in SELF_DRAFTS:
-        draft = quantized(model, SELF_DRAFTS[draft])
+    if kind := kind_of_copy(draft):
+        draft = quantized(model, kind)
     elif isinstance(draft, PreTrainedConfig):
         draft = dummy_model(draft, seed=1, **options)  # another seed: two models of one shape are not one model
     return ModelPair(model, draft)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bass_kernels
-from bass_core.codes import GROUP, int4, int8
+from bass_core.quantization import GROUP, int4, int8
 from bass_kernels import Codes, reference
 from bass_lab.measure import gpu_command, records
 from bass_lab.measure.roofline import copy_bandwidth

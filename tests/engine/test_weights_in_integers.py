@@ -9,9 +9,17 @@ from test_support import by_transformers, greedy, with_adapter
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.codes import GROUP, KINDS, dequantized, int4, int8
 from bass_core.models import ASSETS, fingerprint
-from bass_core.quantization import QuantizedLinear, kind_of, parameter_count
+from bass_core.quantization import (
+    GROUP,
+    KINDS,
+    QuantizedLinear,
+    dequantized,
+    int4,
+    int8,
+    kind_of,
+    parameter_count,
+)
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import verify
 from bass_lab.named_pairs import named_pair

@@ -9,8 +9,7 @@ from kernel_cases import TOLERANCE, poisoned_memory
 from kernel_launches import counted
 
 import bass_kernels
-from bass_core import codes as core
-from bass_core import kernel_ops
+from bass_core import kernel_ops, quantization
 from bass_kernels import Codes, reference, skinny
 
 pytestmark = pytest.mark.interpreted
@@ -106,17 +105,17 @@ def test_every_pair_of_numbers_in_a_byte_is_read_with_its_signs():
 def test_weights_of_the_core_are_read_as_it_means_them():
     weight, x = torch.randn(40, 90), activations(4, 90, torch.float32)
     for kind, group in (("int8", None), ("int4", 32)):
-        made = core.KINDS[kind](weight)
-        wanted = x @ core.dequantized(*made, 90).T
+        made = quantization.KINDS[kind](weight)
+        wanted = x @ quantization.dequantized(*made, 90).T
         assert error(bass_kernels.skinny_linear(x, Codes(*made, group)), wanted.double()) < 2e-6
 
 
-@pytest.mark.parametrize("kind", core.KINDS)
+@pytest.mark.parametrize("kind", quantization.KINDS)
 def test_the_operator_is_the_kernel_for_few_rows_and_torch_for_many(kind):
-    made = core.KINDS[kind](torch.randn(40, 90).half())
+    made = quantization.KINDS[kind](torch.randn(40, 90).half())
     bias = torch.randn(40).half()
     wanted = torch.nn.Linear(90, 40)
-    wanted.weight.data, wanted.bias.data = core.dequantized(*made, 90).float(), bias.float()
+    wanted.weight.data, wanted.bias.data = quantization.dequantized(*made, 90).float(), bias.float()
     for shape, launches in (((2, 3, 90), 1), ((129, 90), 0), ((0, 90), 0)):
         x = torch.randn(*shape).half()
         with counted() as seen:
