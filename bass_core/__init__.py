@@ -29,6 +29,7 @@ from bass_core.policies.costs import CostModel, costs_for
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
+from bass_core.quantization import quantized
 from bass_core.rows import Request
 from bass_core.sampling import SamplingParams
 from bass_core.trace import Trace
@@ -71,5 +72,6 @@ __all__ = [
     "costs_for",
     "generate",
     "load_pair",
+    "quantized",
     "stream",
 ]

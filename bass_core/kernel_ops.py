@@ -17,7 +17,10 @@ import os
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+GROUP = 32  # inputs that share a scale in INT4; also how many are packed together
 
 
 def run_on(device: torch.device) -> bool:
@@ -159,6 +162,34 @@ def _rows_first(query: Tensor) -> Tensor:
     """What attention gives for queries [B, H, Q, D]: [B, Q, H, D]."""
     batch, heads, queries, head_dim = query.shape
     return query.new_empty(batch, queries, heads, head_dim)
+
+
+def dequantized(weight: Tensor, scale: Tensor, inputs: int) -> Tensor:
+    """The weights that codes stand for, in the dtype of their scale: [N, inputs]."""
+    if weight.dtype == torch.int8:
+        return weight * scale
+    packed = weight.view(torch.int8).unflatten(1, (scale.shape[1], -1))  # [N, groups, 16]
+    codes = torch.cat([packed << 4 >> 4, packed >> 4], 2)  # shifts of int8 keep the sign
+    return (codes * scale[..., None]).flatten(1)[:, :inputs]
+
+
+@torch.library.custom_op("bass::quantized_linear", mutates_args=())
+def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K] times `quantization.Codes`: [..., N]. Few rows of half precision go through
+    `bass_kernels.skinny_linear`, which reads the codes as they are; for more, whose time is operations, the weights are
+    made in full."""
+    rows = x.reshape(-1, x.shape[-1])
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if half and run_on(x.device) and len(rows) <= (kernels := load()).skinny.MOST_ROWS:
+        packed = weight.dtype == torch.uint8
+        found = kernels.skinny_linear(rows, kernels.Codes(weight, scale, GROUP if packed else None), bias)
+        return found.view(*x.shape[:-1], len(weight))
+    return F.linear(x, dequantized(weight, scale, x.shape[-1]), bias)
+
+
+@quantized_linear.register_fake
+def _(x, weight, scale, bias):
+    return x.new_empty(*x.shape[:-1], len(weight))
 
 
 @torch.library.custom_op("bass::commit", mutates_args=("row_tokens", "row_logprobs", "row_lengths", "row_steps"))

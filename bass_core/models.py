@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from bass_core import drafters
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
+from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
 
 ASSETS = Path(__file__).parent / "assets"
+ROLES = ("target", "draft")
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # a device_map of all devices there are
 NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters of which a PeftModel computes something around the model
 
@@ -39,7 +41,7 @@ class ModelPair:
     draft_tokenizer: PreTrainedTokenizerBase | None = None
 
     def __post_init__(self):
-        for role in ("target", "draft"):
+        for role in ROLES:
             object.__setattr__(self, role, _transformers_model(role, getattr(self, role)))
         _check_decoder("target", self.target)
         if not isinstance(self.draft, PreTrainedModel | Drafter | None):
@@ -62,7 +64,8 @@ class ModelPair:
             name = type(part).__name__
             if not isinstance(part, PreTrainedModel):
                 return name
-            return f"{name} of {part.num_parameters() / 1e6:.3g} M, {str(part.dtype).removeprefix('torch.')}"
+            weights = f", {kind} weights" if (kind := kind_of(part)) else ""
+            return f"{name} of {parameter_count(part) / 1e6:.3g} M, {str(part.dtype).removeprefix('torch.')}{weights}"
 
         parts = {"target": self.target, "draft": self.draft, "tokenizer": self.tokenizer}
         named = (f"{role}={short(part)}" for role, part in parts.items() if part is not None)
@@ -87,8 +90,23 @@ class ModelPair:
     @cached_property
     def contexts(self) -> dict[str, int]:
         """How many positions the target and the draft have, by role; a model that does not say is left out."""
-        limits = dict(zip(("target", "draft"), map(context_length, self.models), strict=False))
+        limits = dict(zip(ROLES, map(context_length, self.models), strict=False))
         return {role: limit for role, limit in limits.items() if limit is not None}
+
+    def quantized(self, kind: str | dict[str, str]) -> ModelPair:
+        """The pair with its models' linear layers in "int8" or "int4" (`quantized`); this one stays as it is.
+
+        kind: of the target and, where a model drafts, of the draft; or by role, such as {"draft": "int4"}. What a
+        quantized draft proposes changes no law; a quantized target is another distribution (`bass_lab.distance`).
+
+        Raises ValueError for other kinds and roles, and for models that cannot be quantized.
+        """
+        held = {role: model for role in ROLES if isinstance(model := getattr(self, role), PreTrainedModel)}
+        kinds = _kinds(kind)
+        if "draft" not in held and not isinstance(kind, str) and "draft" in kinds:
+            raise ValueError(f"quantize names the draft, and what drafts is a {type(self.drafter).__name__}")
+        changed = {role: quantized(model, kinds[role]) for role, model in held.items() if role in kinds}
+        return replace(self, **changed)
 
     @property
     def synthetic(self) -> bool:
@@ -106,6 +124,7 @@ def load_pair(
     device: str | int | torch.device | None = None,
     device_map: str | int | torch.device | dict[str, Any] | None = None,
     quantization_config: Any = None,
+    quantize: str | dict[str, str] | None = None,
     revision: str | None = None,
     draft_revision: str | None = None,
     trust_remote_code: bool = False,
@@ -114,8 +133,9 @@ def load_pair(
 
     target: a folder or an id on the hub; None: the embedded one.
     draft: a folder or an id of a model or of a `FeatureHead`; "ngram", "suffix" or "layers:N" (the target's first N);
-        any `Drafter`; for the embedded target also "middle_draft", "deep_draft", "unaligned_draft" and "feature_head".
-        None: n-gram drafting, and for the embedded target its own draft.
+        "target:int8" or "target:int4", the target's own copy with such weights; any `Drafter`; for the embedded target
+        also "middle_draft", "deep_draft", "unaligned_draft" and "feature_head". None: n-gram drafting, and for the
+        embedded target its own draft.
     dtype: a name such as "bfloat16"; None is float32 on a CPU and the checkpoint's own ("auto") on a GPU. torch_dtype:
         its older name.
     device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",
@@ -137,6 +157,8 @@ def load_pair(
                 f"load_pair takes names and folders, got {type(held).__name__}; for models that you hold write "
                 "ModelPair(target, draft, tokenizer=tokenizer)"
             )
+    if quantize is not None:
+        _check_quantize(quantize, quantization_config, draft)
     draft = drafters.named(draft) or draft
     if target is None:
         target, draft = ASSETS / "target", embedded_draft(draft)
@@ -145,14 +167,38 @@ def load_pair(
         raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
     device, dtype = place(device, dtype, device_map, torch_dtype)
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
-    small = load_draft(draft, draft_revision, **options) if by_name else draft
+    own_copy = kind_of_copy(draft)
+    small = load_draft(draft, draft_revision, **options) if by_name and not own_copy else draft
     reads = by_name and isinstance(small, PreTrainedModel)
-    return ModelPair(
-        target=load_model(target, revision, quantization_config, **options),
-        draft=small,
+    model = load_model(target, revision, quantization_config, **options)
+    pair = ModelPair(
+        target=model,
+        draft=quantized(model, own_copy) if own_copy else small,
         tokenizer=load_tokenizer(target, revision, trust_remote_code),
         draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
     )
+    return pair if quantize is None else pair.quantized(quantize)
+
+
+def _kinds(quantize: Any) -> dict[str, str]:
+    """What is quantized how, by role. Raises ValueError."""
+    kinds = dict.fromkeys(ROLES, quantize) if isinstance(quantize, str) else quantize
+    known = isinstance(kinds, dict) and kinds and all(role in ROLES for role in kinds)
+    if not known or not all(kind in tuple(KINDS) for kind in kinds.values()):
+        raise ValueError(
+            f"quantize must be one of {', '.join(KINDS)}, or by role: {{'draft': 'int4', 'target': 'int8'}}; got "
+            f"{quantize!r}"
+        )
+    return kinds
+
+
+def _check_quantize(quantize: Any, quantization_config: Any, draft: object) -> None:
+    """Raises ValueError, before anything is read, where a model would be quantized twice."""
+    kinds = _kinds(quantize)
+    if quantization_config is not None and "target" in kinds:
+        raise ValueError("quantize and quantization_config both say how the target is quantized; give one of them")
+    if kind_of_copy(draft) and "draft" in kinds:
+        raise ValueError(f"draft={draft!r} is quantized already; quantize={{'target': …}} is for the target alone")
 
 
 def load_draft(
@@ -176,11 +222,11 @@ def embedded_draft(draft: str | Path | Drafter | None) -> str | Path | Drafter:
     known = sorted(folder.parent.name for folder in ASSETS.glob("*/config.json") if folder.parent.name != "target")
     if draft is None or draft in known:
         return ASSETS / (draft or "draft")
-    if isinstance(draft, Drafter) or drafters.named(draft) or Path(draft).is_dir():
+    if isinstance(draft, Drafter) or drafters.named(draft) or kind_of_copy(draft) or Path(draft).is_dir():
         return draft
     raise ValueError(
         f"draft={str(draft)!r} was given without a target; name both. The embedded target takes {', '.join(known)}, "
-        f"{drafters.NAMES}, a folder or a Drafter"
+        f"{drafters.NAMES}, {', '.join(SELF_DRAFTS)}, a folder or a Drafter"
     )
 
 

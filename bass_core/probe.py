@@ -103,7 +103,7 @@ def probe(model: PreTrainedModel, path: str) -> str | None:
 
 def _in_full_precision(model: PreTrainedModel) -> PreTrainedModel:
     """A small model of half precision as a copy in float32, where faults do not hide behind rounding."""
-    parameters = list(model.parameters())
+    parameters = [each for each in model.parameters() if each.is_floating_point()]
     half = all(each.dtype in (torch.bfloat16, torch.float16) for each in parameters)
     if not half or is_quantized(model) or sum(each.numel() for each in parameters) > SMALL:
         return model

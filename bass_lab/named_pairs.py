@@ -19,6 +19,7 @@ from bass_core import drafters
 from bass_core.checkpoints import attention_of, check_config
 from bass_core.drafters import Drafter
 from bass_core.models import ASSETS, ModelPair, load_pair, place
+from bass_core.quantization import kind_of_copy, quantized
 
 WEIGHTS = ("hub", "dummy")
 
@@ -50,6 +51,7 @@ def named_pair(
     torch_dtype: str | torch.dtype | None = None,
     device: str | int | torch.device | None = None,
     device_map: str | int | torch.device | dict[str, Any] | None = None,
+    quantize: str | dict[str, str] | None = None,
     trust_remote_code: bool = False,
     **files: Any,
 ) -> ModelPair:
@@ -60,8 +62,8 @@ def named_pair(
     same: write "./opt-13b" for the folder.
     weights: "hub" for those of the checkpoints; "dummy" for random ones in models of these shapes, made on the device
     without download or tokenizer (prompts are ids), and `synthetic`. Besides names it takes folders with a config.json.
-    dtype, torch_dtype, device, device_map, trust_remote_code: as in `load_pair`, and so are files, for weights that are
-    read: quantization_config, revision, draft_revision.
+    dtype, torch_dtype, device, device_map, quantize, trust_remote_code: as in `load_pair`, and so are files, for
+    weights that are read: quantization_config, revision, draft_revision.
 
     Raises ValueError where `load_pair` does, for weights of a pair that was never published, and for dummy weights
     without a config; MemoryError for dummy weights that the device has no room for.
@@ -75,11 +77,12 @@ def named_pair(
         if files:
             raise ValueError(f"weights='dummy' are made, not read: leave out {', '.join(files)}")
         device, dtype = place(device, dtype, device_map, torch_dtype)
-        return _dummy_pair(target, draft, dtype, device, trust_remote_code)
+        pair = _dummy_pair(target, draft, dtype, device, trust_remote_code)
+        return pair if quantize is None else pair.quantized(quantize)
     if target in SHAPES:
         target, draft = _published(target, draft)
     where = {"dtype": dtype, "torch_dtype": torch_dtype, "device": device, "device_map": device_map}
-    return load_pair(target, draft, **where, trust_remote_code=trust_remote_code, **files)
+    return load_pair(target, draft, **where, quantize=quantize, trust_remote_code=trust_remote_code, **files)
 
 
 def _published(name: str, draft: str | Path | Drafter | None) -> tuple[str, str | Path | Drafter]:
@@ -102,13 +105,15 @@ def _dummy_pair(
 ) -> ModelPair:
     named = target in SHAPES
     config = named_config(SHAPES[target].target, target) if named else _stored_config(target, trust_remote_code)
-    if isinstance(draft, str | Path):
+    if isinstance(draft, str | Path) and not kind_of_copy(draft):
         draft = _stored_config(draft, trust_remote_code)
     elif draft is None and named:
         draft = named_config(SHAPES[target].draft, f"{target} draft")
     options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
     model = dummy_model(config, seed=0, **options)
-    if isinstance(draft, PreTrainedConfig):
+    if kind := kind_of_copy(draft):
+        draft = quantized(model, kind)
+    elif isinstance(draft, PreTrainedConfig):
         draft = dummy_model(draft, seed=1, **options)  # another seed: two models of one shape are not one model
     return ModelPair(model, draft)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from bass_core.checkpoints import is_quantized
 from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
 from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
+from bass_core.quantization import kind_of, quantized
 
 
 def require_draft_model(pair: ModelPair) -> None:
@@ -44,7 +45,8 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
 
 def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
     """What may draft for the pair's target, by name: its own draft first, then those that need no training, and for the
-    embedded target those that were trained for it."""
+    embedded target those that were trained for it, and its own INT4 copy (of a large one that is gigabytes: ask for it
+    with `load_pair(draft="target:int4")`)."""
     layers = pair.target.config.get_text_config().num_hidden_layers
     own = pair.drafter if pair.draft is None else pair.draft
     found = {"its own draft": own, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
@@ -54,14 +56,17 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
         where = {"dtype": pair.target.dtype, "device": pair.device}
         for name in ("middle_draft", "deep_draft", "feature_head"):
             found[name.replace("_", " ")] = load_draft(ASSETS / name, **where)
+        if kind_of(pair.target) is None:
+            found["target in INT4"] = quantized(pair.target, "int4")
     return found
 
 
 def name_of(model: PreTrainedModel | Drafter | None) -> str:
-    """For people: the class, the hub name or the last part of the folder that it was loaded from, and whether its
-    weights are dummies; of a drafter what tells it apart."""
+    """For people: the class, the hub name or the last part of the folder that it was loaded from, in what its weights
+    are quantized, and whether they are dummies; of a drafter what tells it apart."""
     if not isinstance(model, PreTrainedModel):
         return "n-gram lookup" if isinstance(model, NgramDrafter | None) else fingerprint(model)
     path = Path(model.name_or_path)
     name = f"{type(model).__name__} {path.name if path.is_absolute() else path}".removesuffix(" .")
-    return f"{name} (dummy weights)" if has_dummy_weights(model) else name
+    about = ", ".join(filter(None, (kind_of(model), "dummy weights" if has_dummy_weights(model) else None)))
+    return f"{name} ({about})" if about else name

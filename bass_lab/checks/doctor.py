@@ -20,6 +20,7 @@ from bass_core.drafters import Setting
 from bass_core.models import ModelPair
 from bass_core.policies import policy_for
 from bass_core.policies.goodput import Goodput
+from bass_core.quantization import kind_of, parameter_count
 from bass_core.runner import Runner
 from bass_lab.named_pairs import named_pair
 from bass_lab.pairs import name_of
@@ -41,6 +42,7 @@ def diagnose(
     *,
     dtype: str | None = None,
     device: str | None = None,
+    quantize: str | dict[str, str] | None = None,
 ) -> dict:
     """This installation and that pair (the embedded one by default), as one document of JSON values. The arguments are
     those of `named_pair`.
@@ -55,7 +57,7 @@ def diagnose(
     unknown = ("target", "draft", "drafter", "tokenizers", "draft_length", "problem")
     document |= dict.fromkeys(unknown)
     try:
-        pair = named_pair(target, draft, dtype=dtype, device=device)
+        pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
         models = {"target": pair.target, "draft": pair.draft}
         models = {role: model for role, model in models.items() if isinstance(model, PreTrainedModel)}
         document |= {role: _describe(model) for role, model in models.items()}
@@ -103,8 +105,10 @@ def _device_line(device: dict) -> str:
 
 
 def _model_facts(model: dict) -> dict[str, str]:
+    linear = f", linear layers in {model['weights']}" if model["weights"] else ""
     facts = {
-        "model": f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}",
+        "model": f"{model['class']}, {model['parameters']:,} parameters, {model['dtype']} on {model['device']}{linear}",
+        "weights": f"{model['weight_bytes'] / 1e9:.3g} GB",
         "context": f"{model['context']} positions" if model["context"] else "the model does not say",
         "vocabulary": f"{model['vocabulary']} ids",
     }
@@ -182,7 +186,9 @@ def _describe(model: PreTrainedModel) -> dict:
     position = _kv_bytes(model, chosen) if chosen else None
     return {
         "class": type(model).__name__,
-        "parameters": model.num_parameters(),
+        "parameters": parameter_count(model),
+        "weights": kind_of(model),
+        "weight_bytes": model.get_memory_footprint(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "context": context,

@@ -22,6 +22,7 @@ def doctor(
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
+    quantize: common.Quantize = None,
     as_json: common.Json = False,
 ) -> None:
     """Tell what is installed and what these models get.
@@ -32,7 +33,7 @@ def doctor(
     from bass_lab.checks.doctor import diagnose, report
     from bass_lab.show import tables
 
-    document = diagnose(target, draft, dtype=dtype, device=device)
+    document = diagnose(target, draft, dtype=dtype, device=device, quantize=quantize)
     if as_json:
         common.print_json(document)
     else:
@@ -48,6 +49,7 @@ def verify(
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
+    quantize: common.Quantize = None,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="may be repeated; none: some that come with it")
     ] = None,
@@ -69,7 +71,7 @@ def verify(
 
     if prompts is not None:
         prompt = [*(prompt or ()), *prompt_set(prompts)[:8]]
-    pair = named_pair(target, draft, dtype=dtype, device=device)
+    pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     with Progress() as progress:
         report = exactness.verify(pair, prompt, samples=samples, seed=seed, progress=progress)
     if as_json:

@@ -31,7 +31,9 @@ Target = Annotated[
 ]
 Draft = Annotated[
     str | None,
-    typer.Option("--draft", "-d", metavar="NAME", help="hub name, folder, ngram, suffix or layers:N; none: ngram"),
+    typer.Option(
+        "--draft", "-d", metavar="NAME", help="hub name, folder, ngram, suffix, layers:N or target:int4; none: ngram"
+    ),
 ]
 Dtype = Annotated[
     str | None,
@@ -39,6 +41,14 @@ Dtype = Annotated[
 ]
 Device = Annotated[
     str | None, typer.Option(metavar="DEVICE", help="such as cpu or cuda:1; none: a GPU if there is one")
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        callback=lambda value: kinds(value),
+        metavar="KIND",
+        help="linear layers in int8 or int4, of both models or one: draft=int4,target=int8",
+    ),
 ]
 Rows = Annotated[list[int], typer.Option(min=1, metavar="N", help="batch sizes; may be repeated")]
 NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="per row")]
@@ -175,6 +185,13 @@ def _check_folder(path: Path) -> None:
             pass
     except OSError as error:
         raise typer.BadParameter(f"nothing can be written into {there}: {error.strerror}") from error
+
+
+def kinds(written: str | None) -> str | dict[str, str] | None:
+    """What is quantized how, from a command line: one kind, or kinds by role."""
+    if written is None or "=" not in written:
+        return written
+    return dict(part.split("=", 1) if "=" in part else (part, "") for part in written.split(","))
 
 
 def print_json(document: Any) -> None:

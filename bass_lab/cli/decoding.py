@@ -28,6 +28,7 @@ def generate(
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
+    quantize: common.Quantize = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="send each prompt as a user's message, by the tokenizer's chat template")
     ] = False,
@@ -77,7 +78,7 @@ def generate(
     from bass_lab.named_pairs import named_pair
     from bass_lab.show import terminal
 
-    pair = named_pair(target, draft, dtype=dtype, device=device)
+    pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed,
         "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,

@@ -22,6 +22,7 @@ def bench(
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
+    quantize: common.Quantize = None,
     rows: common.Rows = [1, 2, 4, 8, 16],  # noqa: B006
     prompts: Annotated[list[str], typer.Option(metavar="SET", help="mini, library or FILE.jsonl; may be repeated")] = [  # noqa: B006
         "mini",
@@ -61,6 +62,7 @@ def bench(
     """
     from bass_core import inputs
     from bass_core.models import embedded_draft, load_draft
+    from bass_core.quantization import SELF_DRAFTS, kind_of, quantized
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
     from bass_lab.texts.prompt_sets import label, prompt_set
@@ -79,16 +81,24 @@ def bench(
     sets = {label(name): prompt_set(name, max(rows)) for name in prompts}
     if vary_prompts:
         sets = {label(name): prompt_set(name) for name in prompts}
-    pair = named_pair(target, draft, dtype=dtype, device=device)
+    pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     for texts in sets.values():  # before the first is measured
         inputs.check_context(pair, max(map(len, inputs.token_ids(pair, texts))), max_new_tokens)
     where, results = {"dtype": pair.target.dtype, "device": pair.device}, []
-    others = {name: load_draft(name if target else embedded_draft(name), **where) for name in also_draft or ()}
+    held = {"target": pair.target, "draft": pair.drafter.models[0] if pair.drafter.models else None}
+    in_fewer_bits = {role: kind for role, model in held.items() if model is not None and (kind := kind_of(model))}
+    weights = "".join(f", {role} in {kind}" for role, kind in in_fewer_bits.items())
+    others = {
+        name: quantized(pair.target, SELF_DRAFTS[name])
+        if name in SELF_DRAFTS
+        else load_draft(name if target else embedded_draft(name), **where)
+        for name in also_draft or ()
+    }
     with Progress() as progress:
         for lines in benchmark.bench(
             pair,
             sets,
-            models=f"{target} + {draft or 'n-gram'}" if target else "embedded pair",
+            models=(f"{target} + {draft or 'n-gram'}" if target else "embedded pair") + weights,
             batches=rows,
             methods=methods or benchmark.methods_of(pair),
             repeats=repeats,
@@ -128,6 +138,7 @@ def calibrate(
     ] = "hub",
     dtype: common.Dtype = None,
     device: common.Device = None,
+    quantize: common.Quantize = None,
     rows: common.Rows = [1, 2, 4, 8, 16, 32],  # noqa: B006
     seconds: Annotated[float, typer.Option(min=0, metavar="S", help="time to measure in")] = 42.0,
     output: Annotated[
@@ -150,7 +161,7 @@ def calibrate(
     from bass_lab.study import calibration
 
     common.output_file(output or costs.cache_folder() / "costs.json")
-    pair = named_pair(target, draft, weights=weights, dtype=dtype, device=device)
+    pair = named_pair(target, draft, weights=weights, dtype=dtype, device=device, quantize=quantize)
     compared = None
     with Progress() as progress:
         cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=progress)
@@ -184,6 +195,7 @@ def record(
     ] = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
+    quantize: common.Quantize = None,
     prompts: Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")] = "mini",
     count: Annotated[int, typer.Option(min=1, metavar="N", help="prompts of it")] = 96,
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="texts per prompt")] = 1,
@@ -204,7 +216,7 @@ def record(
     from bass_lab.texts.prompt_sets import label, prompt_set
 
     texts = prompt_set(prompts, count)
-    pair = named_pair(target, draft, dtype=dtype, device=device)
+    pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     limits = {"samples": samples, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     with Progress() as progress:
         trace = recording.record(pair, texts, rollout=12, **limits, progress=progress)
@@ -223,6 +235,7 @@ def evaluate(
     draft: common.Draft = None,
     dtype: common.Dtype = None,
     device: common.Device = None,
+    quantize: common.Quantize = None,
     problems: Annotated[
         str | None,
         typer.Option(
@@ -286,7 +299,7 @@ def evaluate(
     from bass_lab.show import tables
 
     chosen = load_problems(problems, trust_problems=trust_problems)[:limit]
-    pair = named_pair(target, draft, dtype=dtype, device=device)
+    pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     options = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "draft_length": draft_length,
         "verification": verification, "folder": output, "texts": not no_texts, "unsafe": unsafe,

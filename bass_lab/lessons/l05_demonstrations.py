@@ -18,6 +18,7 @@ from bass_core.drafters import Drafter, FeatureDrafter, LayerSkipDrafter, Settin
 from bass_core.drafters.layer_skip import first_layers
 from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
+from bass_core.quantization import SELF_DRAFTS, parameter_count, quantized
 from bass_core.trace import Trace
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, modelled_costs
 from bass_lab.measure.ratios import Ratio
@@ -41,7 +42,8 @@ def pairs(drafts: Sequence[str], dtype: str | None = None, device: str | None = 
         raise ValueError('name at least one draft, such as ["draft"]; got none')
     found = {Path(name).name: load_pair(draft=name, dtype=dtype or "float32", device=device) for name in drafts}
     target = next(iter(found.values())).target  # one for all
-    return {name: replace(pair, target=target) for name, pair in found.items()}
+    own = {name: quantized(target, kind) for name, kind in SELF_DRAFTS.items() if name in found}
+    return {name: replace(pair, target=target, draft=own.get(name, pair.draft)) for name, pair in found.items()}
 
 
 # --- what drafts cost, and how often they are right -----------------------------------------------
@@ -125,7 +127,7 @@ def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
         require_draft_model(pair)
         config = pair.draft.config
         line = {"layers": config.num_hidden_layers, "width": config.hidden_size}
-        lines[name] = line | {"parameters": pair.draft.num_parameters()}
+        lines[name] = line | {"parameters": parameter_count(pair.draft)}
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
@@ -202,7 +204,7 @@ def keeps(pairs: Mapping[str, ModelPair]) -> pd.DataFrame:
         kept = 0 if model is None else _cache_bytes(model, element)
         if drafter.wants_hidden:
             kept += pair.target.config.get_text_config().hidden_size * element
-        own = 0 if model is None or isinstance(drafter, LayerSkipDrafter) else _parameters(model)
+        own = 0 if model is None else _own_parameters(model, pair.target)
         lines[name] = {"drafter": type(drafter).__name__, "own parameters": own, "bytes per token": kept}
     return pd.DataFrame.from_dict(lines, orient="index")
 
@@ -222,8 +224,10 @@ def _cache_bytes(model: PreTrainedModel, element: int) -> int:
     return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * element
 
 
-def _parameters(model: PreTrainedModel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+def _own_parameters(model: PreTrainedModel, target: PreTrainedModel) -> int:
+    """Those that are not the target's tensors."""
+    shared = {id(parameter) for parameter in target.parameters()}
+    return parameter_count(model) - sum(each.numel() for each in model.parameters() if id(each) in shared)
 
 
 # --- a drafter of ten lines -----------------------------------------------------------------------

@@ -6,8 +6,10 @@ from bass_kernels.launching import interpreted, runs_on
 from bass_kernels.paper import pad_attention, split_attention
 from bass_kernels.plan import Plan
 from bass_kernels.ragged import make_plan, ragged_attention
+from bass_kernels.skinny import Codes, skinny_linear
 
 __all__ = [
+    "Codes",
     "Plan",
     "RowMemory",
     "VerifyOutput",
@@ -17,6 +19,7 @@ __all__ = [
     "pad_attention",
     "ragged_attention",
     "runs_on",
+    "skinny_linear",
     "split_attention",
     "verify",
     "write_kv",

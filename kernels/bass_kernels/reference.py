@@ -98,3 +98,26 @@ def verify(
     logprobs = (x.gather(-1, tokens[..., None])[..., 0] - log_sum).where(sent, 0.0)
     finite = (log_sum.isfinite() | ~sent).all(1)
     return VerifyOutput(accepted, next_token, tokens, logprobs.float(), finite, committed + accepted + 1)
+
+
+def dequantized(weight: Tensor, scale: Tensor, group: int | None, inputs: int) -> Tensor:
+    """What `skinny.Codes` stand for, in float64: [N, inputs]."""
+    codes = weight.double()
+    if weight.dtype == torch.uint8:
+        units = weight.view(torch.int8).unflatten(1, (-1, 16))
+        codes = torch.cat([units << 4 >> 4, units >> 4], 2).flatten(1)[:, :inputs].double()
+    return codes * scale.double().repeat_interleave(group or inputs, 1)[:, :inputs]
+
+
+def skinny_linear(x: Tensor, codes, bias: Tensor | None = None, *, activation: str = "none", gate=None) -> Tensor:
+    """As `bass_kernels.skinny_linear`, in float64."""
+    products = [x.double() @ dequantized(*each, x.shape[1]).T for each in (codes, gate) if each is not None]
+    activate = {
+        "none": lambda y: y,
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda y: F.gelu(y, approximate="tanh"),
+    }
+    if gate is not None:
+        return activate[activation](products[1]) * products[0]
+    return activate[activation](products[0] + (0 if bias is None else bias.double()))

@@ -15,7 +15,7 @@ sys.path.append(str(ROOT / "kernels"))  # the benchmark is run from the reposito
 
 from bass_lab.measure import records  # noqa: E402
 from bench import __main__ as command  # noqa: E402
-from bench import cases, measure, peers, report, schema, tensors, timing  # noqa: E402
+from bench import cases, measure, peers, products, report, schema, tensors, timing  # noqa: E402
 
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa-flash", "sdpa-math", "sdpa-math-packed")
@@ -278,3 +278,29 @@ def test_dry_run_without_output_writes_nothing(tmp_path, monkeypatch, capsys):
 
 def test_records_of_a_gpu_have_a_file_of_their_own():
     assert records.device_file("kernels", "NVIDIA H100 80GB HBM3").name == "kernels_h100_80gb_hbm3.jsonl"
+
+
+# --- products with quantized weights --------------------------------------------------------------
+
+
+def test_products_dry_run_checks_every_kernel_and_ends_in_one_document(tmp_path, capsys):
+    assert products.main(["--dry-run", "--output", str(tmp_path / "document.json")]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document == json.loads((tmp_path / "document.json").read_text()) and document["clock"] == "cpu"
+    found = {line["kernel"]: line for line in document["lines"]}
+    assert list(found) == list(products.PEERS)
+    assert all((line["us"] is None) == bool(line["reason"]) for line in found.values())
+    assert found["cublas"]["error"] < 1e-2 and found["torch int8pack"]["us"] > 0
+    assert "need a CUDA GPU" in found["int8"]["reason"]
+
+
+def test_products_that_are_wrong_are_not_timed(monkeypatch):
+    wrong = lambda x, weights: ([lambda: x @ weights[0].T + 1], weights[0].double(), 1)  # noqa: E731
+    monkeypatch.setattr(products, "PEERS", {"wrong": wrong})
+    (line,) = products.measure(2, 8, 32, timing.Timer(CPU), 1e9)
+    assert line["us"] is None and line["reason"].startswith("wrong: off by")
+
+
+def test_products_without_a_gpu_say_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert products.main([]) == 2 and "--dry-run" in capsys.readouterr().err

@@ -58,7 +58,14 @@ def half_precision(kernel: dict) -> bool:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_spills(compiled, architecture):
     kernels = compiled[architecture]
-    assert {kernel["kernel"] for kernel in kernels} >= {*ATTENTION, "_plan", "_write_token", "finish"}
+    assert {kernel["kernel"] for kernel in kernels} >= {
+        *ATTENTION,
+        "_plan",
+        "_write_token",
+        "finish",
+        "_multiply",
+        "_add_up",
+    }
     spilled = faulty(kernels, in_registers)
     cases = [
         {name: kernel.get(name) for name in ("head_dim", "query_length", "softcap", "sinks")} for kernel in spilled
@@ -121,6 +128,14 @@ def test_products_are_matrix_instructions(compiled, architecture):
     kernels = list(filter(half_precision, compiled[architecture]))
     assert len(kernels) > 20
     assert faulty(kernels, lambda kernel: kernel["matrix"] > 0) == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_codes_come_in_loads_of_128_bits_and_are_multiplied_by_matrix_instructions(compiled, architecture):
+    kernels = [kernel for kernel in compiled[architecture] if kernel["kernel"] == "_multiply"]
+    assert len(kernels) > 20
+    assert faulty(kernels, lambda kernel: kernel["matrix"] > 0) == []
+    assert faulty(kernels, lambda kernel: kernel["wide_loads"] > 0) == []
 
 
 def test_blocks_of_64_rows_use_warpgroup_instructions(compiled):

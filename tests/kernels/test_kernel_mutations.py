@@ -1,6 +1,7 @@
 """The kernels' tests fail on kernels that are wrong: one bug at a time is written into a copy of the package."""
 
 import importlib
+import itertools
 import math
 import re
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import TOLERANCE, case, error, poisoned_memory, shuffled_programs
+from test_kernel_skinny import activations, codes
 from test_kernel_verification import committing, differing, step
 
 import bass_kernels
@@ -139,6 +141,25 @@ BUGS = {  # by module: what is wrong, the right code and the wrong one
         "keys are written for values": ("* VALUE_DIM + d, v, mask", "* VALUE_DIM + d, k, mask"),
     },
 }
+BUGS["skinny"] = {
+    "low halves have no sign": ("(both << 28) >> 28", "both & 15"),
+    "high halves come first": ("low, high = (both", "high, low = (both"),
+    "high halves follow without a gap": ("k += 16", "k += 15"),
+    "a block of K is left out": ("(split + 1) * piece, inputs)", "(split + 1) * piece, inputs) - BLOCK_K"),
+    "pieces overlap": ("range(split * piece,", "range(split * piece // 2,"),
+    "the last piece is not added": ("for split in range(SPLITS):", "for split in range(SPLITS - 1):"),
+    "pieces lie on each other": ("at = split * each * (2 if GATED else 1) + n", "at = n"),
+    "activations beyond the last input are read": ("(k < inputs)[:, None]", "(k < inputs + 2)[:, None]"),
+    "rows beyond the last are written": ("there[:, None] & (m < rows)", "there[:, None] & (m < rows + 1)"),
+    "the scale is that of the first group": ("(unit // GROUP)[None, :]", "(unit // GROUP * 0)[None, :]"),
+    "whole channels have no scale": ("if not GROUPED:\n        acc *=", "if not GROUPED:\n        acc += 0 *"),
+    "the gate has the other's scale": ("acc_gate *= tl.load(gate_scale", "acc_gate *= tl.load(scale"),
+    "both are activated": ("acc *= _activated(acc_gate,", "acc = _activated(acc * acc_gate,"),
+    "the bias is another's": ("tl.load(bias + n,", "tl.load(bias + n // 2,"),
+    "SiLU is the sigmoid": ("x = x * tl.sigmoid(x)\n", "x = tl.sigmoid(x)\n"),
+    "GELU is the normal law": ("x = 0.5 * x * (1.0", "x = 0.5 * (1.0"),
+    "tanh has a square for a cube": ("0.044715 * x * x * x", "0.044715 * x * x"),
+}
 CASES = [(module, bug) for module, bugs in BUGS.items() for bug in bugs]
 
 
@@ -201,10 +222,47 @@ def write_is_wrong(package) -> bool:
     return not all(map(torch.equal, *caches))
 
 
-CHECKS = {"verification_kernels": verification_is_wrong, "uniform": verification_is_wrong, "kv_write": write_is_wrong}
+def products_are_wrong(package) -> bool:
+    """Whether a product differs from the reference's, or writes where nobody asked."""
+    if rows_beyond_are_written(package):  # first: what writes beyond its memory breaks the process
+        return True
+    for form in ({}, {"packed": True, "group": 32}, {"packed": True, "group": 64}):
+        x, weights, gate = activations(5, 290), codes(35, 290, **form), codes(35, 290, seed=2, **form)
+        bias = torch.randn(35).half()
+        for splits, options in itertools.product(
+            (1, 2), ({"bias": bias}, *({"bias": bias, "activation": name} for name in ("silu", "gelu", "gelu_tanh")),
+                     {"gate": gate, "activation": "silu"})
+        ):  # fmt: skip
+            own = {name: package.Codes(*each) if isinstance(each, tuple) else each for name, each in options.items()}
+            with poisoned_memory():
+                found = package.skinny_linear(x, package.Codes(*weights), splits=splits, **own)
+            wanted = reference.skinny_linear(x, weights, **options)
+            if not float((found.double() - wanted).norm() / wanted.norm()) < TOLERANCE[torch.float16]:
+                return True
+    return False
 
 
-@pytest.mark.parametrize("is_wrong", [attention_is_wrong, verification_is_wrong, write_is_wrong])
+def rows_beyond_are_written(package) -> bool:
+    """The output is a tensor of the launcher's own: here it lies in a larger one."""
+    room = torch.full((4, 35), 7.0, dtype=torch.float16)
+
+    class Activations(torch.Tensor):
+        def new_empty(self, *shape, **options):
+            return room[:3] if shape == (3, 35) else torch.empty(*shape, **options)
+
+    package.skinny_linear(activations(3, 64).as_subclass(Activations), package.Codes(*codes(35, 64)), splits=1)
+    return not (room[3] == 7).all()
+
+
+CHECKS = {
+    "skinny": products_are_wrong,
+    "verification_kernels": verification_is_wrong,
+    "uniform": verification_is_wrong,
+    "kv_write": write_is_wrong,
+}
+
+
+@pytest.mark.parametrize("is_wrong", [attention_is_wrong, verification_is_wrong, write_is_wrong, products_are_wrong])
 def test_without_a_bug_nothing_is_caught(is_wrong):
     assert not is_wrong(bass_kernels)
 

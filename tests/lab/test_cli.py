@@ -353,3 +353,13 @@ def test_growing_text_shows_only_what_stays():
     assert "".join(pieces) == growing.shown == text and "" in pieces
     stopping = terminal._GrowingText(tokenizer, ["\nthe"])
     assert "".join(stopping.add([token]) for token in tokens) == text[: text.index("\nthe")]
+
+
+def test_models_are_quantized_by_name(target, draft):
+    result = run("doctor", "-t", target, "-d", draft, "--quantize", "draft=int4,target=int8", "--json")
+    document = json.loads(result.stdout)
+    assert [document[role]["weights"] for role in ("target", "draft")] == ["int8", "int4"]
+    assert document["draft"]["weight_bytes"] < 4 * document["draft"]["parameters"]
+    for wrong in ("int3", "draft=int4,target", "drafts=int4"):
+        result = run("doctor", "-t", target, "-d", draft, "--quantize", wrong)
+        assert result.exit_code == 1 and "quantize must be one of int8, int4" in result.stderr

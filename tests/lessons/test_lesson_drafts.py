@@ -303,3 +303,15 @@ def test_notebook_runs_with_other_parameters(tmp_path):
     executed = lesson_runs.execute("05_draft_models", tmp_path, **changed)
     text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))
     assert "suffix: 2 of 2 rows are identical" in text and text.count("Not solved yet.") == 1
+
+
+def test_the_targets_own_copy_shares_what_is_not_quantized():
+    pair = demonstrations.pairs(["draft", "target:int4"])["target:int4"]
+    assert pair.draft.get_input_embeddings().weight is pair.target.get_input_embeddings().weight
+    found = demonstrations.keeps({"target:int4": pair}).loc["target:int4"]
+    linear = sum(
+        each.in_features * each.out_features
+        for each in pair.target.model.layers.modules()
+        if hasattr(each, "in_features")
+    )
+    assert found["own parameters"] == linear

@@ -203,6 +203,28 @@ def others(half: torch.dtype = torch.bfloat16) -> None:
             bass_kernels.commit(logits, drafted, lengths, q, finite, memory, temperature, **options)
 
 
+def products() -> Iterator[dict]:
+    """Every tile of the skinny product, every form of weights, and what may follow it."""
+    for packed, group, rows in itertools.product((False, True), (None, 32, 128), (1, 17, 64, 128)):
+        yield {"packed": packed, "group": group, "rows": rows}
+    for packed, rows in itertools.product((False, True), (8, 128)):
+        yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "gated": True}
+        yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "columns": 1024}  # cut along K
+    yield {"packed": False, "group": None, "rows": 8, "half": "float16"}
+
+
+def multiply(packed, group, rows, gated=False, columns=4096, inputs=4096, half="bfloat16") -> None:
+    """`skinny_linear` with tensors of these shapes on the device "meta"."""
+    import bass_kernels
+
+    make = functools.partial(torch.empty, device="meta")
+    weight = make(columns, inputs // 2, dtype=torch.uint8) if packed else make(columns, inputs, dtype=torch.int8)
+    dtype = getattr(torch, half)
+    codes = bass_kernels.Codes(weight, make(columns, inputs // group if group else 1, dtype=dtype), group)
+    follows = {"gate": codes, "activation": "silu"} if gated else {"bias": make(columns, dtype=dtype)}
+    bass_kernels.skinny_linear(make(rows, inputs, dtype=dtype), codes, **follows)
+
+
 def tile_of(head_dim, query_length, dtype="bfloat16", group=4, deterministic=False, **_) -> dict:
     """The tile that `attend` gets with these arguments."""
     from bass_kernels import tiles
@@ -225,6 +247,9 @@ def main(capability: int, few: bool) -> None:
     for case in few_cases() if few else cases():
         for kernel in compiled_launches(functools.partial(attend, **case)):
             show(kernel, case | tile_of(**case))
+    for product in itertools.islice(products(), 2) if few else products():
+        for kernel in compiled_launches(functools.partial(multiply, **product)):
+            show(kernel, product)
     for kernel in compiled_launches(functools.partial(others, torch.float16) if few else others):
         show(kernel, {})
 

@@ -1,0 +1,108 @@
+"""Lesson 10, for the lesson alone: an acceptance rule that changes the text's law, and by how much.
+
+A drafted token is kept where the target finds it at least ε times as likely as its favourite (typical acceptance in its
+simplest form: Medusa, Cai et al. 2024), otherwise the target's own draw takes its place. More drafts pass, and what is
+written is no longer the target's: this stays out of `bass_core`, whose rules are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bass_core import randomness, verification
+from bass_core.draft_length import FixedLength
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_core.randomness import StepKeys
+from bass_core.verification import Outcome
+from bass_lab.checks.enumeration import PROMPT, exact_law, law_of_engine
+from bass_lab.checks.tabular import tabular, total_variation
+from bass_lab.evaluation import Problem, compare, scores
+
+EPSILONS = (1.0, 0.5, 0.3, 0.1, 0.0)
+
+
+def likely_enough(epsilon: float):
+    """LOSSY: the rule with this ε, in the form of `verification.token`. 0 keeps every draft, 1 the favourites."""
+
+    def rule(drafted: Tensor, lengths: Tensor, q: Tensor, p: Tensor, keys: StepKeys) -> Outcome:
+        count = drafted.shape[1]
+        p_x = p[:, :count].gather(-1, drafted[..., None])[..., 0]  # [B, K]
+        slots = torch.arange(count, device=drafted.device)
+        kept = (p_x >= epsilon * p[:, :count].amax(-1)) & (slots < lengths[:, None])
+        accepted = verification.leading(kept)
+        rows = torch.arange(len(p), device=p.device)
+        return Outcome(accepted, randomness.draw(p[rows, accepted], keys.target()))
+
+    return rule
+
+
+@contextmanager
+def lossy(epsilon: float | None) -> Iterator[None]:
+    """LOSSY: inside, whatever samples with token verification goes by this rule, in every thread of the process; None
+    leaves the exact one. Kernels that decide for themselves are not used. Sessions have to begin inside.
+
+    Raises ValueError for an ε that is no number from 0 to 1.
+    """
+    if epsilon is None:
+        yield
+        return
+    if not 0 <= epsilon <= 1:
+        raise ValueError(f"epsilon must be from 0 to 1, got {epsilon!r}")
+    with (
+        mock.patch.dict(verification.RULES, token=likely_enough(epsilon)),
+        mock.patch.object(verification, "can_fuse", lambda logits, q: False),
+    ):
+        yield
+
+
+def exact_distances(epsilons=EPSILONS, *, pairs: int = 3, new: int = 3, draft_length: int = 2) -> pd.DataFrame:
+    """TV of texts of `new` tokens from the target's law, every random decision of the engine enumerated, on tabular
+    targets of three tokens with drafts that know nothing of them: mean and largest over `pairs` of them, by ε, and of
+    the exact rule."""
+    lines = {}
+    for epsilon in (None, *epsilons):
+        found = []
+        for seed in range(pairs):
+            target, draft = tabular(3, seed), tabular(3, seed + 100)
+            with lossy(epsilon):
+                law = law_of_engine(target, draft, new, lambda: FixedLength(draft_length), [PROMPT])
+            found.append(total_variation(law, exact_law(target, new, [PROMPT])))
+        lines["exact" if epsilon is None else f"ε = {epsilon}"] = {
+            "mean tv": sum(found) / pairs,
+            "largest tv": max(found),
+        }
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def worth(
+    pair: ModelPair,
+    prompts: list[str],
+    problems: list[Problem] | None = None,
+    *,
+    epsilons=EPSILONS,
+    samples: int = 4,
+    draft_length: int = 5,
+    max_new_tokens: int = 96,
+    temperature: float = 1.0,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Tokens per step of the exact rule and of each ε, and with problems pass@1 of `samples` programs each (value, low,
+    high). Raises what `generate` and `bass_lab.evaluation.compare` raise."""
+    options = {"draft_length": draft_length, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    lines = {}
+    for epsilon in (None, *epsilons):
+        with lossy(epsilon):
+            line = {"tokens per step": generate(pair, prompts, **options).trace.summary()["tokens_per_step"]}
+            if problems is not None:
+                run = compare(pair, problems, methods=["batched"], n=samples, **options)["batched"]
+                passed = scores.score(run.samples).set_index("metric").loc["pass@1"]
+                line |= {"pass@1": passed.value, "low": passed.low, "high": passed.high}
+        lines["exact" if epsilon is None else f"ε = {epsilon}"] = line
+    return pd.DataFrame.from_dict(lines, orient="index")

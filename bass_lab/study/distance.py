@@ -1,0 +1,138 @@
+"""How far one target is from another, such as a quantized one from the original: in law, greedy text, programs.
+
+A draft costs time and never changes a text; another target is another law. What counts is how far it is at the
+positions of texts that the first target writes, both models reading the same tokens before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from bass_core import inputs, sampling
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_core.sampling import SamplingParams
+from bass_lab.evaluation import Problem, compare, scores
+
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
+
+class Distance(NamedTuple):
+    """summary: value, low and high of each measure (95%, percentile bootstrap over prompts):
+
+    * tv: total variation of the two laws of the next token, mean over positions, 0 … 1;
+    * kl: Kullback–Leibler divergence of the second from the first, in nats, mean over positions;
+    * other argmax: share of positions at which the two models' likeliest tokens differ;
+    * greedy texts that differ: share of prompts;
+    * pass@1, first / second / difference: where there are problems; the difference is paired (second minus first).
+
+    positions: a line per position with prompt, position, tv, kl and same_argmax. first_difference: per prompt, the
+    index of the first token at which the greedy texts differ; NaN where they are the same.
+    """
+
+    summary: pd.DataFrame
+    positions: pd.DataFrame
+    first_difference: pd.Series
+
+
+def distance(
+    first: ModelPair,
+    second: ModelPair,
+    prompts: Sequence[str | Tensor],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    problems: Sequence[Problem] | None = None,
+    samples: int = 4,
+    seed: int = 0,
+) -> Distance:
+    """How far the second pair's target is from the first's on texts that the first writes. Drafts play no part.
+
+    temperature: of the texts and of both laws. problems: None, or those whose programs run in the sandbox (`samples` of
+    each from either target, at temperature 0.2, the same random numbers for both).
+
+    Raises ValueError for targets of other vocabularies, no prompts, and temperature 0, at which laws are single tokens;
+    what `generate` and, with problems, `bass_lab.evaluation.compare` raise.
+    """
+    sizes = [pair.target.config.get_text_config().vocab_size for pair in (first, second)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the targets have {sizes[0]} and {sizes[1]} ids; laws over the same tokens can be compared")
+    if not temperature > 0:
+        raise ValueError(f"temperature must be > 0, got {temperature}: greedy texts are compared in any case")
+    ids = inputs.token_ids(first, prompts)
+    if not ids:
+        raise ValueError("prompts are empty; give at least one")
+    options = {"max_new_tokens": max_new_tokens, "seed": seed, "trace": "off"}
+    texts = generate(first, ids, temperature=temperature, **options).sequences
+    lines = [
+        _laws(first, second, prompt, text, temperature).assign(prompt=row)
+        for row, (prompt, text) in enumerate(zip(ids, texts, strict=True))
+    ]
+    positions = pd.concat(lines, ignore_index=True)[["prompt", "position", "tv", "kl", "same_argmax"]]
+    greedy = [generate(pair, ids, **options).sequences for pair in (first, second)]
+    differs = pd.Series([_first_difference(a, b) for a, b in zip(*greedy, strict=True)], name="first_difference")
+    sums = positions.assign(other=~positions.same_argmax).groupby("prompt")[["tv", "kl", "other"]].sum()
+    summary = _means(sums, positions.groupby("prompt").size())
+    summary.loc["greedy texts that differ"] = _means(differs.notna().to_frame("share"), 1).loc["share"]
+    summary = summary.rename(index={"other": "other argmax"})
+    if problems is not None:
+        summary = pd.concat([summary, _passed(first, second, problems, samples, seed)])
+    return Distance(summary, positions, differs)
+
+
+@torch.inference_mode()
+def _laws(first: ModelPair, second: ModelPair, prompt: Tensor, text: Tensor, temperature: float) -> pd.DataFrame:
+    """A line per token of the text: the two laws before it."""
+    ids = torch.cat([prompt, text]).to(first.device)
+    logits = [
+        pair.target(input_ids=ids[None].to(pair.device), use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
+        for pair in (first, second)
+    ]  # [T, V] each
+    p, q = (sampling.probabilities(each, SamplingParams(temperature)) for each in logits)
+    found = {
+        "position": range(len(text)),
+        "tv": (p - q).abs().sum(-1) / 2,
+        "kl": (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1),
+        "same_argmax": logits[0].argmax(-1) == logits[1].argmax(-1),
+    }
+    return pd.DataFrame({name: np.asarray(value) for name, value in found.items()})
+
+
+def _first_difference(one: Tensor, other: Tensor) -> float:
+    """The index of the first token in which two texts differ; an end is one, too. NaN where they are the same."""
+    both = min(len(one), len(other))
+    apart = (one[:both] != other[:both]).nonzero()
+    if len(apart):
+        return float(apart[0])
+    return float("nan") if len(one) == len(other) else float(both)
+
+
+def _means(sums: pd.DataFrame, counts: pd.Series | int) -> pd.DataFrame:
+    """Means per count of what was summed by prompt [P, M], and their intervals over prompts."""
+    values, prompts = sums.to_numpy(float), len(sums)
+    counts = np.broadcast_to(np.asarray(counts, float), prompts)
+    drawn = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
+    means = drawn @ values / (drawn @ counts)[:, None]
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    return pd.DataFrame({"value": values.sum(0) / counts.sum(), "low": low, "high": high}, index=sums.columns)
+
+
+def _passed(first: ModelPair, second: ModelPair, problems: Sequence[Problem], samples: int, seed: int) -> pd.DataFrame:
+    one, other = (
+        compare(pair, problems, methods=["batched"], n=samples, seed=seed)["batched"].samples
+        for pair in (first, second)
+    )
+    found = {
+        "pass@1, first": scores.score(one),
+        "pass@1, second": scores.score(other),
+        "pass@1, difference": scores.difference(other, one, [np.inf]),
+    }
+    lines = {name: table.set_index("metric").loc["pass@1", ["value", "low", "high"]] for name, table in found.items()}
+    return pd.DataFrame(lines).T.astype(float)

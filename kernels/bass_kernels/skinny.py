@@ -1,0 +1,295 @@
+"""Products of few rows with weights of 8 or 4 bits: every weight is read once, as it is stored.
+
+Decoding multiplies 1 to 128 rows by each weight, so the bytes of the weights are the time (2 · rows flops per weight).
+Codes become numbers of the activations' dtype in registers, right before the matrix instruction; scales of whole
+channels, bias and activation are applied to sums in float32. The result is held transposed, [BLOCK_N, BLOCK_M]: weights
+are the operand with many rows. Outputs too narrow to occupy the GPU are cut along K, and a second small launch adds up
+the pieces in order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bass_kernels import launching
+from bass_kernels.launching import require
+from bass_kernels.tiles import power_of_two
+
+MOST_ROWS = 128
+UNIT = 32  # inputs that are packed together: 16 bytes, the first 16 numbers in their low halves
+PROGRAMS = 132  # multiprocessors that are to be occupied
+ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Codes(NamedTuple):
+    """weight: int8 [N, K], or uint8 [N, 16 · ceil(K / 32)] with two in a byte. scale: [N, ceil(K / group)]; group:
+    inputs that share one, a multiple of 32, or None: all (scale [N, 1])."""
+
+    weight: Tensor
+    scale: Tensor
+    group: int | None = None
+
+
+class Tile(NamedTuple):
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+def choose(rows: int, packed: bool) -> Tile:
+    """The tile for so many rows. Bytes in flight decide for few rows (wide in K), registers for many."""
+    block_m = power_of_two(rows, least=16)
+    if block_m <= 32:
+        return Tile(block_m, 32, 256 if packed else 128, 2, 4)
+    return Tile(block_m, 64, 128 if packed else 64, 8, 3)  # with four warps 128 rows spill on sm_80
+
+
+def pieces(columns: int, inputs: int, tile: Tile) -> int:
+    """Into how many pieces K is cut: more than one where half of the multiprocessors would be without a program."""
+    programs, blocks = triton.cdiv(columns, tile.block_n), triton.cdiv(inputs, tile.block_k)
+    return max(1, min(PROGRAMS // programs, blocks // 4))
+
+
+def skinny_linear(
+    x: Tensor,
+    codes: Codes,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    gate: Codes | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """activation(x Wᵀ + bias): [M, N] in x's dtype. x [M, K], M <= 128, the last dimension contiguous.
+
+    activation: "none", "silu", "gelu" or "gelu_tanh". gate: codes of the same form; the result is then
+    activation(x gateᵀ) · (x Wᵀ), the two products of a gated MLP and what follows them in one launch, without bias.
+    splits: pieces of K (None: `pieces`). Equal arguments give equal bits.
+
+    Raises ValueError for shapes, dtypes and devices that do not fit.
+    """
+    launching.check_device(x.device)
+    require(x.ndim == 2 and x.stride(1) == 1, f"x must be [M, K] with K contiguous, got {list(x.shape)}")
+    (rows, inputs), columns = x.shape, len(codes.weight)
+    require(rows <= MOST_ROWS, f"x may have {MOST_ROWS} rows, got {rows}")
+    require(x.dtype in DTYPES, f"x must be one of {', '.join(map(str, DTYPES))}, got {x.dtype}")
+    require(activation in ACTIVATIONS, f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+    require(gate is None or bias is None, "a gated product has no bias")
+    for each in (codes, gate or codes):
+        _check(each, codes, inputs, x.device)
+    if bias is not None:
+        require(
+            bias.shape == (columns,) and bias.is_contiguous() and bias.device == x.device, f"bias must be [{columns}]"
+        )
+    packed, out = codes.weight.dtype == torch.uint8, x.new_empty(rows, columns)
+    if rows == 0 or columns == 0:
+        return out
+    tile = choose(rows, packed)
+    splits = pieces(columns, inputs, tile) if splits is None else splits
+    second = gate or codes
+    sums = x.new_empty(splits, 2 if gate else 1, columns, tile.block_m, dtype=torch.float32) if splits > 1 else out
+    flags = {
+        "GATED": gate is not None, "BIAS": bias is not None, "ACTIVATION": activation,
+        "GROUPED": codes.group is not None, "SPLITS": splits, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+    }  # fmt: skip
+    bias = codes.scale if bias is None else bias
+    with launching.on(x.device):
+        _multiply[(triton.cdiv(columns, tile.block_n), splits)](
+            x,
+            codes.weight,
+            codes.scale,
+            second.weight,
+            second.scale,
+            bias,
+            out,
+            sums,
+            rows,
+            columns,
+            inputs,
+            x.stride(0),
+            codes.weight.shape[1],
+            codes.scale.shape[1],
+            **flags,
+            PACKED=packed,
+            GROUP=codes.group or 1,
+            BLOCK_K=tile.block_k,
+            WIDEN=launching.interpreted(),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        if splits > 1:
+            _add_up[(triton.cdiv(columns, tile.block_n),)](
+                sums, codes.scale, second.scale, bias, out, rows, columns, **flags, num_warps=4
+            )
+    return out
+
+
+def _check(codes: Codes, first: Codes, inputs: int, device: torch.device) -> None:
+    weight, scale, group = codes
+    packed = weight.dtype == torch.uint8
+    require(weight.dtype in (torch.int8, torch.uint8), f"weights must be int8, or uint8 (packed), got {weight.dtype}")
+    width = UNIT // 2 * triton.cdiv(inputs, UNIT) if packed else inputs
+    require(group is None or (group > 0 and group % UNIT == 0), f"group must be a multiple of {UNIT}, got {group}")
+    scales = 1 if group is None else triton.cdiv(inputs, group)
+    for name, tensor, shape in (("weight", weight, (len(weight), width)), ("scale", scale, (len(weight), scales))):
+        require(tensor.shape == shape and tensor.is_contiguous(), f"{name} must be {list(shape)} and contiguous for "
+                f"{inputs} inputs, got {list(tensor.shape)}")  # fmt: skip
+        require(tensor.device == device, f"all tensors must be on one device, got {name} on {tensor.device}")
+    same = weight.shape == first.weight.shape and weight.dtype == first.weight.dtype and group == first.group
+    require(same, "the gate's codes must have the form of the others")
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        x = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x
+
+
+@triton.jit
+def _store(
+    acc, acc_gate, scale, gate_scale, bias, out, n, m, rows, columns,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """What follows the sums [BLOCK_N, BLOCK_M]: scales of whole channels, bias, activation."""
+    there = n < columns
+    if not GROUPED:
+        acc *= tl.load(scale + n, mask=there, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_gate *= tl.load(gate_scale + n, mask=there, other=0.0).to(tl.float32)[:, None]
+    if BIAS:
+        acc += tl.load(bias + n, mask=there, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc *= _activated(acc_gate, ACTIVATION)
+    else:
+        acc = _activated(acc, ACTIVATION)
+    at = m.to(tl.int64)[None, :] * columns + n[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=there[:, None] & (m < rows)[None, :])
+
+
+@triton.jit
+def _scaled(
+    codes, scale, n, first, there, inputs, scales, GROUP: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr
+):
+    """codes [BLOCK_N, WIDTH · EACH] times the scale of each UNIT of inputs from `first` on, in float32."""
+    unit = first + tl.arange(0, WIDTH) * 32
+    at = n.to(tl.int64)[:, None] * scales + (unit // GROUP)[None, :]
+    s = tl.load(scale + at, mask=there[:, None] & (unit < inputs)[None, :], other=0.0).to(tl.float32)
+    s = tl.broadcast_to(s[:, :, None], (codes.shape[0], WIDTH, EACH))
+    return codes.to(tl.float32) * tl.reshape(s, (codes.shape[0], WIDTH * EACH))
+
+
+@triton.jit
+def _inputs(x_rows, k, m, rows, inputs):
+    """x transposed, [BLOCK_K, BLOCK_M], 0 where there is none."""
+    return tl.load(x_rows + k[:, None], mask=(k < inputs)[:, None] & (m < rows)[None, :], other=0.0)
+
+
+@triton.jit
+def _add_product(
+    acc, weight, scale, x_low, x_high, n, first, columns, inputs, width, scales,
+    PACKED: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """acc plus the product of a block of K, which begins at input `first`. x_high: of packed weights alone."""
+    there = n < columns
+    if PACKED:
+        j = first // 2 + tl.arange(0, BLOCK_K // 2)
+        at = n.to(tl.int64)[:, None] * width + j[None, :]
+        both = tl.load(weight + at, mask=there[:, None] & (j < width)[None, :], other=0).to(tl.int32)
+        low, high = (both << 28) >> 28, (both << 24) >> 28  # with their signs
+        if GROUPED:
+            low = _scaled(low, scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 16)
+            high = _scaled(high, scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 16)
+        low, high = low.to(tl.float32).to(x_low.dtype), high.to(tl.float32).to(x_low.dtype)
+        if WIDEN:  # the interpreter multiplies bit patterns of bfloat16
+            low, high, x_low, x_high = (
+                low.to(tl.float32),
+                high.to(tl.float32),
+                x_low.to(tl.float32),
+                x_high.to(tl.float32),
+            )
+        acc = tl.dot(low, x_low, acc, input_precision="ieee")
+        acc = tl.dot(high, x_high, acc, input_precision="ieee")
+    else:
+        k = first + tl.arange(0, BLOCK_K)
+        at = n.to(tl.int64)[:, None] * width + k[None, :]
+        codes = tl.load(weight + at, mask=there[:, None] & (k < inputs)[None, :], other=0)
+        if GROUPED:
+            codes = _scaled(codes, scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 32)
+        codes = codes.to(tl.float32).to(x_low.dtype)  # integers have no way to bfloat16 in the interpreter
+        if WIDEN:
+            codes, x_low = codes.to(tl.float32), x_low.to(tl.float32)
+        acc = tl.dot(codes, x_low, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _multiply(
+    x, weight, scale, gate, gate_scale, bias, out, sums, rows, columns, inputs, stride_x, width, scales,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A block of columns, a piece of K, all rows."""
+    split = tl.program_id(1)
+    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    piece = tl.cdiv(tl.cdiv(inputs, BLOCK_K), SPLITS) * BLOCK_K
+    x_rows = x + m.to(tl.int64)[None, :] * stride_x
+    for first in range(split * piece, tl.minimum((split + 1) * piece, inputs), BLOCK_K):
+        if PACKED:
+            half = tl.arange(0, BLOCK_K // 2)
+            k = first + half // 16 * 32 + half % 16
+            x_low = _inputs(x_rows, k, m, rows, inputs)
+            k += 16
+            x_high = _inputs(x_rows, k, m, rows, inputs)
+        else:
+            k = first + tl.arange(0, BLOCK_K)
+            x_low = _inputs(x_rows, k, m, rows, inputs)
+            x_high = x_low
+        acc = _add_product(
+            acc, weight, scale, x_low, x_high, n, first, columns, inputs, width, scales,
+            PACKED, GROUPED, GROUP, BLOCK_K, WIDEN,
+        )  # fmt: skip
+        if GATED:
+            acc_gate = _add_product(
+                acc_gate, gate, gate_scale, x_low, x_high, n, first, columns, inputs, width, scales,
+                PACKED, GROUPED, GROUP, BLOCK_K, WIDEN,
+            )  # fmt: skip
+    if SPLITS == 1:
+        _store(acc, acc_gate, scale, gate_scale, bias, out, n, m, rows, columns, GATED, BIAS, ACTIVATION, GROUPED)
+    else:
+        each = columns.to(tl.int64) * BLOCK_M
+        at = split * each * (2 if GATED else 1) + n[:, None] * BLOCK_M + m[None, :]
+        tl.store(sums + at, acc, mask=(n < columns)[:, None])
+        if GATED:
+            tl.store(sums + at + each, acc_gate, mask=(n < columns)[:, None])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _add_up(
+    sums, scale, gate_scale, bias, out, rows, columns,
+    GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The pieces of a block of columns, in order."""
+    n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    each = columns.to(tl.int64) * BLOCK_M
+    for split in range(SPLITS):
+        at = split * (2 if GATED else 1) * each + n[:, None] * BLOCK_M + m[None, :]
+        acc += tl.load(sums + at, mask=(n < columns)[:, None], other=0.0)
+        if GATED:
+            acc_gate += tl.load(sums + at + each, mask=(n < columns)[:, None], other=0.0)
+    _store(acc, acc_gate, scale, gate_scale, bias, out, n, m, rows, columns, GATED, BIAS, ACTIVATION, GROUPED)

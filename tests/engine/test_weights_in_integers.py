@@ -1,0 +1,233 @@
+"""Models whose linear layers are INT8 or INT4: what the codes stand for, and that they decode as any other model."""
+
+import copy
+
+import pytest
+import torch
+from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
+from test_support import by_transformers, greedy, with_adapter
+from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
+
+import bass_core as bass
+from bass_core.models import ASSETS, fingerprint
+from bass_core.quantization import (
+    GROUP,
+    KINDS,
+    QuantizedLinear,
+    dequantized,
+    int4,
+    int8,
+    kind_of,
+    parameter_count,
+)
+from bass_lab.checks.drafter_checks import check_drafter
+from bass_lab.checks.exactness import verify
+from bass_lab.named_pairs import named_pair
+from bass_lab.texts.prompt_sets import prompt_set
+
+SHAPES = [(5, 32), (3, 560), (7, 33), (1, 1), (2, 16), (4, 224)]
+
+
+def weights(rows: int, columns: int, dtype: str = "float32") -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(getattr(torch, dtype))
+
+
+def off(kind: str, weight: torch.Tensor) -> torch.Tensor:
+    """How far each weight is from what its code stands for."""
+    codes = KINDS[kind](weight)
+    return (dequantized(*codes, weight.shape[1]).float() - weight.float()).abs()
+
+
+# --- codes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_is_within_half_a_step_of_each_weight(shape):
+    weight = weights(*shape)
+    assert (off("int8", weight) <= weight.abs().amax(1, keepdim=True) / 127 * 0.501).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int4_is_within_half_a_step_of_each_weight_but_at_the_end_that_has_one_code_less(shape):
+    weight = weights(*shape)
+    for group, error in zip(weight.split(GROUP, 1), off("int4", weight).split(GROUP, 1), strict=True):
+        extreme = group.gather(1, group.abs().argmax(1, keepdim=True))
+        step = extreme.abs() / 8
+        assert (error <= step * torch.where(group / extreme < -7 / 8, 1.001, 0.501)).all()
+        assert (error.gather(1, group.abs().argmax(1, keepdim=True)) <= 1e-6 * step).all()  # the largest is exact
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_zeros_stay_zeros_and_codes_are_of_the_models_dtype(kind, dtype):
+    weight = weights(4, 70, dtype)
+    weight[1] = 0
+    codes = KINDS[kind](weight)
+    found = dequantized(*codes, 70)
+    assert found.dtype == weight.dtype and (found[1] == 0).all() and found[0].any() and found.isfinite().all()
+
+
+def test_two_numbers_share_a_byte():
+    assert int8(weights(6, 64)).weight.nbytes == 6 * 64
+    assert int4(weights(6, 64)).weight.nbytes == 6 * 64 // 2
+    assert int4(weights(6, 65)).weight.nbytes == 6 * 96 // 2  # the last group is filled up
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "qwen3", "deepseek_v3", "mixtral"])
+def test_batched_text_is_that_of_the_quantized_model_alone(architecture, kind):
+    full = tiny_model(architecture, seed=3)
+    model, small = bass.quantized(full, kind), tiny_model(seed=1)
+    prompts = ragged_prompts(3, 9, 5, 12)
+    for length in (0, 3):
+        out = bass.generate(
+            bass.ModelPair(model, small), prompts, max_new_tokens=12, draft_length=length, eos_token_id=()
+        )
+        for prompt, sequence in zip(prompts, out.sequences, strict=True):
+            assert sequence.tolist() == greedy_alone(model, prompt, 12).tolist()
+
+
+def test_the_model_computes_with_what_its_codes_stand_for():
+    full = tiny_model("gpt2", tie_word_embeddings=True)
+    for kind in KINDS:
+        model, plain = bass.quantized(full, kind), copy.deepcopy(full)
+        for name, each in model.named_modules():
+            if isinstance(each, QuantizedLinear):
+                weight = dequantized(each.weight, each.scale, each.in_features)
+                plain.get_submodule(name).weight.data = weight.T
+        ids = ragged_prompts(17)[0][None]
+        assert torch.allclose(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(model(ids).logits, full(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_all_else_is_shared_and_the_model_stays_as_it_is():
+    full = tiny_model(tie_word_embeddings=True)
+    before, model = fingerprint(full), bass.quantized(full, "int4")
+    assert fingerprint(full) == before != fingerprint(model)
+    assert kind_of(full) is None and kind_of(model) == "int4"
+    assert model.get_input_embeddings().weight is full.get_input_embeddings().weight
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert model.config is not full.config
+    assert parameter_count(model) == full.num_parameters()
+    assert model.get_memory_footprint() < full.get_memory_footprint() / 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_models_are_verified_in_half_precision_too(kind):
+    pair = bass.load_pair(quantize=kind)
+    report = verify(pair, samples=1000, max_new_tokens=6, compile="off")
+    assert report.passed and len(report.checks) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_draft_keeps_the_law(kind):
+    small = tiny_model(vocab_size=3, dtype="float64", pad_token_id=None, bos_token_id=None, eos_token_id=None)
+    report = check_drafter(
+        bass.ModelDrafter(bass.load_pair(quantize={"draft": kind}).draft),
+        small=bass.ModelPair(small, bass.quantized(small, kind)),
+    )
+    assert report.passed, report
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+
+def test_both_models_are_quantized_or_those_that_are_named(target, draft):  # noqa: F811
+    def kinds(**options):
+        pair = bass.load_pair(target, draft, **options)
+        return kind_of(pair.target), kind_of(pair.draft)
+
+    assert kinds() == (None, None)
+    assert kinds(quantize="int8") == ("int8", "int8")
+    assert kinds(quantize={"draft": "int4"}) == (None, "int4")
+    assert kinds(quantize={"draft": "int4", "target": "int8"}) == ("int8", "int4")
+
+
+def test_without_a_draft_model_the_target_alone_is_quantized(target):  # noqa: F811
+    pair = bass.load_pair(target, draft="suffix", quantize="int8")
+    assert kind_of(pair.target) == "int8" and isinstance(pair.draft, bass.SuffixDrafter)
+
+
+def test_a_pair_that_one_holds_is_quantized_as_one_that_is_loaded(target, draft):  # noqa: F811
+    held = bass.load_pair(target, draft)
+    for pair in (held.quantized("int4"), bass.load_pair(target, draft, quantize="int4")):
+        assert greedy(pair) == by_transformers(pair.target) != by_transformers(held.target)
+    assert held.quantized({"draft": "int8"}).target is held.target
+    assert "int4 weights" in repr(pair) and "int4" not in repr(held)
+
+
+def test_a_quantized_draft_changes_no_text(target, draft):  # noqa: F811
+    assert greedy(bass.load_pair(target, draft, quantize={"draft": "int4"})) == greedy(bass.load_pair(target, draft))
+
+
+@pytest.mark.parametrize("name", ["target:int8", "target:int4"])
+def test_the_targets_own_copy_drafts_for_it(target, name):  # noqa: F811
+    pair = bass.load_pair(target, draft=name)
+    assert kind_of(pair.target) is None and kind_of(pair.draft) == name.removeprefix("target:")
+    assert pair.draft.get_input_embeddings().weight is pair.target.get_input_embeddings().weight
+    assert greedy(pair) == by_transformers(pair.target)
+
+
+def test_the_targets_own_copy_is_nearly_always_right():
+    pair = bass.load_pair(draft="target:int4")
+    out = bass.generate(pair, prompt_set("mini", 8), max_new_tokens=32, draft_length=4, temperature=0.2)
+    assert out.trace.summary()["alpha"] > 0.9
+
+
+def test_dummy_weights_are_quantized_as_others():
+    pair = named_pair(ASSETS / "target", weights="dummy", draft="target:int4", quantize={"target": "int8"})
+    assert (kind_of(pair.target), kind_of(pair.draft), pair.synthetic) == ("int8", "int4", True)
+
+
+def test_weights_of_a_quantized_model_are_cast_as_others():
+    model = bass.quantized(tiny_model(), "int4")
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    layer = next(each for each in half.modules() if isinstance(each, QuantizedLinear))
+    assert half.dtype == layer.scale.dtype == torch.bfloat16 and layer.weight.dtype == torch.uint8
+    assert model.dtype == torch.float32
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["int3", "", {}, {"draft": ["int4"]}, {"drafts": "int4"}, {"draft": None}, 8, True])
+def test_what_is_no_kind_is_refused_before_anything_is_read(wrong):
+    with pytest.raises(ValueError, match="quantize must be one of int8, int4, or by role"):
+        bass.load_pair("no-owner/no-model", quantize=wrong)
+
+
+def test_a_kind_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="must be one of int8, int4; got 'fp8'"):
+        bass.quantized(tiny_model(), "fp8")
+
+
+def test_models_are_quantized_once(target):  # noqa: F811
+    model = bass.quantized(tiny_model(), "int8")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM is quantized already \(int8\)"):
+        bass.quantized(model, "int8")
+    with pytest.raises(ValueError, match="both say how the target is quantized"):
+        bass.load_pair(target, quantize="int8", quantization_config=object())
+    with pytest.raises(ValueError, match="draft='target:int4' is quantized already"):
+        bass.load_pair(target, draft="target:int4", quantize="int8")
+
+
+def test_a_draft_that_is_no_model_is_refused(target):  # noqa: F811
+    with pytest.raises(ValueError, match="what drafts is a NgramDrafter"):
+        bass.load_pair(target, quantize={"draft": "int4"})
+    pair = bass.ModelPair(tiny_model(), bass.FeatureDrafter(feature_head(tiny_model())))
+    with pytest.raises(ValueError, match="what drafts is a FeatureDrafter"):
+        pair.quantized({"draft": "int4"})
+
+
+def test_adapters_come_after_quantizing():
+    with pytest.raises(ValueError, match="has an adapter: merge it first"):
+        bass.quantized(with_adapter().get_base_model(), "int8")
+
+
+def test_a_quantized_model_that_was_saved_is_refused_by_name(tmp_path):
+    folder = save(tmp_path / "saved", bass.quantized(tiny_model(vocab_size=259), "int8"))
+    with pytest.raises(ValueError, match=r"weight is stored as I8; weights are floating-point numbers"):
+        bass.load_pair(folder)

@@ -1,0 +1,159 @@
+"""Products with INT8 and INT4 weights in Triton's interpreter, against float64."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, poisoned_memory
+from kernel_launches import counted
+
+import bass_kernels
+from bass_core import kernel_ops, quantization
+from bass_kernels import Codes, reference, skinny
+
+pytestmark = pytest.mark.interpreted
+HALF = (torch.float16, torch.bfloat16)
+
+
+def within_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in memory that has NaN (of codes: the largest) before, between and behind them."""
+    rows, columns = tensor.shape
+    fill = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+    room = torch.full((rows + 4, columns), fill, dtype=tensor.dtype)
+    room[2:-2] = tensor
+    return room[2:-2]
+
+
+def codes(columns: int, inputs: int, *, packed=False, group=None, dtype=torch.float16, seed=0) -> Codes:
+    """Random codes, some scales 0; beyond the last input a packed unit is full of nonsense."""
+    generator = torch.Generator().manual_seed(seed)
+    units = -(-inputs // 32)
+    shape, kind = ((columns, 16 * units), torch.uint8) if packed else ((columns, inputs), torch.int8)
+    weight = torch.randint(-128, 128, shape, generator=generator).to(torch.int8).view(kind)
+    scale = torch.rand(columns, 1 if group is None else -(-inputs // group), generator=generator).to(dtype) / 64
+    scale[torch.rand(scale.shape, generator=generator) < 0.1] = 0
+    return Codes(within_nan(weight), within_nan(scale), group)
+
+
+def activations(rows: int, inputs: int, dtype=torch.float16, seed=1) -> torch.Tensor:
+    """[rows, inputs] with NaN beside each row."""
+    room = torch.full((rows + 2, inputs + 8), float("nan"), dtype=dtype)
+    room[1:-1, :inputs] = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed))
+    return room[1:-1, :inputs]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+FORMS = {  # of weights
+    "int8": {}, "int8 in groups": {"group": 64}, "int4 in groups": {"packed": True, "group": 32},
+    "int4 in long groups": {"packed": True, "group": 128}, "int4": {"packed": True},
+}  # fmt: skip
+SHAPES = [(1, 40, 96), (3, 7, 33), (16, 33, 560), (17, 64, 224), (33, 70, 1), (70, 5, 300), (128, 40, 65), (5, 1, 700)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_those_of_the_reference(shape, form):
+    rows, columns, inputs = shape
+    for dtype, splits in itertools.product(HALF if rows < 20 else HALF[:1], (1, 3, None)):
+        x, weights = activations(rows, inputs, dtype), codes(columns, inputs, dtype=dtype, **FORMS[form])
+        bias = torch.randn(columns).to(dtype)
+        with poisoned_memory():
+            found = bass_kernels.skinny_linear(x, weights, bias, splits=splits)
+        assert found.dtype == dtype and found.shape == (rows, columns)
+        assert error(found, reference.skinny_linear(x, weights, bias)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("activation", skinny.ACTIVATIONS)
+@pytest.mark.parametrize("form", ["int8", "int4 in groups"])
+def test_what_follows_the_product_is_fused(form, activation, splits):
+    x, form = activations(9, 290), FORMS[form]
+    weights, gate, bias = codes(35, 290, **form), codes(35, 290, seed=2, **form), torch.randn(35)
+    for options in ({"bias": bias}, {"gate": gate}, {}):
+        with poisoned_memory():
+            found = bass_kernels.skinny_linear(x, weights, activation=activation, splits=splits, **options)
+        expected = reference.skinny_linear(x, weights, activation=activation, **options)
+        assert error(found, expected) < TOLERANCE[torch.float16]
+
+
+def test_full_precision_does_not_round():
+    for form in FORMS.values():
+        x, weights = activations(5, 290, torch.float32), codes(35, 290, dtype=torch.float32, **form)
+        found = bass_kernels.skinny_linear(x, weights, splits=2)
+        assert error(found, reference.skinny_linear(x, weights)) < TOLERANCE[torch.float32]
+
+
+def test_scales_of_zero_are_rows_of_zero():
+    weights = codes(8, 64, packed=True, group=32)
+    weights.scale.zero_()
+    assert (bass_kernels.skinny_linear(activations(3, 64), weights) == 0).all()
+
+
+def test_every_pair_of_numbers_in_a_byte_is_read_with_its_signs():
+    weight = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    x = torch.eye(32, dtype=torch.float16)
+    found = bass_kernels.skinny_linear(x, Codes(weight, torch.ones(16, 1, dtype=torch.float16)))
+    low, high = weight.long() & 15, weight.long() >> 4
+    numbers = torch.cat([low, high], 1)
+    assert torch.equal(found.T.long(), numbers - 16 * (numbers > 7))
+
+
+def test_weights_of_the_core_are_read_as_it_means_them():
+    weight, x = torch.randn(40, 90), activations(4, 90, torch.float32)
+    for kind, group in (("int8", None), ("int4", 32)):
+        made = quantization.KINDS[kind](weight)
+        wanted = x @ quantization.dequantized(*made, 90).T
+        assert error(bass_kernels.skinny_linear(x, Codes(*made, group)), wanted.double()) < 2e-6
+
+
+@pytest.mark.parametrize("kind", quantization.KINDS)
+def test_the_operator_is_the_kernel_for_few_rows_and_torch_for_many(kind):
+    made = quantization.KINDS[kind](torch.randn(40, 90).half())
+    bias = torch.randn(40).half()
+    wanted = torch.nn.Linear(90, 40)
+    wanted.weight.data, wanted.bias.data = quantization.dequantized(*made, 90).float(), bias.float()
+    for shape, launches in (((2, 3, 90), 1), ((129, 90), 0), ((0, 90), 0)):
+        x = torch.randn(*shape).half()
+        with counted() as seen:
+            found = kernel_ops.quantized_linear(x, *made, bias)
+        assert seen["around"]["_multiply"] == launches
+        assert found.shape == (*shape[:-1], 40)
+        assert error(found, wanted(x.float()).detach().double()) < TOLERANCE[torch.float16]
+    torch.library.opcheck(kernel_ops.quantized_linear, (torch.randn(2, 3, 90).half(), *made, bias))
+
+
+def test_narrow_outputs_are_cut_and_wide_ones_are_not():
+    tile = skinny.choose(8, packed=False)
+    assert skinny.pieces(1024, 4096, tile) == 4
+    assert skinny.pieces(14336, 4096, tile) == skinny.pieces(4096, 4096, tile) == 1
+    assert skinny.pieces(32, 64, tile) == 1  # nothing to cut
+
+
+def test_no_rows_give_no_rows():
+    assert bass_kernels.skinny_linear(activations(0, 64), codes(5, 64)).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": activations(129, 64)}, "may have 128 rows, got 129"),
+        ({"x": activations(2, 64).double()}, "x must be one of"),
+        ({"x": activations(64, 2).T}, "K contiguous"),
+        ({"x": activations(2, 65)}, "weight must be .5, 65. and contiguous for 65 inputs, got .5, 64."),
+        ({"codes": codes(5, 64)._replace(group=48)}, "multiple of 32, got 48"),
+        ({"codes": codes(5, 64)._replace(group=32)}, "scale must be .5, 2."),
+        ({"codes": Codes(torch.ones(5, 64), torch.ones(5, 1))}, "must be int8"),
+        ({"activation": "relu"}, "activation must be one of none, silu"),
+        ({"bias": torch.ones(4)}, "bias must be .5."),
+        ({"bias": torch.ones(5), "gate": codes(5, 64)}, "has no bias"),
+        ({"gate": codes(6, 64)}, "form of the others"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change, message):
+    call = partial(bass_kernels.skinny_linear, **{"x": activations(2, 64), "codes": codes(5, 64)} | change)
+    with pytest.raises(ValueError, match=message):
+        call()
