@@ -22,7 +22,7 @@ from bass_core.drafters import (
     SuffixDrafter,
 )
 from bass_core.engine import Result, Session, StepEvent
-from bass_core.generation import Generation, Interrupted, astream, generate, stream
+from bass_core.generation import FinalText, Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, costs_for
@@ -43,6 +43,7 @@ __all__ = [
     "DraftLengthPolicy",
     "Drafter",
     "FeatureDrafter",
+    "FinalText",
     "FixedLength",
     "Generation",
     "Goodput",

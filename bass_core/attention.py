@@ -318,7 +318,8 @@ def _by_row(forward: Callable, switch: int) -> Callable:
     def by_row(x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if (current := _thread.current) is None:
             return forward(x, position_ids, *args, **kwargs)
-        is_long = current.positions >= switch
+        in_long_prompt = current.prompt is not None and current.prompt > switch
+        is_long = current.positions >= (0 if in_long_prompt else switch)
         if current.last_only:
             is_long |= ((current.starts <= 0) & (current.ends > switch))[:, None]
         beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], switch)], dim=1)

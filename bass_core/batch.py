@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bass_core.cache import free
 from bass_core.drafters import Drafter
+from bass_core.long_prompt import LongPrompts
 from bass_core.rows import Prompt, Request, Rows
 from bass_core.runner import Runner
 
@@ -23,8 +24,9 @@ from bass_core.runner import Runner
 class Batch:
     """`rows`, and what `target` and `drafter` cache of them, kept in step."""
 
-    def __init__(self, rows: Rows, target: Runner, drafter: Drafter):
+    def __init__(self, rows: Rows, target: Runner, drafter: Drafter, prefill_chunk: int | None = None):
         self.rows, self.target, self.drafter = rows, target, drafter
+        self.long = LongPrompts(prefill_chunk, rows, target, drafter)
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
 
     def submit(self, request: Request) -> None:
@@ -55,14 +57,32 @@ class Batch:
             raise
         self.rows.drop_started()
 
-    def admit(self) -> tuple[range, Tensor]:
-        """Give waiting rows the free places. Returns these and the target's logits after the prompts, [B, V]."""
-        rows, first = self.rows, len(self.rows.live)
-        waiting = [request for request in list(rows.waiting) if request.finish_reason is None]
-        starting, later = waiting[: rows.free], waiting[rows.free :]
-        needed = max(request.limit for request in starting)
-        if needed > rows.capacity:
-            self.reserve(max(needed, 2 * rows.capacity))  # at least double, so that growing stays rare
+    def starting(self) -> list[Request]:
+        """Waiting rows that can start now, in the order in which they came."""
+        if not self.rows.free:
+            return []  # nor is a prompt being read: a place is kept for it
+        return self.long.starting(self._waiting(), self.rows.free)
+
+    def _waiting(self) -> list[Request]:
+        live = set(self.rows.live)  # rows that have passed a long prompt stay in the queue behind it
+        return [each for each in list(self.rows.waiting) if each.finish_reason is None and each not in live]
+
+    def read_chunk(self) -> tuple[Request, range]:
+        """Read the next chunk of a long prompt. Returns a row that waits for it, and the chunk's positions."""
+        request = self.long.request
+        self._make_room([request])
+        return request, self.long.read()
+
+    def _make_room(self, requests: list[Request]) -> None:
+        needed = max(request.limit for request in requests)
+        if needed > self.rows.capacity:
+            self.reserve(max(needed, 2 * self.rows.capacity))  # at least double, so that growing stays rare
+
+    def admit(self, starting: list[Request]) -> tuple[range, Tensor]:
+        """Give these rows places. Returns the places and the target's logits after the prompts, [B, V]."""
+        rows, first, chosen = self.rows, len(self.rows.live), set(starting)
+        later = [request for request in self._waiting() if request not in chosen]
+        self._make_room(starting)
         leaders: dict[Prompt, Request] = {}  # the first sample of each prompt that was not prefilled yet
         for request in starting:
             if request.prompt.saved is None:

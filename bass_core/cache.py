@@ -54,6 +54,7 @@ class Pass:
     last_only: whether only what follows each row's last token is wanted (prefill, passes of a draft).
     phase: what this pass is one of.
     features: [B, Q, H], what a drafter's model reads beside each token.
+    prompt: how long the prompt is of which this pass reads a chunk; None where it reads none.
     """
 
     positions: Tensor
@@ -68,6 +69,7 @@ class Pass:
     last_only: bool = False
     phase: Phase | None = None
     features: Tensor | None = None
+    prompt: int | None = None
     first_place: int = field(init=False)
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`

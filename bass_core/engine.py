@@ -40,11 +40,16 @@ FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, com
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted."""
+    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted.
+
+    drafted, accepted: how many tokens each of them drafted, and had accepted; where a row ended, fewer may be emitted.
+    """
 
     step: int
     rows: list[int]
     new_tokens: list[list[int]]
+    drafted: list[int]
+    accepted: list[int]
 
 
 class Result(NamedTuple):
@@ -65,6 +70,11 @@ class Session:
 
     Options as in `generate`. max_batch_size: rows decoded at once; further rows wait for a place. Use it as a context
     manager, or call `close`, to free the caches. Raises ValueError or TypeError for options that cannot be honoured.
+
+    prefill_chunk: a prompt of more tokens is read so many at a time, at most one such chunk between two decode steps:
+    rows that run wait for a chunk and not for a prompt. None: all at once. One prompt is read at a time, in the order
+    in which rows come, and a place is kept for it; rows behind it whose prompts are not longer than a chunk start in
+    the other places, together, at most once between two decode steps. Texts are the same.
     """
 
     on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set while `profiling.profile` records
@@ -89,6 +99,7 @@ class Session:
         stop: str | Sequence[str] = (),
         generation_config: GenerationConfig | None = None,
         on_row_error: str = "raise",
+        prefill_chunk: int | None = None,
         trace: str = "steps",
     ):
         self.pair, self.seed = inputs.model_pair(pair), inputs.integer("seed", seed, least=None)
@@ -100,9 +111,10 @@ class Session:
         self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
         self.vocabulary = pair.target.config.get_text_config().vocab_size
         max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
+        chunk = None if prefill_chunk is None else inputs.integer("prefill_chunk", prefill_chunk, least=1)
         inputs.one_of("trace", trace, LEVELS)
         eos = inputs.eos_ids(own, eos_token_id, self.vocabulary)
-        finder = inputs.stop_strings(stop, pair.tokenizer)
+        self.stop = inputs.stop_strings(stop, pair.tokenizer)
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
         forced = SyntheticAcceptance.named(acceptance, pair.device)
         way = recorded_step.resolve(compile, pair.device, paths, trace)
@@ -111,8 +123,8 @@ class Session:
         self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
         options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
         self.drafter = pair.drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
-        self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos, finder)
-        self.batch = Batch(self.rows, self.target, self.drafter)
+        self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos)
+        self.batch = Batch(self.rows, self.target, self.drafter, chunk)
         self.trace = Trace(
             trace,
             attention=paths[0],
@@ -151,6 +163,8 @@ class Session:
         min_p: float | None = None,
         repetition_penalty: float | None = None,
         seed: int | None = None,
+        sample: int | None = None,
+        stop: str | Sequence[str] | None = None,
         row: int | None = None,
         deadline: float | None = None,
     ) -> Request:
@@ -159,9 +173,15 @@ class Session:
         prompt: a text, a conversation, or token ids, as in `generate`.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: the session's where None. Its text is what it would
         be in a session of these. (On a GPU, steps with a row that is not sampled as the session says launch more.)
-        row: its number, one that no row had where None; random numbers are a function of seed and number alone, so that
-        a number is free again only once its row has ended.
+        sample: which of the seed's texts this is; its row number where None. Random numbers are a function of seed and
+        sample alone, so that a row of a given seed and sample has one text, whatever else the session does.
+        stop: strings that end the row, in place of the session's; () for none.
+        row: its number, which names it in events and in the trace; one that no row had where None. It is free again
+        only once the row has ended.
         deadline: seconds from now after which the row ends with reason "budget".
+
+        Rows of one prompt that wait together share its prefill: for n samples, submit it n times between two steps. The
+        handle counts what the row's steps have `drafted` and `accepted` so far.
 
         Raises ValueError or TypeError for what cannot be decoded or honoured, RuntimeError once the session is closed.
         May be called from other threads and inside a step.
@@ -175,13 +195,16 @@ class Session:
             "repetition_penalty": repetition_penalty,
         }  # fmt: skip
         own = {name: value for name, value in own.items() if value is not None}
+        sample = None if sample is None else inputs.integer("sample", sample)
         request = Request(
             prompt=Prompt(ids),
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             params=replace(self.params, **own) if own else self.params,
+            stop=self.stop if stop is None else inputs.stop_strings(stop, self.pair.tokenizer),
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
-            row=self._number(row),  # last: what is refused takes none
+            row=(number := self._number(row)),  # last: what is refused takes none
+            sample=number if sample is None else sample,
         )
         if not request.params.greedy and self.trace.meta["verification"] == "greedy":
             self.trace.meta["verification"] = self.rule
@@ -197,7 +220,7 @@ class Session:
             return next(number for number in self._count if number not in self._chosen)
         inputs.integer("row", row)
         if any(each.row == row and each.finish_reason is None for each in (*self.rows.live, *self.rows.waiting)):
-            raise ValueError(f"row {row} has not ended yet; rows of one number would draw the same random numbers")
+            raise ValueError(f"row {row} has not ended yet; events and the trace would mix up rows of one number")
         self._chosen.add(row)
         return row
 
@@ -227,7 +250,7 @@ class Session:
         text = None
         if self.pair.tokenizer is not None:
             text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
-            text = self.rows.stop.cut(text) if self.rows.stop else text
+            text = handle.stop.cut(text) if handle.stop else text
         return Result(torch.from_numpy(tokens), text, torch.from_numpy(logprobs), handle.finish_reason)
 
     def _check_own(self, handle: Request) -> None:
@@ -259,7 +282,8 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> StepEvent:
-        """Prefill waiting rows if there are places for them, else one draft-verify-commit step over the live rows.
+        """Prefill waiting rows if there are places for them, else one draft-verify-commit step over the live rows; or
+        read a chunk of a long prompt, which moves no row.
 
         Raises FloatingPointError if a model's logits are not numbers; no token of that step is committed then.
         RuntimeError inside a step, and after one was interrupted while it committed.
@@ -278,9 +302,12 @@ class Session:
         for request in self.rows.expired():
             self.batch.end(request, "budget")
         with self.target.cache.explaining(), self.target.prepared():
-            if self.rows.waiting and self.rows.free:
-                return self._prefill()
-            return self._decode() if self.rows.live else StepEvent(self._step, [], [])
+            starting, long = self.batch.starting() if self.rows.waiting else [], self.batch.long
+            if self.rows.waiting and long.request and (long.turn or not (starting or self.rows.live)):
+                return self._read_chunk()
+            if starting and (long.admits or not self.rows.live):
+                return self._prefill(starting)
+            return self._decode() if self.rows.live else StepEvent(self._step, [], [], [], [])
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -322,34 +349,51 @@ class Session:
         self._enter("verify")
         self._ahead = True
         decided = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
-        commit = self._commit(context, decided)
+        commit = self._commit(context, draft, decided)
         self.drafter.committed(context.lengths_host, draft, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
+        self.batch.long.decoded()
         return self._record("decode", planned, context, draft, decided.p, commit)
 
-    def _prefill(self) -> StepEvent:
+    def _prefill(self, starting: list[Request]) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
         self._enter("prefill")
         with self.batch.admission():
-            places, logits = self.batch.admit()
+            places, logits = self.batch.admit(starting)
             self._enter("commit")
             context = self.device_step.context(places, 0)
             draft = Draft.none(context)
             self._ahead = True
             decided = self.device_step.verify(context, draft, logits[:, None])
-            commit = self._commit(context, decided)
+            commit = self._commit(context, draft, decided)
         self.batch.compact()
+        self.batch.long.prefilled()
         if self.rows.live:
             self.policy.start(self.rows.view())
         return self._record("prefill", np.zeros(len(places), np.int64), context, draft, decided.p, commit)
 
-    def _commit(self, context: Context, decided: Decided) -> Commit:
+    def _read_chunk(self) -> StepEvent:
+        """A chunk of a long prompt, by the target and by what drafts."""
+        self._enter("prefill")
+        request, chunk = self.batch.read_chunk()
+        self._enter("commit")
+        self._enter("")
+        reading, after = self._watch.intervals()
+        counts = dict.fromkeys(("k", "drafted", "accepted", "emitted"), 0)
+        times = {"draft_ms": 0.0, "verify_ms": reading, "other_ms": after}
+        self.trace.record_step(
+            step=self._step, row=np.array([request.row]), kind="prefill", kv_length=chunk.start, **counts, **times
+        )
+        self._step += 1
+        return StepEvent(self._step - 1, [], [], [], [])
+
+    def _commit(self, context: Context, draft: Draft, decided: Decided) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
         host = decided.block.cpu().numpy()  # [B, K + 4]
         failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
         self._committing = True
-        commit = self.rows.commit(context.places, host[:, :-2], failed)
+        commit = self.rows.commit(context.places, host[:, :-2], draft.lengths_host, failed)
         self._committing = self._ahead = False
         return commit
 
@@ -412,8 +456,7 @@ class Session:
         )
         if self.trace.level == "tokens":
             self.trace.record_tokens(**token_columns(self._step, context.lengths_host, draft, p, commit))
-        event = StepEvent(
-            self._step, ids, [t[:n].tolist() for t, n in zip(commit.new_tokens, commit.emitted, strict=True)]
-        )
+        new = [tokens[:count].tolist() for tokens, count in zip(commit.new_tokens, commit.emitted, strict=True)]
+        event = StepEvent(self._step, ids, new, draft.lengths_host.tolist(), commit.accepted.tolist())
         self._step += 1
         return event

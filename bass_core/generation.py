@@ -13,13 +13,13 @@ from typing import Any
 
 import pandas as pd
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.engine import Result, Session, StepEvent
 from bass_core.models import ModelPair
-from bass_core.rows import Request
+from bass_core.rows import Request, StopStrings
 from bass_core.trace import Trace
 
 CLEANED = 4  # how long what follows a space has to be before no clean-up of a tokenizer's removes it (" n't" it does)
@@ -209,9 +209,9 @@ def stream(
     """Yield (row, text) as the text of rows becomes final: the next piece of that row, never taken back.
 
     Arguments as in `generate` (but for `on_step`), rows numbered as there; a row's pieces, joined, are its text. What
-    may still change is held back: a character of which bytes are missing, the beginning of what could become a stop
-    string, spaces that the tokenizer may clean up. Leaving the loop ends the decoding. Raises at once what `generate`
-    raises before its first pass, and ValueError for a pair without a tokenizer.
+    may still change is held back (`FinalText`, which does so for rows of a `Session`). Leaving the loop ends the
+    decoding. Raises at once what `generate` raises before its first pass, and ValueError for a pair without a
+    tokenizer.
     """
     if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
         raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; it takes those of generate()")
@@ -278,30 +278,49 @@ def _steps(session: Session, handles: Sequence[Request], ends: float | None) -> 
 
 def _pieces(session: Session, handles: Sequence[Request], ends: float | None) -> Iterator[tuple[int, str]]:
     with session:
-        sent, stops = [""] * len(handles), session.rows.stop.stop if session.rows.stop else ()
-        tokenizer = session.pair.tokenizer
-        cleans_up = tokenizer.decode(tokenizer("a .", add_special_tokens=False)["input_ids"]) != "a ."
-
-        def more(row: int) -> Iterator[tuple[int, str]]:
-            result = session.result(handles[row])
-            text = result.text if result.finish_reason is not None else _final(result.text, stops, cleans_up)
-            if len(text) > len(sent[row]) and text.startswith(sent[row]):
-                piece, sent[row] = text[len(sent[row]) :], text
+        texts = [FinalText(session.pair.tokenizer, handle.stop) for handle in handles]
+        for event in _steps(session, handles, ends):
+            for row, new in zip(event.rows, event.new_tokens, strict=True):
+                if piece := texts[row].feed(new, ended=handles[row].finish_reason is not None):
+                    yield row, piece
+        for row, text in enumerate(texts):  # those that the clock has ended
+            if piece := text.feed(ended=True):
                 yield row, piece
 
-        for event in _steps(session, handles, ends):
-            for row in event.rows:
-                yield from more(row)
-        for row in range(len(handles)):  # those that the clock has ended
-            yield from more(row)
 
+class FinalText:
+    """The text of one row, piece by piece, as it becomes final; the pieces, joined, are `Result.text`.
 
-def _final(text: str, stops: Sequence[str], cleans_up: bool) -> str:
-    """What of a running row's text no further token can change."""
-    text = text.rstrip("\ufffd")  # bytes of a character that is not complete
-    if cleans_up and (space := text.rfind(" ", -CLEANED)) >= 0:
-        text = text[:space]
-    for stop in stops:
-        held = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
-        text = text[: len(text) - held]
-    return text
+    What may still change is held back: a character of which bytes are missing, the beginning of what could become a
+    stop string, spaces that the tokenizer may clean up. For a row of a `Session`:
+
+        text = FinalText(pair.tokenizer, handle.stop)
+        piece = text.feed(new_tokens, ended=handle.finish_reason is not None)  # after each step that moved the row
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: StopStrings | None = None):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._ids: list[int] = []
+        self._sent = ""
+        self._cleans_up = tokenizer.decode(tokenizer("a .", add_special_tokens=False)["input_ids"]) != "a ."
+
+    def feed(self, ids: Sequence[int] = (), ended: bool = False) -> str:
+        """What has become final by these ids, "" where nothing has. ended: no more of them come, and all is final."""
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        text = self._stop.cut(text) if self._stop else text
+        text = text if ended else self._final(text)
+        if not text.startswith(self._sent):
+            return ""
+        piece, self._sent = text[len(self._sent) :], text
+        return piece
+
+    def _final(self, text: str) -> str:
+        """What of a running row's text no further token can change."""
+        text = text.rstrip("\ufffd")  # bytes of a character that is not complete
+        if self._cleans_up and (space := text.rfind(" ", -CLEANED)) >= 0:
+            text = text[:space]
+        for stop in self._stop.stop if self._stop else ():
+            held = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+            text = text[: len(text) - held]
+        return text

@@ -36,13 +36,17 @@ class Prompt:
 class Request:
     """One row from submission to result; the handle that `Session.submit` returns."""
 
-    row: int  # row id: keys the randomness, orders the output
+    row: int  # row id: orders the output
     prompt: Prompt
     max_new_tokens: int
     seed: int
+    sample: int  # keys the randomness, with the seed
     params: SamplingParams
+    stop: StopStrings | None = None
     deadline: float | None = None  # time.monotonic() at which the row is ended
     finish_reason: str | None = None
+    drafted: int = 0  # tokens that the row's steps have drafted so far, and accepted
+    accepted: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
@@ -108,13 +112,11 @@ class Rows:
         vocabulary: int,
         params: SamplingParams,
         eos: Iterable[int],
-        stop: StopStrings | None,
     ):
         """params: of places without a row, and of the rows that most steps are prepared for."""
         self.max_rows, self.capacity, self.device = max_rows, 0, device
         self.vocabulary, self.params = vocabulary, params
         self.eos = np.array(sorted(eos), dtype=np.int64)
-        self.stop = stop
         self.waiting: deque[Request] = deque()
         self.live: list[Request] = []
         self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
@@ -178,7 +180,7 @@ class Rows:
         self.tokens_host[place, : len(ids)] = ids.numpy()
         self.lengths[place] = self.lengths_host[place] = self.prompt_lengths[place] = len(ids)
         self.steps[place] = self.steps_host[place] = 0
-        self.streams[place] = randomness.stream(request.seed, request.row)
+        self.streams[place] = randomness.stream(request.seed, request.sample)
         self.limits[place] = request.limit
         if self.seen is None and request.params.needs_history:
             self.seen = torch.zeros(self.max_rows, self.vocabulary, dtype=torch.bool, device=self.device)
@@ -230,11 +232,11 @@ class Rows:
         self.steps[:live] = torch.from_numpy(self.steps_host[:live])
         self._recall(range(live))
 
-    def commit(self, places: range, host: np.ndarray, failed: np.ndarray) -> Commit:
+    def commit(self, places: range, host: np.ndarray, drafted: np.ndarray, failed: np.ndarray) -> Commit:
         """The host's side of `advance`; ends rows that are done.
 
-        host: verified.tokens and verified.accepted as one array [B, K + 2]. failed: bool [B], rows to end with reason
-        "error", nothing of theirs committed.
+        host: verified.tokens and verified.accepted as one array [B, K + 2]. drafted: how many tokens rows submitted
+        [B]. failed: bool [B], rows to end with reason "error", nothing of theirs committed.
         """
         rows = slice(places.start, places.stop)
         new_host, accepted_host = host[:, :-1], np.where(failed, 0, host[:, -1])
@@ -246,6 +248,9 @@ class Rows:
         self.steps_host[rows] += 1
         reasons |= dict.fromkeys(np.flatnonzero(failed).tolist(), "error")
         commit = Commit(self.live[rows], new_host, accepted_host, emitted)
+        for request, tried, kept in zip(commit.requests, drafted.tolist(), accepted_host.tolist(), strict=True):
+            request.drafted += tried
+            request.accepted += kept
         for index, reason in reasons.items():
             self._finish(places[index], reason)
         return commit
@@ -259,13 +264,14 @@ class Rows:
             ends = is_eos.any(1)
             counts = np.where(ends, is_eos.argmax(1) + 1, counts)
             reasons |= dict.fromkeys(np.flatnonzero(ends).tolist(), "eos")
-        if self.stop is not None:
-            for index in np.flatnonzero(counts).tolist():
-                place, count = rows.start + index, int(counts[index])
-                generated = self.tokens_host[place, self.prompt_lengths[place] : self.lengths_host[place]]
-                kept = self.stop.completed_at(np.concatenate([generated, new[index, :count]]), count)
-                if kept is not None and (kept < count or reasons.get(index) != "eos"):
-                    counts[index], reasons[index] = kept, "stop"
+        for index, request in enumerate(self.live[rows]):
+            if request.stop is None or counts[index] == 0:
+                continue
+            place, count = rows.start + index, int(counts[index])
+            generated = self.tokens_host[place, self.prompt_lengths[place] : self.lengths_host[place]]
+            kept = request.stop.completed_at(np.concatenate([generated, new[index, :count]]), count)
+            if kept is not None and (kept < count or reasons.get(index) != "eos"):
+                counts[index], reasons[index] = kept, "stop"
         return counts, reasons
 
     # --- going ------------------------------------------------------------------------------------

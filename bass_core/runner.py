@@ -97,6 +97,7 @@ class Runner:
         last_only: bool = False,
         phase: Phase | None = None,
         features: Tensor | None = None,
+        prompt: int | None = None,
     ) -> Tensor:
         """Logits [B, Q, V] of each row's tokens at positions start, start + 1, … (last_only: of the last, [B, 1, V]).
 
@@ -104,7 +105,7 @@ class Runner:
         beyond a row's query length are meaningless. starts: int64 [B], and the same numbers on the host. places: where
         the rows live, from place 0 on if None. packed: whether the model sees the submitted tokens alone, as one row;
         None: where that saves enough (`packs`; the path `eager` cannot). features: [B, Q, H], for models
-        that read such.
+        that read such. prompt: how long the prompt is of which this is a chunk.
 
         starts_host=None: nothing is known on the host (query_lengths is a tensor), the shapes are all that such a pass
         depends on, and it can be compiled and recorded. It then looks at `extent` slots. An ordinary pass has to come
@@ -127,7 +128,7 @@ class Runner:
         else:
             positions, slots, ends = self.fused(_places)(ids, starts, query_lengths, self.cache.scratch_slot)
         where, seen = (positions, slots, starts, ends), (places, extent, self.cache.slots)
-        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase, features))
+        return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase, features, prompt))
 
     def feed_last(
         self,
@@ -136,16 +137,24 @@ class Runner:
         count: int,
         places: range | None = None,
         features: Tensor | None = None,
+        prompt: int | None = None,
     ) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` tokens (all, if it has fewer).
 
         tokens: int64 [B, >= max length], each row's tokens from position 0; lengths: how many each row has. Rewriting
-        positions that the cache already holds writes the same values again. features: [B, count, H], as in `feed`.
+        positions that the cache already holds writes the same values again. features [B, count, H], prompt: as in
+        `feed`.
         """
         starts = torch.tensor(lengths, device=tokens.device) - count  # [B]
         ids = tokens.gather(1, (starts[:, None] + torch.arange(count, device=tokens.device)).clamp(min=0))
         starts_host = [length - count for length in lengths]
-        options = {"starts_host": starts_host, "places": places, "last_only": True, "features": features}
+        options = {
+            "starts_host": starts_host,
+            "places": places,
+            "last_only": True,
+            "features": features,
+            "prompt": prompt,
+        }
         return self.feed(ids, starts, [count] * len(ids), **options)[:, -1]
 
     def hidden(self, places: range) -> Tensor | None:

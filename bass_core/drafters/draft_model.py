@@ -54,6 +54,12 @@ class ModelDrafter(Drafter):
         self._feed_last(tokens, hidden, lengths, max(lengths), places)
         self.cached[places.start : places.stop] = lengths
 
+    def prefill_chunk(self, tokens: Tensor, chunk: range, place: int, hidden: Tensor | None = None) -> None:
+        places = range(place, place + 1)
+        if chunk.start == 0:
+            self.runner.cache.clear(places)
+        self._feed_last(tokens, hidden, [chunk.stop], len(chunk), places, prompt=tokens.shape[1])
+
     def move_row(self, source: int, places: range) -> None:
         self.runner.cache.move_row(source, places)
         self.cached[places.start : places.stop] = self.cached[source]
@@ -173,14 +179,20 @@ class ModelDrafter(Drafter):
         return F.pad(self._comparable(logits), (0, 0, 0, resting)) if resting else self._comparable(logits)
 
     def _feed_last(
-        self, tokens: Tensor, hidden: Tensor | None, lengths: Sequence[int], count: int, places: range
+        self,
+        tokens: Tensor,
+        hidden: Tensor | None,
+        lengths: Sequence[int],
+        count: int,
+        places: range,
+        prompt: int | None = None,
     ) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` (`Runner.feed_last`)."""
         tokens, features = self._known(tokens[: len(lengths)]), None
         if hidden is not None:
             starts = torch.as_tensor(lengths, device=tokens.device) - count
             features = self._features(hidden[: len(lengths)], starts, count)
-        return self.runner.feed_last(tokens, lengths, count, places, features)
+        return self.runner.feed_last(tokens, lengths, count, places, features, prompt)
 
     def _features(self, hidden: Tensor | None, starts: Tensor, width: int) -> Tensor | None:
         """What committed tokens at starts, starts + 1, … are fed with beside themselves: [B, width, H]."""

@@ -167,6 +167,14 @@ class Drafter(ABC):
         """Rows with these prompts now live in `places`. tokens int64 [B, S]; hidden [B, S, H]: as in `Context`, of all
         of the prompt."""
 
+    def prefill_chunk(self, tokens: Tensor, chunk: range, place: int, hidden: Tensor | None = None) -> None:
+        """A long prompt is read into `place` chunk by chunk, here the positions in `chunk`. After the last one comes
+        `save_row`, and rows start by `load_row`. An interrupt may have a chunk said again. Unless this is overridden,
+        all is read at the last chunk, by `prefill`. tokens int64 [1, P], all of the prompt; hidden [1, S, H]: as in
+        `prefill`, up to the chunk's end."""
+        if chunk.stop == tokens.shape[1]:
+            self.prefill(tokens, [tokens.shape[1]], range(place, place + 1), hidden)
+
     def move_row(self, source: int, places: range) -> None:
         """The row at one place now (also) lives at others."""
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bass_lab.cli import checks, common, decoding, lessons, measuring, sweep
+from bass_lab.cli import checks, common, decoding, lessons, measuring, serving, sweep
 
 app = typer.Typer(
     cls=common.Program,
@@ -20,6 +20,7 @@ command = functools.partial(app.command, cls=common.Command)
 
 command()(lessons.demo)
 command(epilog=decoding.EXAMPLES)(decoding.generate)
+command(epilog=serving.EXAMPLES)(serving.serve)
 command()(checks.doctor)
 command(epilog=checks.EXAMPLES)(checks.verify)
 command(epilog=measuring.BENCH_EXAMPLES)(measuring.bench)

@@ -103,7 +103,7 @@ def launches(
         drafter = ModelDrafter(models[1]).begin(setting)
         runners = Runner(models[0], "ragged", batch, 2 * PROMPT, compiled=compiled), drafter.runner
         drafter.grow(2 * PROMPT)
-        rows = Rows(batch, models[0].device, vocabulary, params, (), None)
+        rows = Rows(batch, models[0].device, vocabulary, params, ())
         rows.grow(2 * PROMPT)
         options = StepOptions("token", None, False, True, begin=lambda phase: None)
         step = RecordedStep(rows, runners[0], drafter, options, Graphs(launched_each_time))

@@ -195,3 +195,55 @@ def test_results_of_a_running_session_end_before_the_stop_string_too():
     assert texts[-1] == "the né"
     assert all("g" not in text for text in texts)
     assert session.result(handle).finish_reason == "stop"
+
+
+# --- stop strings of a row ------------------------------------------------------------------------
+
+
+def spell_rows(stops, session_stop=(), **options) -> list[bass.Result]:
+    """The speller's text for each row's own stop strings, in one session."""
+    options = {"draft_length": 5, "eos_token_id": (), "max_batch_size": len(stops)} | options
+    session = bass.Session(SPELLING, stop=session_stop, **options)
+    handles = [session.submit("!", max_new_tokens=18, stop=stop) for stop in stops]
+    while not session.idle:
+        session.step()
+    return [session.result(handle) for handle in handles]
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 3, 8])
+@pytest.mark.parametrize("session_stop", [(), "y"])
+def test_each_row_ends_at_its_own_stop_strings(draft_length, session_stop):
+    stops = [None, (), "é", ["€g", "absent"], "he", ["z", "😀"]]
+    for stop, row in zip(stops, spell_rows(stops, session_stop, draft_length=draft_length), strict=True):
+        out = spell(session_stop if stop is None else stop, draft_length)
+        assert row.sequence.tolist() == out.sequences[0].tolist()
+        assert (row.text, row.finish_reason) == (out.texts[0], out.finish_reasons[0])
+
+
+def test_rows_of_many_stop_strings_share_the_steps():
+    stops, passes = [None, "e n", "é", ()], []
+    hook = MODEL.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[0]))
+    try:
+        spell_rows(stops, draft_length=0)
+    finally:
+        hook.remove()
+    assert passes[:3] == [1, 1, 4]  # the prompt, by target and draft; then all rows together
+    assert len(passes) == 2 + 17  # a token by the prompt's pass, and one by each step
+
+
+@pytest.mark.parametrize(
+    ("stop", "error"),
+    [([""], ValueError), (5, TypeError), ([5], TypeError), (b"x", TypeError)],
+)
+def test_what_is_no_stop_string_of_a_row_is_refused_and_takes_no_number(stop, error):
+    session = bass.Session(SPELLING)
+    with pytest.raises(error, match="stop"):
+        session.submit("!", max_new_tokens=4, stop=stop)
+    assert session.submit("!", max_new_tokens=4).row == 0
+
+
+def test_stop_strings_of_a_row_need_a_tokenizer():
+    session = bass.Session(PAIR)
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        session.submit(PROMPTS[0], max_new_tokens=4, stop="x")
+    assert session.submit(PROMPTS[0], max_new_tokens=4, stop=()).row == 0

@@ -75,9 +75,9 @@ def traced(function: Callable[[], None], met: Callable[[Line], None]) -> None:
         sys.settrace(None)
 
 
-def lines_of_a_run(pair: bass.ModelPair) -> Counter[Line]:
+def lines_of_a_run(pair: bass.ModelPair, run: type = Run) -> Counter[Line]:
     count: Counter[Line] = Counter()
-    traced(Run(pair).to_the_end, lambda line: count.update([line]))
+    traced(run(pair).to_the_end, lambda line: count.update([line]))
     return count
 
 

@@ -119,6 +119,32 @@ def test_what_may_become_a_stop_string_is_held_back(told, stop, pieces):
     assert "".join(pieces) == bass.generate(pair, "a", stop=stop, **options).texts[0]
 
 
+def test_rows_of_a_session_become_final_each_by_its_own_stop_strings():
+    pair, options = saying("abSTxy🙂")
+    new = options.pop("max_new_tokens")
+    session = bass.Session(pair, **options)
+    stops = [(), "STOP", "y"]
+    handles = [session.submit("a", max_new_tokens=new, stop=stop) for stop in stops]
+    texts = [bass.FinalText(pair.tokenizer, handle.stop) for handle in handles]
+    pieces = [[] for _ in stops]
+    while not session.idle:
+        event = session.step()
+        for row, tokens in zip(event.rows, event.new_tokens, strict=True):
+            pieces[row].append(texts[row].feed(tokens, ended=handles[row].finish_reason is not None))
+    assert [[piece for piece in row if piece] for row in pieces] == [
+        ["a", "b", "S", "T", "x", "y", "🙂"],
+        ["a", "b", "STx", "y", "🙂"],
+        ["a", "b", "S", "T", "x"],
+    ]
+    assert ["".join(row) for row in pieces] == [session.result(handle).text for handle in handles]
+
+
+def test_text_that_has_ended_has_nothing_more():
+    text = bass.FinalText(TOKENIZER)
+    ids = TOKENIZER("né", add_special_tokens=False)["input_ids"]
+    assert [text.feed(ids[:2]), text.feed(ended=True), text.feed(ended=True)] == ["n", "\ufffd", ""]
+
+
 def test_clean_up_of_spaces_takes_nothing_back():
     tokenizer = byte_tokenizer()
     decode = tokenizer.decode

@@ -350,6 +350,20 @@ def test_freed_place_is_taken_before_the_other_rows_end():
 # --- events ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("options", [{}, SAMPLED, {"draft_length": 0}, {"max_batch_size": 2}], ids=str)
+def test_events_and_handles_count_what_rows_drafted_and_accepted_as_the_trace_does(options):
+    session = session_over(**options)
+    handles, events = [session.submit(prompt, max_new_tokens=12) for prompt in PROMPTS], []
+    while not session.idle:
+        events.append(session.step())
+    steps = session.trace.steps
+    told = [(e.step, *row) for e in events for row in zip(e.rows, e.drafted, e.accepted, strict=True)]
+    assert sorted(told) == sorted(zip(steps.step, steps.row, steps.drafted, steps.accepted, strict=True))
+    totals = steps.groupby("row")[["drafted", "accepted"]].sum()
+    assert [[handle.drafted, handle.accepted] for handle in handles] == totals.to_numpy().tolist()
+    assert (totals.accepted.sum() > 0) == (options.get("draft_length") != 0)
+
+
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"draft_length": 0}], ids=str)
 def test_events_hold_exactly_the_tokens_of_the_rows(options):
     told, steps = defaultdict(list), []

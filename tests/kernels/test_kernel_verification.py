@@ -400,7 +400,7 @@ def committing(
     )
     submitted[3], lengths = -1, lengths.clamp(max=60)
     logits[list(broken), 0, 5] = torch.nan
-    rows = Rows(8, torch.device(device), vocabulary, SamplingParams(temperature), (), None)
+    rows = Rows(8, torch.device(device), vocabulary, SamplingParams(temperature), ())
     rows.grow(80)
     generator = torch.Generator().manual_seed(seed)
     rows.tokens.copy_(torch.randint(vocabulary, rows.tokens.shape, generator=generator))

@@ -88,6 +88,57 @@ def test_rows_as_the_session_says_are_recorded_whole_before_and_after_others(mon
         assert session.result(handle).sequence.tolist() == alone(row, PROMPTS[row], new, **way).sequence.tolist()
 
 
+# --- samples --------------------------------------------------------------------------------------
+
+SEEDED = [way | {"seed": 5 + index % 2, "sample": index // 2} for index, way in enumerate(WAYS)]
+
+
+def seeded_alone(index: int, **options) -> list[int]:
+    """The text of a seeded row in a session of its own, in which it has another number."""
+    session = session_over(max_batch_size=1, **options)
+    session.submit(PROMPTS[index], max_new_tokens=0)
+    handle = session.submit(PROMPTS[index], max_new_tokens=NEW, row=99, **SEEDED[index])
+    run_to_the_end(session)
+    return session.result(handle).sequence.tolist()
+
+
+@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_seeded_samples_are_what_they_are_in_a_session_of_their_own(monkeypatch, rule, compile):
+    use_on_cpu(monkeypatch)
+    found = mixed(SEEDED, verification=rule, compile=compile, temperature=0.6, seed=1)
+    for index, row in enumerate(found):
+        assert row.sequence.tolist() == seeded_alone(index, verification=rule, temperature=0.6), SEEDED[index]
+
+
+def test_rows_of_one_seed_and_sample_are_one_text_and_of_others_another():
+    session = session_over(max_batch_size=6, temperature=0.9)
+    named = [(7, 0), (7, 0), (7, 1), (8, 0)]
+    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, seed=seed, sample=sample) for seed, sample in named]
+    assert [row.row for row in rows] == [0, 1, 2, 3]
+    run_to_the_end(session)
+    texts = [tuple(session.result(row).sequence.tolist()) for row in rows]
+    assert texts[0] == texts[1] and len(set(texts)) == 3
+
+
+def test_the_sample_of_a_row_is_its_number_unless_it_has_its_own():
+    session = session_over(temperature=0.9, seed=4)
+    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, **own) for own in ({"row": 6}, {"sample": 6})]
+    run_to_the_end(session)
+    first, second = (session.result(row).sequence.tolist() for row in rows)
+    assert first == second == alone(6, PROMPTS[0], NEW, temperature=0.9, seed=4).sequence.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sample", "error"), [(-1, ValueError), (1.5, TypeError), ("a", TypeError), (2**64, ValueError)]
+)
+def test_what_is_no_sample_is_refused_and_takes_no_number(sample, error):
+    session = session_over()
+    with pytest.raises(error, match="sample must"):
+        session.submit(PROMPTS[0], max_new_tokens=NEW, sample=sample)
+    assert session.submit(PROMPTS[0], max_new_tokens=NEW).row == 0
+
+
 LAWS = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.3, "repetition_penalty": 1.5}]
 
 

@@ -72,6 +72,17 @@ def test_longrope_holds_on_every_path_and_in_packed_passes(path):
     assert_rows_are_as_alone(llama(), BEFORE, CROSSING, BEYOND, draft_length=3, attention=path)
 
 
+@pytest.mark.parametrize("models", [llama, phi3])
+def test_longrope_holds_where_prompts_are_read_in_chunks(models):
+    pair, prompts = models(), ragged_prompts(BEFORE, BEYOND, SWITCH - NEW + 1)
+    with bass.Session(pair, prefill_chunk=5, draft_length=3, eos_token_id=()) as session:
+        handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
+        while not session.idle:
+            session.step()
+        for prompt, handle in zip(prompts, handles, strict=True):
+            assert session.result(handle).sequence.tolist() == greedy_alone(pair.target, prompt, NEW).tolist()
+
+
 def test_longrope_holds_where_rows_draft_different_lengths():
     class PerRow(bass.DraftLengthPolicy):
         def plan(self, rows):

@@ -1,0 +1,86 @@
+"""`bass serve`: one pair behind an OpenAI-compatible HTTP API."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bass_lab.cli import common
+
+EXAMPLES = common.examples(
+    "bass serve --port 0",
+    "bass serve -t Qwen/Qwen2.5-7B-Instruct -d Qwen/Qwen2.5-0.5B-Instruct \\",
+    "    --dtype bfloat16 --max-batch-size 16",
+)
+NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+
+
+def serve(
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="beyond this machine it needs an API key")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="0 takes a free one")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="BASS_API_KEY", show_envvar=False, metavar="KEY", help="or in BASS_API_KEY; none: no key"),
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")] = 8,
+    queue: Annotated[int, typer.Option(min=0, metavar="N", help="rows that may wait; beyond, 429")] = 64,
+    deadline: Annotated[
+        float | None, typer.Option(min=0.001, metavar="S", help="seconds after which every row ends; none: never")
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0, metavar="S", help="seconds that running rows have after SIGTERM")
+    ] = 30.0,
+    draft_length: Annotated[
+        int | None, typer.Option(metavar="N", help="0 = regular decoding; a policy decides if none")
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="read long prompts in chunks of N tokens; none: whole")
+    ] = None,
+    verification: common.Verification = "token",
+    attention: Annotated[str, typer.Option(metavar="PATH", help="auto, ragged, pad, split or eager")] = "auto",
+    compile: Annotated[
+        str, typer.Option(metavar="HOW", help="auto, off, compiled, graphs or compiled+graphs")
+    ] = "auto",
+    as_json: common.Json = False,
+) -> None:
+    """Serve a pair by HTTP, in OpenAI's shapes.
+
+    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics, until SIGTERM or Ctrl-C. Rows of all
+    requests share the batch. --json tells model, address and docs when it listens. Exit code 0 after SIGTERM or Ctrl-C, 1 when the engine has died, 2 when it cannot start.
+    """
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+        raise ValueError(f"bass serve needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
+    if api_key is not None and not api_key.strip():
+        raise ValueError("the API key is empty: leave it out for none")
+    from bass_lab.serve.server import Server, Settings, bound
+
+    with bound(host, port, api_key) as listening:  # before models are loaded: it may be taken
+        from bass_lab.named_pairs import named_pair
+
+        pair = named_pair(target, draft, dtype=dtype, device=device)
+        if pair.tokenizer is None:
+            raise ValueError("bass serve needs a tokenizer, and the target has none")
+        name = "embedded" if target is None else Path(target).name if Path(target).is_dir() else target
+        session = {
+            "draft_length": draft_length, "prefill_chunk": prefill_chunk, "verification": verification,
+            "attention": attention, "compile": compile,
+        }  # fmt: skip
+        settings = Settings(name, max_batch_size, queue, deadline, drain, api_key, session)
+        server = Server(pair, settings, lambda where: _tell(where, as_json))
+        server.run(sockets=[listening])
+    if server.failed:
+        raise typer.Exit(1)
+
+
+def _tell(where: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        common.print_json(where)
+    else:
+        typer.echo(f"{where['model']} at {where['address']}, documented at {where['docs']}")

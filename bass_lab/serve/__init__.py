@@ -1,0 +1,1 @@
+"""One pair behind an OpenAI-compatible HTTP API, in one process: `bass serve`."""

@@ -1,0 +1,367 @@
+"""The HTTP API: requests become jobs of the driver, and their updates become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bass_core import inputs
+from bass_core.generation import FinalText
+from bass_core.models import ModelPair
+from bass_lab.serve.answers import Answer
+from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, complaint
+from bass_lab.serve.counts import Counts
+from bass_lab.serve.driver import Dead, Driver, Ended, Job, Row
+from bass_lab.serve.gate import MOST_BYTES, Gate, Refused
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
+
+
+@dataclass
+class Service:
+    """What answers requests. name: the model's, as clients know it; deadline: seconds after which every row ends."""
+
+    pair: ModelPair
+    name: str
+    driver: Driver
+    gate: Gate
+    counts: Counts
+    deadline: float | None = None
+
+    def __post_init__(self):
+        self.began = int(time.time())
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="bass reader")  # long prompts hold up no event loop
+        self.counts.watch("bass_rows_running", "rows in the batch", lambda: min(self.gate.rows, self.gate.places))
+        self.counts.watch("bass_rows_waiting", "rows that wait for a place", lambda: self.gate.waiting)
+
+    @property
+    def state(self) -> str:
+        if self.driver.error is not None:
+            return "dead"
+        return "draining" if self.gate.draining else "ok"
+
+    def check_model(self, name: str | None) -> None:
+        """Raises Refused for a model that is not the one served."""
+        if name is not None and name != self.name:
+            raise Refused(
+                404, f"model: {name[:100]!r} is not served here; {self.name!r} is", "model", "model_not_found"
+            )
+
+    async def answer(self, body: Sampled, request: Request) -> Response:
+        """The answer to a request. Raises Refused."""
+        arrived, chat = time.monotonic(), isinstance(body, ChatBody)
+        self.check_model(body.model)
+        prompts = [[message.plain for message in body.messages]] if chat else _prompts(body.prompt)
+        count = len(prompts) * (body.n or 1)
+        streams = bool(body.stream)
+        if body.stream_options is not None and not streams:
+            raise Refused(400, "stream_options: it needs stream true", "stream_options")
+        self.gate.enter(count)
+        try:
+            read = asyncio.get_running_loop().run_in_executor(self._reader, self._read, body, prompts)
+            ids, limits = await read
+            seed = secrets.randbits(31) if body.seed is None else body.seed
+            job = Job(self._rows(body, ids, limits, seed, arrived), streams)
+            self.driver.start(job)  # gives the places back as rows end
+        except Dead as error:
+            self.gate.leave(count)
+            raise Refused(500, str(error)) from error
+        except BaseException:
+            self.gate.leave(count)
+            raise
+        wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        answer = Answer(chat, self.name, self.pair.tokenizer, count, sum(map(len, ids)), seed, wants_logprobs)
+        if streams:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(self.driver, job, self._chunks(job, answer, chat, usage))
+        return await self._whole(job, answer, request)
+
+    def _read(self, body: Sampled, prompts: list) -> tuple[list, list[int]]:
+        """Prompts as ids, and how many tokens may follow each. Runs in a thread of its own. Raises Refused."""
+        field = "messages" if isinstance(body, ChatBody) else "prompt"
+        most = body.max_tokens
+        if isinstance(body, ChatBody):
+            if None not in (most, body.max_completion_tokens) and most != body.max_completion_tokens:
+                raise Refused(400, "max_tokens: it and max_completion_tokens differ; give one of them", "max_tokens")
+            most = body.max_completion_tokens if most is None else most
+        elif most is None:
+            most = CompletionBody.model_fields["max_tokens"].default
+        try:
+            ids = inputs.token_ids(self.pair, prompts)
+        except (ValueError, TypeError) as error:
+            said = str(error).removeprefix("prompt 0: ") if len(prompts) == 1 else str(error)
+            raise Refused(400, f"{field}: {_line(said)}", field) from error
+        limits = []
+        for prompt in ids:
+            room = min(self.pair.contexts.values(), default=len(prompt) + 4096) - len(prompt)
+            limits.append(max(room, 0) if most is None else most)
+            try:
+                inputs.check_context(self.pair, len(prompt), max(limits[-1], 1))
+            except ValueError as error:
+                named = field if room < 1 else "max_tokens"
+                said = _line(str(error)).replace("max_new_tokens", "max_tokens")
+                raise Refused(400, f"{named}: {said}", named, "context_length_exceeded") from error
+        return ids, limits
+
+    def _rows(self, body: Sampled, ids: list, limits: list[int], seed: int, arrived: float) -> list[Row]:
+        sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+        waits = [seconds for seconds in (body.timeout, self.deadline) if seconds is not None]
+        ends = arrived + min(waits) if waits else None
+        own = sampling | {"seed": seed, "stop": body.stop or ()}
+        n = body.n or 1
+        return [
+            Row(prompt, own | {"sample": index * n + sample, "max_new_tokens": limits[index]}, ends)
+            for index, prompt in enumerate(ids)
+            for sample in range(n)
+        ]
+
+    async def _whole(self, job: Job, answer: Answer, request: Request) -> Response:
+        gone = asyncio.ensure_future(_disconnected(request))
+        collected = asyncio.ensure_future(self._collect(job))
+        try:
+            await asyncio.wait({gone, collected}, return_when=asyncio.FIRST_COMPLETED)
+            if not collected.done():
+                return Response(status_code=499)  # nobody reads it
+            return JSONResponse(answer.whole(collected.result()))
+        finally:
+            self.driver.cancel(job)
+            for task in (gone, collected):
+                task.cancel()
+
+    async def _collect(self, job: Job) -> list[Ended]:
+        ended: dict[int, Ended] = {}
+        while len(ended) < len(job.rows):
+            index, row = await self._next_end(job)
+            ended[index] = row
+        return [ended[index] for index in range(len(job.rows))]
+
+    async def _next_end(self, job: Job) -> tuple[int, Ended]:
+        while True:
+            update = await job.updates.get()
+            self._check(update)
+            if update.ended is not None:
+                return update.index, update.ended
+
+    def _check(self, update: Any) -> None:
+        """Raises Refused for an update that is the end of the whole request."""
+        if isinstance(update, Dead):
+            raise Refused(500, str(update))
+        if isinstance(update, Exception):
+            raise Refused(400, _line(str(update)))
+        if update.ended is not None and update.ended.result.finish_reason == "error":
+            raise Refused(500, f"a model gave NaN or infinite logits for choice {update.index}", code="bad_logits")
+
+    async def _chunks(self, job: Job, answer: Answer, chat: bool, usage: bool) -> AsyncIterator[dict[str, Any]]:
+        """Chunks as rows gain text; an error is the last of them."""
+        texts: dict[int, FinalText] = {}
+        ended: dict[int, Ended] = {}
+        try:
+            while len(ended) < len(job.rows):
+                update = await job.updates.get()
+                self._check(update)
+                index = update.index
+                if index not in texts:
+                    stop = inputs.stop_strings(job.rows[index].own["stop"], self.pair.tokenizer)
+                    texts[index] = FinalText(self.pair.tokenizer, stop)
+                    if chat:
+                        yield answer.opening(index)
+                piece = texts[index].feed(update.tokens, ended=update.ended is not None)
+                if piece or update.ended is not None:
+                    yield answer.piece(index, piece, update.tokens, update.logprobs, update.ended)
+                if update.ended is not None:
+                    ended[index] = update.ended
+            if usage:
+                yield answer.last([ended[index] for index in range(len(job.rows))])
+        except Refused as refused:
+            yield refused.body
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a job's chunks; the job ends with the connection."""
+
+    def __init__(self, driver: Driver, job: Job, chunks: AsyncIterator[dict[str, Any]]):
+        async def events() -> AsyncIterator[str]:
+            async for chunk in chunks:
+                yield f"data: {json.dumps(chunk, allow_nan=False)}\n\n"
+            yield "data: [DONE]\n\n"
+
+        super().__init__(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._driver, self._job = driver, job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._driver.cancel(self._job)
+
+
+class Entrance:
+    """Before everything else: who calls, how much they send, and what happens where code of ours fails."""
+
+    def __init__(self, app: ASGIApp, gate: Gate, counts: Counts):
+        self.app, self.gate, self.counts = app, gate, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = None
+
+        async def watching(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            try:
+                headers = Headers(scope=scope)
+                self.gate.check_caller(scope["path"], headers)
+                if scope["path"] in BODIES and scope["method"] == "POST":
+                    _check_kind(headers)
+                    receive = await _within_limit(receive)
+                await self.app(scope, receive, watching)
+            except Refused as refused:
+                if status is not None:
+                    raise
+                await _refusal(refused)(scope, receive, watching)
+            except Exception as error:
+                print(f"error: a fault in bass serve: {type(error).__name__}: {_line(str(error))}", file=sys.stderr)
+                if os.environ.get("BASS_DEBUG"):
+                    traceback.print_exc()
+                if status is None:
+                    refused = Refused(500, "a fault in this server, which its log names")
+                    await _refusal(refused)(scope, receive, watching)
+        finally:
+            known = scope["path"] if scope["path"] in (*BODIES, "/v1/models", "/health", "/metrics") else "other"
+            self.counts.requests.labels(known, str(status or 499)).inc()
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application; the driver has to run."""
+    app = FastAPI(title="BASS", description="Batched speculative decoding of one pair of models", redoc_url=None)
+    app.add_middleware(Entrance, gate=service.gate, counts=service.counts)
+    app.state.service = service
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue prompts. OpenAI's fields, and top_k, min_p, repetition_penalty, timeout (seconds)."""
+        return await service.answer(body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answer a conversation, by the tokenizer's chat template."""
+        return await service.answer(body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The one that is served."""
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return _model(service)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while requests are taken, 503 when the server is draining or its engine is dead."""
+        state, gate = service.state, service.gate
+        told = {"status": state, "model": service.name, "rows": gate.rows, "waiting": gate.waiting}
+        return JSONResponse(told, status_code=200 if state == "ok" else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(service.counts.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> JSONResponse:
+        return _refusal(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _refusal(Refused(400, *complaint(BODIES[request.url.path], list(error.errors()))))
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
+        said = {404: "there is no such path", 405: f"{request.method} is not what this path takes"}
+        said[400] = "the body must be one JSON object in UTF-8"
+        refused = Refused(error.status_code, said.get(error.status_code, str(error.detail)))
+        refused.headers |= error.headers or {}
+        return _refusal(refused)
+
+    return app
+
+
+def _refusal(refused: Refused) -> JSONResponse:
+    return JSONResponse(refused.body, status_code=refused.status, headers=refused.headers)
+
+
+def _model(service: Service) -> dict[str, Any]:
+    contexts = service.pair.contexts.values()
+    own = {"max_model_len": min(contexts)} if contexts else {}
+    return {"id": service.name, "object": "model", "created": service.began, "owned_by": "bass", **own}
+
+
+def _prompts(prompt: Any) -> list:
+    """One prompt, or several, as a list. Raises Refused where there is none."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise Refused(400, "prompt: it is empty; give at least one text or token", "prompt")
+    return prompt
+
+
+def _line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 500 else f"{text[:500]} …"
+
+
+def _check_kind(headers: Headers) -> None:
+    """JSON alone: pages of other sites may send other kinds to a server on this machine without asking."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(415, f"the body must be JSON: send Content-Type: application/json, not {kind[:50]!r}")
+
+
+async def _within_limit(receive: Receive) -> Receive:
+    """The whole body read. Raises Refused beyond the limit."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            break
+        body += message.get("body", b"")
+        if len(body) > MOST_BYTES:
+            raise Refused(413, f"the body is longer than {MOST_BYTES} bytes")
+        if not message.get("more_body"):
+            message = {"type": "http.request", "body": bytes(body), "more_body": False}
+            break
+    first = [message]
+
+    async def again() -> Message:
+        return first.pop() if first else await receive()
+
+    return again
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

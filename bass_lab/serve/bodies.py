@@ -1,0 +1,120 @@
+"""Requests, as OpenAI's API has them: every field is honoured or refused, none ignored.
+
+Fields of OpenAI's that would change the text, and that the engine does not know, are taken at the value that changes
+nothing and at no other. `timeout`, `top_k`, `min_p` and `repetition_penalty` are this server's own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MOST_STOPS = 16
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def neutral(about: str) -> Any:
+    return Field(None, description=f"{about}: the engine does not have this")
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
+
+
+class Sampled(_Body):
+    """What both kinds of requests have."""
+
+    model: str | None = Field(None, description="the served model's name, or none")
+    n: int | None = Field(1, ge=1, le=4096, description="a number of answers per prompt, from 1")
+    temperature: float | None = Field(1.0, ge=0, le=100, description="a number from 0 (greedy) to 100")
+    top_p: float | None = Field(1.0, gt=0, le=1, description="a number in (0, 1]")
+    top_k: int | None = Field(0, ge=0, lt=2**31, description="an integer from 0 (off)")
+    min_p: float | None = Field(0.0, ge=0, le=1, description="a number in [0, 1]")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="a number from 0.01 to 100; 1 is off")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="an integer of 64 bits")
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = Field(
+        None, description=f"a string or up to {MOST_STOPS} strings, none of them empty or longer than 1000"
+    )
+    stream: bool | None = Field(False, description="true or false")
+    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}')
+    timeout: float | None = Field(None, gt=0, le=10**6, description="seconds after which rows end with what they have")
+    user: str | None = Field(None, description="a string, which changes nothing")
+    metadata: dict[str, str] | None = Field(None, description="strings by name, which change nothing")
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = neutral("empty")
+
+
+class CompletionBody(Sampled):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+        description="a text, a list of texts, token ids, or a list of lists of token ids"
+    )
+    max_tokens: int | None = Field(16, ge=0, lt=2**31, description="an integer from 0")
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = Field(
+        None, description="0: those of the tokens chosen; the engine keeps no others"
+    )
+    echo: Literal[False] | None = neutral("false")
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = neutral("1")
+    suffix: Literal[""] | None = neutral("empty")
+
+
+class Part(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part]
+    name: str | None = None
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """As chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
+
+
+class TextFormat(_Body):
+    type: Literal["text"]
+
+
+class ChatBody(Sampled):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(
+        min_length=1, description='a list of {"role": …, "content": …}, content a text or parts of type "text"'
+    )
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="an integer from 0; none: what the context holds")
+    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="the newer name of max_tokens")
+    logprobs: bool | None = Field(None, description="true or false")
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = neutral("0")
+    response_format: TextFormat | None = neutral('{"type": "text"}')
+    tools: Annotated[list, Field(max_length=0)] | None = neutral("empty")
+    tool_choice: Literal["none", "auto"] | None = neutral('"none"')
+    modalities: list[Literal["text"]] | None = neutral('["text"]')
+    store: Literal[False] | None = neutral("false")
+
+
+def complaint(body: type[BaseModel], errors: list[dict[str, Any]]) -> tuple[str, str | None]:
+    """One line about what is wrong with a request, and the field that is meant."""
+    first = errors[0]
+    where = [str(each) for each in first["loc"] if each != "body"]
+    if first["type"] in ("json_invalid", "model_attributes_type", "dict_type") or not where:
+        return "the body must be one JSON object", None
+    name = where[0][:100]
+    if first["type"] == "extra_forbidden" and len(where) == 1:
+        return f"{name}: there is no such field; there are {', '.join(sorted(body.model_fields))}", name
+    if first["type"] == "missing" and len(where) == 1:
+        return f"{name}: this field is missing", name
+    field = body.model_fields.get(where[0])
+    return f"{name}: {' '.join(first['msg'].split())[:200]}. It takes {field.description if field else '…'}", name

@@ -1,0 +1,148 @@
+"""The process: a socket, uvicorn around the API, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from bass_core.engine import Session
+from bass_core.models import ModelPair
+from bass_lab.serve.api import Service, make_app
+from bass_lab.serve.counts import Counts
+from bass_lab.serve.driver import Driver, Ended
+from bass_lab.serve.gate import Gate, is_loopback
+
+LAST_WORDS = 2.0  # seconds in which a server without an engine still says so
+GOODBYE = 5  # seconds for connections to end once their rows have
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of a server. queue: rows that may wait beyond the batch's; deadline: seconds after which every row ends; drain:
+    seconds that running rows have after SIGTERM; session: further options of `Session`."""
+
+    name: str
+    max_batch_size: int = 8
+    queue: int = 64
+    deadline: float | None = None
+    drain: float = 30.0
+    api_key: str | None = None
+    session: dict[str, Any] | None = None
+
+
+def bound(host: str, port: int, api_key: str | None) -> socket.socket:
+    """A socket at that address, which nobody listens at yet. Raises ValueError for an address beyond this machine
+    without a key, and for one that cannot be had."""
+    if not is_loopback(host) and api_key is None:
+        raise ValueError(
+            f"--host {host} can be reached from other machines: set an API key (--api-key, or better the environment "
+            "variable BASS_API_KEY)"
+        )
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+        found.listen()
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen at {host} port {port}: {error.strerror or error}; --port 0 takes a free one"
+        ) from error
+    return found
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which drains: after SIGTERM or SIGINT it answers new requests with 503 until the running ones have
+    ended; a second signal ends these at once. `run` returns when all is over; `failed` says whether the engine died.
+    say: called with model, address and docs as soon as it listens.
+    """
+
+    def __init__(self, pair: ModelPair, settings: Settings, say: Callable[[dict[str, str]], None]):
+        self.settings, self._say, self.failed = settings, say, False
+        options = {"temperature": 1.0, "on_row_error": "finish", "trace": "off"} | (settings.session or {})
+        session = Session(pair, max_batch_size=settings.max_batch_size, **options)
+        counts, self.gate = Counts(), Gate(settings.max_batch_size, settings.queue, settings.api_key)
+        self.driver = Driver(session, counts, self._row_ended)
+        self.service = Service(pair, settings.name, self.driver, self.gate, counts, settings.deadline)
+        self._counts = counts
+        config = uvicorn.Config(
+            make_app(self.service),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=GOODBYE,
+        )
+        super().__init__(config)
+
+    def _row_ended(self, ended: Ended | None) -> None:
+        self._counts.row(ended)
+        self.gate.leave(seconds=None if ended is None else ended.took)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.driver.begin()
+        self._watch = asyncio.ensure_future(self._watched())
+        await super().startup(sockets)
+        host, port = sockets[0].getsockname()[:2]
+        self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        where = {"model": self.settings.name, "address": f"{self.address}/v1", "docs": f"{self.address}/docs"}
+        self._say(where)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._watch.cancel()
+        self.driver.end()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.driver.over.wait(), GOODBYE)
+
+    async def _watched(self) -> None:
+        """An engine that has died ends the server, after what there is to be said."""
+        await self.driver.over.wait()
+        error = self.driver.error
+        self.failed = True
+        print(f"error: the engine has stopped: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        await asyncio.sleep(LAST_WORDS)
+        self.should_exit = True
+
+    def drain(self) -> None:
+        """Take no new requests; end when the running ones have, or their time is up, or this is called again."""
+        if self.gate.draining:
+            self.driver.cancel_all()
+        else:
+            self.gate.draining = True
+            self._draining = asyncio.ensure_future(self._drained())
+
+    async def _drained(self) -> None:
+        ends = self._loop.time() + self.settings.drain
+        while (self.driver.jobs or self.gate.rows) and self._loop.time() < ends and not self.driver.over.is_set():
+            await asyncio.sleep(0.05)
+        self.driver.cancel_all()
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def told(number: int, frame: object) -> None:
+            self._loop.call_soon_threadsafe(self.drain)
+
+        self._loop = asyncio.get_running_loop()
+        before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

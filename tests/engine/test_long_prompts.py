@@ -1,0 +1,298 @@
+"""Long prompts read in chunks: the same texts, rows that run wait for a chunk at most, and nobody waits for ever."""
+
+import copy
+
+import pytest
+import torch
+from recording import use_on_cpu
+from sessions import DRAFT, PAIR, TARGET, alone, assert_same_result, run_to_the_end, session_over
+from test_interrupts import interrupted, lines_of_a_run
+from tiny import feature_head, forward_passes, ragged_prompts, tiny_model
+
+import bass_core as bass
+
+CHUNK, NEW = 8, 12
+SHORT, LONG, OTHER_LONG = ragged_prompts(5, 45, 30)
+PROMPTS = ragged_prompts(6, 41, 8, 23, 9, 60, 3, 16)
+DRAFTS = {
+    "model": PAIR,
+    "n-gram": bass.ModelPair(TARGET),
+    "suffix": bass.ModelPair(TARGET, bass.SuffixDrafter()),
+    "layers": bass.ModelPair(TARGET, bass.LayerSkipDrafter(1)),
+    "features": bass.ModelPair(TARGET, bass.FeatureDrafter(feature_head(TARGET))),
+}
+
+WAYS = [{}, *({"temperature": 0.8, "verification": rule} for rule in ("coupled", "token", "block"))]
+# Sampled text with suffix drafts depends on what else was decoded before it, but for coupled verification.
+CASES = [(draft, way) for draft in DRAFTS for way in (WAYS[:2] if draft == "suffix" else WAYS)]
+
+
+def texts(**options) -> list[list[int]]:
+    """Rows of all lengths, the second half of which joins later."""
+    session = session_over(max_batch_size=3, **options)
+    handles = []
+    for prompt in PROMPTS:
+        handles.append(session.submit(prompt, max_new_tokens=NEW))
+        if len(handles) == 4:
+            for _ in range(5):
+                session.step()
+    run_to_the_end(session)
+    return [session.result(handle).sequence.tolist() for handle in handles]
+
+
+# --- the same texts -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+@pytest.mark.parametrize(("draft", "options"), CASES, ids=str)
+def test_chunks_change_no_text(monkeypatch, draft, options, compile):
+    use_on_cpu(monkeypatch)
+    options = options | {"pair": DRAFTS[draft], "compile": compile}
+    assert texts(prefill_chunk=CHUNK, **options) == texts(**options)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 8, 40, 41, 59, 60])
+@pytest.mark.parametrize("path", ["pad", "split", "eager"])
+def test_chunks_of_any_size_change_no_text_on_any_path(path, chunk):
+    options = {"temperature": 0.8, "attention": path}
+    assert texts(prefill_chunk=chunk, **options) == texts(**options)
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt2"])
+def test_chunks_longer_and_shorter_than_a_window_change_no_text(architecture):
+    models = [tiny_model(architecture, dtype="float64", noise=noise) for noise in (0, 0.02)]
+    pair = bass.ModelPair(*models)
+    assert texts(pair=pair, prefill_chunk=5) == texts(pair=pair, prefill_chunk=30) == texts(pair=pair)
+
+
+class Counting(bass.Drafter):
+    """A drafter that knows nothing of chunks, and keeps what each row's prompt was."""
+
+    def begin(self, setting):
+        mine = super().begin(setting)
+        mine.prompts = [None] * setting.max_rows
+        return mine
+
+    def prefill(self, tokens, lengths, places, hidden=None):
+        for place, row, length in zip(places, tokens, lengths, strict=True):
+            self.prompts[place] = row[:length].tolist()
+
+    def move_row(self, source, places):
+        for place in places:
+            self.prompts[place] = self.prompts[source]
+
+    def save_row(self, place, length):
+        return [torch.tensor(self.prompts[place])]
+
+    def load_row(self, places, saved, length):
+        for place in places:
+            self.prompts[place] = saved[0].tolist()
+
+    def draft(self, context, lengths, policy):
+        for place, row in zip(context.places, context.tokens_host, strict=True):
+            assert row[: len(self.prompts[place])].tolist() == self.prompts[place]
+        return bass.Draft.of(context.last_tokens().expand(-1, lengths.max()), lengths)
+
+
+def test_a_drafter_that_knows_nothing_of_chunks_is_told_the_prompt_at_once():
+    pair = bass.ModelPair(TARGET, Counting())
+    assert texts(pair=pair, prefill_chunk=CHUNK) == texts(pair=pair)
+
+
+# --- what waits for what --------------------------------------------------------------------------
+
+
+def kinds(session) -> str:
+    """The session's steps: c for a chunk, p for a prefill, d for a decode step."""
+    steps = session.trace.steps.groupby("step").agg(kind=("kind", "first"), emitted=("emitted", "sum"))
+    return "".join("c" if kind == "prefill" and not n else kind[0] for kind, n in steps.itertuples(index=False))
+
+
+@pytest.mark.parametrize("draft", ["model", "layers", "features"])
+def test_between_two_decode_steps_a_chunk_is_read_at_most(draft):
+    pair = DRAFTS[draft]
+    session = session_over(pair, max_batch_size=3, prefill_chunk=CHUNK)
+    session.submit(SHORT, max_new_tokens=80)
+    for _ in range(2):
+        session.step()
+    session.submit(LONG, max_new_tokens=NEW)
+    session.submit(OTHER_LONG, max_new_tokens=NEW)
+    fed_between, fed = [], 0
+    while not session.idle:
+        with forward_passes(*pair.models) as passes:
+            event = session.step()
+        assert max(queries for _, queries in passes or [(0, 0)]) <= CHUNK
+        if event.drafted and any(event.drafted):
+            fed_between.append(fed)
+            fed = 0
+        else:
+            fed += max((queries for rows, queries in passes if rows == 1), default=0)
+    assert max(fed_between) == CHUNK
+    assert fed_between.count(CHUNK) == 45 // CHUNK + 30 // CHUNK
+    assert "cc" not in kinds(session) and "cpc" not in kinds(session)
+
+
+def test_short_rows_behind_a_long_prompt_start_and_end_while_it_is_read():
+    session = session_over(max_batch_size=2, prefill_chunk=2)
+    long = session.submit(LONG[:43], max_new_tokens=NEW)
+    short = [session.submit(PROMPTS[6][:2], max_new_tokens=4) for _ in range(3)]
+    while any(handle.finish_reason is None for handle in short):
+        session.step()
+        assert not len(session.result(long).sequence)
+    run_to_the_end(session)
+    assert_same_result(session.result(long), alone(0, LONG[:43], NEW))
+
+
+@pytest.mark.parametrize("new", [1, 6])
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_a_long_prompt_is_read_however_many_short_rows_come(places, new):
+    session = session_over(max_batch_size=places, prefill_chunk=CHUNK)
+    session.submit(SHORT, max_new_tokens=5)
+    long = [session.submit(prompt, max_new_tokens=NEW) for prompt in (LONG, OTHER_LONG)]
+    for _ in range(150):
+        session.submit(SHORT, max_new_tokens=new)
+        session.step()
+    assert [handle.finish_reason for handle in long] == ["length", "length"]
+
+
+def test_a_long_prompt_alone_is_read_without_waiting():
+    session = session_over(max_batch_size=1, prefill_chunk=CHUNK)
+    session.submit(LONG, max_new_tokens=NEW)
+    run_to_the_end(session)
+    assert kinds(session).startswith("ccccccpd")
+    assert session.trace.summary()["rows"] == 1 and session.trace.summary()["tokens"] == NEW
+
+
+def test_a_prompt_of_exactly_a_chunk_is_read_at_once():
+    session = session_over(prefill_chunk=len(LONG))
+    session.submit(LONG, max_new_tokens=NEW)
+    run_to_the_end(session)
+    assert "c" not in kinds(session)
+
+
+def test_samples_of_a_long_prompt_share_its_chunks():
+    session = session_over(max_batch_size=3, prefill_chunk=CHUNK, temperature=0.8)
+    handles = [session.submit(LONG, max_new_tokens=NEW) for _ in range(5)]
+    run_to_the_end(session)
+    assert kinds(session).count("c") == 6
+    for row, handle in enumerate(handles):
+        assert_same_result(session.result(handle), alone(row, LONG, NEW, temperature=0.8))
+
+
+# --- what goes wrong in the middle ----------------------------------------------------------------
+
+
+def half_read(**options):
+    """A session with a short row that runs and a long prompt of two rows, two chunks of which were read."""
+    session = session_over(max_batch_size=3, prefill_chunk=CHUNK, **options)
+    handles = [session.submit(SHORT, max_new_tokens=30)]
+    session.step()
+    handles += [session.submit(LONG, max_new_tokens=NEW, deadline=deadline) for deadline in (None, 100)]
+    for _ in range(4):
+        session.step()
+    assert kinds(session) == "pcdcd"
+    return session, handles
+
+
+def test_a_cancelled_row_leaves_the_reading_to_the_next_and_the_last_one_ends_it():
+    session, (short, first, second) = half_read()
+    session.cancel(first)
+    session.step()
+    assert kinds(session) == "pcdcdc"
+    session.cancel(second)
+    run_to_the_end(session)
+    assert set(kinds(session)[6:]) == {"d"}
+    assert [session.result(row).finish_reason for row in (first, second)] == ["cancelled"] * 2
+    assert_same_result(session.result(short), alone(0, SHORT, 30))
+
+
+def test_a_prompt_whose_reading_was_given_up_is_read_anew():
+    session, (_, first, second) = half_read()
+    for row in (first, second):
+        session.cancel(row)
+    session.step()
+    again = [session.submit(prompt, max_new_tokens=NEW) for prompt in (OTHER_LONG, LONG)]
+    run_to_the_end(session)
+    for row, (handle, prompt) in enumerate(zip(again, (OTHER_LONG, LONG), strict=True), 3):
+        assert_same_result(session.result(handle), alone(row, prompt, NEW))
+
+
+def test_a_deadline_passes_while_the_prompt_is_read(clock):
+    session, (short, first, second) = half_read()
+    session.cancel(first)
+    clock.now += 100
+    run_to_the_end(session)
+    assert (session.result(second).finish_reason, len(session.result(second).sequence)) == ("budget", 0)
+    assert_same_result(session.result(short), alone(0, SHORT, 30))
+
+
+def test_a_session_is_closed_while_a_prompt_is_read():
+    session, (_, first, _) = half_read()
+    session.close()
+    assert not session.target.cache.buffers() and not session.drafter.runner.cache.buffers()
+    assert session.result(first).finish_reason is None
+    with pytest.raises(RuntimeError, match="closed"):
+        session.step()
+
+
+def test_nan_of_a_long_prompt_ends_its_rows_alone_and_leaves_none_behind():
+    model = copy.deepcopy(TARGET)
+    nan = model.get_input_embeddings().weight.new_full((1,), torch.nan)
+
+    def spoil(module, args, output):
+        return torch.where((args[0] == int(LONG[20]))[..., None], nan, output)
+
+    session = session_over(bass.ModelPair(model, DRAFT), max_batch_size=3, prefill_chunk=CHUNK, on_row_error="finish")
+    hook = model.get_input_embeddings().register_forward_hook(spoil)
+    short, long = (session.submit(prompt, max_new_tokens=NEW) for prompt in (SHORT, LONG))
+    run_to_the_end(session)
+    hook.remove()
+    later = session.submit(OTHER_LONG, max_new_tokens=NEW)
+    run_to_the_end(session)
+    assert [session.result(row).finish_reason for row in (short, long, later)] == ["length", "error", "length"]
+    assert_same_result(session.result(later), alone(2, OTHER_LONG, NEW))
+
+
+class Run:
+    """A long prompt of two rows beside a short row, interrupted somewhere."""
+
+    def __init__(self, pair: bass.ModelPair):
+        options = {"temperature": 0.8, "draft_length": 2, "eos_token_id": ()}
+        self.session = bass.Session(pair, max_batch_size=2, prefill_chunk=4, **options)
+        rows = ((SHORT[:3], 4), (OTHER_LONG[:10], 2), (OTHER_LONG[:10], 2))
+        self.handles = [self.session.submit(prompt, max_new_tokens=new) for prompt, new in rows]
+
+    def to_the_end(self) -> None:
+        run_to_the_end(self.session)
+
+    def results(self) -> list:
+        return [self.session.result(handle).sequence.tolist() for handle in self.handles]
+
+
+@pytest.mark.parametrize("draft", ["model", "suffix", "features"])
+def test_interrupted_at_any_line_of_reading_a_session_goes_on(draft):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
+    target = tiny_model(dtype="float64", **small)
+    own = {"suffix": bass.SuffixDrafter(), "features": bass.FeatureDrafter(feature_head(target))}
+    pair = bass.ModelPair(target, own.get(draft, tiny_model(dtype="float64", noise=0.02, **small)))
+    undisturbed = Run(pair)
+    undisturbed.to_the_end()
+    lines = lines_of_a_run(pair, Run)
+    reading = {line: count for line, count in lines.items() if line[0].endswith(("long_prompt.py", "batch.py"))}
+    assert len(reading) > 60
+    for line, count in reading.items():
+        for occurrence in {1, (count + 1) // 2, count}:
+            run = Run(pair)
+            assert interrupted(run, line, occurrence), line
+            run_to_the_end(run.session)
+            assert run.results() == undisturbed.results(), (line, occurrence)
+            run.session.close()
+
+
+# --- input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chunk", "error"), [(0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)])
+def test_what_is_no_chunk_is_refused(chunk, error):
+    with pytest.raises(error, match="prefill_chunk must be"):
+        session_over(prefill_chunk=chunk)
