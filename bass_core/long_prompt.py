@@ -48,7 +48,7 @@ class LongPrompts:
         tokens = prompt.ids.to(self.rows.device)[None]  # [1, P]
         chunk = range(self._read, min(self._read + self.chunk, whole))
         if chunk.start == 0:
-            self.target.cache.clear(places)
+            self.target.cache.clear(places)  # a row that failed leaves NaN, and kernels read whole blocks
         logits = self.target.feed_last(tokens, [chunk.stop], len(chunk), places, prompt=whole)
         self.drafter.prefill_chunk(tokens, chunk, place, self.target.hidden(places))
         if chunk.stop == whole:

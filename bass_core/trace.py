@@ -118,10 +118,11 @@ class Trace:
 
     @cached_property
     def steps(self) -> pd.DataFrame:
-        """One line per (step, row). `step` counts the session's steps, prefills included; `kind` is prefill or decode;
-        `k` the planned draft length; `drafted`, `accepted`: what the row submitted and had accepted; `emitted`: what
-        was kept of accepted + 1 after EOS, stop string or limit; `kv_length` the row's tokens before it; times are
-        the whole step's, the same on each of its rows."""
+        """One line per (step, row). `step` counts the session's steps, prefills included; `kind` is prefill or decode
+        (a chunk of a long prompt is a prefill that emits nothing, of a row that waits for it); `k` the planned draft
+        length; `drafted`, `accepted`: what the row submitted and had accepted; `emitted`: what was kept of
+        accepted + 1 after EOS, stop string or limit; `kv_length` the row's tokens before it; times are the whole
+        step's, the same on each of its rows."""
         return _frame(self._step_parts, STEP_COLUMNS)
 
     @cached_property
