@@ -75,9 +75,9 @@ class Goodput(DraftLengthPolicy):
     """The draft length of most expected tokens per second; 0, regular decoding, where drafts do not pay.
 
     cost: seconds of steps, `costs.CostModel` or alike. Rows that still need many steps count more than others
-    (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts some rows probe k = 1, or
-    else 0 would be for ever; if more than half of a probe is accepted, what was known before counts little. Where costs
-    promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
+    (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts
+    some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted, what was known before
+    counts little. Where costs promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
     """
 
     cost: Cost = field(repr=False)

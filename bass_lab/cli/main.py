@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bass_lab.cli import checks, common, decoding, lessons, measuring, serving, sweep
+from bass_lab.cli import checks, common, decoding, lessons, load, measuring, serving, sweep
 
 app = typer.Typer(
     cls=common.Program,
@@ -27,6 +27,7 @@ command(epilog=measuring.BENCH_EXAMPLES)(measuring.bench)
 command()(measuring.calibrate)
 command()(measuring.record)
 command("eval")(measuring.evaluate)
+command(epilog=load.EXAMPLES)(load.load)
 command(epilog=sweep.EXAMPLES)(sweep.sweep)
 command()(lessons.notebooks)
 command()(lessons.pictures)

@@ -89,7 +89,7 @@ def _values(
     """(budget, metric) of every column, and the columns: [P, budgets × metrics]."""
     if any(not budget >= 0 for budget in budgets):
         raise ValueError(f"budgets are seconds >= 0, got {list(budgets)}")
-    finish, confidence, passed, rows = _matrices(samples)  # [P, N] each; rows [P]
+    finish, confidence, passed, rows = matrices(samples)  # [P, N] each; rows [P]
     kept = [k for k in ks if k <= rows.min()]
     lines, columns = [], []
     for budget in budgets:
@@ -122,7 +122,7 @@ def _per_problem(
     return [first.astype(float), right.any(1).astype(float), *at_k]
 
 
-def _matrices(samples: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def matrices(samples: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """finish seconds, mean log-probability and passed, each [P, N] in order of the row indices, and the rows [P].
 
     A row that did not finish, or that a problem does not have, finishes at NaN: within no budget.

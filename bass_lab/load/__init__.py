@@ -5,6 +5,7 @@ A `Workload` is a table of requests. It is served by a `Session` of this process
 that one can serve while a `Target` is kept.
 """
 
+from bass_lab.load.accuracy import front
 from bass_lab.load.capacity import HighestLoad, highest_load, over_rates
 from bass_lab.load.in_process import in_process
 from bass_lab.load.over_http import over_http
@@ -18,6 +19,7 @@ __all__ = [
     "Poisson",
     "Target",
     "Workload",
+    "front",
     "highest_load",
     "in_process",
     "over_http",

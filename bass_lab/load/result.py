@@ -75,6 +75,9 @@ class LoadRun:
         for name, columns in (("requests", REQUESTS), ("pieces", PIECES), ("steps", STEPS)):
             if missing := [column for column in columns if column not in getattr(self, name)]:
                 raise ValueError(f"{name} lacks {', '.join(missing)}")
+        for name, columns in (("requests", ("started", "first", "ended", "deadline")), ("pieces", PIECES[1:])):
+            numbers = getattr(self, name).astype(dict.fromkeys(columns, float))  # of an empty table nobody knows
+            object.__setattr__(self, name, numbers)
 
     @cached_property
     def latencies(self) -> pd.DataFrame:
@@ -211,15 +214,22 @@ class LoadRun:
         )
 
     def table(self, target: Target | None = None, **options) -> list[dict[str, str]]:
-        """`summary` for people, a line per metric: mean or share, and percentiles, with their intervals."""
+        """The latencies of `summary` for people, a line per metric: mean, and percentiles with their intervals."""
         lines: dict[str, dict[str, str]] = {}
         for (metric, statistic), found in self.summary(target, **options).iterrows():
-            line = lines.setdefault(metric, {"metric": metric, "mean": "", "p50": "", "p95": "", "p99": ""})
-            column = "mean" if statistic == "share" else statistic
-            is_mean_latency = statistic == "mean" and metric in LATENCIES  # its interval is left out: 80 columns
-            interval = "" if is_mean_latency else f" ({found.low:.3g}-{found.high:.3g})"
-            line[column] = f"{found.value:.3g}{interval}"
+            if metric in LATENCIES:
+                interval = "" if statistic == "mean" else f" ({found.low:.3g}-{found.high:.3g})"
+                lines.setdefault(metric, {"ms": metric.removesuffix("_ms")})[statistic] = f"{found.value:.3g}{interval}"
         return list(lines.values())
+
+    def rates(self, target: Target | None = None, **options) -> dict[str, str]:
+        """The rest of `summary` for people: by metric its value and interval."""
+        found = self.summary(target, **options)
+        return {
+            metric: f"{line.value:.3g} ({line.low:.3g}-{line.high:.3g})"
+            for (metric, _), line in found.iterrows()
+            if metric not in LATENCIES
+        }
 
 
 # --- how sure one can be --------------------------------------------------------------------------

@@ -159,7 +159,8 @@ def _prompts(prompts: str | Path | Sequence[Prompt]) -> tuple[list[Prompt], str]
 def _completed(found: pd.DataFrame, prompts: str | Path | Sequence[Prompt], seed: int) -> pd.DataFrame:
     """The table of a workload from what a file has of it."""
     if not pd.api.types.is_numeric_dtype(found.arrived):
-        found["arrived"] = pd.to_datetime(found.arrived).astype("int64") / 1e9
+        moments = pd.to_datetime(found.arrived, format="ISO8601")
+        found["arrived"] = (moments - moments.min()).dt.total_seconds()
     if "prompt" not in found:
         found = found.sort_values("arrived", kind="stable")
         found["arrived"] -= found.arrived.iloc[0]

@@ -15,11 +15,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "RECORDS.md"
 HEAD = """\
 # Records
 
-What is measured is kept as JSON lines. `bass bench --record FILE`, `bass eval --output FOLDER` and `make gpu` write
-some, and so do lessons 03, 06, 08 and 09 by their parameter `output`, which `bass sweep` sets.
-`bass_lab.load_records(path)` reads a file, a sweep's folder or a folder of both as one table, and checks every line.
-Without a path it reads the records that ship, which lie in `bass_lab/assets/records`; `BASS_RECORDS` names another
-folder to look for records in.
+What is measured is kept as JSON lines. `bass bench --record FILE`, `bass load --record FILE`,
+`bass eval --output FOLDER` and `make gpu` write some, and so do lessons 03, 06, 08 and 09 by their parameter `output`,
+which `bass sweep` sets. `bass_lab.load_records(path)` reads a file, a sweep's folder or a folder of both as one table,
+and checks every line. Without a path it reads the records that ship, which lie in `bass_lab/assets/records`;
+`BASS_RECORDS` names another folder to look for records in.
 
 Every line names its kind in the field `schema`. The kinds are those of the JSON schema
 [bass_lab/assets/records.schema.json](../bass_lab/assets/records.schema.json), which any validator of JSON schemas

@@ -1,0 +1,276 @@
+"""`bass load`: requests that come when they come, served here, by a server, or in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bass_lab.cli import common
+from bass_lab.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from bass_core.draft_length import DraftLengthPolicy
+    from bass_core.models import ModelPair
+    from bass_core.policies.costs import CostModel
+    from bass_lab.load import LoadRun, Target, Workload
+
+EXAMPLES = common.examples(
+    "bass load --rate 5 --count 100",
+    "bass load --url http://127.0.0.1:8000 --rate 2 --burst 4 --deadline 10",
+    "bass load --simulate h100 --rate 80 --max-batch-size 64 --count 1000",
+    "bass load --simulate here --highest --between-ms 40",
+    "bass load --record load.jsonl --count 120",
+)
+HERE, H100 = "here", "h100"
+POLICIES = {"none": 0, "default": None}
+
+
+def load(
+    target: common.Target = None,
+    draft: common.Draft = None,
+    dtype: common.Dtype = None,
+    device: common.Device = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="a server that speaks OpenAI's protocol; none: a session here")
+    ] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="of --url; none: the first that it has")] = None,
+    simulate: Annotated[
+        str | None,
+        typer.Option(metavar="COSTS", help="in virtual time: here (measured for the pair), h100 (modelled) or FILE"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, metavar="FILE", help="of --simulate, by `bass record`; none: what ships"
+        ),
+    ] = None,
+    rate: Annotated[float, typer.Option(min=0, metavar="R", help="requests per second")] = 4.0,
+    count: Annotated[int, typer.Option(min=1, metavar="N", help="requests")] = 100,
+    burst: Annotated[float, typer.Option(min=1, metavar="N", help="requests that arrive together, mean")] = 1.0,
+    workload: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, metavar="FILE", help="of requests, or of arrivals and lengths, .jsonl or .csv"
+        ),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(callback=common.output_file, metavar="FILE", help="save the workload to")
+    ] = None,
+    prompts: Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")] = "mini",
+    max_new_tokens: common.NewTokens = 64,
+    least_new_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="each request draws from these to the most; none: the most")
+    ] = None,
+    deadline: Annotated[
+        float | None, typer.Option(min=0, metavar="S", help="seconds after which clients leave")
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once, but of --url")] = 8,
+    draft_length: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="0: no drafting; a policy decides if none; not of --url")
+    ] = None,
+    temperature: common.Temperature = 0.0,
+    seed: common.Seed = 0,
+    between_ms: Annotated[
+        float | None, typer.Option(min=0, metavar="MS", help="target: between tokens, 99 of 100 requests")
+    ] = None,
+    first_ms: Annotated[float | None, typer.Option(min=0, metavar="MS", help="target: to the first token")] = None,
+    end_ms: Annotated[float | None, typer.Option(min=0, metavar="MS", help="target: to the end")] = None,
+    warm_up: Annotated[float, typer.Option(min=0, max=0.9, metavar="X", help="share of requests left out")] = 0.1,
+    highest: Annotated[bool, typer.Option("--highest", help="find the highest rate that keeps the target")] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            callback=common.output_file,
+            metavar="FILE",
+            help="append how many requests a second the default policy bears beside no drafting",
+        ),
+    ] = None,
+    as_json: common.Json = False,
+) -> None:
+    """Serve requests that come when they come, and say how long they took.
+
+    By a session here, by a server (--url), or in virtual time (--simulate). The fields of --json: served, workload, and
+    metrics (metric, statistic, value, low and high of the 95% interval; times in ms); with --highest rate, missed and
+    tried; with --record the line.
+    """
+    from bass_core import inputs
+    from bass_lab.load import Poisson, Target, Workload, in_process, over_http
+    from bass_lab.load import highest_load as highest_of
+
+    limits = {"between_ms": between_ms, "first_ms": first_ms, "end_ms": end_ms}
+    aim = Target(**limits) if any(limits.values()) else None
+    _check(url=url, simulate=simulate, record=record, highest=highest, rate=rate, aim=aim)
+    if workload is not None:
+        asked = Workload.load(workload, prompts=prompts, seed=seed)
+    else:
+        lengths = range(least_new_tokens or max_new_tokens, max_new_tokens + 1)
+        inputs.integer("--max-new-tokens", max_new_tokens, least=least_new_tokens or 1)
+        options = {"prompts": prompts, "max_new_tokens": lengths, "deadline": deadline, "seed": seed}
+        asked = Workload.draw(Poisson(rate, burst), count, **options)
+    if save is not None:
+        asked.save(save)
+    own = {"temperature": temperature}
+    pair, cost = (None, None) if url else _models_and_costs(target, draft, dtype, device, simulate)
+
+    def serve(workload: Workload, policy: int | DraftLengthPolicy | None = draft_length) -> LoadRun:
+        if url:
+            return over_http(workload, url, model=model, **own)
+        if simulate:
+            return _simulated(workload, trace, prompts, cost, policy, max_batch_size, seed)
+        return in_process(workload, pair, max_batch_size=max_batch_size, draft_length=policy, **own)
+
+    served = f"by {url}" if url else "simulated" if simulate else "in process"
+    document: dict = {"served": served, "workload": repr(asked)}
+    with Progress() as progress:
+        if record is not None:
+            names = f"{target} + {draft or 'n-gram'}" if target else "embedded pair"
+            how = {"models": names, "served": served, "max_batch_size": max_batch_size, **own, "costs": _told(cost)}
+            found = _recorded(record, asked, pair, serve, limits, warm_up, how, progress)
+            if as_json:
+                common.print_json(document | {"line": found})
+            else:
+                with progress.aside():
+                    _tell_record(found)
+            return
+        progress(f"{asked!r}", 0.0)
+        if highest:
+            bound = highest_of(lambda rate: serve(asked.at_rate(rate)), aim, first=asked.rate, warm_up=warm_up)
+            document |= {"rate": bound.rate, "missed": bound.missed, "tried": bound.tried.to_dict("records")}
+            run = bound.run
+        else:
+            run = serve(asked)
+    if run is not None:
+        document["metrics"] = run.summary(aim, warm_up=warm_up).reset_index().to_dict("records")
+        document["errors"] = len(run.meta.get("errors", ()))
+    if as_json:
+        common.print_json(document)
+    else:
+        _tell(document, run, aim, warm_up)
+
+
+def _check(
+    *, url: str | None, simulate: str | None, record: Path | None, highest: bool, rate: float, aim: Target | None
+) -> None:
+    """Raises ValueError for options that contradict each other."""
+    if url and simulate:
+        raise ValueError("--url and --simulate are two ways to serve; name one of them")
+    if record and (url or highest):
+        raise ValueError("--record compares draft lengths of a session here; it takes neither --url nor --highest")
+    if highest and aim is None:
+        raise ValueError("--highest needs a target to keep: --between-ms, --first-ms or --end-ms")
+    if rate == 0:
+        raise ValueError("--rate must be above 0 requests per second")
+
+
+def _models_and_costs(
+    target: str | None, draft: str | None, dtype: str | None, device: str | None, simulate: str | None
+) -> tuple[ModelPair, CostModel | None]:
+    """What serves, and the costs that the default policy and the simulator go by."""
+    from bass_core.policies.costs import CostModel, costs_like
+    from bass_lab.measure.modelled_costs import modelled_h100
+    from bass_lab.named_pairs import named_pair
+
+    pair = named_pair(target, draft, dtype=dtype, device=device)
+    if simulate == H100:
+        return pair, modelled_h100()
+    if simulate not in (None, HERE):
+        if not Path(simulate).is_file():
+            raise ValueError(f"--simulate must be {HERE}, {H100} or a file of costs; got {simulate!r}")
+        return pair, CostModel.load(simulate)
+    cost = costs_like(pair)
+    if cost is None and simulate:
+        raise ValueError("no costs of this pair are known here; `bass calibrate` measures them")
+    return pair, cost
+
+
+def _simulated(
+    workload: Workload,
+    trace: Path | None,
+    prompts: str,
+    cost: CostModel,
+    policy: int | DraftLengthPolicy | None,
+    max_batch_size: int,
+    seed: int,
+) -> LoadRun:
+    from bass_core.policies.goodput import Goodput
+    from bass_lab.load import simulate
+    from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
+
+    recorded = shipped(prompts) if trace is None else AcceptanceTrace.load(trace)
+    chosen = Goodput(cost) if policy is None else policy
+    return simulate(workload, recorded, cost, draft_length=chosen, max_batch_size=max_batch_size, seed=seed)
+
+
+def _recorded(
+    path: Path,
+    asked: Workload,
+    pair: ModelPair,
+    serve: object,
+    limits: dict,
+    warm_up: float,
+    how: dict,
+    progress: Progress,
+) -> dict:
+    """Measure, and append the line."""
+    from bass_lab.load import measurement
+    from bass_lab.measure import records
+
+    measured = measurement.measure(
+        lambda workload, way: serve(workload, POLICIES[way]),
+        asked,
+        between_ms=limits["between_ms"],
+        first_ms=limits["first_ms"],
+        warm_up=warm_up,
+        progress=lambda doing: progress(doing, 0.0),
+    )
+    line = measurement.record_line(measured, asked, pair, **how)
+    records.append(path, [line])
+    return line
+
+
+def _told(cost: CostModel | None) -> dict | None:
+    from bass_lab.measure.benchmark import COSTS
+
+    return None if cost is None else {"device": cost.device} | {name: cost.measured.get(name) for name in COSTS[1:]}
+
+
+def _tell(document: dict, run: LoadRun | None, aim: Target | None, warm_up: float) -> None:
+    from bass_lab.show import tables
+
+    if "tried" in document:
+        tables.show_table(document["tried"], "rates tried, requests per second")
+        rate, missed = document["rate"], document["missed"]
+        tables.show(f"highest that keeps the target: {rate:.4g}/s; lowest that misses it: {missed:.4g}/s\n")
+    if run is None:
+        return
+    tables.show_table(
+        run.table(aim, warm_up=warm_up), f"{document['workload']}, {document['served']}; ms, 95% intervals"
+    )
+    tables.show_facts(run.rates(aim, warm_up=warm_up), "")
+    if document["errors"]:
+        first = next(iter(run.meta["errors"].values()))
+        tables.show(f"{document['errors']} requests failed, the first: {first}", "bold red")
+
+
+def _tell_record(line: dict) -> None:
+    from bass_lab.show import tables
+
+    names = {"between_ms": "between", "first_ms": "first", "end_ms": "end"}
+    shown = [
+        {"rate": each["rate"]}
+        | {f"{way} {name}": each[f"{way}_{field}"] for field, name in names.items() for way in ("none", "default")}
+        | {"over none": each["over_none"]}
+        for each in line["tried"]
+    ]
+    tables.show_table(
+        shown, f"{line['models']}, {line['served']}; ms: between tokens and to the first (p99), end (mean)"
+    )
+    ratio = "-" if line["ratio"] is None else f"{line['ratio']:.2f}×"
+    aim, highest = line["target"], line["highest"]
+    tables.show(
+        f"highest load with {aim['between_ms']:.3g} ms between tokens and {aim['first_ms']:.3g} ms to the first: "
+        f"{highest['none']:.3g}/s without drafting, {highest['default']:.3g}/s with the default policy, {ratio}; "
+        f"at the worst load {line['least_over_none']:.2f}×"
+    )

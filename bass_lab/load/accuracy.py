@@ -1,0 +1,83 @@
+"""Accuracy as the third end, beside latency and throughput: what is right, of what is answered in time, under load.
+
+Stored samples of an evaluation (`bass_lab.evaluation`) say of each problem when each of its rows was done, how sure the
+target was of it, and whether it passes. A request is a problem; a server decodes one problem after the other, all of
+its rows at once, as the samples were made. It answers with the row that it is surest of among those done (Pass@First)
+when all are done, or early: after `budget` seconds of decoding, or when the client's deadline comes. So latency is
+bought with accuracy and throughput with both, and nothing is assumed but that the samples' times stay what they were.
+Samples of another temperature, or of fewer rows, are another way to serve; `tail` names one that takes over while
+others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from bass_core import inputs
+from bass_lab.evaluation import scores
+from bass_lab.load.workload import Workload
+
+
+def front(
+    workload: Workload,
+    samples: Mapping[str, pd.DataFrame],
+    budgets: Sequence[float] = (np.inf,),
+    *,
+    tail: str | None = None,
+) -> pd.DataFrame:
+    """Latency, throughput and Pass@First of each way to serve a workload, by the seconds after which it answers.
+
+    samples: by the way's name, an evaluation's (`Evaluation.samples`, the columns `scores.COLUMNS`). budgets: seconds
+    of decoding per request. tail: the way that serves requests that have waited, instead of each. The k-th problem
+    answers the workload's prompt k (from the first again beyond the last).
+
+    Columns: way, budget; p50_ms, p99_ms (from arrival to answer, or until the client left); answered (share of the
+    requests with some row in time); requests_per_s (answered ones, until the last); pass_first (share of all that is
+    right in time); front, whether no other line is at least as good in p99_ms, requests_per_s and pass_first and better
+    in one.
+
+    Raises ValueError for a tail that is none of the ways, ways of different problems, and budgets that are not > 0.
+    """
+    if tail is not None:
+        inputs.one_of("tail", tail, samples)
+    if not samples or any(not budget > 0 for budget in budgets):
+        raise ValueError(f"needs samples and budgets > 0 seconds, got {list(budgets)} for {list(samples)}")
+    problems = {way: list(each.problem.unique()) for way, each in samples.items()}
+    if any(found != next(iter(problems.values())) for found in problems.values()):
+        raise ValueError("ways are compared on samples of the same problems, in the same order")
+    known = {way: scores.matrices(each)[:3] for way, each in samples.items()}
+    lines = []
+    for way in samples:
+        for budget in budgets:
+            line = _served(workload, known[way], known[tail or way], budget)
+            lines.append({"way": way, "budget": float(budget), **line})
+    found = pd.DataFrame(lines)
+    merits = np.stack([-found.p99_ms, found.requests_per_s, found.pass_first], axis=1)
+    beaten = [((merits >= each).all(1) & (merits > each).any(1)).any() for each in merits]
+    return found.assign(front=np.logical_not(beaten))
+
+
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray]  # finish seconds (NaN: never), mean log-probability, passed: [P, N]
+
+
+def _served(workload: Workload, own: Rows, waited: Rows, budget: float) -> dict:
+    """One server, first come, first served. waited: rows of requests that found it busy."""
+    requests, free = workload.requests, 0.0
+    latencies, answered, right = [], [], []
+    for arrived, number, deadline in zip(requests.arrived, requests.number, requests.deadline, strict=True):
+        begin = max(free, arrived)
+        finish, sure, passed = (each[number % len(each)] for each in (waited if begin > arrived else own))
+        left = np.inf if np.isnan(deadline) else arrived + deadline - begin
+        done = finish <= min(budget, left)
+        all_done = np.nanmax(finish) if np.isfinite(finish).any() else 0.0
+        free = begin + max(min(all_done, budget, left), 0.0)
+        latencies.append(free - arrived if left > 0 else deadline)
+        answered.append(done.any())
+        right.append(bool(done.any() and passed[np.where(done, sure, -np.inf).argmax()]))
+    last = (requests.arrived + np.array(latencies)).max()
+    p50, p99 = 1e3 * np.quantile(latencies, [0.5, 0.99], method="inverted_cdf")
+    line = {"p50_ms": float(p50), "p99_ms": float(p99), "answered": float(np.mean(answered))}
+    return line | {"requests_per_s": sum(answered) / float(last), "pass_first": float(np.mean(right))}

@@ -1,0 +1,96 @@
+"""What the default policy is worth under load: the most requests per second that keep a target, over not drafting.
+
+Both ways serve the same requests at every rate that either of them tries, one after the other, so that each rate also
+says how much sooner or later requests end (`over_none`): a policy is to be no loss at any load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bass_core.models import ModelPair
+from bass_lab.load.capacity import highest_load
+from bass_lab.load.result import LoadRun, Target
+from bass_lab.load.workload import Workload
+from bass_lab.provenance import describe_environment
+
+NONE, DEFAULT = "none", "default"
+SLACK = 2.0  # the target, where none is given: so many times as long between tokens as a request alone takes,
+QUEUE = 20.0  # and so many times as long to the first one
+ALONE = 0.1  # of the rate that is borne: few requests meet another then
+
+Serve = Callable[[Workload, str], LoadRun]  # by "none" or "default"
+
+
+def measure(
+    serve: Serve,
+    workload: Workload,
+    *,
+    between_ms: float | None = None,
+    first_ms: float | None = None,
+    within: float = 0.05,
+    warm_up: float = 0.1,
+    progress: Callable[[str], None] = lambda doing: None,
+) -> dict:
+    """Rates of both ways and their ratio, as a record of kind "load" has them.
+
+    serve(workload, way): a run of the workload, with the way "none" or "default". between_ms, first_ms: the target,
+    99th percentiles; None: `SLACK` and `QUEUE` times the medians where nothing is drafted and few requests come.
+    within: how close the rates are found.
+
+    Fields: target; highest and lowest rate that was missed, by way; ratio (of the highest rates); tried, a line per
+    rate; least_over_none, the worst of them.
+    """
+    progress("all at once")
+    bearable = len(workload) / float(serve(workload.at_rate(1e6), NONE).requests.ended.max())
+    if between_ms is None or first_ms is None:
+        progress("nearly alone")
+        alone = serve(workload.at_rate(ALONE * bearable), NONE)
+        between_ms = between_ms or SLACK * alone.quantile("between_ms", 0.5, warm_up)
+        first_ms = first_ms or QUEUE * alone.quantile("first_ms", 0.5, warm_up)
+    target = Target(between_ms=between_ms, first_ms=first_ms)
+    runs: dict[float, dict[str, LoadRun]] = {}
+
+    def run(rate: float, way: str) -> LoadRun:
+        if rate not in runs:
+            progress(f"{rate:.3g} requests/s")
+            asked = workload.at_rate(rate)
+            runs[rate] = {each: serve(asked, each) for each in (NONE, DEFAULT)}
+        return runs[rate][way]
+
+    first = bearable / 2
+    found = {
+        way: highest_load(
+            lambda rate, way=way: run(rate, way), target, first=first, most=64 * first, within=within, warm_up=warm_up
+        )
+        for way in (NONE, DEFAULT)
+    }
+    tried = [_line(rate, both, target, warm_up) for rate, both in sorted(runs.items())]
+    missed = {way: each.missed if each.missed < float("inf") else None for way, each in found.items()}
+    none, default = found[NONE].rate, found[DEFAULT].rate
+    return {
+        "target": {**target.limits, "share": target.share},
+        "highest": {way: each.rate for way, each in found.items()},
+        "missed": missed,
+        "ratio": default / none if none else None,
+        "tried": tried,
+        "least_over_none": min(line["over_none"] for line in tried),
+    }
+
+
+def _line(rate: float, both: dict[str, LoadRun], target: Target, warm_up: float) -> dict:
+    """What a rate showed, in ms: of each way the target's metrics, at its share, and the mean until the end."""
+    line: dict = {"rate": rate}
+    for way, run in both.items():
+        line |= {f"{way}_{name}": run.quantile(name, target.share, warm_up) for name in target.limits}
+        line[f"{way}_end_ms"] = float(run.latencies.end_ms[run.counted(warm_up)].mean())
+    return line | {"over_none": line[f"{NONE}_end_ms"] / line[f"{DEFAULT}_end_ms"]}
+
+
+def record_line(measured: dict, workload: Workload, pair: ModelPair, **how: object) -> dict:
+    """`measured` as a line of a record. how: models, served, max_batch_size, temperature, costs."""
+    line = {"schema": "load", **measured, **how}
+    line |= {"dtype": str(pair.target.dtype).removeprefix("torch."), "synthetic": pair.synthetic}
+    line |= {"prompt_set": workload.meta.get("prompts", ""), "arrivals": workload.meta.get("arrivals", "recorded")}
+    line |= {"requests": len(workload), "new_tokens": float(workload.requests.max_new_tokens.mean())}
+    return line | {"seed": workload.meta.get("seed", 0)} | describe_environment(pair.device)

@@ -1,0 +1,330 @@
+"""Load: the moments of arrivals, metrics against figures worked by hand, files, the highest load, accuracy in time."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import record_lines
+from replays import Linear
+from typer.testing import CliRunner
+
+import bass_core as bass
+from bass_lab import load
+from bass_lab.cli import main
+from bass_lab.load import LoadRun, Poisson, Target, Workload
+from bass_lab.load.measurement import measure, record_line
+from bass_lab.load.result import PIECES, REQUESTS, STEPS
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+# --- arrivals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("burst", [1.0, 4.0])
+def test_arrivals_have_their_rate_and_vary_as_they_say(burst):
+    rate, span, runs = 5.0, 100.0, 400
+    counts = []
+    for seed in range(runs):
+        times = Poisson(rate, burst).times(2000, np.random.default_rng(seed))
+        assert (np.diff(times) >= 0).all() and len(times) == 2000 and times[-1] > span
+        counts.append((times < span).sum())
+    error = np.sqrt(rate * span * (2 * burst - 1) / runs)
+    assert abs(np.mean(counts) - rate * span) < 4 * error
+    # the variance of a sample variance of about normal counts is 2 σ⁴ / runs
+    assert np.var(counts, ddof=1) / (rate * span) == pytest.approx(2 * burst - 1, rel=4 * np.sqrt(2 / runs))
+
+
+def test_bursts_have_their_mean_size_and_plain_arrivals_come_one_by_one():
+    times = Poisson(10.0, 4.0).times(20_000, np.random.default_rng(0))
+    sizes = np.unique(times, return_counts=True)[1]
+    assert sizes.mean() == pytest.approx(4, rel=0.05) and (sizes == 1).mean() == pytest.approx(0.25, abs=0.02)
+    alone = Poisson(10.0).times(20_000, np.random.default_rng(0))
+    gaps = np.diff(alone)
+    assert gaps.min() > 0 and gaps.mean() == pytest.approx(0.1, rel=0.03) and gaps.std() == pytest.approx(0.1, rel=0.03)
+
+
+def test_lengths_are_drawn_from_what_is_given():
+    drawn = Workload.draw(Poisson(1), 4000, max_new_tokens=range(16, 65)).requests.max_new_tokens
+    assert (drawn.min(), drawn.max()) == (16, 64) and drawn.mean() == pytest.approx(40, abs=1)
+    seen = Workload.draw(Poisson(1), 4000, max_new_tokens=[1, 1, 1, 9]).requests.max_new_tokens
+    assert set(seen) == {1, 9} and (seen == 1).mean() == pytest.approx(0.75, abs=0.03)
+
+
+def test_what_is_asked_does_not_depend_on_when():
+    slow, fast = (Workload.draw(Poisson(rate, burst), 50, seed=3) for rate, burst in ((1, 1), (9, 4)))
+    columns = ["prompt", "number", "max_new_tokens", "seed"]
+    pd.testing.assert_frame_equal(slow.requests[columns], fast.requests[columns])
+    assert slow.at_rate(7).rate == pytest.approx(7)
+    assert not slow.requests.equals(Workload.draw(Poisson(1), 50, seed=4).requests)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_workload_is_saved_and_loaded(tmp_path):
+    whole = Workload.draw(Poisson(3, 2), 20, max_new_tokens=range(1, 9), deadline=2.0, seed=1)
+    whole.save(tmp_path / "load.jsonl")
+    again = Workload.load(tmp_path / "load.jsonl")
+    pd.testing.assert_frame_equal(again.requests, whole.requests)
+    assert again.meta == whole.meta
+    chat = [{"role": "user", "content": "hello"}]
+    Workload.draw(Poisson(3), 3, prompts=[chat]).save(tmp_path / "chat.jsonl")
+    assert Workload.load(tmp_path / "chat.jsonl").requests.prompt.tolist() == [chat] * 3
+
+
+def test_recorded_arrivals_and_lengths_get_prompts(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("arrived,prompt_tokens,max_new_tokens\n2026-01-01 10:00:05,1000,3\n2026-01-01 10:00:03.5,1,7\n")
+    found = Workload.load(path, prompts=["a" * 40, "b" * 4000]).requests
+    assert found.arrived.tolist() == pytest.approx([0, 1.5]) and found.max_new_tokens.tolist() == [7, 3]
+    assert [len(prompt) for prompt in found.prompt] == [40, 4000]
+    lines = tmp_path / "log.jsonl"
+    lines.write_text('{"arrived": 3.0, "max_new_tokens": 5}\n{"arrived": 4.0, "max_new_tokens": 6}\n')
+    assert Workload.load(lines).requests.arrived.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"arrived": 1.0}\n', "lacks max_new_tokens"),
+        ('{"arrived": 1.0, "max_new_tokens": 0}\n', "max_new_tokens must be >= 1"),
+        ('{"arrived": 1.0, "max_new_tokens": 2, "deadline": -1}\n', "deadline must be seconds > 0"),
+        ("no JSON\n", "holds no workload"),
+        ("[1]\n", "holds no workload"),
+        ("", "holds no workload"),
+    ],
+)
+def test_files_that_are_no_workload_are_refused(tmp_path, text, said):
+    path = tmp_path / "load.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"load.jsonl holds no workload.*|{said}") as error:
+        Workload.load(path)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Poisson(0),
+        lambda: Poisson(1, 0.5),
+        lambda: Workload.draw(Poisson(1), 0),
+        lambda: Workload.draw(Poisson(1), 2, prompts=[]),
+        lambda: Workload.draw(Poisson(1), 2).at_rate(0),
+        lambda: Target(),
+        lambda: Target(between_ms=-1),
+        lambda: Target(first_ms=1, share=0),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(wrong):
+    with pytest.raises(ValueError):
+        wrong()
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def run_of(ended, first=None, arrived=None, tokens=5, reasons=None, deadline=np.nan, pieces=None, steps=()):
+    count = len(ended)
+    arrived = np.arange(count, dtype=float) if arrived is None else np.array(arrived)
+    first = arrived + 0.1 if first is None else np.array(first)
+    columns = [
+        range(count), arrived, arrived + 0.05, first, ended, tokens, 9, deadline, reasons or ["length"] * count, None,
+    ]  # fmt: skip
+    whole = [(row, at, size) for row in range(count) for at, size in ((first[row], 1), (ended[row], 4))]
+    return LoadRun(
+        pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),
+        pd.DataFrame(whole if pieces is None else pieces, columns=list(PIECES)),
+        pd.DataFrame(list(steps), columns=list(STEPS)),
+    )
+
+
+def test_metrics_of_requests_by_hand():
+    pieces = [(0, 0.1, 1), (0, 0.3, 3), (0, 0.9, 1), (1, 1.5, 1)]
+    run = run_of([0.9, 1.5], first=[0.1, 1.5], tokens=[5, 1], deadline=[0.8, np.nan], pieces=pieces)
+    found = run.latencies
+    assert found.queue_ms.tolist() == pytest.approx([50, 50])
+    assert found.first_ms.tolist() == pytest.approx([100, 500])
+    assert found.between_ms[0] == pytest.approx(800 / 4) and np.isnan(found.between_ms[1])  # one token: nothing between
+    assert found.end_ms.tolist() == pytest.approx([900, 500]) and found.late.tolist() == [True, False]
+    assert run.gaps.gap_ms.tolist() == pytest.approx([200, 600])
+    assert run.met(Target(between_ms=300)).tolist() == [False, True]  # the first was late
+    assert run.met(Target(first_ms=499)).tolist() == [False, False]
+
+
+def test_percentiles_are_the_least_value_that_so_many_do_not_exceed():
+    run = run_of(np.arange(100) + np.arange(1, 101) / 1e3 + 0.1)  # ends 101, 102, … 200 ms after arrival
+    assert [run.quantile("end_ms", share, 0) for share in (0.5, 0.95, 0.99, 1)] == pytest.approx([150, 195, 199, 200])
+    found = run.summary(warm_up=0).value["end_ms"]
+    assert found[["p50", "p95", "p99"]].tolist() == pytest.approx([150, 195, 199])
+    assert found["mean"] == pytest.approx(150.5)
+    assert run.quantile("end_ms", 0.5, 0.5) == pytest.approx(175)  # the first half left out
+    assert run.holds(Target(end_ms=199, share=0.99), 0) and not run.holds(Target(end_ms=198, share=0.99), 0)
+
+
+def test_rates_by_hand():
+    steps = [
+        (0.0, 1.0, "prefill", 2, 0.0, 0, 0, 2),
+        (1.0, 3.0, "decode", 2, 3.0, 6, 3, 5),
+        (3.0, 5.0, "decode", 1, 1.0, 1, 1, 2),
+    ]
+    run = run_of([5.0, 10.0], arrived=[0.0, 1.0], first=[1.0, 1.5], steps=steps)
+    found = run.summary(Target(end_ms=6000), warm_up=0).value
+    assert found["requests_per_s", "mean"] == pytest.approx(2 / 10)
+    assert found["tokens_per_s", "mean"] == pytest.approx(10 / 10)
+    assert found["goodput_per_s", "mean"] == pytest.approx(1 / 10)  # the second took 9 s
+    assert found["batch", "mean"] == pytest.approx((2 * 2 + 1 * 2) / 10)
+    assert found["tokens_per_step", "mean"] == pytest.approx((3 + 2 + 1 + 1) / 3)
+    assert found["late", "share"] == 0
+
+
+def test_a_request_without_an_answer_is_the_slowest():
+    run = run_of([1.0, np.nan], first=[0.1, np.nan], reasons=["length", "error"], tokens=[5, 0])
+    assert run.quantile("first_ms", 0.5, 0) == pytest.approx(100) and run.quantile("first_ms", 0.99, 0) == np.inf
+    assert not run.holds(Target(first_ms=1e6), 0) and run.met(Target(first_ms=1e6)).tolist() == [True, False]
+    assert run.summary(warm_up=0).value["first_ms", "p99"] == np.inf
+
+
+def test_intervals_hold_what_they_promise():
+    """Of independent requests the interval of the mean holds the true one about 95 times of 100."""
+    held = 0
+    for seed in range(100):
+        drawn = np.random.default_rng(seed).exponential(size=200)
+        line = (
+            run_of(np.arange(200) + drawn, pieces=[]).summary(warm_up=0, resamples=300, seed=seed).loc["end_ms", "mean"]
+        )
+        held += line.low <= 1000 <= line.high
+    assert 85 <= held <= 99
+
+
+def test_a_run_tells_itself_in_a_line():
+    assert repr(run_of([0.5, 1.5])).startswith("LoadRun(2 requests at 2/s; p50 / p99 in ms: first token 100 / 100")
+
+
+# --- the highest load -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0.01, 1.0, 300.0])
+def test_the_highest_load_is_found_by_bisection(first):
+    rates = []
+
+    def run(rate):
+        rates.append(rate)
+        return run_of(np.arange(20) + 0.1 + rate / 1000, pieces=[])  # ends 100 + rate ms after arrival
+
+    found = load.highest_load(run, Target(end_ms=140), first=first, within=0.01)
+    assert found.rate <= 40 < found.missed <= 1.01 * found.rate
+    assert found.tried.rate.tolist() == sorted(rates) and found.tried.held.tolist() == [
+        rate <= 40 for rate in sorted(rates)
+    ]
+    never = load.highest_load(run, Target(end_ms=50), first=first)
+    assert never.rate == 0 and never.run is None
+    always = load.highest_load(run, Target(end_ms=1e9), first=first, most=1000)
+    assert always.rate == 1000 and always.missed == np.inf
+
+
+def test_the_simulators_highest_load_is_that_of_its_queue():
+    """Service of one second at one place: waits of p99 at a given load are those of M/D/1, so that it ends near 1/s."""
+    trace = AcceptanceTrace.synthetic(alpha=0.5, length=1, sequences=1)
+    drawn = Workload.draw(Poisson(1.0), 3000, prompts=["a"], max_new_tokens=1)
+    serve = {"max_batch_size": 1, "prefill": lambda rows, tokens: 1.0}
+    found = load.highest_load(
+        lambda rate: load.simulate(drawn.at_rate(rate), trace, Linear(), **serve), Target(end_ms=9000)
+    )
+    # P(wait > 8) = 1% of M/D/1 is at a load of about 0.76
+    assert 0.6 < found.rate < 0.9
+
+
+def test_what_is_measured_is_a_line_of_a_record():
+    cost = Linear(per_draft=0.02, attention="eager")
+    trace = AcceptanceTrace.synthetic(alpha=0.8, length=32, sequences=8)
+    drawn = Workload.draw(Poisson(1.0), 60, max_new_tokens=32)
+    ways = {"none": 0, "default": bass.Goodput(cost)}
+    found = measure(lambda asked, way: load.simulate(asked, trace, cost, draft_length=ways[way]), drawn)
+    assert found["ratio"] == found["highest"]["default"] / found["highest"]["none"] > 1.3
+    assert found["least_over_none"] == min(line["over_none"] for line in found["tried"]) > 1
+    rates = [line["rate"] for line in found["tried"]]
+    assert rates == sorted(set(rates)) and set(found["highest"].values()) <= set(rates)
+    how = {"models": "made up", "served": "simulated", "max_batch_size": 8, "temperature": 0.0, "costs": None}
+    assert record_lines.kind_of(record_line(found, drawn, bass.load_pair(), **how)) == "load"
+
+
+# --- accuracy -------------------------------------------------------------------------------------
+
+
+def samples(*finish, passed=((True, False), (False, True)), sure=((-1.0, -2.0), (-2.0, -1.0))):
+    lines = [
+        {
+            "problem": f"p{problem}", "row": row, "finish_seconds": finish[problem][row], "finished": True, "tokens": 1,
+            "logprob_sum": sure[problem][row], "passed": passed[problem][row],
+        }
+        for problem in range(len(finish)) for row in range(2)
+    ]  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def asked(*arrived, deadline=np.nan):
+    columns = {"arrived": arrived, "prompt": "a", "number": range(len(arrived)), "max_new_tokens": 1}
+    return Workload(pd.DataFrame(columns | {"deadline": deadline, "seed": 0}))
+
+
+def test_answers_in_time_by_hand():
+    """Problem 0: rows done at 1 s (sure, right) and 3 s; problem 1: at 2 s (unsure, wrong) and 4 s (sure, right)."""
+    ways = {"one": samples((1.0, 3.0), (2.0, 4.0))}
+    found = load.front(asked(0.0, 1.0), ways, [2.0, 10.0])
+    assert found.pass_first.tolist() == [0.5, 1.0]  # at 2 s problem 1 has its wrong row alone
+    assert found.p50_ms.tolist() == pytest.approx([2000, 3000]) and found.p99_ms.tolist() == pytest.approx([3000, 6000])
+    assert found.requests_per_s.tolist() == pytest.approx([2 / 4, 2 / 7]) and found.front.tolist() == [True, True]
+    late = load.front(asked(0.0, 1.0, deadline=4.5), ways).iloc[0]
+    # the second begins at 3, its client leaves at 5.5: 2.5 s of decoding, its first row is done, and wrong
+    assert late.pass_first == 0.5 and late.answered == 1 and late.p99_ms == pytest.approx(4500)
+
+
+def test_another_way_may_take_over_for_those_that_waited():
+    ways = {"slow": samples((1.0, 3.0), (2.0, 4.0)), "fast": samples((0.1, 0.2), (0.1, 0.2), passed=((True,) * 2,) * 2)}
+    found = load.front(asked(0.0, 1.0), ways, tail="fast")
+    assert found[found.way == "slow"].p99_ms.item() == pytest.approx(3000)
+    assert not found.front[found.way == "slow"].item() and found.front[found.way == "fast"].item()
+    with pytest.raises(ValueError, match="tail must be one of slow, fast"):
+        load.front(asked(0.0), ways, tail="other")
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def bass_load(*words):
+    return CliRunner().invoke(main.app, ["load", *words])
+
+
+def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
+    saved = str(tmp_path / "load.jsonl")
+    done = bass_load("--simulate", "h100", "--rate", "40", "--count", "60", "--between-ms", "9", "--save", saved)
+    assert done.exit_code == 0 and "p99" in done.output and "goodput_per_s" in done.output
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    again = bass_load("--simulate", "h100", "--workload", saved, "--json")
+    found = json.loads(again.stdout)
+    assert found["served"] == "simulated" and len(found["metrics"]) > 20 and "60 requests" in found["workload"]
+    best = json.loads(
+        bass_load("--simulate", "h100", "--count", "60", "--highest", "--first-ms", "30", "--json").stdout
+    )
+    assert best["rate"] > 10 and all(line["held"] == (line["rate"] <= best["rate"]) for line in best["tried"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--url", "http://x", "--simulate", "here"), "two ways to serve"),
+        (("--highest",), "needs a target"),
+        (("--rate", "0"), "above 0"),
+        (("--simulate", "nowhere"), "here, h100 or a file of costs; got 'nowhere'"),
+        (("--url", "ftp://x"), "url must be that of a server"),
+        (("--url", "http://127.0.0.1:9"), "refused"),
+        (("--record", "x.jsonl", "--highest", "--end-ms", "1"), "neither --url nor --highest"),
+        (("--simulate", "here", "--max-new-tokens", "200"), "texts have 128 tokens"),
+        (("--max-new-tokens", "4", "--least-new-tokens", "9"), ">= 9"),
+    ],
+)
+def test_what_the_command_cannot_do_is_said_in_one_line(words, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = bass_load(*words)
+    assert done.exit_code == 2
+    assert said in done.stderr and "fault in bass" not in done.stderr

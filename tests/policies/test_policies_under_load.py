@@ -1,0 +1,65 @@
+"""The default policy while rows come and go: no loss against not drafting at any load, near the best fixed length."""
+
+import numpy as np
+import pytest
+
+import bass_core as bass
+from bass_core.policies.costs import SHIPPED, CostModel
+from bass_lab.load import Poisson, Workload, over_rates, simulate
+from bass_lab.measure.modelled_costs import modelled_h100
+from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
+
+CPU = CostModel.load(next(SHIPPED.glob("*.json")))
+H100 = modelled_h100()
+LOADS = {"cpu": (CPU, 16, (1, 8, 20)), "h100": (H100, 64, (4, 80, 400))}
+ASKED = Workload.draw(Poisson(1.0), 150, max_new_tokens=range(16, 129), seed=1)
+
+
+def under_load(trace, where, policies):
+    cost, places, rates = LOADS[where]
+    ways = {"none": 0, "default": bass.Goodput(cost)} | policies
+
+    def run(rate, policy):
+        return simulate(ASKED.at_rate(rate), trace, cost, draft_length=policy, max_batch_size=places)
+
+    found = over_rates(run, ways, rates)
+    return found.pivot(index="rate", columns="policy")
+
+
+@pytest.mark.parametrize("where", LOADS)
+@pytest.mark.parametrize("texts", ["mini", "library"])
+def test_the_default_policy_is_ahead_of_no_drafting_and_near_the_best_length_at_every_load(where, texts):
+    lengths = {f"k={k}": k for k in (2, 5, 8)}
+    found = under_load(shipped(texts).past_eos(), where, lengths)
+    assert (found.over_none.default > 1.2).all()
+    assert (found.tokens_per_s.default >= 0.98 * found.tokens_per_s.max(axis=1)).all()
+    best = found.end_ms[["none", *lengths]].min(axis=1)
+    assert (best / found.end_ms.default > 0.95).all()
+    assert found.end_ms[list(lengths)].idxmin(axis=1).nunique() > 1 or where == "cpu" or texts == "mini"
+
+
+@pytest.mark.parametrize("where", LOADS)
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.3])
+def test_bad_drafts_are_no_loss_at_any_load(where, alpha):
+    trace = AcceptanceTrace.synthetic(alpha=alpha, length=128, sequences=64, prompt_length=100)
+    found = under_load(trace, where, {"k=5": 5})
+    assert (found.over_none.default >= 0.98).all()
+    assert (found.tokens_per_s.default >= 0.98 * found.tokens_per_s.none).all()
+    assert alpha > 0.1 or (found.over_none["k=5"] < 0.9).all()  # it could have lost
+
+
+def test_rows_count_alike_once_others_have_joined():
+    """Of the rows of one batch those count that end last; when rows come and go no row's end is that of all."""
+
+    def rows(steps):
+        remaining = np.array([100, 10])
+        return bass.RowsView(np.arange(2), np.array(steps), 200 - remaining, np.array([1, 1]), remaining)
+
+    policy = bass.Goodput(CPU)
+    policy.start(rows([0, 0]))
+    tokens = np.ones((2, 17))
+    assert policy.weigh(rows([0, 0]), tokens)[1] < 0.01
+    policy.start(rows([3, 0]))
+    assert policy.weigh(rows([3, 0]), tokens).tolist() == [1, 1]
+    policy.start(rows([0, 0]))
+    assert policy.weigh(rows([0, 0]), tokens)[1] < 0.01
