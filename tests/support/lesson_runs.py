@@ -23,6 +23,7 @@ DEFAULTS = {
     "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
     "01_speculative_decoding": {"repeats": 2},
     "08_latency_and_utilization": {"repeats": 2},
+    "11_interactive_serving": {"served_count": 20},
 }
 QUICKER = DEFAULTS | {
     "01_speculative_decoding": {"batch_size": 4, "max_new_tokens": 24, "repeats": 1},
@@ -40,6 +41,13 @@ QUICKER = DEFAULTS | {
     "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
     "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
     "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
+    "11_interactive_serving": {
+        "request_count": 40,
+        "shares": [0.3, 1.1],
+        "served_count": 6,
+        "max_new_tokens": 24,
+        "calibration_seconds": 1.0,
+    },
 }
 SMALLEST = {  # the least that each lesson takes, the default policy where it takes one
     "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
@@ -62,6 +70,17 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
     "07_ragged_attention_kernels": {"kv_lengths": [5], "draft_length": 0, "heads": 1, "kv_heads": 1, "head_dim": 16},
     "08_latency_and_utilization": {"batch_size": 1, "draft_length": None, "max_new_tokens": 2, "repeats": 1},
     "09_quality_within_a_time_budget": {"problem_count": 1, "batch_size": 1, "max_new_tokens": 1},
+    "11_interactive_serving": {
+        "batch_size": 1,
+        "request_count": 20,
+        "shares": [1.0],
+        "served_count": 5,
+        "draft_length": 1,
+        "max_new_tokens": 2,
+        "deadline": 0.1,
+        "prefill_chunk": 1,
+        "calibration_seconds": 0.1,
+    },
 }
 HALF = {  # another dtype, in which no text is promised token for token
     name: QUICKER[name] | {"dtype": "bfloat16"}

@@ -1,0 +1,96 @@
+"""Lesson 11: requests that come and go. What a policy planned, who was answered in time, and a server to ask."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import pandas as pd
+
+from bass_core.models import ModelPair
+from bass_lab.cli.serving import NEEDS
+from bass_lab.load import LoadRun, Workload
+from bass_lab.load.accuracy import front
+from bass_lab.load.result import FINISHED
+from bass_lab.texts.prompt_sets import prompt_set
+
+START = 30.0  # seconds until a server listens, or has failed
+
+
+# --- what became of requests ----------------------------------------------------------------------
+
+
+def planned(run: LoadRun) -> float:
+    """Draft length that the policy planned, mean over rows and decode steps; 0.0 without a step."""
+    decode = run.steps[run.steps.kind == "decode"]
+    return float((decode.k * decode.rows).sum() / decode.rows.sum()) if len(decode) else 0.0
+
+
+def with_deadline(asked: Workload, deadline: float | None) -> Workload:
+    """The same requests; the server is told that clients leave so many seconds after they came (None: it is not)."""
+    return Workload(asked.requests.assign(deadline=np.nan if deadline is None else deadline), asked.meta)
+
+
+def answered_in_time(run: LoadRun, seconds: float) -> float:
+    """Share of the requests whose text was complete so many seconds after they arrived."""
+    requests = run.requests
+    complete = requests.finish_reason.isin(FINISHED)
+    return float((complete & (requests.ended - requests.arrived <= seconds)).mean())
+
+
+def late_long_prompt(pair: ModelPair, short: Sequence[str], tokens: int, new: int, arrives: float) -> Workload:
+    """Short prompts that come at once, and after `arrives` seconds one of about so many tokens, made of library code.
+
+    Each short one asks for `new` tokens, the long one, which is last, for four.
+    """
+    ids = [token for text in pair.tokenizer(prompt_set("library"))["input_ids"] for token in text]
+    prompts = [*short, pair.tokenizer.decode(ids[:tokens], skip_special_tokens=True)]
+    arrived, asked = [0.0] * len(short) + [arrives], [new] * len(short) + [4]
+    columns = {"arrived": arrived, "prompt": prompts, "number": range(len(prompts)), "max_new_tokens": asked}
+    return Workload(pd.DataFrame(columns | {"deadline": np.nan, "seed": 0}), {"long": tokens})
+
+
+# --- what a deadline costs ------------------------------------------------------------------------
+
+
+def within_deadlines(asked: Workload, samples: Mapping[str, pd.DataFrame], deadlines: Sequence[float]) -> pd.DataFrame:
+    """`front` of the same requests under each deadline (seconds): its columns, and deadline."""
+    parts = [front(with_deadline(asked, seconds), samples).assign(deadline=seconds) for seconds in deadlines]
+    return pd.concat(parts, ignore_index=True)
+
+
+# --- a server -------------------------------------------------------------------------------------
+
+
+def server_obstacle() -> str | None:
+    """Why no server can be started here, in a line; None where one can."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    return f"Skipped: `bass serve` needs {', '.join(missing)} (pip install '.[serve]')." if missing else None
+
+
+@contextmanager
+def server(pair: ModelPair, places: int) -> Iterator[str]:
+    """What `bass serve` runs, in a thread of this process, on a free loopback port. Gives `host:port`, as long as it
+    listens; it has ended when this is left. Raises RuntimeError where it does not start."""
+    from bass_lab.serve.server import Server, Settings, bound
+
+    listens, where = threading.Event(), {}
+
+    def say(told: dict[str, str]) -> None:
+        where.update(told)
+        listens.set()
+
+    with bound("127.0.0.1", 0, None) as listening:
+        running = Server(pair, Settings("embedded", places), say)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        try:
+            if not listens.wait(START):
+                raise RuntimeError(f"the server did not listen within {START:.0f} s")
+            yield where["address"].removeprefix("http://").removesuffix("/v1")
+        finally:
+            running.should_exit = True
+            thread.join(START)

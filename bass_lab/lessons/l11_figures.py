@@ -1,0 +1,160 @@
+"""Figures and the panel of lesson 11: who waits and who writes, and what load does to percentiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import ipywidgets
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+
+from bass_core import inputs
+from bass_core.draft_length import DraftLengthPolicy
+from bass_lab.lessons.l11_demonstrations import answered_in_time, planned, with_deadline
+from bass_lab.load import LoadRun, Workload
+from bass_lab.show.live_figures import live, slider
+from bass_lab.show.looks import CURVES, bars, curve, empty_figure, panels
+
+POLICY_LOOKS = {"none": "regular", "default": "accepted"}  # others take those of CURVES that are left
+SHOWN = 60  # requests of the panel's timeline
+
+Policies = Mapping[str, int | DraftLengthPolicy]
+
+
+def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) -> go.Figure:
+    """A line per request: it waits from its arrival to its first token, then writes until its end.
+
+    requests: arrived, first, ended, seconds; first is NaN where it got no token. pieces: request, at. Where requests
+    have a column finish_reason, a cross marks those whose client left.
+    """
+    figure = empty_figure(title, "seconds since the start", "request", 190 + 13 * max(len(requests), 8))
+    number = np.arange(len(requests))
+    first = requests["first"].fillna(requests.ended)
+    spans = {
+        "waits for its first token": ("nothing", requests.arrived, first),
+        "writes": ("accepted", first, requests.ended),
+    }
+    for name, (look, start, end) in spans.items():
+        hover = f"request %{{y}} {name}: %{{base:.3f}} to %{{customdata:.3f}} s<extra></extra>"
+        drawn = bars(name, end - start, number, look, orientation="h", base=start, customdata=end)
+        figure.add_trace(drawn.update(hovertemplate=hover))
+    mark = {"symbol": "line-ns", "size": 8, "line": {"color": "white", "width": 1.5}}
+    shown = pieces[pieces.request.isin(number)]
+    ticks = go.Scatter(x=shown["at"], y=shown.request, mode="markers", marker=mark, showlegend=False, hoverinfo="skip")
+    figure.add_trace(ticks)
+    reasons = requests.get("finish_reason", pd.Series("", index=requests.index))
+    left = (reasons == "budget").to_numpy()
+    gone = curve("its client leaves", requests.ended[left], number[left], "recovered", "markers")
+    gone.update(marker={"symbol": "x", "size": 8}, hovertemplate="request %{y}: client left after %{x:.2f} s")
+    figure.add_trace(gone)
+    figure.update_layout(barmode="overlay", bargap=0.25)
+    figure.update_xaxes(rangemode="tozero")
+    return figure.update_yaxes(autorange="reversed", showgrid=False)
+
+
+def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
+    """Against the rate of requests, a line per policy: p99 to the end, p99 between tokens, and the speed over none.
+
+    table: of `load.over_rates`.
+    """
+    names = {
+        "end_p99_ms": "p99 to the end, ms",
+        "between_p99_ms": "p99 between tokens, ms",
+        "over_none": "time to the end: none ÷ policy",
+    }
+    figure = panels(1, 3, list(names.values()), title, 420, horizontal_spacing=0.08)
+    looks = _looks(table.policy.unique())
+    for policy, part in table.groupby("policy", sort=False):
+        for column, name in enumerate(names, 1):
+            line = curve(policy, part.rate, part[name], looks[policy], legendgroup=policy, showlegend=column == 1)
+            figure.add_trace(line.update(hovertemplate=f"{policy}, %{{x:.2f}}/s: %{{y:.3g}}<extra></extra>"), 1, column)
+    figure.update_xaxes(title="requests per second", rangemode="tozero")
+    figure.update_yaxes(type="log", dtick="D2", row=1, col=1)
+    return figure.update_yaxes(rangemode="tozero", col=2).update_yaxes(rangemode="tozero", col=3)
+
+
+def _looks(policies: Sequence[str]) -> dict[str, str]:
+    rest = iter(look for look in CURVES if look not in POLICY_LOOKS.values())
+    return {policy: POLICY_LOOKS.get(policy) or next(rest) for policy in policies}
+
+
+def deadline_figure(table: pd.DataFrame) -> go.Figure:
+    """Pass@First (solid), and the share with any answer (dashed), against the deadline, a line per way.
+
+    table: of `l11_demonstrations.within_deadlines`.
+    """
+    figure = empty_figure("What a deadline costs", "deadline, seconds after the arrival", "share of the requests", 420)
+    for look, (way, part) in zip(("regular", "accepted"), table.groupby("way", sort=False), strict=False):
+        for name, says, dash in (("pass_first", "right", "solid"), ("answered", "answered", "dot")):
+            line = curve(f"{way}: {says}", part.deadline, part[name], look, hovertemplate="%{x:.2f} s: %{y:.0%}")
+            figure.add_trace(line.update(line_dash=dash))
+    figure.update_xaxes(type="log", tickformat=".2~f", tickvals=sorted(set(table.deadline)))
+    return figure.update_yaxes(range=[0, 1.02], tickformat=".0%")
+
+
+def gap_figure(runs: Mapping[str, LoadRun], arrives: float) -> go.Figure:
+    """How long short rows stood still before each piece of text, a panel per run; a line where the long prompt came."""
+    titles = [f"<b>{name}</b>" for name in runs]
+    figure = panels(
+        len(runs), 1, titles, "One long prompt beside short ones", 460, shared_xaxes=True, shared_yaxes=True
+    )
+    for panel, run in enumerate(runs.values(), 1):
+        found = run.gaps.join(run.pieces["at"])
+        found = found[found.request < len(run.requests) - 1]  # of the short ones
+        points = curve(
+            "a gap in a short row's text", found["at"], found.gap_ms, "accepted", "markers", showlegend=panel == 1
+        )
+        hover = "%{x:.2f} s: request %{customdata} stood still for %{y:.0f} ms<extra></extra>"
+        figure.add_trace(points.update(customdata=found.request, hovertemplate=hover, marker_size=6), panel, 1)
+    figure.add_vline(arrives, line={"color": "black", "dash": "dash"})
+    figure.update_yaxes(title="gap, ms", rangemode="tozero", matches="y")
+    return figure.update_xaxes(title="seconds; the dashed line is the long prompt's arrival", row=len(runs), col=1)
+
+
+def load_panel(
+    asked: Workload,
+    serve: Callable[[Workload, int | DraftLengthPolicy], LoadRun],
+    policies: Policies,
+    *,
+    rate: float,
+    deadline: float,
+    policy: str,
+    most: float,
+) -> ipywidgets.VBox:
+    """Arrival rate (up to `most`), deadline and policy above a sentence and the timeline of the first requests.
+
+    serve(workload, policy): simulated, so that a move takes less than a second. Its children are the three controls,
+    the sentence and the figure; setting a control's value serves the same requests anew. Raises ValueError for a start
+    that no control could take.
+    """
+    inputs.one_of("policy", policy, tuple(policies))
+    if not (0 < rate <= most and 0.1 <= deadline <= 10):
+        raise ValueError(f"needs 0 < rate <= {most:.3g} per second and 0.1 <= deadline <= 10 s, got {rate}, {deadline}")
+
+    def draw(rate: float, deadline: float, policy: str) -> tuple[str, go.Figure]:
+        run = serve(with_deadline(asked.at_rate(rate), deadline), policies[policy])
+        return _sentence(run, deadline), _first_of(run, f"{policy}, {rate:.2g} requests per second")
+
+    step = round(most / 20, 2)
+    controls = {
+        "rate": slider(rate, step, most, "requests per second", step),
+        "deadline": slider(deadline, 0.1, 10.0, "clients leave after, s", 0.1),
+        "policy": ipywidgets.Dropdown(options=list(policies), value=policy, description="draft length"),
+    }
+    return live(draw, **controls)
+
+
+def _sentence(run: LoadRun, deadline: float) -> str:
+    found = run.summary(resamples=2).value
+    in_time = answered_in_time(run, deadline)
+    return (
+        f"<b>{in_time:.0%}</b> of {len(run.requests)} requests were answered within {deadline:.1f} s, at "
+        f"{found['tokens_per_s', 'mean']:.0f} tokens per second, with {found['batch', 'mean']:.1f} rows at work on "
+        f"average and {planned(run):.1f} tokens drafted per step."
+    )
+
+
+def _first_of(run: LoadRun, title: str) -> go.Figure:
+    figure = timeline_figure(run.requests.head(SHOWN), run.pieces, f"{title}: the first requests")
+    return figure.update_layout(height=190 + 7 * SHOWN)
