@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from bass_core.randomness import Key, Purpose
 from bass_core.rows import Rows
 from bass_core.runner import Runner
 from bass_core.sampling import MixedParams, SamplingParams
-from bass_core.synthetic import SyntheticAcceptance
+
+if TYPE_CHECKING:
+    from bass_core.synthetic import SyntheticAcceptance
 
 
 @dataclass(frozen=True)

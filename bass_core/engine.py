@@ -31,7 +31,6 @@ from bass_core.policies import policy_for
 from bass_core.rows import Commit, Prompt, Request, Rows
 from bass_core.runner import Runner
 from bass_core.sampling import SamplingParams
-from bass_core.synthetic import SyntheticAcceptance
 from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
 from bass_core.verification import RULES
 
@@ -116,7 +115,11 @@ class Session:
         eos = inputs.eos_ids(own, eos_token_id, self.vocabulary)
         self.stop = inputs.stop_strings(stop, pair.tokenizer)
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
-        forced = SyntheticAcceptance.named(acceptance, pair.device)
+        forced = None
+        if acceptance is not None:  # benchmarks: nobody else loads it
+            from bass_core.synthetic import SyntheticAcceptance
+
+            forced = SyntheticAcceptance.named(acceptance, pair.device)
         way = recorded_step.resolve(compile, pair.device, paths, trace)
 
         keeps = {"keeps_hidden": pair.drafter.wants_hidden}

@@ -9,13 +9,13 @@ from typing import Annotated
 import typer
 
 from bass_lab.cli import common
+from bass_lab.serve import NEEDS
 
 EXAMPLES = common.examples(
     "bass serve --port 0",
     "bass serve -t Qwen/Qwen2.5-7B-Instruct -d Qwen/Qwen2.5-0.5B-Instruct \\",
     "    --dtype bfloat16 --max-batch-size 16",
 )
-NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def serve(

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 
 from bass_core.models import ModelPair
-from bass_lab.cli.serving import NEEDS
 from bass_lab.load import LoadRun, Workload
 from bass_lab.load.accuracy import front
 from bass_lab.load.result import FINISHED
+from bass_lab.serve import NEEDS
 from bass_lab.texts.prompt_sets import prompt_set
 
 START = 30.0  # seconds until a server listens, or has failed

@@ -46,10 +46,10 @@ def simulate(
     """The workload served by `Session(max_batch_size=…, draft_length=…)`, if steps cost what `cost` says.
 
     A request's text is the one that the trace has of its prompt's number (from the first again beyond the last), up to
-    its own max_new_tokens; `AcceptanceTrace.past_eos` for texts that go on to these. Whether a draft is accepted is a
-    coin of (seed, request, position): the same under every policy, rate and batch size. prefill: seconds of a prefill
-    of so many rows, the longest of so many tokens; None: `prefill_seconds` by the cost table, which measures none that
-    long.
+    its own max_new_tokens; `AcceptanceTrace.past_eos` has texts that go on to these. Whether a draft is accepted is
+    drawn from (seed, request, position): the same under every policy, rate and batch size.
+    prefill: seconds of a prefill of so many rows, the longest of so many tokens; None: `prefill_seconds` by the cost
+    table, which measures none that long.
 
     Raises ValueError for requests of more tokens than the trace's texts have.
     """
