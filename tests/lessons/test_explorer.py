@@ -106,7 +106,7 @@ def test_page_that_is_loaded_again_gets_what_is_drawn(pair):
         ({"verification": "both"}, "verification must be one of token, block, coupled; got 'both'"),
         (
             {"drafter": "best"},
-            "drafter must be one of its own draft, n-gram, suffix, first layers, deep draft, feature",
+            "drafter must be one of its own draft, n-gram, suffix, first layers, middle draft, deep draft, feature",
         ),
         ({"policy": "best"}, "policy must be one of fixed, default, Algorithm 1, transformers; got 'best'"),
         ({"prompt_set": "poems"}, "prompt_set must be one of mini, library, *.jsonl, *.jsonl.gz; got 'poems'"),
