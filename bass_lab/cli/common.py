@@ -54,6 +54,8 @@ Rows = Annotated[list[int], typer.Option(min=1, metavar="N", help="batch sizes; 
 NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="per row")]
 Temperature = Annotated[float, typer.Option(min=0, metavar="T", help="0 = greedy")]
 Verification = Annotated[str, typer.Option(metavar="RULE", help="token, block or coupled")]
+Attention = Annotated[str, typer.Option(metavar="PATH", help="auto, ragged, pad, split or eager")]
+Compile = Annotated[str, typer.Option(metavar="HOW", help="auto, off, compiled, graphs or compiled+graphs")]
 Seed = Annotated[int, typer.Option(metavar="N", help="of what is sampled")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document, and nothing else")]
 
@@ -185,6 +187,11 @@ def _check_folder(path: Path) -> None:
             pass
     except OSError as error:
         raise typer.BadParameter(f"nothing can be written into {there}: {error.strerror}") from error
+
+
+def models_named(target: str | None, draft: str | None) -> str:
+    """What records call the models of these options."""
+    return f"{target} + {draft or 'n-gram'}" if target else "embedded pair"
 
 
 def kinds(written: str | None) -> str | dict[str, str] | None:

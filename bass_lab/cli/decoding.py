@@ -53,10 +53,8 @@ def generate(
         int | None, typer.Option(metavar="N", help="0 = regular decoding; a policy decides if none")
     ] = None,
     verification: common.Verification = "token",
-    attention: Annotated[str, typer.Option(metavar="PATH", help="auto, ragged, pad, split or eager")] = "auto",
-    compile: Annotated[
-        str, typer.Option(metavar="HOW", help="auto, off, compiled, graphs or compiled+graphs")
-    ] = "auto",
+    attention: common.Attention = "auto",
+    compile: common.Compile = "auto",
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="text that ends a row; may be repeated")
     ] = None,

@@ -138,7 +138,7 @@ def load(
     document: dict = {"served": served, "workload": repr(asked)}
     with Progress() as progress:
         if record is not None:
-            names = f"{target} + {draft or 'n-gram'}" if target else "embedded pair"
+            names = common.models_named(target, draft)
             how = {"models": names, "served": served, "max_batch_size": max_batch_size, **own, "costs": _told(cost)}
             found = _recorded(record, asked, pair, serve, limits, warm_up, how, progress)
             if as_json:

@@ -98,7 +98,7 @@ def bench(
         for lines in benchmark.bench(
             pair,
             sets,
-            models=(f"{target} + {draft or 'n-gram'}" if target else "embedded pair") + weights,
+            models=common.models_named(target, draft) + weights,
             batches=rows,
             methods=methods or benchmark.methods_of(pair),
             repeats=repeats,

@@ -44,10 +44,8 @@ def serve(
         int | None, typer.Option(min=1, metavar="N", help="read long prompts in chunks of N tokens; none: whole")
     ] = None,
     verification: common.Verification = "token",
-    attention: Annotated[str, typer.Option(metavar="PATH", help="auto, ragged, pad, split or eager")] = "auto",
-    compile: Annotated[
-        str, typer.Option(metavar="HOW", help="auto, off, compiled, graphs or compiled+graphs")
-    ] = "auto",
+    attention: common.Attention = "auto",
+    compile: common.Compile = "auto",
     as_json: common.Json = False,
 ) -> None:
     """Serve a pair by HTTP, in OpenAI's shapes.

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+RESAMPLES = 10_000
+CONFIDENCE = 0.95
+
 COLUMNS = {
     "problem": "its task_id",
     "row": "0 … n - 1 within the problem; equal mean log-probabilities go to the lower",
@@ -22,8 +25,6 @@ COLUMNS = {
     "logprob_sum": "of them, in nats: the target's log-probability at temperature 1",
     "passed": "the problem's tests",
 }
-RESAMPLES = 10_000
-CONFIDENCE = 0.95
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -98,13 +99,20 @@ def _values(
     return lines, np.stack(columns, axis=1)
 
 
+def drawn(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+    """How often each of so many problems or prompts is in each bootstrap resample: int64 [resamples, units]."""
+    return np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
+
+
+def interval(resampled: np.ndarray) -> np.ndarray:
+    """Ends of the 95% percentile interval of values [resamples, …]: [2, …]."""
+    return np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+
+
 def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int, seed: int) -> pd.DataFrame:
     """Means over problems of values [P, M], a line each, with their percentile bootstrap over problems."""
     problems = len(values)
-    counts = np.random.default_rng(seed).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
-    means = counts @ values / problems  # [resamples, M]
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
+    low, high = interval(drawn(problems, resamples, seed) @ values / problems)
     found = pd.DataFrame(lines, columns=["budget", "metric"])
     return found.assign(value=values.mean(0), low=low, high=high)
 

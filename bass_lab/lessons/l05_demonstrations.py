@@ -20,6 +20,7 @@ from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.quantization import SELF_DRAFTS, parameter_count, quantized
 from bass_core.trace import Trace
+from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -183,12 +184,11 @@ def alphas(before: pd.DataFrame, after: pd.DataFrame, resamples: int = 10_000) -
     """α of two drafts on the same prompts (`judged`), and the gain: value with its 95% interval (low, high), percentile
     bootstrap over prompts; the gain's draws the same prompts for both."""
     rows = len(before)
-    drawn = np.random.default_rng(0).multinomial(rows, np.full(rows, 1 / rows), size=resamples)
-    drawn = np.concatenate([np.ones((1, rows)), drawn])  # first the prompts as they are
-    first, second = (drawn @ each.accepted / (drawn @ each.judged) for each in (before, after))
+    times = np.concatenate([np.ones((1, rows)), drawn(rows, resamples)])  # first the prompts as they are
+    first, second = (times @ each.accepted / (times @ each.judged) for each in (before, after))
     lines = {}
     for name, found in {"before": first, "after": second, "gain": second - first}.items():
-        low, high = np.quantile(found[1:], [0.025, 0.975])
+        low, high = interval(found[1:])
         lines[name] = {"value": found[0], "low": low, "high": high}
     return pd.DataFrame.from_dict(lines, orient="index")
 

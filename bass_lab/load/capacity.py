@@ -10,6 +10,7 @@ import pandas as pd
 
 from bass_core.draft_length import DraftLengthPolicy
 from bass_lab.load.result import LoadRun, Target
+from bass_lab.load.workload import Workload
 
 HALVINGS = 12  # of a rate at which the target is missed, until it is given up
 
@@ -75,6 +76,11 @@ def highest_load(
     while best[0] and not math.isinf(missed) and missed / best[0] > 1 + within:
         holds(math.sqrt(best[0] * missed))
     return HighestLoad(best[0], missed, pd.DataFrame(tried).sort_values("rate", ignore_index=True), best[1])
+
+
+def bearable_rate(run: Callable[[Workload], LoadRun], workload: Workload) -> float:
+    """Requests per second that are served when all come at once: more than that makes a queue without end."""
+    return len(workload) / float(run(workload.at_rate(1e6)).requests.ended.max())
 
 
 def over_rates(

@@ -21,6 +21,7 @@ from bass_core.engine import Session
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, Table
 from bass_core.policies.goodput import Goodput
+from bass_lab.load.capacity import bearable_rate
 from bass_lab.load.in_process import in_process
 from bass_lab.load.result import LoadRun
 from bass_lab.load.simulation import simulate
@@ -66,12 +67,6 @@ def side_by_side(served: LoadRun, simulated: LoadRun) -> list[dict]:
         }
         for name in METRICS
     ]
-
-
-def bearable_rate(run: Callable[[Workload], LoadRun], workload: Workload) -> float:
-    """Requests per second that are served when all come at once: more than that makes a queue without end."""
-    at_once = workload.at_rate(1e6)
-    return len(workload) / run(at_once).requests.ended.max()
 
 
 def compare(

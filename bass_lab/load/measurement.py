@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from bass_core.models import ModelPair
-from bass_lab.load.capacity import highest_load
+from bass_lab.load.capacity import bearable_rate, highest_load
 from bass_lab.load.result import LoadRun, Target
 from bass_lab.load.workload import Workload
 from bass_lab.provenance import describe_environment
@@ -42,7 +42,7 @@ def measure(
     rate; least_over_none, the worst of them.
     """
     progress("all at once")
-    bearable = len(workload) / float(serve(workload.at_rate(1e6), NONE).requests.ended.max())
+    bearable = bearable_rate(lambda asked: serve(asked, NONE), workload)
     if between_ms is None or first_ms is None:
         progress("nearly alone")
         alone = serve(workload.at_rate(ALONE * bearable), NONE)

@@ -17,7 +17,6 @@ from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 
 PATIENCE = 600.0  # seconds without a byte after which a server counts as gone
-REASONS = {"stop": "stop", "length": "length"}  # others stay as the server says them
 
 
 def over_http(
@@ -177,6 +176,6 @@ class _Client:
                 self.texts.append(text)
                 self._at.append(now)
             if choice.get("finish_reason"):
-                self.reason = REASONS.get(choice["finish_reason"], choice["finish_reason"])
+                self.reason = choice["finish_reason"]
         if event.get("usage"):
             self.total = inputs.integer("completion_tokens", event["usage"]["completion_tokens"])

@@ -19,9 +19,7 @@ from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.sampling import SamplingParams
 from bass_lab.evaluation import Problem, compare, scores
-
-RESAMPLES = 10_000
-CONFIDENCE = 0.95
+from bass_lab.evaluation.scores import drawn, interval
 
 
 class Distance(NamedTuple):
@@ -118,9 +116,8 @@ def _means(sums: pd.DataFrame, counts: pd.Series | int) -> pd.DataFrame:
     """Means per count of what was summed by prompt [P, M], and their intervals over prompts."""
     values, prompts = sums.to_numpy(float), len(sums)
     counts = np.broadcast_to(np.asarray(counts, float), prompts)
-    drawn = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
-    means = drawn @ values / (drawn @ counts)[:, None]
-    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    times = drawn(prompts)
+    low, high = interval(times @ values / (times @ counts)[:, None])
     return pd.DataFrame({"value": values.sum(0) / counts.sum(), "low": low, "high": high}, index=sums.columns)
 
 

@@ -18,7 +18,7 @@ ATTENTION = ("_attend_pieces", "_attend_rows")
 SPILLED = {"sm_80": [{"head_dim": 64, "query_length": 17, "softcap": 50.0, "sinks": True}]}
 KNOWN = SPILLED if triton.__version__.startswith("3.6.") else {}
 # Other GPUs: kB that programs of a multiprocessor share, and what spills (float16 on GPUs before sm_80: slow there).
-OTHERS = {75: (64, {"_attend_pieces"}), 89: (99, set()), 100: (227, {"finish"}), 120: (99, set())}
+OTHERS = {75: (64, {"_attend_pieces", "_multiply"}), 89: (99, set()), 100: (227, {"finish"}), 120: (99, set())}
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ import bass_core as bass
 from bass_lab import load
 from bass_lab.cli import main
 from bass_lab.load import LoadRun, Poisson, Target, Workload, simulate
-from bass_lab.load.compare import bearable_rate, side_by_side
+from bass_lab.load.capacity import bearable_rate
+from bass_lab.load.compare import side_by_side
 from bass_lab.load.measurement import measure, record_line
 from bass_lab.load.result import PIECES, REQUESTS, STEPS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace

@@ -3,6 +3,7 @@
 No kernel runs here: plans are written by hand. The notebook itself runs the kernels (test_notebooks.py).
 """
 
+import ast
 import json
 import os
 import subprocess
@@ -330,8 +331,9 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 @pytest.mark.slow
 def test_step_kernels_compile_for_a_gpu_without_spilling(tmp_path):
     cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "@triton.jit" in cell.source]
+    functions = [part for part in ast.parse("\n".join(cells)).body if isinstance(part, ast.FunctionDef)]
     header = "import triton\nimport triton.language as tl\n"
-    (tmp_path / "steps.py").write_text("\n\n\n".join([header, *cells]))
+    (tmp_path / "steps.py").write_text("\n\n\n".join([header, *map(ast.unparse, functions)]))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     places = (tmp_path, ROOT / "tests/support", ROOT / "kernels")
     environment |= {"PYTHONPATH": ":".join(map(str, places)), "TRITON_CACHE_DIR": str(tmp_path)}
