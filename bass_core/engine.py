@@ -168,6 +168,7 @@ class Session:
         seed: int | None = None,
         sample: int | None = None,
         stop: str | Sequence[str] | None = None,
+        ignore_eos: bool = False,
         row: int | None = None,
         deadline: float | None = None,
     ) -> Request:
@@ -179,6 +180,7 @@ class Session:
         sample: which of the seed's texts this is; its row number where None. Random numbers are a function of seed and
         sample alone, so that a row of a given seed and sample has one text, whatever else the session does.
         stop: strings that end the row, in place of the session's; () for none.
+        ignore_eos: whether the row goes on behind the ids that end the session's rows.
         row: its number, which names it in events and in the trace; one that no row had where None. It is free again
         only once the row has ended.
         deadline: seconds from now after which the row ends with reason "budget".
@@ -205,6 +207,7 @@ class Session:
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             params=replace(self.params, **own) if own else self.params,
             stop=self.stop if stop is None else inputs.stop_strings(stop, self.pair.tokenizer),
+            ignore_eos=ignore_eos,
             deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
             row=(number := self._number(row)),  # last: what is refused takes none
             sample=number if sample is None else sample,

@@ -43,6 +43,7 @@ class Request:
     sample: int  # keys the randomness, with the seed
     params: SamplingParams
     stop: StopStrings | None = None
+    ignore_eos: bool = False
     deadline: float | None = None  # time.monotonic() at which the row is ended
     finish_reason: str | None = None
     drafted: int = 0  # tokens that the row's steps have drafted so far, and accepted
@@ -261,6 +262,7 @@ class Rows:
         reasons = dict.fromkeys(np.flatnonzero(full).tolist(), "length")
         if len(self.eos):
             is_eos = (new[..., None] == self.eos).any(-1) & (np.arange(new.shape[1]) < counts[:, None])
+            is_eos[[request.ignore_eos for request in self.live[rows]]] = False
             ends = is_eos.any(1)
             counts = np.where(ends, is_eos.argmax(1) + 1, counts)
             reasons |= dict.fromkeys(np.flatnonzero(ends).tolist(), "eos")

@@ -30,6 +30,7 @@ from bass_lab.texts import corpus
 
 REGULAR = "regular"
 PHASES = ("draft", "verify", "other")  # of a step
+WARM_UP = 4  # tokens
 LAUNCHES = {"every kernel launched": 10.0, "a recorded graph": 0.5}  # ms to launch a pass of the modelled target
 PAPERS_LAYERS = 4  # of the paper's draft, 2048 wide
 
@@ -62,8 +63,8 @@ def runs(
 ) -> pd.DataFrame:
     """Every draft, and regular decoding, on the same prompts: a line per prompt set, batch, repeat and draft.
 
-    In a repeat they take turns; one repeat warms up and is not counted. Rows do not stop on EOS. Columns: prompts,
-    batch, repeat, draft; accepted and judged: drafted tokens; row_steps: decode steps of all rows; tokens: what these
+    In a repeat they take turns; one of few tokens goes before, warms up and is not counted. Rows do not stop on EOS.
+    Columns: prompts, batch, repeat, draft; accepted and judged: drafted tokens; row_steps: decode steps of all rows; tokens: what these
     emitted; draft_ms: time of a drafted token of every row; pass_ms: of a pass of the target; ms: of a token of the
     batch. All times are those of decode steps. options: as in `generate`.
     """
@@ -74,6 +75,7 @@ def runs(
             for repeat in range(repeats + 1):
                 for draft, (pair, k) in turns.items():
                     how = options | {"draft_length": k, "eos_token_id": (), "seed": seed + repeat}
+                    how |= {} if repeat else {"max_new_tokens": WARM_UP}
                     trace = generate(pair, texts[:batch], **how).trace
                     line = {"prompts": name, "batch": batch, "repeat": repeat, "draft": draft}
                     lines.append(line | _counted(trace))

@@ -139,7 +139,7 @@ class LoadRun:
         each. Over the time from the first counted arrival to the last end: requests_per_s (ended by themselves),
         tokens_per_s, goodput_per_s (requests that met the target, per second), batch (rows decoding, mean over time;
         0 when idle), resampled by parts of that time; late (share of the requests whose client left first) and
-        tokens_per_step (of a row's decode step, before truncation at its end). Lines of what is not known are missing.
+        tokens_per_step (emitted by a row's decode step). Lines of what is not known are missing.
 
         warm_up: share of the requests, the first ones, that are left out.
         """
@@ -194,8 +194,7 @@ class LoadRun:
             decode = steps[steps.kind == "decode"]
             rows = decode.rows.to_numpy()
             found["batch"] = within(decode.ended, rows * (decode.ended - decode.started).to_numpy()), length
-            taken = decode.accepted.to_numpy() + rows
-            found["tokens_per_step"] = within(decode.ended, taken), within(decode.ended, rows)
+            found["tokens_per_step"] = within(decode.ended, decode.emitted.to_numpy()), within(decode.ended, rows)
         return {name: np.stack(each, axis=1) for name, each in found.items()}
 
     def __repr__(self) -> str:

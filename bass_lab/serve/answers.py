@@ -68,24 +68,25 @@ class Answer:
         """The chunk with the counts of all rows."""
         return self._object(".chunk") | {"choices": [], **self._totals(ended)}
 
-    def _object(self, suffix: str) -> dict[str, Any]:
-        return self._head | {"object": f"chat.completion{suffix}" if self._chat else "text_completion"}
-
-    def _totals(self, ended: Sequence[Ended]) -> dict[str, Any]:
-        generated = sum(len(row.result.sequence) for row in ended)
-        usage = {
+    def usage(self, generated: int) -> dict[str, int]:
+        """The counts of all rows, which have so many tokens together."""
+        return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
             "total_tokens": self._prompt_tokens + generated,
         }
-        steps, accepted = sum(row.steps for row in ended), sum(row.accepted for row in ended)
+
+    def _object(self, suffix: str) -> dict[str, Any]:
+        return self._head | {"object": f"chat.completion{suffix}" if self._chat else "text_completion"}
+
+    def _totals(self, ended: Sequence[Ended]) -> dict[str, Any]:
         own = {
             "drafted": sum(row.drafted for row in ended),
-            "accepted": accepted,
-            "tokens_per_step": round((accepted + steps) / steps, 3) if steps else None,
+            "accepted": sum(row.accepted for row in ended),
+            "tokens_per_step": _rate(sum(row.decoded for row in ended), sum(row.steps for row in ended)),
             "seed": self._seed,
         }
-        return {"usage": usage, "bass": own}
+        return {"usage": self.usage(sum(len(row.result.sequence) for row in ended)), "bass": own}
 
     def _of_tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -107,12 +108,17 @@ def _bytes(text: str) -> list[int] | None:
     return None if "\ufffd" in text else list(text.encode())
 
 
+def _rate(tokens: int, steps: int) -> float | None:
+    """Tokens per decode step; None without one."""
+    return round(tokens / steps, 3) if steps else None
+
+
 def _end(row: Ended) -> dict[str, Any]:
-    reason, rate = row.result.finish_reason, row.tokens_per_step
+    reason = row.result.finish_reason
     own = {
         "finish_reason": reason,
         "drafted": row.drafted,
         "accepted": row.accepted,
-        "tokens_per_step": None if rate is None else round(rate, 3),
+        "tokens_per_step": _rate(row.decoded, row.steps),
     }
     return {"finish_reason": FINISHED[reason], "bass": own}

@@ -25,7 +25,7 @@ from bass_core import inputs
 from bass_core.generation import FinalText
 from bass_core.models import ModelPair
 from bass_lab.serve.answers import Answer
-from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, complaint
+from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, StreamOptions, complaint
 from bass_lab.serve.counts import Counts
 from bass_lab.serve.driver import Dead, Driver, Ended, Job, Row
 from bass_lab.serve.gate import MOST_BYTES, Gate, Refused
@@ -90,8 +90,8 @@ class Service:
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
         answer = Answer(chat, self.name, self.pair.tokenizer, count, sum(map(len, ids)), seed, wants_logprobs)
         if streams:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(self.driver, job, self._chunks(job, answer, chat, usage))
+            told = body.stream_options or StreamOptions()
+            return EventStream(self.driver, job, self._chunks(job, answer, chat, told))
         return await self._whole(job, answer, request)
 
     def _read(self, body: Sampled, prompts: list) -> tuple[list, list[int]]:
@@ -129,7 +129,7 @@ class Service:
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         waits = [seconds for seconds in (body.timeout, self.deadline) if seconds is not None]
         ends = arrived + min(waits) if waits else None
-        own = sampling | {"seed": seed, "stop": body.stop or ()}
+        own = sampling | {"seed": seed, "stop": body.stop or (), "ignore_eos": bool(body.ignore_eos)}
         n = body.n or 1
         return [
             Row(prompt, own | {"sample": index * n + sample, "max_new_tokens": limits[index]}, ends)
@@ -173,15 +173,17 @@ class Service:
         if update.ended is not None and update.ended.result.finish_reason == "error":
             raise Refused(500, f"a model gave NaN or infinite logits for choice {update.index}", code="bad_logits")
 
-    async def _chunks(self, job: Job, answer: Answer, chat: bool, usage: bool) -> AsyncIterator[dict[str, Any]]:
+    async def _chunks(self, job: Job, answer: Answer, chat: bool, told: StreamOptions) -> AsyncIterator[dict[str, Any]]:
         """Chunks as rows gain text; an error is the last of them."""
         texts: dict[int, FinalText] = {}
         ended: dict[int, Ended] = {}
+        generated = 0
         try:
             while len(ended) < len(job.rows):
                 update = await job.updates.get()
                 self._check(update)
                 index = update.index
+                generated += len(update.tokens)
                 if index not in texts:
                     stop = inputs.stop_strings(job.rows[index].own["stop"], self.pair.tokenizer)
                     texts[index] = FinalText(self.pair.tokenizer, stop)
@@ -189,10 +191,11 @@ class Service:
                         yield answer.opening(index)
                 piece = texts[index].feed(update.tokens, ended=update.ended is not None)
                 if piece or update.ended is not None:
-                    yield answer.piece(index, piece, update.tokens, update.logprobs, update.ended)
+                    chunk = answer.piece(index, piece, update.tokens, update.logprobs, update.ended)
+                    yield chunk | ({"usage": answer.usage(generated)} if told.continuous_usage_stats else {})
                 if update.ended is not None:
                     ended[index] = update.ended
-            if usage:
+            if told.include_usage:
                 yield answer.last([ended[index] for index in range(len(job.rows))])
         except Refused as refused:
             yield refused.body

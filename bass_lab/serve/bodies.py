@@ -1,7 +1,8 @@
 """Requests, as OpenAI's API has them: every field is honoured or refused, none ignored.
 
 Fields of OpenAI's that would change the text, and that the engine does not know, are taken at the value that changes
-nothing and at no other. `timeout`, `top_k`, `min_p` and `repetition_penalty` are this server's own.
+nothing and at no other. `timeout`, `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and the
+streams' `continuous_usage_stats` are not of OpenAI's; the last two are what load generators ask of servers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: bool = False
 
 
 class Sampled(_Body):
@@ -42,8 +44,11 @@ class Sampled(_Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = Field(
         None, description=f"a string or up to {MOST_STOPS} strings, none of them empty or longer than 1000"
     )
+    ignore_eos: bool | None = Field(False, description="true or false")
     stream: bool | None = Field(False, description="true or false")
-    stream_options: StreamOptions | None = Field(None, description='{"include_usage": true}')
+    stream_options: StreamOptions | None = Field(
+        None, description='{"include_usage": true}, and "continuous_usage_stats": true for counts in every chunk'
+    )
     timeout: float | None = Field(None, gt=0, le=10**6, description="seconds after which rows end with what they have")
     user: str | None = Field(None, description="a string, which changes nothing")
     metadata: dict[str, str] | None = Field(None, description="strings by name, which change nothing")

@@ -56,9 +56,9 @@ class Ended:
     took: float
 
     @property
-    def tokens_per_step(self) -> float | None:
-        """Accepted drafts and the target's own token, per decode step; None without one."""
-        return (self.accepted + self.steps) / self.steps if self.steps else None
+    def decoded(self) -> int:
+        """Tokens that decode steps emitted: all but the first, which is the prefill's."""
+        return max(len(self.result.sequence) - 1, 0)
 
 
 @dataclass

@@ -65,6 +65,18 @@ def test_eos_as_the_last_token_asked_for_is_eos():
     assert (out.sequences[0].tolist(), out.finish_reasons) == (text[:new], ["eos"])
 
 
+@pytest.mark.parametrize("draft_length", [0, 5])
+def test_a_row_that_ignores_eos_goes_on_beside_one_that_does_not(draft_length):
+    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
+    with bass.Session(PERFECT, eos_token_id=text[4], draft_length=draft_length) as session:
+        rows = [session.submit(PROMPTS[0], max_new_tokens=12, ignore_eos=ignores) for ignores in (True, False)]
+        while not session.idle:
+            session.step()
+        goes_on, ends = map(session.result, rows)
+    assert (goes_on.sequence.tolist(), goes_on.finish_reason) == (text, "length")
+    assert (ends.sequence.tolist(), ends.finish_reason) == (text[: text.index(text[4]) + 1], "eos")
+
+
 # --- stop strings ---------------------------------------------------------------------------------
 
 TOKENIZER = byte_tokenizer()

@@ -63,6 +63,21 @@ def test_a_stream_is_the_answer_piece_by_piece(client):
     assert chunks[-2].choices[0].finish_reason == "length"
 
 
+def test_a_stream_counts_in_every_chunk_where_that_is_asked_for(client):
+    told = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(complete(client, stream=True, stream_options=told, temperature=0, max_tokens=40))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == 40
+
+
+def test_a_row_ends_at_its_limit_alone_if_it_ignores_eos(client):
+    options = {"temperature": 1, "seed": 0, "max_tokens": 200}
+    prompts = [prompt for prompt in PROMPTS if complete(client, prompt, **options).usage.completion_tokens < 200]
+    assert prompts  # that end early
+    for prompt in prompts:
+        assert complete(client, prompt, extra_body={"ignore_eos": True}, **options).usage.completion_tokens == 200
+
+
 def test_a_chat_is_written_out_by_the_template(client):
     messages = [{"role": "user", "content": "Hello"}]
     options = {"model": "tiny", "messages": messages, "temperature": 0, "max_completion_tokens": NEW}
