@@ -64,9 +64,9 @@ def runs(
     """Every draft, and regular decoding, on the same prompts: a line per prompt set, batch, repeat and draft.
 
     In a repeat they take turns; one of few tokens goes before, warms up and is not counted. Rows do not stop on EOS.
-    Columns: prompts, batch, repeat, draft; accepted and judged: drafted tokens; row_steps: decode steps of all rows; tokens: what these
-    emitted; draft_ms: time of a drafted token of every row; pass_ms: of a pass of the target; ms: of a token of the
-    batch. All times are those of decode steps. options: as in `generate`.
+    Columns: prompts, batch, repeat, draft; accepted and judged: drafted tokens; row_steps: decode steps of all rows;
+    tokens: what these emitted; draft_ms: time of a drafted token of every row; pass_ms: of a pass of the target; ms: of
+    a token of the batch. All times are those of decode steps. options: as in `generate`.
     """
     turns = {REGULAR: (next(iter(pairs.values())), 0)} | {name: (pair, draft_length) for name, pair in pairs.items()}
     lines = []
