@@ -267,6 +267,7 @@ def test_without_a_bug_nothing_is_caught(is_wrong):
     assert not is_wrong(bass_kernels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "bug"), CASES, ids=[bug for _, bug in CASES])
 def test_bug_is_caught(tmp_path, monkeypatch, module, bug):
     right, wrong = BUGS[module][bug]
