@@ -70,7 +70,9 @@ def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
             line = curve(policy, part.rate, part[name], looks[policy], legendgroup=policy, showlegend=column == 1)
             figure.add_trace(line.update(hovertemplate=f"{policy}, %{{x:.2f}}/s: %{{y:.3g}}<extra></extra>"), 1, column)
     figure.update_xaxes(title="requests per second", rangemode="tozero")
-    figure.update_yaxes(type="log", dtick="D2", row=1, col=1)
+    figure.update_yaxes(
+        type="log", tickvals=[m * 10**e for e in range(6) for m in (1, 2, 5)], tickformat=",d", row=1, col=1
+    )
     return figure.update_yaxes(rangemode="tozero", col=2).update_yaxes(rangemode="tozero", col=3)
 
 

@@ -32,6 +32,8 @@ QUICKER = DEFAULTS | {
     "04_draft_length": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
     "04b_draft_length_further": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
     "05_draft_models": {
+        "ladder": ["draft", "deep_draft"],
+        "drafts": ["ngram", "target:int4", "feature_head"],
         "batch_sizes": [1, 4],
         "max_new_tokens": 16,
         "repeats": 1,
