@@ -40,7 +40,16 @@ def step_figure(steps: Mapping[str, pd.DataFrame], draft_length: int) -> go.Figu
     for column, table in enumerate(steps.values(), 1):
         for role, look in (("target", "verify"), ("drafts", "draft")):
             text = [f"{size:,.0f}" for size in table[role]]
-            drawn = bars(role, table.index, table[role], look, text=text, legendgroup=role, showlegend=column == 1)
+            drawn = bars(
+                role,
+                table.index,
+                table[role],
+                look,
+                text=text,
+                textposition="inside",
+                legendgroup=role,
+                showlegend=column == 1,
+            )
             figure.add_trace(drawn.update(hovertemplate="%{x}: %{y:,.1f} MB"), 1, column)
     return figure.update_layout(barmode="stack").update_yaxes(title="MB", col=1)
 
@@ -97,7 +106,12 @@ def front_figure(front: pd.DataFrame, machines: Mapping[str, str]) -> go.Figure:
         for number, (name, line) in enumerate(front.iterrows()):
             passes = "" if np.isnan(line["pass@1"]) else f"{line['pass@1']:.0%}"
             mark = curve(name, [line[column]], [line.tv], WAY_LOOKS[number % len(WAY_LOOKS)], "markers+text")
-            mark.update(text=[passes], textposition="top center", legendgroup=name, showlegend=place == 1)
+            mark.update(
+                text=[passes],
+                textposition="top center" if line.tv else "bottom center",
+                legendgroup=name,
+                showlegend=place == 1,
+            )
             mark.update(marker={"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 12})
             figure.add_trace(mark.update(hovertemplate="%{x:.2f} ms, TV %{y:.4f}"), 1, place)
     figure.update_xaxes(title="ms between two tokens of a row", rangemode="tozero")
