@@ -176,11 +176,12 @@ def check_lossy_law(lossy_law: Callable) -> bool:
 def _law_cases() -> Iterator[Case]:
     chance = random.Random(12)
     drawn = [
+        # the first cases tell mistakes apart that give the same numbers in later ones
+        ("the draft has another favourite", [0.6, 0.3, 0.1], [0.1, 0.1, 0.8], 0.3),
+        ("one draft is exactly at the limit", [0.4, 0.2, 0.4], [0.5, 0.5, 0.0], 0.5),
         ("the draft is the target", [0.5, 0.3, 0.2], [0.5, 0.3, 0.2], 0.0),
         ("every draft is kept", [0.5, 0.3, 0.2], [0.1, 0.1, 0.8], 0.0),
         ("the favourite alone is kept", [0.5, 0.3, 0.2], [0.2, 0.4, 0.4], 1.0),
-        ("exactly at the limit", [0.5, 0.25, 0.25], [0.0, 1.0, 0.0], 0.5),
-        ("the draft has another favourite", [0.6, 0.3, 0.1], [0.1, 0.1, 0.8], 0.3),
     ]
     for number in range(50):
         size = chance.randint(2, 5)

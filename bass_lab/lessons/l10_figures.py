@@ -24,6 +24,7 @@ def channel_figure(weight: Tensor, copies: Mapping[str, Tensor], shown: int = 64
     """
     figure = panels(2, 1, ["weights", "what rounding changed"], "One output channel", 520, shared_xaxes=True)
     inputs = np.arange(min(shown, len(weight)))
+    weight, copies = weight.numpy(), {kind: copy.numpy() for kind, copy in copies.items()}
     figure.add_trace(curve("full", inputs, weight[:shown], KIND_LOOKS["full"]), 1, 1)
     for kind, copy in copies.items():
         look = {"look": KIND_LOOKS[kind], "mode": "markers", "legendgroup": kind}
