@@ -91,7 +91,7 @@ def products_figure(columns: int, inputs: int, rows: Sequence[int], device: Devi
         seconds = np.maximum(moved / device.bandwidth, 2 * count * columns * inputs / device.flops)
         line = curve("bf16" if kind == "full" else kind, count, 1e6 * seconds, KIND_LOOKS[kind])
         figure.add_trace(line.update(hovertemplate="%{x} rows: %{y:.1f} µs"))
-    return figure.update_xaxes(type="log", dtick="D1").update_yaxes(rangemode="tozero")
+    return figure.update_xaxes(type="log", tickvals=count).update_yaxes(rangemode="tozero")
 
 
 def front_figure(front: pd.DataFrame, machines: Mapping[str, str]) -> go.Figure:
