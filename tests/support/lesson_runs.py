@@ -43,6 +43,13 @@ QUICKER = DEFAULTS | {
     "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
     "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
     "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
+    "10_quantization": {
+        "batch_size": 2,
+        "max_new_tokens": 16,
+        "prompt_count": 4,
+        "problem_count": 2,
+        "repeats": 1,
+    },
     "11_interactive_serving": {
         "request_count": 40,
         "shares": [0.3, 1.1],
@@ -72,6 +79,14 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
     "07_ragged_attention_kernels": {"kv_lengths": [5], "draft_length": 0, "heads": 1, "kv_heads": 1, "head_dim": 16},
     "08_latency_and_utilization": {"batch_size": 1, "draft_length": None, "max_new_tokens": 2, "repeats": 1},
     "09_quality_within_a_time_budget": {"problem_count": 1, "batch_size": 1, "max_new_tokens": 1},
+    "10_quantization": {
+        "batch_size": 1,
+        "draft_length": 1,
+        "max_new_tokens": 2,
+        "prompt_count": 2,
+        "problem_count": 1,
+        "repeats": 1,
+    },
     "11_interactive_serving": {
         "batch_size": 1,
         "request_count": 20,

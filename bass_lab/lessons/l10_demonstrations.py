@@ -1,0 +1,301 @@
+"""Lesson 10: bytes of a pass, what a lossy rule does to the next token, and every way's time and right answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bass_core import inputs, sampling
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_core.policies.costs import CostModel
+from bass_core.quantization import QuantizedLinear, kind_of, quantized
+from bass_core.sampling import SamplingParams
+from bass_lab.evaluation import Problem, compare, scores
+from bass_lab.evaluation.scores import drawn, interval
+from bass_lab.lessons.l10_lossy import lossy
+from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
+from bass_lab.measure.ratios import Ratio
+from bass_lab.measure.roofline import H100, Roofline, Workload
+from bass_lab.named_pairs import SHAPES, named_config
+
+FULL = "full"
+KINDS = (FULL, "int8", "int4")
+LAUNCH = 5e-4, 1e-4  # seconds to launch a pass of the paper's target and of its draft: those of `modelled_h100`
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+def pass_bytes(model: PreTrainedModel) -> dict[str, int]:
+    """Bytes of weights that every pass reads: of the linear layers that `quantized` changes, and of the rest (head,
+    norms). Tables of which a pass looks up a few lines are left out."""
+    head = model.get_output_embeddings()
+    linear = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Linear | QuantizedLinear) and module is not head
+        for parameter in module.parameters()
+    }
+    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)} - {id(head.weight)}
+    read = [each for each in model.parameters() if id(each) not in tables]
+    layers = sum(each.nbytes for each in read if id(each) in linear)
+    return {"linear layers": layers, "the rest": sum(each.nbytes for each in read) - layers}
+
+
+def copies(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """The model and its quantized copies, by kind."""
+    return {kind: model if kind == FULL else quantized(model, kind) for kind in KINDS}
+
+
+def paper_models(role: str) -> dict[str, PreTrainedModel]:
+    """A model of the paper's sizes in bfloat16 and its quantized copies: shapes, without memory for weights."""
+    shape = SHAPES["paper-7.8b"]
+    with torch.device("meta"):
+        config = named_config(shape.target if role == "target" else shape.draft, role)
+        return copies(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+def bytes_table(models: Mapping[tuple[str, str], Mapping[str, PreTrainedModel]]) -> pd.DataFrame:
+    """A line per pair, role and kind of weights: MB of a pass, in parts and in all, and how many times fewer than
+    in full. models: by (pair, role), each by kind."""
+    lines = []
+    for (pair, role), kinds in models.items():
+        full = sum(pass_bytes(kinds[FULL]).values())
+        for kind, model in kinds.items():
+            parts = pass_bytes(model)
+            total = sum(parts.values())
+            line = {"pair": pair, "role": role, "weights": kind}
+            line |= {f"{name}, MB": size / 1e6 for name, size in parts.items()}
+            lines.append(line | {"a pass, MB": total / 1e6, "times fewer": full / total})
+    return pd.DataFrame(lines).set_index(["pair", "role", "weights"])
+
+
+def step_bytes(table: pd.DataFrame, draft_length: int) -> pd.DataFrame:
+    """MB of weights of a speculative step (one pass of the target, `draft_length` of the draft) with full weights, a
+    smaller draft, a smaller target. table: of one pair, by role and weights."""
+    size = table["a pass, MB"]
+    ways = {"both full": (FULL, FULL), "draft in int4": (FULL, "int4"), "target in int4": ("int4", FULL)}
+    lines = {
+        name: {"target": size["target", target], "drafts": draft_length * size["draft", draft]}
+        for name, (target, draft) in ways.items()
+    }
+    found = pd.DataFrame.from_dict(lines, orient="index").assign(step=lambda each: each.target + each.drafts)
+    return found.assign(fewer=found.step.iloc[0] / found.step)
+
+
+def largest_row(weight: Tensor) -> int:
+    """The output channel that has the largest weight."""
+    return int(weight.abs().amax(1).argmax())
+
+
+# --- the lossy rule, token by token ---------------------------------------------------------------
+
+
+def lossy_law(p: Tensor, q: Tensor, epsilon: float) -> Tensor:
+    """Distribution [T, V] of the token that the lossy rule emits where a draft was drawn from q [T, V] and the target
+    has p: drafts that are likely enough, and in place of all others a draw from p."""
+    kept = q * _likely(p, epsilon)
+    return kept + (1 - kept.sum(-1, keepdim=True)) * p
+
+
+class Positions(NamedTuple):
+    """Distributions of the next token at every position of texts that the target writes, per prompt [T, V]: the
+    target's, and by name those of drafts that read the same tokens."""
+
+    target: list[Tensor]
+    drafts: dict[str, list[Tensor]]
+
+
+@torch.inference_mode()
+def positions(
+    pair: ModelPair,
+    drafts: Mapping[str, PreTrainedModel],
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int = 0,
+) -> Positions:
+    """What the target and each draft hold likely, at positions of texts that the target writes after the prompts."""
+    ids = inputs.token_ids(pair, prompts)
+    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "off"}
+    texts = generate(pair, ids, **options).sequences
+
+    def distributions(model: PreTrainedModel) -> list[Tensor]:
+        found = []
+        for prompt, text in zip(ids, texts, strict=True):
+            tokens = torch.cat([prompt, text]).to(model.device)[None]
+            logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            found.append(sampling.probabilities(logits.double().cpu(), SamplingParams(temperature)))
+        return found
+
+    return Positions(distributions(pair.target), {name: distributions(draft) for name, draft in drafts.items()})
+
+
+def acceptances(found: Positions) -> pd.DataFrame:
+    """A line per draft: α, the chance that the exact rule accepts it, Σ min(p, q), mean over positions with its 95%
+    interval (bootstrap over prompts); and the paired change from the first draft (change, from, to)."""
+    sums = [
+        [float(torch.minimum(p, q).sum()) for p, q in zip(found.target, each, strict=True)]
+        for each in found.drafts.values()
+    ]
+    value, low, high = _means(np.array(sums).T, found.target)
+    change, least, most = _means(np.array(sums).T - np.array(sums)[0][:, None], found.target)
+    columns = {"α": value, "low": low, "high": high, "change": change, "from": least, "to": most}
+    return pd.DataFrame(columns, index=list(found.drafts))
+
+
+def lossy_distances(found: Positions, epsilons: Sequence[float]) -> pd.DataFrame:
+    """TV of the lossy rule's next token from the target's, exactly, with the first of the drafts, as if every position
+    had a draft: mean with its 95% interval (bootstrap over prompts); and α, the chance that a draft is accepted. The
+    exact rule first, then a line per ε."""
+    q = next(iter(found.drafts.values()))
+    together = list(zip(found.target, q, strict=True))
+    tv = [[0.0] * len(together)]
+    kept = [[float(torch.minimum(*each).sum()) for each in together]]
+    for epsilon in epsilons:
+        tv.append([float((lossy_law(p, q, epsilon) - p).abs().sum() / 2) for p, q in together])
+        kept.append([float((q * _likely(p, epsilon)).sum()) for p, q in together])
+    value, low, high = _means(np.array(tv).T, found.target)
+    alpha, *_ = _means(np.array(kept).T, found.target)
+    names = ["exact", *(f"ε = {each}" for each in epsilons)]
+    return pd.DataFrame({"tv": value, "low": low, "high": high, "α": alpha}, index=names)
+
+
+def _likely(p: Tensor, epsilon: float) -> Tensor:
+    return p >= epsilon * p.amax(-1, keepdim=True)
+
+
+def _means(sums: np.ndarray, texts: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Means over positions of what was summed by prompt [P, M], and their intervals over prompts."""
+    counts, times = np.array([len(text) for text in texts], float), drawn(len(texts))
+    low, high = interval(times @ sums / (times @ counts)[:, None])
+    return sums.sum(0) / counts.sum(), low, high
+
+
+# --- ways: which weights, which draft, which rule -------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode. epsilon: of the lossy rule; None is the exact one. draft_length: 0 is regular decoding."""
+
+    pair: ModelPair
+    draft_length: int
+    epsilon: float | None = None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether it writes what the full target writes."""
+        return kind_of(self.pair.target) is None and self.epsilon is None
+
+
+def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Way]:
+    """The ways that the lesson compares, by name."""
+    return {
+        "regular": Way(pair, 0),
+        "draft": Way(pair, draft_length),
+        "draft int8": Way(pair.quantized({"draft": "int8"}), draft_length),
+        "draft int4": Way(pair.quantized({"draft": "int4"}), draft_length),
+        "own int4 copy drafts": Way(replace(pair, draft=quantized(pair.target, "int4")), draft_length),
+        "target int8": Way(pair.quantized({"target": "int8"}), draft_length),
+        "target int4": Way(pair.quantized({"target": "int4"}), draft_length),
+        f"lossy, ε = {epsilon}": Way(pair, draft_length, epsilon),
+    }
+
+
+def timed(ways: Mapping[str, Way], prompts: Sequence[str], *, repeats: int, **options) -> pd.DataFrame:
+    """A line per way: ms between two tokens of a row (median over repeats, which take turns after one that warms up),
+    the speed over the first way as median of paired ratios with its 95% interval, tokens per step, α. Times are those
+    of decode steps; rows do not stop on EOS. options: as in `generate`."""
+    lines = []
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            with lossy(way.epsilon):
+                how = options | {"draft_length": way.draft_length, "eos_token_id": (), "seed": repeat}
+                trace = generate(way.pair, prompts, **how).trace
+            decode = trace.steps.query("kind == 'decode'")
+            steps = decode.groupby("step")[["draft_ms", "verify_ms", "other_ms"]].first()
+            line = {"repeat": repeat, "way": name, "ms": len(prompts) * steps.to_numpy().sum() / decode.emitted.sum()}
+            summary = trace.summary()
+            lines.append(line | {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]})
+    runs = pd.DataFrame(lines).query("repeat > 0")
+    found = runs.groupby("way", sort=False)[["ms", "tokens per step", "α"]].median()
+    base = runs[runs.way == next(iter(ways))].ms.to_numpy()
+    ratios = {name: Ratio.of(part.ms, base) for name, part in runs.groupby("way", sort=False)}
+    return found.join(pd.DataFrame.from_dict(ratios, orient="index", columns=["speed", "low", "high"]))
+
+
+def passed(ways: Mapping[str, Way], problems: Sequence[Problem], *, samples: int, seed: int) -> pd.DataFrame:
+    """A line per way: pass@1 with its 95% interval, and the paired difference from the first way (change, from, to).
+
+    Programs run in the sandbox; all ways are given the same random numbers.
+    """
+    runs = {}
+    for name, way in ways.items():
+        with lossy(way.epsilon):
+            how = {"methods": ["batched"], "n": samples, "draft_length": way.draft_length, "seed": seed}
+            runs[name] = compare(way.pair, problems, **how)["batched"].samples
+    first, lines = next(iter(runs.values())), {}
+    for name, run in runs.items():
+        value = scores.score(run).set_index("metric").loc["pass@1"]
+        change = scores.difference(run, first, [np.inf]).set_index("metric").loc["pass@1"]
+        line = {"pass@1": value.value, "low": value.low, "high": value.high}
+        lines[name] = line | {"change": change.value, "from": change.low, "to": change.high}
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+# --- an H100, modelled ----------------------------------------------------------------------------
+
+
+def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool = False) -> CostModel:
+    """MODELLED costs of the paper's models on an H100 with weights of these kinds: the roofline of lesson 04 with the
+    bytes of `table` (of that pair, by role and weights). own_copy: the draft is the target's copy of that kind."""
+    device = replace(H100, bandwidth=SHARE * H100.bandwidth, flops=SHARE * H100.flops)
+    drafts = "target" if own_copy else "draft"
+
+    def roofline(role: str, kind: str) -> Roofline:
+        work = Workload.of(named_config(getattr(SHAPES["paper-7.8b"], role), role), torch.bfloat16)
+        size = table.loc[(role, kind), "a pass, MB"]
+        return Roofline(replace(work, weights=round(1e6 * size / work.element)), device)
+
+    launch, small = LAUNCH
+    return modelled_costs(
+        roofline("target", target),
+        roofline(drafts, draft),
+        target_launch=launch,
+        draft_launch=launch if own_copy else small,
+        overhead=OVERHEAD,
+    )
+
+
+def on_h100(table: pd.DataFrame, found: pd.DataFrame, ways: Mapping[str, Way], batch: int, kv: int = 512) -> pd.Series:
+    """MODELLED ms between two tokens of a row on an H100: a step of the paper's models by the roofline, divided by the
+    tokens per step that were measured here (`timed`)."""
+    lines = {}
+    for name, way in ways.items():
+        own = name.startswith("own")
+        draft = (kind_of(way.pair.draft) if isinstance(way.pair.draft, PreTrainedModel) else None) or FULL
+        cost = h100_costs(table, kind_of(way.pair.target) or FULL, draft, own_copy=own)
+        lines[name] = 1e3 * float(cost.step(batch, way.draft_length, kv)) / found.loc[name, "tokens per step"]
+    return pd.Series(lines, name="H100 (modelled), ms")
+
+
+def recorded_ms(cost: CostModel, found: pd.DataFrame, ways: Mapping[str, Way], batch: int, kv: int = 256) -> pd.Series:
+    """ms between two tokens of a row by costs that a GPU recorded of the embedded pair: of the ways with full weights
+    and its own draft, since passes of others are not among them."""
+    known = {"regular", "draft"} | {name for name, way in ways.items() if way.epsilon is not None}
+    lines = {
+        name: 1e3 * float(cost.step(batch, way.draft_length, kv)) / found.loc[name, "tokens per step"]
+        for name, way in ways.items()
+        if name in known
+    }
+    return pd.Series(lines)
