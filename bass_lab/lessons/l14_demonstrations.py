@@ -57,7 +57,7 @@ CLAIMS = (
     ("that is over 3 times regular decoding's best, about 10 times single-sequence speculation's", ABSTRACT),
     ("HumanEval in a time budget: Pass@First 43%, Pass@All 61%", ABSTRACT),
     ("two phases: context encoding and decoding", REBUILT),
-    ("rows accept different numbers of tokens, so the batch is ragged", ABSTRACT),
+    ("rows accept different numbers of tokens, so the batch is ragged", REBUILT),
     ("BASS-PAD: one product for QKᵀ and one for PV, padded", CAPTION),
     ("BASS-SPLIT: the products of each sequence by themselves", CAPTION),
     ("Algorithm 1: one draft length, from the most that a row accepted", REBUILT),
@@ -106,7 +106,7 @@ class Paper:
     def styled(self) -> Styler:
         """The table, the states told apart by word and colour."""
         left = [{"selector": "th, td", "props": "text-align: left; vertical-align: top"}]
-        shown = self.table().style.set_table_styles(left)
+        shown = self.table().style.set_table_styles(left).set_table_attributes('class="paper"')
         return shown.map(lambda state: f"background: {STATES.get(state, '#FFFFFF')}; color: black", subset="state")
 
     def show(self) -> None:
