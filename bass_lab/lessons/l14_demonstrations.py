@@ -100,7 +100,7 @@ class Paper:
     def table(self) -> pd.DataFrame:
         """A line per claim, by number: the paper's claim, its source, the state, ours."""
         lines = [(each.claim, each.source, each.state or NOT_YET, each.ours) for each in self.claims]
-        numbers = pd.RangeIndex(1, len(lines) + 1, name="number")
+        numbers = pd.RangeIndex(1, len(lines) + 1)
         return pd.DataFrame(lines, numbers, ["the paper", "from", "state", "here"])
 
     def styled(self) -> Styler:
