@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-quantized test-oldest test-oldest-quick lab docs bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
+.PHONY: help demo test test-slow test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,15 @@ docs: .venv/.installed-docs ## execute every lesson, and build a site of them an
 	$(BIN)/bass notebooks
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open build/site/index.html; for its search: $(BIN)/python -m http.server --directory build/site"
+
+# reveal.js and require.js come from a CDN when the slides are opened. Without a network, in build/lessons:
+#   npm pack reveal.js@4.6.1 requirejs@2.3.6, unpack them as reveal.js and requirejs, and
+#   make slides SLIDES="--reveal-prefix reveal.js --SlidesExporter.require_js_url=requirejs/require.js"
+slides: .venv/.installed-notebooks ## execute lesson 14, the paper, into slides: build/lessons/14_the_paper.slides.html
+	$(BIN)/bass notebooks 14
+	$(BIN)/jupyter nbconvert --to slides --log-level WARN --TagRemovePreprocessor.enabled=True \
+		--TagRemovePreprocessor.remove_input_tags=output-only --SlidesExporter.reveal_scroll=True \
+		--SlidesExporter.reveal_width=1600 --SlidesExporter.reveal_height=900 $(SLIDES) build/lessons/14_the_paper.ipynb
 
 bench: .venv/.installed-notebooks ## time all ways to decode with the embedded pair, on both prompt sets
 	$(BIN)/bass bench

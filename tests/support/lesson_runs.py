@@ -57,6 +57,7 @@ QUICKER = DEFAULTS | {
         "max_new_tokens": 24,
         "calibration_seconds": 1.0,
     },
+    "14_the_paper": {"batch_size": 4, "batch_sizes": [4, 16], "max_new_tokens": 16, "problem_count": 1, "repeats": 1},
 }
 SMALLEST = {  # the least that each lesson takes, the default policy where it takes one
     "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
@@ -97,6 +98,15 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
         "deadline": 0.1,
         "prefill_chunk": 1,
         "calibration_seconds": 0.1,
+    },
+    "14_the_paper": {
+        "batch_size": 1,
+        "draft_length": 1,
+        "batch_sizes": [16],
+        "max_new_tokens": 2,
+        "problem_count": 1,
+        "samples": [1],
+        "repeats": 1,
     },
 }
 HALF = {  # another dtype, in which no text is promised token for token

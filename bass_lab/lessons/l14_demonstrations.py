@@ -1,0 +1,286 @@
+"""Lesson 14: the paper's claims and what became of each; its two kernels as it has them; its models' modelled speed.
+
+What the lesson replays, counts and measures comes from the modules of the lessons that go deeper; here it is put beside
+the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import pandas as pd
+import torch
+from IPython.display import DisplayHandle
+from pandas.io.formats.style import Styler
+from torch import Tensor
+
+from bass_core import attention, inputs
+from bass_core.draft_length import DraftLengthPolicy
+from bass_core.policies.costs import CostModel
+from bass_lab.evaluation import Evaluation
+from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
+from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Device, Roofline, Workload, utilisation
+from bass_lab.named_pairs import SHAPES, named_config
+from bass_lab.study import simulator
+from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+# --- the paper's claims ---------------------------------------------------------------------------
+
+STATES = {  # and the ground on which the table shows it
+    "measured": "#CDE7F5",
+    "modelled": "#FFF1C9",
+    "reconstructed": "#E4DAF0",
+    "not reproduced": "#F3D9CC",
+}
+NOT_YET = "not yet"
+
+
+@dataclass
+class Claim:
+    """A line of the table. source: where we have the paper's words from."""
+
+    claim: str
+    source: str
+    state: str = ""
+    ours: str = ""
+
+
+ABSTRACT, SUMMARY, CAPTION, REBUILT = "abstract", "a published summary", "a figure's caption", "reconstructed"
+CLAIMS = (
+    ("5.8 ms per token of a sequence: 7.8B, one A100, batch 8", ABSTRACT),
+    ("2.15 times optimised regular decoding there", ABSTRACT),
+    ("1.1K tokens/s there", ABSTRACT),
+    ("GPU utilisation of 15.8% at its peak", ABSTRACT),
+    ("that is over 3 times regular decoding's best, about 10 times single-sequence speculation's", ABSTRACT),
+    ("HumanEval in a time budget: Pass@First 43%, Pass@All 61%", ABSTRACT),
+    ("two phases: context encoding and decoding", REBUILT),
+    ("rows accept different numbers of tokens, so the batch is ragged", REBUILT),
+    ("BASS-PAD: one product for QKᵀ and one for PV, padded", CAPTION),
+    ("BASS-SPLIT: the products of each sequence by themselves", CAPTION),
+    ("Algorithm 1: one draft length, from the most that a row accepted", REBUILT),
+    ("adaptive lengths against fixed ones", REBUILT),
+    ("a table: OPT-13B + 125M on XSum, with ROUGE-2", REBUILT),
+    ("a table: CodeGen-16B + 350M on HumanEval", REBUILT),
+    ("a table: the 7.8B model + 310M", REBUILT),
+    ("three drafts: wide and shallow beats deep", REBUILT),
+    ("quality against the time budget", SUMMARY),
+    ("up to 2.94 times regular decoding, over three models", SUMMARY),
+)
+
+
+@dataclass
+class Paper:
+    """The table of all claims. What is shown of it changes as cells settle claims."""
+
+    claims: list[Claim] = field(default_factory=lambda: [Claim(*each) for each in CLAIMS])
+    _shown: list[DisplayHandle] = field(default_factory=list)
+
+    def settle(self, number: int, state: str, ours: str) -> None:
+        """Say what became of a claim (numbers from 1), behind the assertions of its cell.
+
+        state: of `STATES`. Raises ValueError for another state, and for a number that there is not.
+        """
+        inputs.one_of("state", state, tuple(STATES))
+        if not 1 <= number <= len(self.claims):
+            raise ValueError(f"claims have the numbers 1 to {len(self.claims)}, got {number}")
+        claim = self.claims[number - 1]
+        claim.state, claim.ours = state, ours
+        for handle in self._shown:
+            handle.update(self.styled())
+        print(f"{number} · {claim.claim}\n    {state}: {ours}")
+
+    @property
+    def open(self) -> list[int]:
+        """Numbers of the claims of which nothing has been said."""
+        return [number for number, each in enumerate(self.claims, 1) if not each.state]
+
+    def table(self) -> pd.DataFrame:
+        """A line per claim, by number: the paper's claim, its source, the state, ours."""
+        lines = [(each.claim, each.source, each.state or NOT_YET, each.ours) for each in self.claims]
+        numbers = pd.RangeIndex(1, len(lines) + 1)
+        return pd.DataFrame(lines, numbers, ["the paper", "from", "state", "here"])
+
+    def styled(self) -> Styler:
+        """The table, the states told apart by word and colour."""
+        left = [{"selector": "th, td", "props": "text-align: left; vertical-align: top"}]
+        shown = self.table().style.set_table_styles(left).set_table_attributes('class="paper"')
+        return shown.map(lambda state: f"background: {STATES.get(state, '#FFFFFF')}; color: black", subset="state")
+
+    def show(self) -> None:
+        """Display the table, which goes on changing below this cell."""
+        self._shown.append(DisplayHandle())
+        self._shown[-1].display(self.styled())
+
+
+# --- the paper's models on the paper's GPU --------------------------------------------------------
+
+A100 = Device(
+    "NVIDIA A100 80GB (data sheet)", bandwidth=A100_BANDWIDTH[1], flops=312e12
+)  # the paper's, or the 40 GB one
+PAPER_PAIR = TARGET_8B, DRAFT_310M
+LAUNCH = 5e-4  # seconds of a pass of the target, as in `modelled_h100`; the draft's take a fifth
+
+
+def modelled_pair(name: str) -> tuple[Workload, Workload]:
+    """Target and draft of one of `SHAPES`, counted in float16 or bfloat16."""
+    return tuple(
+        Workload.of(named_config(config, name), torch.float16) for config in (SHAPES[name].target, SHAPES[name].draft)
+    )
+
+
+def in_bytes(works: Sequence[Workload], element: int) -> tuple[Workload, ...]:
+    """The same models with elements of so many bytes: weights and cache alike."""
+    return tuple(replace(work, element=element) for work in works)
+
+
+def costs_on(device: Device, works: Sequence[Workload] = PAPER_PAIR) -> CostModel:
+    """Modelled, not measured: the roofline at `SHARE` of the data sheet, with launches and overhead on top."""
+    reached = replace(device, bandwidth=SHARE * device.bandwidth, flops=SHARE * device.flops)
+    rooflines = [Roofline(work, reached) for work in works]
+    return modelled_costs(*rooflines, target_launch=LAUNCH, draft_launch=LAUNCH / 5, overhead=OVERHEAD)
+
+
+class Speed(NamedTuple):
+    """tokens_per_s: of the batch until its last row is done; first, last, every: ms per token of the first row to
+    finish, of the last, and of all rows on average."""
+
+    tokens_per_s: float
+    first: float
+    last: float
+    every: float
+
+
+def replayed_speed(
+    trace: AcceptanceTrace, policy: int | DraftLengthPolicy, cost: CostModel, batch: int, **options
+) -> Speed:
+    """Means over replays. All rows of a trace have to be of one length (`past_eos`)."""
+    runs = simulator.simulate(trace, policy, cost, batch=batch, **options)
+    per_row = 1e3 * batch / runs.tokens
+    times = (float((runs[name] * per_row).mean()) for name in ("first_s", "last_s", "mean_s"))
+    return Speed(float(runs.tokens.sum() / runs.seconds.sum()), *times)
+
+
+def utilisations(
+    trace: AcceptanceTrace, policy: int | DraftLengthPolicy, batches: Sequence[int], seed: int = 0
+) -> pd.DataFrame:
+    """What regular decoding, single-sequence and batched speculation use of an A100's arithmetic, modelled: a line per
+    method and batch, with `verified` and `emitted` as in `roofline.utilisation`.
+
+    A single sequence has the GPU to itself, so that its line is the same at every batch.
+    """
+    cost, lines = costs_on(A100), []
+    for batch in batches:
+        for method, rows, k in (("regular", batch, 0), ("single", 1, policy), ("batched", batch, policy)):
+            steps = simulator.simulate_trace(trace, k, cost, batch=rows, seed=seed).steps
+            used = utilisation(steps, *PAPER_PAIR, A100)
+            lines.append({"method": method, "batch": batch, "verified": used.verified, "emitted": used.emitted})
+    return pd.DataFrame(lines)
+
+
+# --- PAD and SPLIT as in the paper ----------------------------------------------------------------
+
+
+def two_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float, scaling: float) -> Tensor:
+    """QKᵀ, softmax, PV, one after the other. Queries [..., Q, D], keys and values [..., S, D], bias [..., Q, S]."""
+    scores = query @ key.transpose(-1, -2) * scaling + bias
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
+    return weights @ value
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Inside, the engine's paths "pad" and "split" compute attention by `two_products`, on a CPU."""
+    with attention.changed([(vars(attention), "_attend", _unfused)]):
+        yield
+
+
+def _unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, group: int, options: dict) -> Tensor:
+    """`bass_core.attention._attend` by `two_products`."""
+    packed = query.reshape(len(query), query.shape[1] // group, -1, query.shape[-1])
+    key, value = (x.repeat_interleave(packed.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scaling = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
+    return two_products(packed, key, value, 0.0 if bias is None else bias, scaling).view(*query.shape[:3], -1)
+
+
+def attention_bytes(lengths: Sequence[int], queries: int, work: Workload) -> pd.DataFrame:
+    """What a layer's attention launches and moves on a GPU for rows of these KV lengths, counted: a line per way.
+
+    products: launches of QKᵀ and PV (fused: of both at once). MB: keys and values once; where the products are apart,
+    their scores too: written by QKᵀ, read and written by the softmax, read by PV. Queries and outputs are left out.
+    """
+    rows, own, padded = len(lengths), sum(lengths), len(lengths) * max(lengths)
+    per_key = work.cache_bytes(1) / work.layers
+    per_score = 4 * work.heads * queries * work.element
+    ways = {
+        "PAD, as in the paper": (2, padded, padded),
+        "PAD, fused": (1, padded, 0),
+        "SPLIT, as in the paper": (2 * rows, own, own),
+        "SPLIT, fused": (rows, own, 0),
+        "ragged (ours)": (1, own, 0),
+    }
+    lines = {
+        way: {"products": products, "keys and values": keys * per_key / 1e6, "scores": scores * per_score / 1e6}
+        for way, (products, keys, scores) in ways.items()
+    }
+    return pd.DataFrame.from_dict(lines, orient="index").astype({"products": int})
+
+
+# --- Algorithm 1, and tables ----------------------------------------------------------------------
+
+
+def behind_the_best_fixed(
+    trace: AcceptanceTrace,
+    policies: Mapping[str, Callable[[], DraftLengthPolicy]],
+    fixed: Sequence[int],
+    batches: Sequence[int],
+    cost: CostModel,
+    **options,
+) -> pd.DataFrame:
+    """Replays of policies and of fixed lengths (0 among them: regular decoding), a line per batch and policy.
+
+    Columns: batch, policy, k (mean), tokens_per_s; over_best: that over the best fixed length's; over_regular.
+    """
+    ways = {f"fixed {k}": k for k in fixed} | {name: make() for name, make in policies.items()} | {"regular": 0}
+    lines = []
+    for batch in batches:
+        found = {name: simulator.simulate(trace, way, cost, batch=batch, **options) for name, way in ways.items()}
+        speeds = {name: float(runs.tokens.sum() / runs.seconds.sum()) for name, runs in found.items()}
+        best = max(speed for name, speed in speeds.items() if name.startswith("fixed"))
+        for name, speed in speeds.items():
+            over = {"over_best": speed / best, "over_regular": speed / speeds["regular"]}
+            k = 0.0 if name == "regular" else float(found[name].k.mean())
+            lines.append({"batch": batch, "policy": name, "k": k, "tokens_per_s": speed} | over)
+    return pd.DataFrame(lines)
+
+
+def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:
+    """Lines of a table in the paper's form, from graded samples: latencies in ms per token, from the start of the call
+    (prefill counts), and the share of problems of which a sample passes. about: columns to go before.
+    """
+    lines = []
+    for method, run in runs.items():
+        samples = run.samples.assign(ms=1e3 * run.samples.finish_seconds / run.samples.tokens)
+        ordered = samples.sort_values("finish_seconds").groupby("problem").ms
+        speed = {"first": ordered.first().mean(), "last": ordered.last().mean(), "all": samples.ms.mean()}
+        right = {"Pass@All": samples.groupby("problem").passed.any().mean(), "passed": samples.passed.mean()}
+        lines.append(about | {"method": method} | speed | right)
+    return lines
+
+
+def modelled_lines(
+    works: Sequence[Workload], trace: AcceptanceTrace, batches: Sequence[int], k: int, **options
+) -> list:
+    """The same for models that are not here, on an A100, modelled: batch × precision, no quality."""
+    lines = []
+    for precision, element in (("16 bits", 2), ("8 bits", 1)):
+        cost = costs_on(A100, in_bytes(works, element))
+        for batch in batches:
+            regular = replayed_speed(trace, 0, cost, batch, **options)
+            speed = replayed_speed(trace, k, cost, batch, **options)
+            line = {"batch": batch, "precision": precision, "regular": regular.every, "first": speed.first}
+            line |= {"last": speed.last, "all": speed.every}
+            lines.append(line | {"over regular": regular.every / speed.every})
+    return lines

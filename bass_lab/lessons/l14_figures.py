@@ -1,0 +1,78 @@
+"""Figures of lesson 14: utilisation, lock-step, what attention moves, draft lengths against the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from bass_lab.show.looks import CURVES, FAINT, bars, curve, empty_figure, panels
+
+
+def utilisation_figure(table: pd.DataFrame) -> go.Figure:
+    """Share of the peak against the batch, a line per method. table: of `l14_demonstrations.utilisations`."""
+    figure = panels(
+        1, 2, ["every verified position counts", "emitted tokens alone count"], "GPU utilisation (modelled A100)", 430
+    )
+    for column, measure in enumerate(("verified", "emitted"), 1):
+        for method, part in table.groupby("method", sort=False):
+            line = curve(method, part.batch, part[measure], method, legendgroup=method, showlegend=column == 1)
+            line.update(hovertemplate=f"{method}, batch %{{x}}: %{{y:.1%}}<extra></extra>")
+            figure.add_trace(line, 1, column)
+    figure.update_xaxes(title="batch", type="log", tickvals=sorted(set(table.batch)), ticktext=sorted(set(table.batch)))
+    return figure.update_yaxes(tickformat=".0%", rangemode="tozero", matches="y")
+
+
+def lock_step_figure(chances: pd.DataFrame, alpha: float) -> go.Figure:
+    """Tokens per step against the batch, lock-step and rows at their own pace. chances: those two columns, by batch."""
+    figure = empty_figure(f"Drafts that are right with chance {alpha}", "batch", "tokens per step of a row", 400)
+    for (name, values), look in zip(chances.items(), ("regular", "accepted"), strict=True):
+        figure.add_trace(curve(name, chances.index, values, look, hovertemplate="batch %{x}: %{y:.2f}"))
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def bytes_figure(table: pd.DataFrame) -> go.Figure:
+    """Megabytes of a layer's attention by way. table: of `l14_demonstrations.attention_bytes`."""
+    figure = empty_figure("What attention moves in one layer (counted)", "MB", "", 340)
+    for name, look in (("keys and values", "accepted"), ("scores", "recovered")):
+        drawn = bars(name, table[name], table.index, look, orientation="h")
+        figure.add_trace(drawn.update(hovertemplate=f"%{{y}}: {name} %{{x:.2f}} MB<extra></extra>"))
+    for way, line in table.iterrows():
+        note = f"{line.products:.0f} launch{'es' if line.products > 1 else ''}"
+        figure.add_annotation(
+            x=line["keys and values"] + line.scores, y=way, text=note, showarrow=False, xanchor="left"
+        )
+    figure.update_layout(barmode="stack", margin_l=180)
+    figure.update_xaxes(range=[0, 1.15 * (table["keys and values"] + table.scores).max()])
+    return figure.update_yaxes(autorange="reversed")
+
+
+def lengths_figure(table: pd.DataFrame, shown: Sequence[str], title: str) -> go.Figure:
+    """Left: speed over the best fixed length; right: the mean length. table: of `behind_the_best_fixed`."""
+    figure = panels(1, 2, ["speed ÷ that of the best fixed length", "mean draft length"], title, 430)
+    for name, look in zip(shown, CURVES, strict=False):
+        part = table[table.policy == name]
+        for column, measure in enumerate(("over_best", "k"), 1):
+            line = curve(name, part.batch, part[measure], look, legendgroup=name, showlegend=column == 1)
+            line.update(hovertemplate=f"{name}, batch %{{x}}: %{{y:.2f}}<extra></extra>")
+            figure.add_trace(line, 1, column)
+    best = table[table.policy.str.startswith("fixed")].sort_values("tokens_per_s").groupby("batch").k.last()
+    figure.add_trace(curve("best fixed", best.index, best, "regular"), 1, 2)
+    figure.add_hline(1, line=FAINT, row=1, col=1)
+    batches = sorted(set(table.batch))
+    figure.update_xaxes(title="batch", type="log", tickvals=batches, ticktext=batches)
+    return figure.update_yaxes(rangemode="tozero")
+
+
+def phases_figure(phases: Mapping[str, tuple[float, float]], ridge: float) -> go.Figure:
+    """Operations per byte of each phase, by name, on either side of the ridge; the second number is its ms."""
+    figure = empty_figure("Two phases of one model (counted)", "operations per byte", "", 260)
+    names, values = list(phases), [intensity for intensity, _ in phases.values()]
+    texts = [f"{ms:.1f} ms at least" for _, ms in phases.values()]
+    figure.add_trace(
+        bars("", values, names, ["prefill", "regular", "verify"][: len(names)], orientation="h", text=texts)
+    )
+    figure.add_vline(ridge, line={"color": "black", "dash": "dash"})
+    figure.update_layout(showlegend=False, margin_l=200)
+    return figure.update_xaxes(type="log").update_yaxes(autorange="reversed")
