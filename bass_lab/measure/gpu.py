@@ -81,6 +81,9 @@ STAGES = {
         ("costs.json", "costs_check.jsonl", "timeline.json.gz", "acceptance.npz"),
         _part("costs"),
     ),
+    "products": Stage(
+        "products with INT8 and INT4 weights", 260, ("products.jsonl",), _timed("bench.products", "products.jsonl")
+    ),
     "notebooks": Stage("the lessons", 460, ("notebooks.jsonl",), _part("notebooks"), needs="papermill"),
 }
 

@@ -2,36 +2,38 @@
 
 Each is checked against float64 of its own weights first, then all that are right are timed in turn, by CUDA graph, over
 sets of weights that together do not fit the L2 cache, beside a copy's bandwidth in the same run; bytes are those that a
-kernel has to read. The last line is one JSON document. `--dry-run` goes through all of it on a CPU.
+kernel has to read. Lines are written shape by shape, the last line is one JSON document. `--dry-run` goes through all
+of it on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from math import ceil
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor, nn
 
 import bass_kernels
 from bass_core.quantization import GROUP, int4, int8
 from bass_kernels import Codes, reference
-from bass_lab.measure import gpu_command, records
+from bass_lab.measure import gpu_command, record_schema, records
 from bass_lab.measure.roofline import copy_bandwidth
-from bass_lab.provenance import describe_environment
 from bench.tensors import ROTATED_BYTES, TOLERANCES, relative_error
 from bench.timing import Timer
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (4096, 11008)]  # outputs, inputs
 ROWS = (1, 8, 16, 48, 128)
+SECONDS = 240.0  # a run ends here
 AIM = "aim: up to 16 rows, outputs and inputs from 4096 on: 75% of a copy, and 1.6 times cuBLAS in bfloat16"
+
+FOUND = ("gb", "error", "reason", "us", "percent_of_copy", "captured")  # of a line, null where there is none
 
 Prepared = tuple[list[Callable[[], Tensor]], Tensor, int]  # calls; float64 weights of the first; bytes of one set
 
@@ -85,7 +87,7 @@ def measure(rows: int, columns: int, inputs: int, timer: Timer, copy: float) -> 
     for name, prepare in PEERS.items():
         share = {"int8": 2, "int4": 4}.get(name.split()[-1], 1)  # quantized sets are smaller, so there are more
         sets = max(2, ceil(ROTATED_BYTES * share / (2 * columns * inputs))) if timer.device.type == "cuda" else 2
-        line = {"kernel": name, "rows": rows, "columns": columns, "inputs": inputs, "us": None, "reason": None}
+        line = {"kernel": name, "rows": rows, "columns": columns, "inputs": inputs} | dict.fromkeys(FOUND)
         lines.append(line)
         try:
             weights = [
@@ -116,7 +118,7 @@ def table(lines: list[dict]) -> str:
             "µs": records.text(line["us"], ".1f"),
             "% copy": records.text(line["us"] and line["percent_of_copy"], ".1f"),
             "× cuBLAS": records.text(line["us"] and bfloat16 and bfloat16 / line["us"], ".2f"),
-            "error": records.text(line.get("error"), ".1e"),
+            "error": records.text(line["error"], ".1e"),
             "": line["reason"] or ("" if line["captured"] else "not captured"),
         }
         for line in lines
@@ -129,29 +131,47 @@ def chosen(quick: bool) -> Iterator[tuple[int, int, int]]:
         yield rows, columns, inputs
 
 
-def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.products", description="Time products with quantized weights.")
-    parser.add_argument("--quick", action="store_true", help="few shapes, about a minute")
-    parser.add_argument("--dry-run", action="store_true", help="one tiny shape on the CPU, in times that mean nothing")
-    parser.add_argument("--output", type=Path, help="the document goes here, too")
-    options = parser.parse_args(given)
-    if not (options.dry_run or torch.cuda.is_available()):
-        print("bench.products needs a CUDA GPU; --dry-run shows what it does on a CPU", file=sys.stderr)
-        return gpu_command.NO_GPU
+def check(line: dict) -> None:
+    """ValueError for a line that lacks a field, or has both a time and a reason why there is none."""
+    record_schema.check(line, "product")
+    if (line["us"] is None) != bool(line["reason"]):
+        raise ValueError(f"either a time or a reason, got us {line['us']!r} and reason {line['reason']!r}")
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    return gpu_command.parser(
+        "products",
+        "Time products with quantized weights.",
+        quick="few shapes, about a minute",
+        dry_run="one tiny shape on the CPU, in times that mean nothing",
+    ).parse_args(given)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write shape by shape. Returns the exit code."""
+    lines = gpu_command.Lines("products", options, check, limit=SECONDS)
     device = torch.device("cpu" if options.dry_run else "cuda")
-    timer, copy, here = Timer(device), copy_bandwidth(device), describe_environment()
+    timer, copy = Timer(device), copy_bandwidth(device)
+    about = {name: lines.environment[name] for name in ("device", "torch", "commit")}
+    here = {
+        "schema": "product",
+        "clock": device.type,
+        "copy_gb_per_s": copy / 1e9,
+        "triton": triton.__version__,
+    } | about
+    shapes = [(3, 40, 96)] if options.dry_run else list(chosen(options.quick))
+    left = [shape for shape in shapes if not lines.has(**dict(zip(("rows", "columns", "inputs"), shape, strict=True)))]
     note = "a dry run, its times mean nothing" if options.dry_run else AIM
     print(f"{here['device']}: a copy moves {copy / 1e9:.0f} GB/s, read and written; {note}", flush=True)
-    lines = []
-    for shape in [(3, 40, 96)] if options.dry_run else chosen(options.quick):
-        lines += measure(*shape, timer, copy)
-        print(table(lines[-len(PEERS) :]), flush=True)
-    about = {name: here[name] for name in ("device", "torch", "commit")} | {"clock": device.type}
-    document = json.dumps(about | {"copy_gb_per_s": copy / 1e9, "lines": lines})
-    if options.output is not None:
-        options.output.write_text(document + "\n", encoding="utf-8")
-    print(document)
+    while left and not lines.out_of_time:
+        found = measure(*left.pop(0), timer, copy)
+        print(table([lines.add(line | here) for line in found]), flush=True)
+    lines.end(here | {"shapes_left_out": len(left), "lines": lines.written})
     return 0
+
+
+def main(given: list[str] | None = None) -> int:
+    return gpu_command.main(run, arguments(given))
 
 
 if __name__ == "__main__":

@@ -283,15 +283,32 @@ def test_records_of_a_gpu_have_a_file_of_their_own():
 # --- products with quantized weights --------------------------------------------------------------
 
 
-def test_products_dry_run_checks_every_kernel_and_ends_in_one_document(tmp_path, capsys):
-    assert products.main(["--dry-run", "--output", str(tmp_path / "document.json")]) == 0
+def test_products_dry_run_checks_every_kernel_and_writes_its_lines(tmp_path, capsys):
+    output = tmp_path / "products.jsonl"
+    assert products.main(["--dry-run", "--output", str(output)]) == 0
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document == json.loads((tmp_path / "document.json").read_text()) and document["clock"] == "cpu"
-    found = {line["kernel"]: line for line in document["lines"]}
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert document["lines"] == lines and document["clock"] == "cpu" and document["shapes_left_out"] == 0
+    found = {line["kernel"]: line for line in lines}
     assert list(found) == list(products.PEERS)
-    assert all((line["us"] is None) == bool(line["reason"]) for line in found.values())
     assert found["cublas"]["error"] < 1e-2 and found["torch int8pack"]["us"] > 0
     assert "need a CUDA GPU" in found["int8"]["reason"]
+
+
+def test_products_that_are_measured_are_left_out_when_a_run_is_resumed(tmp_path):
+    output = tmp_path / "products.jsonl"
+    for _ in range(2):
+        assert products.main(["--dry-run", "--resume", "--commit", "some", "--output", str(output)]) == 0
+    assert len(output.read_text().splitlines()) == len(products.PEERS)
+
+
+def test_a_product_has_a_time_or_a_reason(tmp_path):
+    output = tmp_path / "products.jsonl"
+    products.main(["--dry-run", "--output", str(output)])
+    line = json.loads(output.read_text().splitlines()[0])
+    for wrong in (line | {"us": 1.0}, line | {"reason": None}, {name: line[name] for name in line if name != "rows"}):
+        with pytest.raises(ValueError):
+            products.check(wrong)
 
 
 def test_products_that_are_wrong_are_not_timed(monkeypatch):
