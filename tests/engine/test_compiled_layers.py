@@ -46,7 +46,14 @@ def test_compiled_equals_eager():
     assert counters["stats"]["unique_graphs"] == 8 and counters["inductor"]["extern_calls"] > 0
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma2", "phi3", "gpt2", "opt", "codegen"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "gemma2",
+        "gpt2",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral", "phi3", "opt", "codegen")),
+    ],
+)
 @pytest.mark.usefixtures("traced_only")
 def test_layers_of_every_family_are_traced_whole(architecture):
     assert_equals_eager(pair(architecture))

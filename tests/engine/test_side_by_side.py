@@ -161,7 +161,11 @@ def test_weights_that_are_one_already_are_left_alone(architecture):
 
 
 @pytest.mark.usefixtures("traced_only")
-@pytest.mark.parametrize("touch", [hook, tie, widen], ids=lambda touch: touch.__name__)
+@pytest.mark.parametrize(
+    "touch",
+    [hook, *(pytest.param(each, marks=pytest.mark.slow) for each in (tie, widen))],
+    ids=lambda touch: touch.__name__,
+)
 def test_texts_are_right_whatever_was_left_alone(touch):
     own = model()
     touch(compiled_layers.layers_of(own)[0])

@@ -115,6 +115,7 @@ def test_all_else_is_shared_and_the_model_stays_as_it_is():
     assert model.get_memory_footprint() < full.get_memory_footprint() / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantized_models_are_verified_in_half_precision_too(kind):
     pair = bass.load_pair(quantize=kind)

@@ -199,7 +199,7 @@ REFUSED = {
     ("verify", "model"): "models are named by --target NAME and --draft NAME",
     ("record", "x.npz", "model"): "models are named by --target NAME and --draft NAME",
     ("demo", "surplus"): "unexpected argument 'surplus'",
-    ("notebooks", "10"): "there is no lesson 99; there are 00, 01,",
+    ("notebooks", "99"): "there is no lesson 99; there are 00, 01,",
     ("generate", "x", "--input", "text"): "leave one out",
     ("generate", "--input", "nosuch"): "does not exist",
     ("generate", "--input", "bytes.jsonl"): "bytes.jsonl",

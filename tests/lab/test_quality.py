@@ -332,6 +332,7 @@ evaluate(pair, load_problems()[:8], n=2, max_new_tokens=24, folder=sys.argv[1], 
 """
 
 
+@pytest.mark.slow
 def test_a_kill_loses_at_most_the_problem_in_flight(pair, tmp_path):
     path, ran = tmp_path / "batched.jsonl", []
     with subprocess.Popen([sys.executable, "-c", RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:

@@ -336,6 +336,7 @@ def small_disk_free(place):
     return found.f_bavail * found.f_frsize
 
 
+@pytest.mark.slow
 def test_a_full_disk_met_by_a_run_is_told_from_a_failing_cell(notebook, small_disk):
     out = small_disk / "out"
     (small_disk / "filler").write_bytes(bytes(small_disk_free(small_disk) - 10 * 4096))
@@ -373,6 +374,7 @@ def test_a_damaged_result_is_run_again(notebook, tmp_path, damage):
     assert list(swept(notebook, out, "size=1,2").status) == ["was done", "was done"]
 
 
+@pytest.mark.slow
 def test_two_sweeps_of_one_folder_at_once_each_killed_at_random_lose_and_double_nothing(notebook, tmp_path):
     out, draw, refused = tmp_path / "out", random.Random(1), []
     plan = planning.plan(notebook, ["size=1,2,3,4,5,6,7,8"])
@@ -481,6 +483,7 @@ def children(tmp_path, monkeypatch):
     place.rmdir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["done", "timeout", "failed"])
 def test_processes_that_a_notebook_leaves_end_with_its_run(children, tmp_path, end):
     notebook, log, told, all_gone = children
@@ -494,6 +497,7 @@ def test_processes_that_a_notebook_leaves_end_with_its_run(children, tmp_path, e
     assert list(table.status) == [end] and all_gone()
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_leaves_no_process_and_no_folder(children, tmp_path):
     notebook, log, told, all_gone = children
     values = ("pause=60", f"started={log}")
@@ -512,6 +516,7 @@ def test_folders_have_short_names_where_the_temporary_folder_has_a_long_one(tmp_
     short.rmdir()
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_was_killed_is_started_again(notebook, tmp_path):
     log, out = tmp_path / "started", tmp_path / "out"
     values, local = ("size=1,2", "pause=1.0", f"started={log}"), executors.LocalExecutor()

@@ -179,6 +179,7 @@ def test_every_cell_knows_its_slide_and_prose_is_shown():
 # --- other settings ---
 
 
+@pytest.mark.slow
 def test_a_run_with_other_settings_settles_every_claim_and_fills_the_table_at_the_top(tmp_path):
     executed = lesson_runs.execute("14_the_paper", tmp_path, **lesson_runs.QUICKER["14_the_paper"])
     table = next(cell for cell in executed.cells if cell.id == "table").outputs[0].data["text/html"]
