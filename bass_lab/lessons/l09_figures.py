@@ -59,7 +59,7 @@ def difference_figure(differences: pd.DataFrame) -> go.Figure:
 
 def _metric_panels(title: str, metrics: Sequence[str]) -> go.Figure:
     figure = panels(1, len(metrics), metrics, title, 470, shared_yaxes=True, horizontal_spacing=0.05)
-    figure.update_xaxes(type="log", title="budget, seconds per problem", tickformat=".2~f")
+    figure.update_xaxes(type="log", title="budget, seconds per problem", tickvals=BUDGETS[::2], tickformat=".2~f")
     return figure.update_yaxes(title="share of problems", col=1)
 
 
