@@ -88,3 +88,27 @@ def test_a_route_covers_the_paper_and_goes_forward_in_each_notebook(minutes):
         part = {(row.notebook, name) for name in ids[ids.index(row.first) : ids.index(row.last) + 1]}
         assert not taught & part, "the same cell twice"
         taught |= part
+
+
+def test_the_quiz_asks_and_answers_five_questions_for_each_lesson_it_names():
+    sections = re.split(r"^## ", (TEACHING / "quiz.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert sections
+    for section in sections:
+        number, title = section.splitlines()[0].split(" · ")
+        [lesson] = NOTEBOOKS.glob(f"{number}_*.ipynb")
+        assert notebook(lesson.stem)[0]["source"][0].startswith(f"# {number} · {title}")
+        asked, answered = section.split("<details><summary>Answers</summary>")
+        for part in (asked, answered):
+            assert re.findall(r"^(\d)\. ", part, re.MULTILINE) == list("12345")
+        assert answered.rstrip().endswith("</details>")
+
+
+def test_the_glossary_names_lessons_that_exist():
+    head, _, *rows = [
+        cells_of(line)
+        for line in (TEACHING / "glossary.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+    ]
+    assert head == ["word", "meaning", "formula or example", "lesson"]
+    assert all(all(row) and len(row) == 4 for row in rows)
+    assert all(list(NOTEBOOKS.glob(f"{number}_*.ipynb")) for row in rows for number in row[3].split(", "))
