@@ -14,6 +14,7 @@ FILES = (
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/*.md",
+    "docs/teaching/*.md",
     "docs/*.css",
     "pictures/*.png",
     "kernels/README.md",

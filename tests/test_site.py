@@ -28,7 +28,7 @@ def test_the_navigation_has_every_document_and_lesson_once():
     named = pages(CONFIG["nav"])
     assert len(named) == len(set(named)) and all((ROOT / page).is_file() for page in named)
     expected = [
-        path.relative_to(ROOT).as_posix() for name in ("docs/*.md", "notebooks/*.ipynb") for path in ROOT.glob(name)
+        path.relative_to(ROOT).as_posix() for name in ("docs/**/*.md", "notebooks/*.ipynb") for path in ROOT.glob(name)
     ]
     assert set(expected) | {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md"} <= set(named)
 

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
+)
 SLOW = "<!-- slow -->"  # on the line before a block that only `make test-slow` runs
 FENCED = re.compile(
     rf"^(?P<slow>{SLOW}\n)?```(?P<kind>python|console)\n(?P<text>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
