@@ -6,6 +6,8 @@ import json
 import re
 from typing import NamedTuple
 
+import lesson_runs
+import nbformat
 import pytest
 from documents import ROOT
 from lesson_runs import NOTEBOOKS
@@ -112,3 +114,40 @@ def test_the_glossary_names_lessons_that_exist():
     assert head == ["word", "meaning", "formula or example", "lesson"]
     assert all(all(row) and len(row) == 4 for row in rows)
     assert all(list(NOTEBOOKS.glob(f"{number}_*.ipynb")) for row in rows for number in row[3].split(", "))
+
+
+# --- its time ---
+
+MINUTES = 6  # of two cores, for all cells of a route and those above them
+
+
+@pytest.fixture(scope="module")
+def seconds(tmp_path_factory) -> dict[str, dict[str, float]]:
+    """What each code cell takes, by notebook and id, up to the last cell that a route names, with quicker settings."""
+    folder, last = tmp_path_factory.mktemp("routes"), {}
+    for row in (row for route in ROUTES.values() for row in route):
+        last[row.notebook] = max(last.get(row.notebook, 0), place(row.notebook, row.last))
+    taken = {}
+    for name, end in last.items():
+        settings = lesson_runs.QUICKER.get(name, {})
+        cut = lesson_runs.parameterized(name, folder, **settings)
+        cut.cells = cut.cells[: end + 1 + len(cut.cells) - len(notebook(name))]  # papermill has put one in
+        nbformat.write(cut, folder / f"{name}.ipynb")
+        done = lesson_runs.run(folder / f"{name}.ipynb", folder)
+        taken[name] = {cell.id: cell.metadata.papermill.duration or 0.0 for cell in done.cells}
+    return taken
+
+
+def place(name: str, cell: str) -> int:
+    return [each["id"] for each in notebook(name)].index(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minutes", ROUTES)
+def test_the_cells_of_a_route_run_in_time(minutes, seconds):
+    last = {row.notebook: row.last for row in ROUTES[minutes]}  # rows of a notebook are in its order
+    total = 0.0
+    for name, end in last.items():
+        ids = list(seconds[name])
+        total += sum(seconds[name][cell] for cell in ids[: ids.index(end) + 1])
+    assert 0 < total < 60 * MINUTES

@@ -149,20 +149,23 @@ def without_gpus(folder: Path) -> Path:
 def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
     """The notebook of that name (no ending) as it is after a run with these parameters in `folder`, far from the
     repository; the folder gets a copy."""
-    return _papermill(name, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
+    return run(NOTEBOOKS / f"{name}.ipynb", folder, **parameters)
+
+
+def run(notebook: Path, folder: Path, /, **parameters) -> nbformat.NotebookNode:
+    """`execute` for any notebook."""
+    return _papermill(notebook, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
 
 
 def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
     """The notebook of that name with these parameters, not yet run; `folder` gets a copy of the same name."""
-    return _papermill(name, folder / f"{name}.ipynb", parameters, prepare_only=True)
+    return _papermill(NOTEBOOKS / f"{name}.ipynb", folder / f"{name}.ipynb", parameters, prepare_only=True)
 
 
-def _papermill(name: str, copy: Path, parameters: dict, **options) -> nbformat.NotebookNode:
+def _papermill(notebook: Path, copy: Path, parameters: dict, **options) -> nbformat.NotebookNode:
     import papermill  # here: exercises are tested without the packages that run notebooks, too
 
-    return papermill.execute_notebook(
-        NOTEBOOKS / f"{name}.ipynb", copy, parameters=parameters, progress_bar=False, **options
-    )
+    return papermill.execute_notebook(notebook, copy, parameters=parameters, progress_bar=False, **options)
 
 
 def chromium() -> str:
