@@ -53,7 +53,7 @@ def _prefixed(name: str) -> str:
 
 def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """Padded attention in one launch. query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
-    if _kernels_take(key, value):
+    if _kernels_take(key, value, kwargs):
         rows = _thread.current.starts, _thread.current.ends
         out = kernel_ops.pad_attention(query, key, value, *rows, extent=_thread.current.extent, **_flags(kwargs))
         return out, None
@@ -62,9 +62,20 @@ def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_m
     return out.transpose(1, 2).contiguous(), None
 
 
+def source_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
+    """Attention over what the rows read, on every path: one padded launch; a query sees all of its row's source.
+    query [B, H, Q, D], key and value [B, H_kv, S, D] -> ([B, Q, H, D], None)."""
+    current = _thread.current
+    sources, current.crossing = current.crossing, None
+    if kwargs.get("position_bias") is not None and module.has_relative_attention_bias:
+        raise ValueError("its attention to a source has a relative position bias")  # else that is zeros
+    bias = current.once(sources.bias, query.dtype)
+    return _attend(query, key, value, bias, 1, kwargs).transpose(1, 2).contiguous(), None
+
+
 def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """One launch per row over that row's own keys. Shapes as `pad_attention`."""
-    if _kernels_take(key, value):
+    if _kernels_take(key, value, kwargs):
         rows, lengths = (_thread.current.starts, _thread.current.ends), _thread.current.kv_lengths
         return kernel_ops.load().split_attention(query, key, value, *rows, lengths=lengths, **_flags(kwargs)), None
     group = _packed_heads(_thread.current, query, key, kwargs)
@@ -78,6 +89,8 @@ def split_attention(module, query: Tensor, key: Tensor, value: Tensor, attention
 
 def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs):
     """The Triton kernel without padding; layers of one shape share a work list. Shapes as `pad_attention`."""
+    if kwargs.get("position_bias") is not None:
+        raise ValueError("the ragged kernel knows no relative position bias: use attention='pad'")
     deterministic = torch.are_deterministic_algorithms_enabled()
     shape = query.shape[1], key.shape[1], query.shape[-1], query.dtype
     work = _thread.current.once(_work_list, *shape, kwargs.get("sliding_window"), deterministic)
@@ -102,9 +115,10 @@ def _work_list(
     return lists[kind]
 
 
-def _kernels_take(key: Tensor, value: Tensor) -> bool:
-    """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size."""
-    return _thread.current.kernels and key.shape == value.shape
+def _kernels_take(key: Tensor, value: Tensor, options: dict) -> bool:
+    """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size, and know
+    no bias."""
+    return _thread.current.kernels and key.shape == value.shape and options.get("position_bias") is None
 
 
 def _flags(options: dict) -> dict:
@@ -123,13 +137,20 @@ def _packed_heads(current: Pass, query: Tensor, key: Tensor, options: dict) -> i
     packing). For one query of up to three heads, a CPU is 1.1 to 1.3 times as fast without."""
     group, eager = query.shape[1] // key.shape[1], current.kv_lengths is not None  # else each case is compiled anew
     few = eager and query.shape[2] == 1 and group <= 3 and not query.is_cuda
-    return 1 if few or _needs_scores(options) else group
+    return 1 if few or _needs_scores(options) or options.get("position_bias") is not None else group
 
 
 def _bias(current: Pass, query: Tensor, group: int, options: dict) -> Tensor | None:
     """Additive mask [B, 1, group * Q, extent] in the query's dtype, built once per pass, window and group; None where
-    nothing is hidden."""
-    return current.once(_mask, options.get("sliding_window"), group, query.dtype)
+    nothing is hidden. With the bias [B, H, Q, extent] of a model that has one by distance."""
+    mask = _mask, options.get("sliding_window"), group, query.dtype
+    by_distance = options.get("position_bias")
+    return current.once(*mask) if by_distance is None else current.once(_sum, by_distance, mask)
+
+
+def _sum(current: Pass, bias: Tensor, mask: tuple) -> Tensor:
+    hidden = current.once(*mask)
+    return bias if hidden is None else bias + hidden
 
 
 def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
@@ -169,7 +190,8 @@ def _over_rows(attend: Callable) -> Callable:
     def attend_packed(module, query: Tensor, *arguments, **options):
         if _thread.current.packed is not None:
             query = _thread.current.unpack(query.transpose(1, 2)).transpose(1, 2)
-        out, weights = attend(module, query, *arguments, **options)
+        chosen = attend if _thread.current.crossing is None else source_attention
+        out, weights = chosen(module, query, *arguments, **options)
         return _thread.current.pack(out), weights
 
     return attend_packed
@@ -183,6 +205,7 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 
 
 MISSING = object()
+ATTENTION = "_attn_implementation_internal"  # of a configuration: which attention its model has
 
 
 @contextmanager
@@ -210,8 +233,13 @@ def changed(changes: Sequence[tuple[dict, str, Any]]) -> Iterator[None]:
 
 def path_of(model: PreTrainedModel) -> str | None:
     """The path that `model` is switched to by this thread; None if it is as its owner left it."""
-    thread, path = vars(model).get("_bass_path", (None, None))
+    thread, path, _ = vars(model).get("_bass_path", (None, None, None))
     return path if thread == threading.get_ident() else None
+
+
+def as_found(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Inside, a model that is switched to a path has its owner's attention, as its encoder wants it."""
+    return changed(vars(model).get("_bass_path", (None, None, ()))[2])
 
 
 class Switch:
@@ -228,6 +256,8 @@ class Switch:
                 self._forwards.append((vars(module), "forward", _by_row(module.forward, beyond)))
             elif not takes_positions and isinstance(module, nn.Embedding) and "Positional" in type(module).__name__:
                 self._forwards.append((vars(module), "forward", _at_positions(module)))
+            elif hasattr(module, "compute_bias") and module.is_decoder:
+                self._forwards.append((vars(module), "compute_bias", _bias_by_row(module)))
         self._kept = [] if hidden is None else [(vars(model.get_decoder()), "forward", _keeping(model, hidden))]
 
     @property
@@ -247,9 +277,11 @@ class Switch:
                 f"{type(self.model).__name__} is decoding in another thread at this moment; give each thread models "
                 "of its own, or one Session to all"
             )
-        changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path)), *self._forwards, *self._kept]
         paths = [vars(each) for each in configurations(self.model)]
-        changes += [(config, "_attn_implementation_internal", _prefixed(self.path)) for config in paths]
+        found = [(config, ATTENTION, config[ATTENTION]) for config in paths]
+        changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path, found))]
+        changes += [*self._forwards, *self._kept]
+        changes += [(config, ATTENTION, _prefixed(self.path)) for config in paths]
         # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
         own = vars(self.model.config)
         changes += [(own, "pad_token_id", None)] * ("pad_token_id" in own)
@@ -263,11 +295,13 @@ def evaluating(modules: Iterable[dict]) -> AbstractContextManager[None]:
 
 
 def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The model's configuration and all below it."""
+    """The model's configuration and all below it, and copies that its encoder and its decoder have (T5)."""
     found = [model.config]
     for config in found:
         found += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
-    return found
+    if model.config.is_encoder_decoder:
+        found += [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return list({id(config): config for config in found}.values())
 
 
 def rotary_switch(model: PreTrainedModel) -> int | None:
@@ -308,6 +342,22 @@ def _at_positions(table: nn.Embedding) -> Callable:
     return at_positions
 
 
+def _bias_by_row(module: nn.Module) -> Callable:
+    """A relative position bias (T5 and its relatives) that would go by the cache's length, which rows share."""
+    compute = module.compute_bias
+
+    def by_row(*args, **kwargs) -> Tensor:
+        if (current := _thread.current) is None:
+            return compute(*args, **kwargs)
+        device, extent = current.positions.device, current.extent
+        of_last = compute(1, extent, device=device, past_seen_tokens=extent - 1)  # [1, H, 1, extent], nearest last
+        by_distance = of_last[0, :, 0].flip(1).T  # [extent, H]
+        distances = current.positions[..., None] - torch.arange(extent, device=device)  # [B, Q, extent]
+        return by_distance[distances.clamp(min=0)].permute(0, 3, 1, 2)  # a mask hides what is later
+
+    return by_row
+
+
 def _by_row(forward: Callable, switch: int) -> Callable:
     """longrope, each row by itself: transformers goes by the largest position of all rows in the pass.
 
@@ -337,14 +387,14 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
     ids: int64 [B, Q]. Where `current` is packed, the model sees [1, T]; logits at padding are 0 then.
     """
     cache.current = _thread.current = current
+    mask = _eager_masks(model, current) if path == "eager" else None
     try:
-        logits = model(
-            input_ids=current.pack(ids),
-            past_key_values=cache,
-            use_cache=True,
-            attention_mask=_eager_masks(model, current) if path == "eager" else None,
-            **_extra_inputs(model, current),
-        ).logits
+        if cache.sources is None:
+            inputs = {"input_ids": current.pack(ids), "past_key_values": cache, "attention_mask": mask}
+        else:
+            inputs = {"decoder_input_ids": current.pack(ids), "decoder_attention_mask": mask}
+            inputs |= cache.sources.inputs(current, model, path)
+        logits = model(**inputs, use_cache=True, **_extra_inputs(model, current)).logits
     finally:
         _thread.current = None
     return logits[:, -1:] if current.last_only else current.unpack(logits)
@@ -353,7 +403,9 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
 def _extra_inputs(model: PreTrainedModel, current: Pass) -> dict:
     """Position ids, and the request for the last logits alone, for models whose forward has them."""
     names = _forward_names(type(model))
-    inputs = {"position_ids": current.pack(current.positions)} if "position_ids" in names else {}
+    inputs = {
+        name: current.pack(current.positions) for name in ("position_ids", "decoder_position_ids") if name in names
+    }
     if current.last_only and "logits_to_keep" in names:
         inputs["logits_to_keep"] = 1
     if current.features is not None:
@@ -413,7 +465,9 @@ def _takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
 def context_length(model: PreTrainedModel) -> int | None:
     """How many positions the model has, None if it does not say."""
     config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
+    if hasattr(config, "relative_attention_num_buckets"):
+        return None  # T5: n_positions is what it was trained with
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"):
         if isinstance(value := getattr(config, name, None), int) and value > 0:
             return value
     return None

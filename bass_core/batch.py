@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bass_core.cache import free
 from bass_core.drafters import Drafter
-from bass_core.long_prompt import LongPrompts
+from bass_core.long_prompt import LongPrompts, read_sources
 from bass_core.rows import Prompt, Request, Rows
 from bass_core.runner import Runner
 
@@ -31,7 +31,7 @@ class Batch:
 
     def submit(self, request: Request) -> None:
         """Queue a row; rows that wait for the same text share their prompt. Safe while a step runs elsewhere."""
-        request.prompt = self._prompts.setdefault(tuple(request.prompt.ids.tolist()), request.prompt)
+        request.prompt = self._prompts.setdefault(request.prompt.key, request.prompt)
         self.rows.waiting.append(request)
 
     def end(self, request: Request, reason: str) -> None:
@@ -115,6 +115,7 @@ class Batch:
         tokens = self.rows.tokens[places.start : places.stop]
         lengths = [len(request.prompt.ids) for request in leading]
         self.target.cache.clear(places)
+        read_sources(self.target, self.drafter, [request.prompt for request in leading], places)
         logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
         self.drafter.prefill(tokens, lengths, places, self.target.hidden(places))
         for request, row_logits in zip(leading, logits, strict=True):
@@ -131,9 +132,8 @@ class Batch:
     def _forget(self, prompt: Prompt) -> None:
         """Drop what is kept of a prompt that no row waits for."""
         prompt.saved = prompt.logits = None
-        key = tuple(prompt.ids.tolist())
-        if self._prompts.get(key) is prompt:
-            del self._prompts[key]
+        if self._prompts.get(prompt.key) is prompt:
+            del self._prompts[prompt.key]
 
     def compact(self) -> None:
         """Let the last live rows take the places of finished ones."""

@@ -7,17 +7,17 @@ overwritten when a token arrives there. Nothing is copied, shifted or padded aga
 Rows live in consecutive *places* of preallocated buffers. A forward pass runs over a range of places (the live batch,
 or the rows being prefilled); when a row finishes, the last live row moves into its place.
 
-Self-attention caches grow; the fixed cross-attention cache of an encoder-decoder target would be a second kind of
-layer here (it is written once and never rolled back).
+What an encoder-decoder model has of its sources is written once, never grows and is never rolled back: module
+`sources` keeps it, and rows take it along when they move.
 
-Everything that touches transformers' cache classes is in this module.
+Everything that touches transformers' cache classes is in these two modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bass_core import kernel_ops
 from bass_core.environment import free_memory
+
+if TYPE_CHECKING:
+    from bass_core.sources import Sources
 
 
 class Phase(NamedTuple):
@@ -55,6 +58,7 @@ class Pass:
     phase: what this pass is one of.
     features: [B, Q, H], what a drafter's model reads beside each token.
     prompt: how long the prompt is of which this pass reads a chunk; None where it reads none.
+    crossing: what the rows read, where the keys handed out last were its (module `sources`).
     """
 
     positions: Tensor
@@ -70,6 +74,7 @@ class Pass:
     phase: Phase | None = None
     features: Tensor | None = None
     prompt: int | None = None
+    crossing: Sources | None = None
     first_place: int = field(init=False)
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
@@ -249,6 +254,7 @@ class RaggedCache(Cache):
         keeps_hidden: the last layer's states, too."""
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
         self.hidden = HiddenStates(self) if keeps_hidden else None
+        self.sources: Sources | None = None  # of an encoder-decoder model
         self.max_rows, self.contiguous = max_rows, contiguous
         self.slots = capacity + 1  # + the scratch slot
         # Keys and values in all layers, of one position and of a row; known once a layer has shown its shape.
@@ -310,6 +316,8 @@ class RaggedCache(Cache):
         if buffers := self.buffers():
             to = [buffer[place] for place in places for buffer in buffers]
             torch._foreach_copy_(to, [buffer[source] for _ in places for buffer in buffers])
+        if self.sources is not None:
+            self.sources.move_row(source, places)
 
     def clear(self, places: range) -> None:
         """Forget what rows that lived there have left."""
@@ -318,14 +326,18 @@ class RaggedCache(Cache):
 
     def save_row(self, place: int, length: int) -> list[Tensor]:
         """A copy of a row's first `length` positions (a prompt's cache, kept for samples that start later)."""
-        return [buffer[place, :, :length].clone() for buffer in self.buffers()]
+        own = [buffer[place, :, :length].clone() for buffer in self.buffers()]
+        return own if self.sources is None else own + self.sources.save_row(place)
 
     def load_row(self, places: range, saved: list[Tensor]) -> None:
         """Write what `save_row` returned into places, and nothing behind it."""
-        for buffer, row in zip(self.buffers(), saved, strict=True):
+        buffers = self.buffers()
+        for buffer, row in zip(buffers, saved, strict=self.sources is None):
             rows, length = buffer[places.start : places.stop], row.shape[1]
             rows[:, :, :length] = row
             rows[:, :, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
+        if self.sources is not None:
+            self.sources.load_row(places, saved[len(buffers) :])
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers and the hidden states, as far as they are allocated."""
@@ -344,3 +356,5 @@ class RaggedCache(Cache):
                 setattr(layer, name, None)
         for layer in self.layers:
             layer.is_initialized = False
+        if self.sources is not None:
+            self.sources.release()

@@ -102,7 +102,7 @@ class Session:
         trace: str = "steps",
     ):
         self.pair, self.seed = inputs.model_pair(pair), inputs.integer("seed", seed, least=None)
-        own = inputs.generation_config(pair.target, generation_config)
+        own = self._asked_for = inputs.generation_config(pair.target, generation_config)
         penalty = (own.repetition_penalty or 1.0) if repetition_penalty is None else repetition_penalty
         self.params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
         self.policy = policy_for(pair, draft_length)
@@ -120,9 +120,11 @@ class Session:
             from bass_core.synthetic import SyntheticAcceptance
 
             forced = SyntheticAcceptance.named(acceptance, pair.device)
-        way = recorded_step.resolve(compile, pair.device, paths, trace)
+        way = recorded_step.resolve(compile, pair.device, paths, trace, pair.reads_sources)
 
-        keeps = {"keeps_hidden": pair.drafter.wants_hidden}
+        never, first = inputs.suppressed(own, self.vocabulary)
+        self._not_first = torch.tensor(first, dtype=torch.int64, device=pair.device)
+        keeps = {"keeps_hidden": pair.drafter.wants_hidden, "suppressed": never}
         self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
         options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
         self.drafter = pair.drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
@@ -157,7 +159,7 @@ class Session:
 
     def submit(
         self,
-        prompt: inputs.PromptLike,
+        prompt: inputs.PromptLike | Prompt,
         *,
         max_new_tokens: int = 128,
         temperature: float | None = None,
@@ -192,9 +194,10 @@ class Session:
         May be called from other threads and inside a step.
         """
         self._refuse_closed()
-        ids = inputs.prompt_ids(prompt, self.pair.tokenizer, self.vocabulary)
+        if not isinstance(prompt, Prompt):
+            prompt = inputs.prompt_of(self.pair, prompt, self._asked_for)
         max_new_tokens = inputs.integer("max_new_tokens", max_new_tokens)
-        inputs.check_context(self.pair, len(ids), max_new_tokens)
+        inputs.check_context(self.pair, len(prompt.ids), max_new_tokens)
         own = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
             "repetition_penalty": repetition_penalty,
@@ -202,7 +205,7 @@ class Session:
         own = {name: value for name, value in own.items() if value is not None}
         sample = None if sample is None else inputs.integer("sample", sample)
         request = Request(
-            prompt=Prompt(ids),
+            prompt=replace(prompt),  # rows that wait for equal ones share it, what is prefilled with it
             max_new_tokens=max_new_tokens,
             seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
             params=replace(self.params, **own) if own else self.params,
@@ -371,6 +374,8 @@ class Session:
             context = self.device_step.context(places, 0)
             draft = Draft.none(context)
             self._ahead = True
+            if len(self._not_first):
+                logits = logits.index_fill(-1, self._not_first, -torch.inf)
             decided = self.device_step.verify(context, draft, logits[:, None])
             commit = self._commit(context, draft, decided)
         self.batch.compact()

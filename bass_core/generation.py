@@ -19,7 +19,7 @@ from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.engine import Result, Session, StepEvent
 from bass_core.models import ModelPair
-from bass_core.rows import Request, StopStrings
+from bass_core.rows import Prompt, Request, StopStrings
 from bass_core.trace import Trace
 
 CLEANED = 4  # how long what follows a space has to be before no clean-up of a tokenizer's removes it (" n't" it does)
@@ -157,7 +157,7 @@ def generate(
     logits that are not numbers. Models are left as they were found, caches are freed, also after an error.
     """
     ends = _deadline(time_budget)
-    ids = _checked(pair, prompts, max_new_tokens)
+    ids = _checked(pair, prompts, max_new_tokens, generation_config)
     samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
     with Session(
         pair,
@@ -216,7 +216,7 @@ def stream(
     if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
         raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; it takes those of generate()")
     ends = _deadline(time_budget)
-    ids = _checked(pair, prompts, max_new_tokens)
+    ids = _checked(pair, prompts, max_new_tokens, options.get("generation_config"))
     if pair.tokenizer is None:
         raise ValueError("stream yields texts, and the pair has no tokenizer: ModelPair(..., tokenizer=...)")
     samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
@@ -251,17 +251,19 @@ def _deadline(time_budget: float | None) -> float | None:
     return None if time_budget is None else time.monotonic() + inputs.seconds("time_budget", time_budget)
 
 
-def _checked(pair: ModelPair, prompts: Any, max_new_tokens: int) -> list[Tensor]:
-    """The prompts' ids, all of them fit to be continued by so many tokens."""
-    ids = inputs.token_ids(inputs.model_pair(pair), inputs.prompt_list(prompts))
-    for index, prompt in enumerate(ids):
+def _checked(pair: ModelPair, prompts: Any, max_new_tokens: int, config: GenerationConfig | None) -> list[Prompt]:
+    """What the prompts start from, all of them fit to be continued by so many tokens."""
+    asked_for = inputs.generation_config(inputs.model_pair(pair).target, config)
+    checked = []
+    for index, prompt in enumerate(inputs.prompt_list(prompts)):
         with inputs.saying_which(index):
-            inputs.check_context(pair, len(prompt), inputs.integer("max_new_tokens", max_new_tokens))
-    return ids
+            checked.append(inputs.prompt_of(pair, prompt, asked_for))
+            inputs.check_context(pair, len(checked[-1].ids), inputs.integer("max_new_tokens", max_new_tokens))
+    return checked
 
 
-def _submit(session: Session, ids: Sequence[Tensor], samples: int, max_new_tokens: int) -> list[Request]:
-    handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in ids for _ in range(samples)]
+def _submit(session: Session, prompts: Sequence[Prompt], samples: int, max_new_tokens: int) -> list[Request]:
+    handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in prompts for _ in range(samples)]
     session.reserve(max(handle.limit for handle in handles))
     return handles
 

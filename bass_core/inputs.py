@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core.attention import recomputed_beyond
+from bass_core.attention import context_length, recomputed_beyond
 from bass_core.checkpoints import panics_are_errors
 from bass_core.models import ModelPair
-from bass_core.rows import StopStrings
+from bass_core.rows import Prompt, StopStrings
+from bass_core.sources import FEATURES, Source
 
+BEGINS = "decoder_input_ids"  # of a mapping: what the text of an encoder-decoder model begins with
 Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
 
 
@@ -52,7 +54,7 @@ def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
     return value
 
 
-# A text, a conversation, token ids [P] or [1, P], or what a tokenizer returns.
+# A text, a conversation, token ids [P] or [1, P], or what a tokenizer returns. For models that hear, features.
 PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | Mapping[str, Any]
 
 
@@ -76,7 +78,9 @@ def prompt_list(prompts: Any) -> list:
     """`prompts` as a list: one prompt, a list of them, or rows of token ids with their attention mask, as tokenizers
     return them (see `prompt_ids` for what a prompt may be)."""
     if isinstance(prompts, Mapping):
-        return _rows(prompts)
+        return _each_row(prompts)
+    if isinstance(prompts, Tensor) and prompts.is_floating_point():
+        return [prompts] if prompts.ndim == 2 else list(prompts)
     one = isinstance(prompts, str) or _is_conversation(prompts)
     if one or (isinstance(prompts, Tensor) and (prompts.ndim == 1 or (prompts.ndim == 2 and len(prompts) == 1))):
         return [prompts]
@@ -88,6 +92,68 @@ def prompt_list(prompts: Any) -> list:
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give at least one prompt")
     return list(prompts)
+
+
+def _each_row(encoding: Mapping) -> list:
+    """The rows of what a tokenizer or a feature extractor returned, each with what its text is to begin with."""
+    rows = list(torch.as_tensor(encoding[FEATURES])) if FEATURES in encoding else _rows(encoding)
+    if (begins := encoding.get(BEGINS)) is None:
+        return rows
+    if len(begins) != len(rows):
+        raise ValueError(f"{BEGINS} has {len(begins)} rows for {len(rows)} sources")
+    return [{FEATURES if FEATURES in encoding else "input_ids": row, BEGINS: begin} for row, begin in zip(rows, begins)]
+
+
+def prompt_of(pair: ModelPair, prompt: Any, config: GenerationConfig) -> Prompt:
+    """What a row starts from: token ids, as `prompt_ids` takes them; for an encoder-decoder target a source in the same
+    forms, or features [channels, frames] of one that hears, and the ids with which every text of it begins.
+
+    A mapping's decoder_input_ids are begun with instead. config: what `generation_config` returned. Raises ValueError
+    or TypeError.
+    """
+    vocabulary = pair.target.config.get_text_config().vocab_size
+    if not pair.reads_sources:
+        return Prompt(prompt_ids(prompt, pair.tokenizer, vocabulary))
+    begins = prompt.get(BEGINS) if isinstance(prompt, Mapping) else None
+    if begins is None:
+        ids = torch.tensor(first_ids(pair.target, config))
+    else:
+        ids = prompt_ids(begins, None, vocabulary)
+    if pair.target.main_input_name == FEATURES:
+        return Prompt(ids, Source(_features(prompt, pair.target)))
+    if _is_conversation(prompt):
+        raise TypeError("an encoder-decoder model reads a text; a conversation is for decoder-only models")
+    source = prompt_ids(prompt, pair.tokenizer, vocabulary)
+    if (most := context_length(pair.target)) is not None and len(source) > most:
+        raise ValueError(f"the source has {len(source)} tokens, and the target's encoder {most} positions; shorten it")
+    return Prompt(ids, Source(source))
+
+
+def first_ids(model: PreTrainedModel, config: GenerationConfig) -> list[int]:
+    """What a text of an encoder-decoder model begins with, as its prompt: the start token, and the one that the model
+    is forced to write first (the language, say). Raises ValueError for a model that does not say."""
+    for name in ("decoder_start_token_id", "bos_token_id"):
+        for each in (config, model.generation_config, model.config):
+            if (start := getattr(each, name, None)) is not None:
+                forced = config.forced_bos_token_id
+                return [start] if forced is None else [start, forced]
+    raise ValueError(
+        f"{type(model).__name__} does not say what its texts begin with: set decoder_start_token_id in its "
+        f"generation_config, or give prompts as mappings with {BEGINS}"
+    )
+
+
+def _features(prompt: Any, model: PreTrainedModel) -> Tensor:
+    """A source of a model that hears, [channels, frames]."""
+    given = torch.as_tensor(prompt[FEATURES] if isinstance(prompt, Mapping) and FEATURES in prompt else prompt)
+    given = given[0] if given.ndim == 3 and len(given) == 1 else given
+    wanted = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    if not given.is_floating_point() or given.shape != wanted:
+        raise ValueError(
+            f"{type(model).__name__} hears: its sources are features {list(wanted)}, as its feature extractor returns "
+            f"them ({FEATURES}); got {_kind(given)}"
+        )
+    return given.detach().cpu().to(torch.promote_types(given.dtype, torch.float32))
 
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> Tensor:
@@ -222,7 +288,7 @@ def check_context(pair: ModelPair, prompt: int, new: int) -> None:
 
 # Options of a model's `generation_config` that change its text, and that the engine does not know.
 UNKNOWN_OPTIONS = (
-    "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "sequence_bias",
+    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias",
     "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams", "force_words_ids",
     "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "guidance_scale", "stop_strings",
     "exponential_decay_length_penalty", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "token_healing",
@@ -234,12 +300,26 @@ def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -
     """What the target asks for wherever it is decoded: `given`, or its own. Raises ValueError for what would change its
     text and cannot be honoured."""
     config = (target.generation_config if given is None else given) or GenerationConfig()
+    reads = target.config.is_encoder_decoder
     for name, value in asked_for(config, UNKNOWN_OPTIONS):
+        # Texts begin with the one (`first_ids`); where a text is cut off, which the other marks, is told by its end.
+        if reads and name in ("forced_bos_token_id", "forced_eos_token_id"):
+            continue
+        if name == "bad_words_ids" and all(len(word) == 1 for word in value):
+            continue  # `suppressed`
+        kept = f"eos_token_id={config.eos_token_id}" if reads else ""
         raise ValueError(
             f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be honoured; "
-            "generation_config=transformers.GenerationConfig() decodes without what it asks for"
+            f"generation_config=transformers.GenerationConfig({kept}) decodes without what it asks for"
         )
     return config
+
+
+def suppressed(config: GenerationConfig, vocabulary: int) -> tuple[list[int], list[int]]:
+    """The ids that no text may have, and those that none may begin with."""
+    never = {*(config.suppress_tokens or ()), *(word for words in config.bad_words_ids or () for word in words)}
+    first = set(config.begin_suppress_tokens or ())
+    return tuple(sorted(each for each in ids if 0 <= each < vocabulary) for ids in (never, first))
 
 
 def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,13 @@ from bass_core.rows import Prompt, Request, Rows
 from bass_core.runner import Runner
 
 
+def read_sources(target: Runner, drafter: Drafter, prompts: Sequence[Prompt], places: range) -> None:
+    """Target and drafter read the sources of prompts that begin in these places, if their models read any."""
+    if target.cache.sources is not None:
+        sources = [prompt.source for prompt in prompts]
+        drafter.read(sources, places, target.read(sources, places))
+
+
 class LongPrompts:
     """Which prompt is read in chunks, and how far that is."""
 
@@ -49,6 +56,7 @@ class LongPrompts:
         chunk = range(self._read, min(self._read + self.chunk, whole))
         if chunk.start == 0:
             self.target.cache.clear(places)  # a row that failed leaves NaN, and kernels read whole blocks
+            read_sources(self.target, self.drafter, [prompt], places)
         logits = self.target.feed_last(tokens, [chunk.stop], len(chunk), places, prompt=whole)
         self.drafter.prefill_chunk(tokens, chunk, place, self.target.hidden(places))
         if chunk.stop == whole:

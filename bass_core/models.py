@@ -15,6 +15,7 @@ from bass_core import drafters
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
+from bass_core.sources import FEATURES
 from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
 
 ASSETS = Path(__file__).parent / "assets"
@@ -52,10 +53,13 @@ class ModelPair:
             raise ValueError("draft is a feature head, which reads a target's hidden states: FeatureDrafter(head)")
         for model in self.drafter.models:
             _check_decoder("draft", model)
+            _check_same_kind(self.target, model)
             if model.device != self.target.device:
                 raise ValueError(
                     f"target is on {self.target.device} and draft on {model.device}; move both to one device"
                 )
+        if self.reads_sources and self.drafter.wants_hidden:
+            raise ValueError(f"a {type(self.drafter).__name__} is for decoder-only targets")
         if self.tokenizer is not None and self.draft_tokenizer is not None:
             _check_same_tokens(self.tokenizer, self.draft_tokenizer)
 
@@ -74,6 +78,11 @@ class ModelPair:
     @property
     def device(self) -> torch.device:
         return self.target.device
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether the target is an encoder-decoder model: its rows read a source, and write a text of it."""
+        return self.target.config.is_encoder_decoder
 
     @cached_property
     def drafter(self) -> Drafter:
@@ -314,7 +323,7 @@ def _check_decoder(role: str, model: PreTrainedModel) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"{role} must be a transformers model, got {name}")
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{role} {name} is an encoder-decoder model; decoder-only models are supported")
+        _check_reads(role, model)
     if not model.can_generate() or model.get_output_embeddings() is None:
         raise ValueError(f"{role} {name} is not a causal language model; load it with AutoModelForCausalLM")
     prepares = vars(model).get("prepare_inputs_for_generation")  # a PeftModel's, while it generates
@@ -335,6 +344,28 @@ def _check_decoder(role: str, model: PreTrainedModel) -> None:
             f"{role} {name} is on several devices ({', '.join(devices)}); load it onto one: device_map='cuda:0'"
         )
     _refuse_mps(f"the device of {role} {name}", model.device)
+
+
+def _check_same_kind(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Raises ValueError unless the draft reads what the target reads."""
+    kinds = {True: "an encoder-decoder model", False: "a decoder-only model"}
+    ours, theirs = target.config.is_encoder_decoder, draft.config.is_encoder_decoder
+    if ours != theirs or (ours and target.main_input_name != draft.main_input_name):
+        raise ValueError(
+            f"target {type(target).__name__} is {kinds[ours]} that reads {target.main_input_name}, and draft "
+            f"{type(draft).__name__} {kinds[theirs]} that reads {draft.main_input_name}: take a draft of the target's "
+            "kind, 'layers:N', 'ngram' or 'suffix'"
+        )
+
+
+def _check_reads(role: str, model: PreTrainedModel) -> None:
+    """Raises ValueError for an encoder-decoder model whose sources are of a kind that is not known."""
+    name, config = type(model).__name__, model.config
+    known = model.main_input_name == "input_ids" or (model.main_input_name == FEATURES and "Whisper" in name)
+    if not known:
+        raise ValueError(f"{role} {name} reads {model.main_input_name}; sources are token ids, or what Whisper hears")
+    if getattr(config, "decoder_vocab_size", config.vocab_size) != config.vocab_size:
+        raise ValueError(f"{role} {name} reads in one vocabulary and writes in another, which is not supported")
 
 
 def _offloads(module: torch.nn.Module) -> bool:

@@ -20,6 +20,7 @@ from bass_core import kernel_ops
 from bass_core.attention import PATHS, changed, configurations, context_length, evaluating
 from bass_core.checkpoints import is_quantized
 from bass_core.runner import Runner
+from bass_core.sources import FEATURES, Source
 
 BEFORE, REACH, BEYOND = 5, 16, 24  # tokens of a short text, the longest window while a model is asked, a long text
 MORE = 3  # tokens that follow them
@@ -65,7 +66,7 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
     elif is_quantized(model):
         hint = "Quantize weights alone: quantized activations turn differences of rounding into large ones."
     else:
-        hint = "Models with ALiBi positions or own masks are refused."
+        hint = "Models with ALiBi positions, own masks or positions that go by tokens are refused."
     raise ValueError(f"{type(model).__name__} cannot be decoded over a ragged cache ({reasons}). {hint}")
 
 
@@ -85,8 +86,8 @@ def _refuse_stateful(model: PreTrainedModel) -> None:
 def probe(model: PreTrainedModel, path: str) -> str | None:
     """None if the model's ragged passes equal its plain forward pass on this path, else what went wrong.
 
-    Two rows, one beyond every window and switch of the model, one before them, over a cache full of stale values:
-    prefill, write rejected tokens, overwrite them, compare logits. The result is remembered per model.
+    Two rows, one beyond every window and switch of the model, one before them, over a cache full of stale values; those
+    of an encoder-decoder model read sources of different lengths: prefill, write rejected tokens, overwrite them, compare logits. The result is remembered per model.
     """
     known = _probed.setdefault(model, {})
     if path not in known:
@@ -139,16 +140,20 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     lengths[1] = min(lengths[1], lengths[0] - 1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator).to(model.device)
+    sources = _sources(model, vocabulary, generator) if model.config.is_encoder_decoder else None
     with within_reach(model), Runner(model, path, max_rows=2, capacity=lengths[0] + MORE) as runner:
-        runner.feed_last(ids, lengths, lengths[0])  # allocates
-        for buffer in runner.cache.buffers():
-            buffer.fill_(1e4)  # stale values that no query may see
-        runner.feed_last(ids, lengths, lengths[0])
+        for _ in range(2):  # the first allocates
+            for buffer in runner.cache.buffers():
+                buffer.fill_(1e4)  # stale values that no query may see
+            if sources is not None:
+                runner.read(sources, range(2))
+            runner.feed_last(ids, lengths, lengths[0])
         starts = torch.tensor(lengths, device=ids.device)
         following = starts[:, None] + torch.arange(MORE, device=ids.device)  # [2, MORE]
         rejected = ids.flip(0).gather(1, following)
         runner.feed(rejected, starts, [MORE, MORE], starts_host=lengths)
-        expected = [_plain_logits(model, ids[b : b + 1, : n + MORE]) for b, n in enumerate(lengths)]
+        reads = sources or [None, None]
+        expected = [_plain_logits(model, ids[b : b + 1, : n + MORE], reads[b]) for b, n in enumerate(lengths)]
         errors = []
         for submitted in ([MORE, 1], [1, MORE]):  # the longer row submits most, and least
             for packed in (False,) if path == "eager" else (False, True):
@@ -168,7 +173,21 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
     return float((difference / size).amax().nan_to_num(nan=math.inf))
 
 
-def _plain_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def _sources(model: PreTrainedModel, vocabulary: int, generator: torch.Generator) -> list[Source]:
+    """Two that differ, the second one shorter where the model takes any length."""
+    if model.main_input_name == FEATURES:
+        shape = 2, model.config.num_mel_bins, 2 * model.config.max_source_positions
+        return [Source(features) for features in torch.randn(shape, generator=generator)]
+    most = min(BEYOND, context_length(model) or BEYOND)
+    return [Source(torch.randint(1, vocabulary, (length,), generator=generator)) for length in (most, most // 2)]
+
+
+def _plain_logits(model: PreTrainedModel, ids: Tensor, source: Source | None) -> Tensor:
     """The model's own forward pass, in evaluation mode: [T, V]."""
+    inputs = {"input_ids": ids}
+    if source is not None:
+        read = source.inputs[None].to(model.device)
+        read = {"input_ids": read} if model.main_input_name == "input_ids" else {FEATURES: read.to(model.dtype)}
+        inputs = read | {"decoder_input_ids": ids}
     with evaluating(map(vars, model.modules())):
-        return model(input_ids=ids, use_cache=False).logits[0]
+        return model(**inputs, use_cache=False).logits[0]

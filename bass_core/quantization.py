@@ -97,6 +97,8 @@ def quantized(model: PreTrainedModel, kind: str) -> PreTrainedModel:
         raise ValueError(f"{name} has an adapter: merge it first (merge_and_unload), or quantize before it is added")
     linear = [each for each in model.modules() if type(each) in (nn.Linear, Conv1D)]
     linear = [each for each in linear if each is not model.get_output_embeddings()]
+    if kind == "int4" and hasattr(model.config, "relative_attention_num_buckets"):
+        raise ValueError(f"{name}'s layers go by the dtype of their weights, and know none of int4: quantize to int8")
     if not linear:
         raise ValueError(f"{name} has no linear layers that could be quantized")
     known: dict[int, object] = {id(each): each for each in (*model.parameters(), *model.buffers())}

@@ -40,8 +40,9 @@ class Execution(NamedTuple):
 WAYS = {way.name: way for way in (Execution(c, r) for c in (False, True) for r in (False, True))}
 
 
-def resolve(wanted: str, device: torch.device, paths: Sequence[str | None], trace: str) -> Execution:
-    """What `compile=wanted` means for models on these attention paths; "auto" is CUDA graphs where they can be.
+def resolve(wanted: str, device: torch.device, paths: Sequence[str | None], trace: str, reads: bool = False) -> Execution:
+    """What `compile=wanted` means for models on these attention paths; "auto" is CUDA graphs where they can be. reads:
+    whether rows read sources.
 
     Raises ValueError for what cannot be honoured.
     """
@@ -49,6 +50,8 @@ def resolve(wanted: str, device: torch.device, paths: Sequence[str | None], trac
     obstacles = []
     if "split" in paths:
         obstacles.append("attention='split' launches by lengths that only the host knows: use another path")
+    if reads:
+        obstacles.append("an encoder-decoder model's passes go by the lengths of its sources, known to the host alone")
     if trace == "tokens":
         obstacles.append("trace='tokens' wants every distribution on the host: use trace='steps'")
     if wanted == "auto":

@@ -20,6 +20,7 @@ from bass_core import randomness, sampling
 from bass_core.draft_length import RowsView
 from bass_core.drafters import Context
 from bass_core.sampling import SamplingParams
+from bass_core.sources import Source
 from bass_core.verification import Verified
 
 
@@ -28,8 +29,14 @@ class Prompt:
     """Token ids that one or more rows start from. Prefilled once; what that left is kept until no row waits for it."""
 
     ids: Tensor  # int64 [P], on the host
+    source: Source | None = None  # what an encoder-decoder model reads; the ids begin what it writes
     saved: tuple[list[Tensor], list[Tensor]] | None = None  # target's and drafter's cache rows
     logits: Tensor | None = None  # [V], the target's after the last prompt token
+
+    @property
+    def key(self) -> tuple:
+        """What is equal for equal prompts."""
+        return (*self.ids.tolist(), None if self.source is None else self.source.key)
 
 
 @dataclass(eq=False, repr=False)

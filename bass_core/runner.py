@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from bass_core import attention, compiled_layers, side_by_side
 from bass_core.cache import Pass, Phase, RaggedCache
+from bass_core.sources import Encoded, Source, Sources, encode
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
 EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
@@ -56,16 +57,22 @@ class Runner:
         capacity: int = 0,
         compiled: bool = False,
         keeps_hidden: bool = False,
+        suppressed: Sequence[int] = (),
     ):
         """compiled: passes of fixed shape run through compiled layers (module compiled_layers). keeps_hidden: the cache
-        also keeps what the model's last layer leaves of each token."""
+        also keeps what the model's last layer leaves of each token. suppressed: ids whose logits are -inf."""
         self.model = model
         self.path = path
-        layers = model.config.get_text_config().num_hidden_layers
+        reads = model.config.is_encoder_decoder
+        config = model.config.get_text_config()
+        layers = len(compiled_layers.layers_of(model)) if reads else config.num_hidden_layers
         self.cache = RaggedCache(layers, max_rows, capacity, path == "eager", keeps_hidden)
+        if reads:
+            self.cache.sources = Sources(self.cache, config.hidden_size)
         self.compiled = compiled
         # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
         self._siblings = side_by_side.arrange(model) if compiled or model.device.type == "cuda" else []
+        self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self._context = attention.context_length(model)
         self._switch = attention.Switch(model, path, self.cache.hidden)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
@@ -157,6 +164,14 @@ class Runner:
         }
         return self.feed(ids, starts, [count] * len(ids), **options)[:, -1]
 
+    def read(self, sources: Sequence[Source] | Encoded, places: range) -> Encoded:
+        """Encode what the rows in these places read; their next pass, which has to be theirs alone, writes it into the
+        cache. sources: of each row, or what an encoder has made of them."""
+        with self.cache.explaining(), self.prepared():
+            encoded = sources if isinstance(sources, Encoded) else encode(self.model, sources)
+        self.cache.sources.read(encoded, places)
+        return encoded
+
     def hidden(self, places: range) -> Tensor | None:
         """What the last layer has left of each token [B, slots, H], where it is kept."""
         return None if self.cache.hidden is None else self.cache.hidden.of(places)
@@ -181,6 +196,8 @@ class Runner:
             for kind in self._shared if fixed else ():
                 current.once(*kind)  # before the layers, of which compiled code sees one at a time
             logits = attention.forward(self.model, self.path, ids, current, self.cache)
+        if self._suppressed is not None:
+            logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         if not fixed:
             self._shared = tuple(current.shared)
         return logits

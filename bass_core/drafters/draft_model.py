@@ -18,6 +18,7 @@ from bass_core.cache import Phase
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 from bass_core.runner import Runner
+from bass_core.sources import Encoded, Source
 
 CATCH_UP = 8  # tokens to which what a row missed is rounded up
 
@@ -48,6 +49,9 @@ class ModelDrafter(Drafter):
         # policy is asked are recorded (`recorded_step`).
         mine.recorded = None
         return mine
+
+    def read(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
+        self.runner.read(sources, places)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
         self.runner.cache.clear(places)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Self
 
 from torch import nn
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from bass_core.compiled_layers import layers_of
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Setting
+from bass_core.sources import Encoded, Source
 
 
 class LayerSkipDrafter(ModelDrafter):
@@ -29,6 +31,9 @@ class LayerSkipDrafter(ModelDrafter):
         """Raises ValueError for a target that has no more layers than these."""
         return self._over(first_layers(setting.target, self.layers), setting.paths[0], setting)
 
+    def read(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
+        self.runner.read(encoded, places)  # the encoder is the target's, too
+
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
     """The model with its first `count` layers, all weights shared. Raises ValueError where it has no more of them."""
@@ -37,7 +42,8 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} has {len(layers)} layers, and {count} of them were to draft for it")
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    text.num_hidden_layers = count
+    if not config.is_encoder_decoder:  # there it would be the encoder's
+        text.num_hidden_layers = count
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:count]
     return _shortened(model, layers, count, {id(model.config): config, id(model.config.get_text_config()): text})

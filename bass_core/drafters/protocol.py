@@ -27,6 +27,7 @@ from bass_core import randomness, sampling
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.randomness import StepKeys
 from bass_core.sampling import MixedParams, SamplingParams
+from bass_core.sources import Encoded, Source
 from bass_core.verification import perturbed_choice
 
 
@@ -162,6 +163,10 @@ class Drafter(ABC):
     def begin(self, setting: Setting) -> Self:
         """What drafts for one session: a copy, to which an extension gives what it keeps of rows."""
         return copy.copy(self)
+
+    def read(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
+        """Rows that read these sources begin in `places`; `prefill` follows. Said for encoder-decoder targets alone.
+        encoded: what the target's encoder made of them."""
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
         """Rows with these prompts now live in `places`. tokens int64 [B, S]; hidden [B, S, H]: as in `Context`, of all

@@ -1,0 +1,195 @@
+"""What an encoder-decoder model reads beside the text it writes: its source, and the fixed cache of it.
+
+A row of such a model has two texts. The one it writes lives in the ragged cache as ever. The one it reads is encoded
+once, and every decoder layer's keys and values of it are written once, by the row's prefill. They never grow and are
+never rolled back: rows of sources of different lengths differ in how much of their place they fill, and nothing else.
+
+The models' own layers do the work, as transformers' `EncoderDecoderCache` has them do it: told that a layer has no keys
+of the source yet, it makes them and hands them to `Sources.update`; told that it has, it takes `Sources.layers[i].keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from bass_core import attention
+from bass_core.cache import Pass, RaggedCache, free
+
+FEATURES = "input_features"  # what models that hear are given in place of ids
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What one row reads: int64 ids [S], or features such as a spectrogram [channels, frames]; on the host."""
+
+    inputs: Tensor
+
+    @cached_property
+    def key(self) -> bytes:
+        """What is equal for equal sources."""
+        return f"{tuple(self.inputs.shape)}".encode() + self.inputs.numpy().tobytes()
+
+
+class Encoded(NamedTuple):
+    """What an encoder made of some rows' sources: states [B, S, H], of which the first lengths[b] are row b's."""
+
+    states: Tensor
+    lengths: list[int]
+
+
+@torch.inference_mode()
+def encode(model: PreTrainedModel, sources: Sequence[Source]) -> Encoded:
+    """One pass of the model's encoder, as its owner left it but in evaluation mode; shorter sources are padded behind
+    their end."""
+    encoder, inputs = model.get_encoder(), [source.inputs.to(model.device) for source in sources]
+    with attention.as_found(model):
+        if model.main_input_name == FEATURES:
+            states = encoder(torch.stack(inputs).to(model.dtype), return_dict=True).last_hidden_state
+            return Encoded(states, [states.shape[1]] * len(sources))
+        lengths = [len(ids) for ids in inputs]
+        kept = torch.arange(max(lengths), device=model.device) < torch.tensor(lengths, device=model.device)[:, None]
+        ids = pad_sequence(inputs, batch_first=True, padding_value=model.config.pad_token_id or 0)
+        return Encoded(encoder(input_ids=ids, attention_mask=kept.long(), return_dict=True).last_hidden_state, lengths)
+
+
+class SourceLayer:
+    """One decoder layer's keys and values of the sources, [places, heads, slots, head dimension]."""
+
+    def __init__(self, sources: Sources):
+        self.sources = sources
+        self.buffers: list[Tensor] = []
+
+    @property
+    def keys(self) -> Tensor:
+        """Of the rows of the pass at hand: [B, H, longest source, D]."""
+        return self.sources.handed_out(self.buffers[0])
+
+    @property
+    def values(self) -> Tensor:
+        return self.sources.handed_out(self.buffers[1])
+
+
+class Sources:
+    """The fixed cache of one model's rows. `read` what rows that begin have to read; their next pass writes it."""
+
+    def __init__(self, cache: RaggedCache, hidden_size: int):
+        self.cache = cache
+        self.layers = [SourceLayer(self) for _ in cache.layers]
+        self.lengths = np.zeros(cache.max_rows, np.int64)  # of each place's source
+        self._on_device: Tensor | None = None
+        self._unread: tuple[range, Encoded] | None = None  # encoded, and not yet written
+        self._hidden_size = hidden_size
+        self._both = EncoderDecoderCache(cache, cache)
+        self._both.cross_attention_cache = self  # a cache that grows would be no place for it
+
+    def read(self, encoded: Encoded, places: range) -> None:
+        """The rows in these places have these sources from their next pass on, which is over just these places."""
+        self._unread = places, encoded
+
+    def inputs(self, current: Pass, model: PreTrainedModel, path: str) -> dict:
+        """What the model is given in this pass beside the tokens."""
+        places, encoded = self._unread or (None, None)
+        reads, self._unread = places == current.places, None
+        if reads:
+            self.lengths[places.start : places.stop] = encoded.lengths
+            self._on_device = torch.from_numpy(self.lengths).to(encoded.states.device)
+            states = encoded.states
+        else:  # layers ask whether there are states, and look at no number of them
+            nothing = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
+            states = nothing.expand(len(current.places), self.extent(current), self._hidden_size)
+        self._both.is_updated = dict.fromkeys(range(len(self.layers)), not reads)
+        inputs = {"past_key_values": self._both, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
+        if path == "eager":  # the others have `hidden` in their attention
+            inputs["attention_mask"] = (~self.hidden(current)).long()
+        return inputs
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write what a layer made of the sources that are being read, [B, H, S, D]; returns it."""
+        mine, rows = self.layers[layer], self._rows(self.cache.current)
+        if not mine.buffers or mine.buffers[0].shape[2] < keys.shape[2]:
+            mine.buffers = [self._grown(states, old) for states, old in zip((keys, values), mine.buffers or (None,) * 2, strict=True)]
+        for buffer, states in zip(mine.buffers, (keys, values), strict=True):
+            buffer[rows, :, : states.shape[2]] = states
+            buffer[rows, :, states.shape[2] :] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
+        self.cache.current.crossing = self
+        return keys, values
+
+    def _grown(self, states: Tensor, old: Tensor | None) -> Tensor:
+        """A buffer with room for sources as long as these, and what the old one holds."""
+        room = states.shape[2] if old is None else max(states.shape[2], 2 * old.shape[2])
+        new = states.new_zeros(self.cache.max_rows, states.shape[1], room, states.shape[3])
+        if old is not None:
+            new[:, :, : old.shape[2]] = old
+        return new
+
+    def handed_out(self, buffer: Tensor) -> Tensor:
+        """What the rows of the pass at hand may see of it."""
+        current = self.cache.current
+        current.crossing = self
+        return buffer[self._rows(current), :, : self.extent(current)]
+
+    def extent(self, current: Pass) -> int:
+        """The longest source of the pass's rows."""
+        return int(self.lengths[self._rows(current)].max())
+
+    def hidden(self, current: Pass) -> Tensor:
+        """bool [B, extent]: what lies behind the end of a row's source."""
+        slots = torch.arange(self.extent(current), device=current.positions.device)
+        return slots >= self._on_device[self._rows(current), None]
+
+    def bias(self, current: Pass, dtype: torch.dtype) -> Tensor | None:
+        """Additive mask [B, 1, 1, extent]; None where all sources are equally long."""
+        if (self.lengths[self._rows(current)] == self.extent(current)).all():
+            return None
+        hidden = self.hidden(current)[:, None, None]
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
+    @staticmethod
+    def _rows(current: Pass) -> slice:
+        return slice(current.places.start, current.places.stop)
+
+    # --- rows come and go -------------------------------------------------------------------------
+
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of all layers, as far as they are allocated."""
+        return [buffer for layer in self.layers for buffer in layer.buffers]
+
+    def move_row(self, source: int, places: range) -> None:
+        """Copy what a row reads to other places."""
+        for buffer in self.buffers():
+            buffer[places.start : places.stop] = buffer[source].clone()
+        self._has_length(int(self.lengths[source]), places)
+
+    def save_row(self, place: int) -> list[Tensor]:
+        """A copy of what a row reads."""
+        return [buffer[place, :, : self.lengths[place]].clone() for buffer in self.buffers()]
+
+    def load_row(self, places: range, saved: Sequence[Tensor]) -> None:
+        """Write what `save_row` returned into places."""
+        for buffer, row in zip(self.buffers(), saved, strict=True):
+            rows, length = buffer[places.start : places.stop], row.shape[1]
+            rows[:, :, :length] = row
+            rows[:, :, length:] = 0
+        self._has_length(saved[0].shape[1], places)
+
+    def _has_length(self, length: int, places: range) -> None:
+        self.lengths[places.start : places.stop] = length
+        self._on_device[places.start : places.stop] = length
+
+    def release(self) -> None:
+        """Free the memory now."""
+        free(self.buffers())
+        for layer in self.layers:
+            layer.buffers = []
+        self._unread = None
