@@ -19,8 +19,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import (
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -48,7 +51,7 @@ def load_model(
     device: torch.device,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """The causal language model of a folder, or of that revision on the hub, in evaluation mode; see `load_pair`."""
+    """The language model of a folder, or of that revision on the hub, in evaluation mode; see `load_pair`."""
     check_there(name, revision)
     try:
         with _progress_only_for_people():
@@ -59,7 +62,7 @@ def load_model(
                 special["quantization_config"] = quantization_config
             if quantized:
                 special["device_map"] = {"": device}  # some are packed for the device they are made on
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = _auto_class(config).from_pretrained(
                 name,
                 config=config,
                 revision=commit,
@@ -84,6 +87,13 @@ def load_model(
         if not all(plain.isfinite().all() for plain in plain_tensors(tensor)):
             raise ValueError(f"{str(name)!r} has NaN or infinite values in {key}; the checkpoint is damaged")
     return (model if quantized else model.to(device)).eval()
+
+
+def _auto_class(config: PreTrainedConfig) -> type:
+    """Decoder-only, encoder-decoder, or an encoder-decoder model that hears."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    return AutoModelForSpeechSeq2Seq if type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING else AutoModelForSeq2SeqLM
 
 
 def check_there(name: str | Path, revision: str | None = None) -> None:
@@ -141,7 +151,7 @@ def _checked_config(name: str | Path, revision: str | None, trust_remote_code: b
     tensors, commit = _headers(name, revision, written.get("transformers_weights"))
     config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     quantized = bool(getattr(config, "quantization_config", None))
     asked = sum(parameter.numel() for parameter in model.parameters())
     held = sum(elements for _, elements in tensors.values())

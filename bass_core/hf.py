@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     EosTokenCriteria,
+    ForcedBOSTokenLogitsProcessor,
+    ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
     GenerationMixin,
     LogitsProcessor,
@@ -38,10 +40,13 @@ from transformers import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -54,13 +59,15 @@ from bass_core.drafters import NAMES, Drafter, named
 from bass_core.engine import StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
+from bass_core.sources import FEATURES
 
 # Fields of a GenerationConfig that are honoured, or say nothing about decoding.
 HONOURED = {
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "do_sample", "num_return_sequences",
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id",
-    "return_dict_in_generate", "transformers_version",
+    "return_dict_in_generate", "transformers_version", "suppress_tokens", "begin_suppress_tokens",
 }  # fmt: skip
+HONOURED_OF_READERS = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
 # Their processors: the option each is made from, and the attribute that holds its value.
 PROCESSORS = {
     RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
@@ -68,6 +75,11 @@ PROCESSORS = {
     TopKLogitsWarper: ("top_k", "top_k"),
     TopPLogitsWarper: ("top_p", "top_p"),
     MinPLogitsWarper: ("min_p", "min_p"),
+    ForcedBOSTokenLogitsProcessor: ("forced_bos_token_id", "bos_token_id"),
+    ForcedEOSTokenLogitsProcessor: ("forced_eos_token_id", "eos_token_id"),
+    SuppressTokensLogitsProcessor: ("suppress_tokens", "suppress_tokens"),
+    SuppressTokensAtBeginLogitsProcessor: ("begin_suppress_tokens", "begin_suppress_tokens"),
+    NoBadWordsLogitsProcessor: ("bad_words_ids", "bad_word_ids"),
 }
 CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
 INSTEAD = {
@@ -112,6 +124,7 @@ def bass_generate(
     seed: int | None = None,
     on_step: Callable[[StepEvent], None] | None = None,
     trace: str = "off",
+    inputs_tensor: Tensor | None = None,
     **model_kwargs,
 ) -> Tensor | BassOutput:
     """For `model.generate(..., custom_generate=bass_generate)`; returns what `generate` does, by BASS.
@@ -129,14 +142,16 @@ def bass_generate(
     new tokens, padded on the right with pad_token_id to the longest row. Greedy text is that of `generate`, sampled
     text has the same law (with other random numbers); a prompt is prefilled once for all of its samples. Dropout is off
     also in training mode. Padding is never penalised as a repetition (transformers 5.17 counts the pad token as seen).
-    max_time is checked between steps, also before the first; rows may then differ in length, and be empty.
+    max_time is checked between steps, also before the first; rows may then differ in length, and be empty. Of an
+    encoder-decoder model the prompts are what its texts begin with; inputs_tensor, which `generate` hands over, is what
+    they are texts of.
 
     Raises ValueError naming any other processor, stopping criterion, generation option or model input, for masks that
     hide anything but left padding, and where `bass_core.generate` does.
     """
     pair = ModelPair(model, _drafts_from(draft_model))
     streamer = _swallowed("streamer")
-    _refuse_other_options(generation_config)
+    _refuse_other_options(generation_config, pair.reads_sources)
     _refuse_other_inputs(model_kwargs)
     _refuse_other_processors(logits_processor, generation_config, input_ids.shape[1])
     stops = _stops(stopping_criteria, input_ids.shape[1])
@@ -146,14 +161,20 @@ def bass_generate(
         _refuse("trace", trace)
     if seed is None:
         seed = int(torch.randint(2**63 - 1, ())) if sampling["temperature"] else 0
-    prompts = _prompts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    mask, forced = model_kwargs.get("attention_mask"), []
+    if pair.reads_sources:
+        forced = _forced_first(generation_config, input_ids)
+        prompts = _sources(inputs_tensor, mask, input_ids, forced)
+        stops["max_new_tokens"] -= len(forced)
+    else:
+        prompts = _prompts(input_ids, mask, model_kwargs.get("position_ids"))
     with _streaming(streamer, len(prompts), on_step) as told:
         generation = generate(
             pair,
             prompts,
             **stops,
             **sampling,
-            generation_config=GenerationConfig(),  # the caller's own is honoured or refused above
+            generation_config=_never_chosen(generation_config),  # all else is passed here, or refused above
             seed=seed,
             draft_length=draft_length,
             verification=verification,
@@ -163,7 +184,7 @@ def bass_generate(
             on_step=told,
             trace=trace,
         )
-    new = pad_sequence(generation.sequences, batch_first=True, padding_value=pad)  # [B, N]
+    new = pad_sequence(_with_forced(generation, generation_config, forced), batch_first=True, padding_value=pad)
     sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
     return BassOutput(sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
 
@@ -220,10 +241,13 @@ def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
     raise ValueError(f"bass_generate cannot honour {kind}{name}={str(value)[:60]}: {instead}")
 
 
-def _refuse_other_options(config: GenerationConfig) -> None:
+def _refuse_other_options(config: GenerationConfig, reads: bool) -> None:
     """Every field is honoured, unset, or what `generate` takes by default."""
-    others = (name for name in vars(config) if not name.startswith("_") and name not in HONOURED)
+    honoured = HONOURED | HONOURED_OF_READERS if reads else HONOURED
+    others = (name for name in vars(config) if not name.startswith("_") and name not in honoured)
     for name, value in inputs.asked_for(config, others):
+        if name == "bad_words_ids" and all(len(word) == 1 for word in value):
+            continue
         _refuse(name, value, "the generation option ")
 
 
@@ -232,8 +256,12 @@ def _refuse_other_inputs(model_kwargs: dict) -> None:
     cache = model_kwargs.get("past_key_values")
     if getattr(cache, "_is_user_defined", False):
         _refuse("past_key_values", type(cache).__name__)
+    mask = model_kwargs.get("decoder_attention_mask")
+    if mask is not None and not mask.all():
+        _refuse("decoder_attention_mask", "a mask that hides tokens")
+    known = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "encoder_outputs")
+    known += ("decoder_attention_mask",)
     for name, value in model_kwargs.items():
-        known = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
         if name not in known and value is not None:
             _refuse(name, type(value).__name__, "the model input ")
 
@@ -263,7 +291,10 @@ def _made_from_option(processor: LogitsProcessor, config: GenerationConfig) -> b
         return False
     option, attribute = PROCESSORS[type(processor)]
     ignores_prompt = isinstance(getattr(processor, "prompt_ignore_length", None), int)  # generate's ignores padding
-    return getattr(processor, attribute) == getattr(config, option) and not ignores_prompt
+    theirs, ours = getattr(processor, attribute), getattr(config, option)
+    if isinstance(theirs, Tensor):
+        theirs, ours = theirs.tolist(), [ours] if isinstance(ours, int) else list(ours or ())
+    return theirs == ours and not ignores_prompt
 
 
 def _sampling(config: GenerationConfig) -> dict[str, float]:
@@ -295,6 +326,40 @@ def _stops(criteria: StoppingCriteriaList, width: int) -> dict[str, Any]:
             i for criterion in all_of(EosTokenCriteria) for i in criterion.eos_token_id.flatten().tolist()
         },
     }
+
+
+def _never_chosen(config: GenerationConfig) -> GenerationConfig:
+    """Which ids texts may not have, which the engine reads of a configuration."""
+    names = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids")
+    return GenerationConfig(**{name: getattr(config, name) for name in names})
+
+
+def _forced_first(config: GenerationConfig, input_ids: Tensor) -> list[int]:
+    """The token that texts are forced to have first; as in `generate`, texts that begin with one token alone."""
+    forced = config.forced_bos_token_id
+    return [] if forced is None or input_ids.shape[1] > 1 else [forced]
+
+
+def _with_forced(generation: Generation, config: GenerationConfig, forced: list[int]) -> list[Tensor]:
+    """The rows as `generate` returns them: with the token that is forced to be first, and with the one that is forced
+    to be last in place of the last token of a text that is cut off."""
+    rows = [torch.cat([row.new_tensor(forced), row]) for row in generation.sequences]
+    if (last := config.forced_eos_token_id) is not None:
+        for row, reason in zip(rows, generation.finish_reasons, strict=True):
+            if reason == "length":
+                row[-1] = last if isinstance(last, int) else last[0]
+    return rows
+
+
+def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[int]) -> list[dict[str, Tensor]]:
+    """What each row of input_ids [B, P] is a text of, without padding. read: [B / n, S] or features; mask [B, S]."""
+    begins = torch.cat([input_ids, input_ids.new_tensor(forced).expand(len(input_ids), -1)], 1).cpu()
+    read = read.repeat_interleave(len(input_ids) // len(read), 0).cpu()
+    if read.is_floating_point():
+        return [{FEATURES: row, inputs.BEGINS: begin} for row, begin in zip(read, begins, strict=True)]
+    kept = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu() != 0
+    rows = [row[shown] for row, shown in zip(read, kept, strict=True)]
+    return [{"input_ids": row, inputs.BEGINS: begin} for row, begin in zip(rows, begins, strict=True)]
 
 
 def _padding(config: GenerationConfig, stops: dict, rows: int) -> int:

@@ -101,7 +101,8 @@ def _each_row(encoding: Mapping) -> list:
         return rows
     if len(begins) != len(rows):
         raise ValueError(f"{BEGINS} has {len(begins)} rows for {len(rows)} sources")
-    return [{FEATURES if FEATURES in encoding else "input_ids": row, BEGINS: begin} for row, begin in zip(rows, begins)]
+    name = FEATURES if FEATURES in encoding else "input_ids"
+    return [{name: row, BEGINS: begin} for row, begin in zip(rows, begins, strict=True)]
 
 
 def prompt_of(pair: ModelPair, prompt: Any, config: GenerationConfig) -> Prompt:
@@ -115,10 +116,7 @@ def prompt_of(pair: ModelPair, prompt: Any, config: GenerationConfig) -> Prompt:
     if not pair.reads_sources:
         return Prompt(prompt_ids(prompt, pair.tokenizer, vocabulary))
     begins = prompt.get(BEGINS) if isinstance(prompt, Mapping) else None
-    if begins is None:
-        ids = torch.tensor(first_ids(pair.target, config))
-    else:
-        ids = prompt_ids(begins, None, vocabulary)
+    ids = torch.tensor(first_ids(pair.target, config)) if begins is None else prompt_ids(begins, None, vocabulary)
     if pair.target.main_input_name == FEATURES:
         return Prompt(ids, Source(_features(prompt, pair.target)))
     if _is_conversation(prompt):
@@ -317,7 +315,9 @@ def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -
 
 def suppressed(config: GenerationConfig, vocabulary: int) -> tuple[list[int], list[int]]:
     """The ids that no text may have, and those that none may begin with."""
-    never = {*(config.suppress_tokens or ()), *(word for words in config.bad_words_ids or () for word in words)}
+    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+    bad = {word for words in config.bad_words_ids or () for word in words}.difference(ends)
+    never = bad.union(config.suppress_tokens or ())
     first = set(config.begin_suppress_tokens or ())
     return tuple(sorted(each for each in ids if 0 <= each < vocabulary) for ids in (never, first))
 

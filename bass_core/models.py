@@ -15,8 +15,8 @@ from bass_core import drafters
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
-from bass_core.sources import FEATURES
 from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
+from bass_core.sources import FEATURES
 
 ASSETS = Path(__file__).parent / "assets"
 ROLES = ("target", "draft")

@@ -87,7 +87,8 @@ def probe(model: PreTrainedModel, path: str) -> str | None:
     """None if the model's ragged passes equal its plain forward pass on this path, else what went wrong.
 
     Two rows, one beyond every window and switch of the model, one before them, over a cache full of stale values; those
-    of an encoder-decoder model read sources of different lengths: prefill, write rejected tokens, overwrite them, compare logits. The result is remembered per model.
+    of an encoder-decoder model read sources of different lengths: prefill, write rejected tokens, overwrite them,
+    compare logits. The result is remembered per model.
     """
     known = _probed.setdefault(model, {})
     if path not in known:

@@ -40,7 +40,9 @@ class Execution(NamedTuple):
 WAYS = {way.name: way for way in (Execution(c, r) for c in (False, True) for r in (False, True))}
 
 
-def resolve(wanted: str, device: torch.device, paths: Sequence[str | None], trace: str, reads: bool = False) -> Execution:
+def resolve(
+    wanted: str, device: torch.device, paths: Sequence[str | None], trace: str, reads: bool = False
+) -> Execution:
     """What `compile=wanted` means for models on these attention paths; "auto" is CUDA graphs where they can be. reads:
     whether rows read sources.
 

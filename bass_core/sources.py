@@ -4,8 +4,8 @@ A row of such a model has two texts. The one it writes lives in the ragged cache
 once, and every decoder layer's keys and values of it are written once, by the row's prefill. They never grow and are
 never rolled back: rows of sources of different lengths differ in how much of their place they fill, and nothing else.
 
-The models' own layers do the work, as transformers' `EncoderDecoderCache` has them do it: told that a layer has no keys
-of the source yet, it makes them and hands them to `Sources.update`; told that it has, it takes `Sources.layers[i].keys`.
+The models' own layers do the work, as transformers' `EncoderDecoderCache` has them do it: told that there are no keys
+of the source yet, a layer makes them and hands them to `Sources.update`; told that there are, it takes them.
 """
 
 from __future__ import annotations
@@ -117,15 +117,17 @@ class Sources:
     def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write what a layer made of the sources that are being read, [B, H, S, D]; returns it."""
         mine, rows = self.layers[layer], self._rows(self.cache.current)
-        if not mine.buffers or mine.buffers[0].shape[2] < keys.shape[2]:
-            mine.buffers = [self._grown(states, old) for states, old in zip((keys, values), mine.buffers or (None,) * 2, strict=True)]
+        if not mine.buffers:
+            mine.buffers = [self._room_for(states, None) for states in (keys, values)]
+        elif mine.buffers[0].shape[2] < keys.shape[2]:
+            mine.buffers = [self._room_for(*each) for each in zip((keys, values), mine.buffers, strict=True)]
         for buffer, states in zip(mine.buffers, (keys, values), strict=True):
             buffer[rows, :, : states.shape[2]] = states
             buffer[rows, :, states.shape[2] :] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
         self.cache.current.crossing = self
         return keys, values
 
-    def _grown(self, states: Tensor, old: Tensor | None) -> Tensor:
+    def _room_for(self, states: Tensor, old: Tensor | None) -> Tensor:
         """A buffer with room for sources as long as these, and what the old one holds."""
         room = states.shape[2] if old is None else max(states.shape[2], 2 * old.shape[2])
         new = states.new_zeros(self.cache.max_rows, states.shape[1], room, states.shape[3])
