@@ -19,6 +19,7 @@ from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, pa
 from bass_core.sources import FEATURES
 
 ASSETS = Path(__file__).parent / "assets"
+READER = "encoder_decoder"  # the embedded pair of that kind
 ROLES = ("target", "draft")
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # a device_map of all devices there are
 NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters of which a PeftModel computes something around the model
@@ -140,7 +141,8 @@ def load_pair(
 ) -> ModelPair:
     """A pair from the hub or from local folders; without arguments the embedded one (no network).
 
-    target: a folder or an id on the hub; None: the embedded one.
+    target: a folder or an id on the hub; None: the embedded one; "encoder_decoder": the embedded one that reads a
+        function's docstring and writes the function, with its draft.
     draft: a folder or an id of a model or of a `FeatureHead`; "ngram", "suffix" or "layers:N" (the target's first N);
         "target:int8" or "target:int4", the target's own copy with such weights; any `Drafter`; for the embedded target
         also "middle_draft", "deep_draft", "unaligned_draft" and "feature_head". None: n-gram drafting, and for the
@@ -169,6 +171,8 @@ def load_pair(
     if quantize is not None:
         _check_quantize(quantize, quantization_config, draft)
     draft = drafters.named(draft) or draft
+    if target == READER:
+        target, draft = ASSETS / READER / "target", draft or ASSETS / READER / "draft"
     if target is None:
         target, draft = ASSETS / "target", embedded_draft(draft)
     by_name = isinstance(draft, str | Path)

@@ -20,7 +20,7 @@ from bass_core import kernel_ops
 from bass_core.attention import PATHS, changed, configurations, context_length, evaluating
 from bass_core.checkpoints import is_quantized
 from bass_core.runner import Runner
-from bass_core.sources import FEATURES, Source
+from bass_core.sources import FEATURES, Source, made_up
 
 BEFORE, REACH, BEYOND = 5, 16, 24  # tokens of a short text, the longest window while a model is asked, a long text
 MORE = 3  # tokens that follow them
@@ -141,7 +141,7 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     lengths[1] = min(lengths[1], lengths[0] - 1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator).to(model.device)
-    sources = _sources(model, vocabulary, generator) if model.config.is_encoder_decoder else None
+    sources = _sources(model) if model.config.is_encoder_decoder else None
     with within_reach(model), Runner(model, path, max_rows=2, capacity=lengths[0] + MORE) as runner:
         for _ in range(2):  # the first allocates
             for buffer in runner.cache.buffers():
@@ -174,13 +174,10 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
     return float((difference / size).amax().nan_to_num(nan=math.inf))
 
 
-def _sources(model: PreTrainedModel, vocabulary: int, generator: torch.Generator) -> list[Source]:
+def _sources(model: PreTrainedModel) -> list[Source]:
     """Two that differ, the second one shorter where the model takes any length."""
-    if model.main_input_name == FEATURES:
-        shape = 2, model.config.num_mel_bins, 2 * model.config.max_source_positions
-        return [Source(features) for features in torch.randn(shape, generator=generator)]
     most = min(BEYOND, context_length(model) or BEYOND)
-    return [Source(torch.randint(1, vocabulary, (length,), generator=generator)) for length in (most, most // 2)]
+    return [made_up(model, length, seed) for seed, length in enumerate((most, most // 2))]
 
 
 def _plain_logits(model: PreTrainedModel, ids: Tensor, source: Source | None) -> Tensor:

@@ -41,6 +41,15 @@ class Source:
         return f"{tuple(self.inputs.shape)}".encode() + self.inputs.numpy().tobytes()
 
 
+def made_up(model: PreTrainedModel, length: int, seed: int = 0) -> Source:
+    """A source of `length` random ids, or random features (which have one length), to ask or to time a model with."""
+    generator = torch.Generator().manual_seed(seed)
+    if model.main_input_name == FEATURES:
+        shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
+        return Source(torch.randn(shape, generator=generator))
+    return Source(torch.randint(1, model.config.get_text_config().vocab_size, (length,), generator=generator))
+
+
 class Encoded(NamedTuple):
     """What an encoder made of some rows' sources: states [B, S, H], of which the first lengths[b] are row b's."""
 

@@ -22,6 +22,7 @@ from bass_core.policies import policy_for
 from bass_core.policies.goodput import Goodput
 from bass_core.quantization import kind_of, parameter_count
 from bass_core.runner import Runner
+from bass_core.sources import made_up
 from bass_lab.named_pairs import named_pair
 from bass_lab.pairs import name_of
 from bass_lab.provenance import describe_environment
@@ -212,6 +213,8 @@ def _answer(model: PreTrainedModel, path: str) -> str:
 def _kv_bytes(model: PreTrainedModel, path: str) -> int:
     """Bytes of one position's keys and values, read off the buffers of a pass over two tokens."""
     with Runner(model, path, max_rows=1, capacity=2) as runner:
+        if model.config.is_encoder_decoder:
+            runner.read([made_up(model, 1)], range(1))
         runner.feed_last(torch.ones(1, 2, dtype=torch.int64, device=model.device), [2], 2)
         buffers = runner.cache.buffers()
         return sum(buffer.nbytes for buffer in buffers) // runner.cache.slots

@@ -19,6 +19,7 @@ from torch import Tensor
 from bass_core import inputs
 from bass_core.checkpoints import is_quantized
 from bass_core.models import ASSETS, ModelPair
+from bass_core.sources import FEATURES
 from bass_lab.checks import four_checks
 from bass_lab.checks.four_checks import TOKENS, Finding, Subject, name_of_dtype
 from bass_lab.checks.switches import rows_beside
@@ -144,6 +145,8 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
 
     What is added and what is cut is of different lengths, so that the batch stays ragged.
     """
+    if pair.target.main_input_name == FEATURES:
+        raise ValueError("the checks' prompts are token ids, and this target hears: compare its texts with generate's")
     room = context_of(pair)
     if room < TOKENS + 3:
         raise ValueError(f"a context of {room} positions is too short for the checks; they need {TOKENS + 3}")

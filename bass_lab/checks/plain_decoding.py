@@ -5,22 +5,29 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
-from bass_core import sampling
+from bass_core import inputs, sampling
 from bass_core.sampling import SamplingParams
+
+# Options that stay: which ids texts lack, and with which they begin.
+KEPT = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "decoder_start_token_id")
 
 
 @contextmanager
 def plain(model: PreTrainedModel) -> Iterator[None]:
-    """`model` in evaluation mode, without generation defaults (its EOS would end rows); left as it was found."""
+    """`model` in evaluation mode, without generation defaults but for `KEPT` (its EOS would end rows); left as it was
+    found."""
     training = [module for module in model.modules() if module.training]
-    before, model.generation_config = model.generation_config, GenerationConfig()
+    before = model.generation_config
+    model.generation_config = GenerationConfig(**{name: getattr(before, name) for name in KEPT})
     try:
         for module in training:
             module.training = False
@@ -31,15 +38,25 @@ def plain(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
+def begins(model: PreTrainedModel, prompt: Tensor) -> Tensor:
+    """What the text begins with that is written for a prompt, int64 [P]: with the prompt; for an encoder-decoder model,
+    which reads the prompt, with the tokens that it is given first."""
+    if not model.config.is_encoder_decoder:
+        return prompt
+    return torch.tensor(inputs.first_ids(model, model.generation_config or GenerationConfig()))
+
+
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
     """`transformers.generate` of one row, greedy: its ids [T] on the host, and the logits [T, V] they came from."""
-    ids = prompt[None].to(model.device)
+    ids, first = prompt[None].to(model.device), begins(model, prompt)
+    given = {"decoder_input_ids": first[None].to(model.device)} if model.config.is_encoder_decoder else {}
     output = {"output_logits": True, "return_dict_in_generate": True}
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0, **output)
     with plain(model):
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-    return out.sequences[0, len(prompt) :].cpu(), torch.cat(out.logits).float().clamp(min=-1e30)
+        config = copy.deepcopy(model.generation_config)
+        config.update(max_new_tokens=new, do_sample=False, pad_token_id=0, **output)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **given)
+    return out.sequences[0, len(first) :].cpu(), torch.cat(out.logits).float().clamp(min=-1e30)
 
 
 @torch.inference_mode()
@@ -50,29 +67,44 @@ def exact_law(
 
     Meant for laws of few outcomes (top_k): all prefixes of a length are rows of one batch.
     """
-    texts, mass = prompt[None].to(target.device), torch.ones(1, dtype=torch.float64, device=target.device)
+    first = begins(target, prompt)
+    texts, mass = first[None].to(target.device), torch.ones(1, dtype=torch.float64, device=target.device)
+    config = target.generation_config or GenerationConfig()
+    never, not_first = inputs.suppressed(config, target.config.get_text_config().vocab_size)
     with plain(target):
-        for _ in range(tokens):
-            logits = target(input_ids=texts, use_cache=False).logits[:, -1]
+        for position in range(tokens):
+            logits = _logits(target, [prompt] * len(texts), texts)[:, -1]
+            logits[:, never + (not_first if position == 0 else [])] = -torch.inf
             seen = sampling.one_hot(texts, logits.shape[-1]).any(1) if params.needs_history else None
             p = sampling.probabilities(logits, params, seen)  # [N, V]
             rows, ids = (p > 0).nonzero(as_tuple=True)
             texts, mass = torch.cat([texts[rows], ids[:, None]], 1), mass[rows] * p[rows, ids].double()
-    return dict(zip(map(tuple, texts[:, len(prompt) :].tolist()), mass.tolist(), strict=True))
+    return dict(zip(map(tuple, texts[:, len(first) :].tolist()), mass.tolist(), strict=True))
+
+
+def _logits(model: PreTrainedModel, prompts: Sequence[Tensor], texts: Tensor) -> Tensor:
+    """The plain forward pass over texts [N, T] that begin as `begins` says: [N, T, V]."""
+    if not model.config.is_encoder_decoder:
+        return model(input_ids=texts, use_cache=False).logits
+    read = pad_sequence([prompt.to(model.device) for prompt in prompts], batch_first=True)
+    kept = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True).to(model.device)
+    return model(input_ids=read, attention_mask=kept, decoder_input_ids=texts, use_cache=False).logits
 
 
 @torch.inference_mode()
 def numeric_noise(model: PreTrainedModel, prompts: Sequence[Tensor], alone: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Largest move of one of a position's eight best logits between transformers' ways to compute it."""
-    texts = [torch.cat([prompt, ids[:-1]]).to(model.device) for prompt, (ids, _) in zip(prompts, alone, strict=True)]
-    padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)  # padding comes last: causal rows do not see it
+    firsts = [begins(model, prompt) for prompt in prompts]
+    texts = [torch.cat([first, ids[:-1]]).to(model.device) for first, (ids, _) in zip(firsts, alone, strict=True)]
+    padded = pad_sequence(texts, batch_first=True)  # padding comes last: causal rows do not see it
     largest = 0.0
     with plain(model):
-        together = model(input_ids=padded, use_cache=False).logits
-        for row, (prompt, text, (ids, logits)) in enumerate(zip(prompts, texts, alone, strict=True)):
+        together = _logits(model, prompts, padded)
+        for row, (prompt, first, text) in enumerate(zip(prompts, firsts, texts, strict=True)):
+            ids, logits = alone[row]
             best = logits.topk(min(8, logits.shape[-1]), dim=-1)  # [T, 8]
-            positions = slice(len(prompt) - 1, len(prompt) - 1 + len(ids))
-            for other in (model(input_ids=text[None], use_cache=False).logits[0], together[row]):
+            positions = slice(len(first) - 1, len(first) - 1 + len(ids))
+            for other in (_logits(model, [prompt], text[None])[0], together[row]):
                 moved = other[positions].float().gather(-1, best.indices) - best.values
                 largest = max(largest, float(moved.abs().max()))
     return largest

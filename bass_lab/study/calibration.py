@@ -29,6 +29,7 @@ from bass_core.generation import generate
 from bass_core.models import ModelPair, fingerprints
 from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
 from bass_core.runner import Runner
+from bass_core.sources import made_up
 from bass_core.trace import Stopwatch
 from bass_lab.measure.clocks import passes_marked
 from bass_lab.measure.modelled_costs import best_fixed_length, predict
@@ -41,6 +42,7 @@ from bass_lab.texts.prompt_sets import prompt_set
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
 DRAFT_LENGTHS = (0, 1, 2, 4, 8, 16)  # of draft phases and overheads
 PROMPT = 16  # tokens of the rows whose steps are timed
+SOURCE = 64  # tokens that rows of an encoder-decoder model read
 REPLAYS = 3  # timed steps of each draft length, where steps are recorded
 RECORDING = 2  # steps before them: the first is launched, the second recorded
 QUIET = 0.25  # spread of the samples
@@ -196,7 +198,10 @@ def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
     capacity = max(axes["kv_length"]) + max(*axes["query_length"], 2)
     runner = stack.enter_context(Runner(model, probe.resolve(model), max(axes["batch"]), capacity))
     stack.enter_context(runner.prepared())
-    runner.feed_last(torch.ones(1, 1, dtype=torch.int64, device=model.device), [1], 1)  # allocates
+    rows = max(axes["batch"])
+    if model.config.is_encoder_decoder:
+        runner.read([made_up(model, SOURCE)] * rows, range(rows))
+    runner.feed_last(torch.ones(rows, 1, dtype=torch.int64, device=model.device), [1] * rows, 1)  # allocates
     for buffer in runner.cache.buffers():
         buffer.normal_()
     return runner
