@@ -256,6 +256,8 @@ class Switch:
                 self._forwards.append((vars(module), "forward", _by_row(module.forward, beyond)))
             elif not takes_positions and isinstance(module, nn.Embedding) and "Positional" in type(module).__name__:
                 self._forwards.append((vars(module), "forward", _at_positions(module)))
+            elif "Positional" in type(module).__name__ and "inputs_embeds" in _names_of(type(module).forward):
+                self._forwards.append((vars(module), "forward", _at_computed_positions(module, model.dtype)))
             elif hasattr(module, "compute_bias") and module.is_decoder:
                 self._forwards.append((vars(module), "compute_bias", _bias_by_row(module)))
         self._kept = [] if hidden is None else [(vars(model.get_decoder()), "forward", _keeping(model, hidden))]
@@ -342,6 +344,23 @@ def _at_positions(table: nn.Embedding) -> Callable:
     return at_positions
 
 
+def _at_computed_positions(module: nn.Module, dtype: torch.dtype) -> Callable:
+    """Sinusoidal positions that are computed (M2M-100 and its relatives), as `_at_positions`; padding has none."""
+    forward, padding = module.forward, getattr(module, "padding_idx", None)
+    width = getattr(module, "embedding_dim", None) or module.embed_dim
+
+    def at_positions(first: Tensor, *args, **kwargs) -> Tensor:
+        if (current := _thread.current) is None:
+            return forward(first, *args, **kwargs)
+        states = torch.zeros(1, current.extent, width, dtype=dtype, device=current.positions.device)
+        found = forward(inputs_embeds=states)[0][current.pack(current.positions)]
+        if padding is None or first.is_floating_point():
+            return found
+        return found.masked_fill((first == padding)[..., None], 0)
+
+    return at_positions
+
+
 def _bias_by_row(module: nn.Module) -> Callable:
     """A relative position bias (T5 and its relatives) that would go by the cache's length, which rows share."""
     compute = module.compute_bias
@@ -411,6 +430,11 @@ def _extra_inputs(model: PreTrainedModel, current: Pass) -> dict:
     if current.features is not None:
         inputs["features"] = current.pack(current.features)
     return inputs
+
+
+def _names_of(function: Callable) -> set[str]:
+    """The names of its parameters."""
+    return set(inspect.signature(function).parameters)
 
 
 _forward_names_of: dict[type, set[str]] = {}

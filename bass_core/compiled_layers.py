@@ -101,9 +101,14 @@ def region(function: Callable) -> Callable:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers: the longest list of modules in it."""
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=[]))
+    """The decoder's layers: the longest list of modules in it that is in no other."""
+    return list(max(_outer_lists(model.get_decoder()), key=len, default=[]))
+
+
+def _outer_lists(module: nn.Module) -> list[nn.ModuleList]:
+    if isinstance(module, nn.ModuleList):
+        return [module]
+    return [each for child in module.children() for each in _outer_lists(child)]
 
 
 def _is_code(module: nn.Module) -> bool:

@@ -66,7 +66,7 @@ def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
     elif is_quantized(model):
         hint = "Quantize weights alone: quantized activations turn differences of rounding into large ones."
     else:
-        hint = "Models with ALiBi positions, own masks or positions that go by tokens are refused."
+        hint = "Models with ALiBi positions or own masks are refused."
     raise ValueError(f"{type(model).__name__} cannot be decoded over a ragged cache ({reasons}). {hint}")
 
 
@@ -141,7 +141,10 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     lengths[1] = min(lengths[1], lengths[0] - 1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator).to(model.device)
-    sources = _sources(model) if model.config.is_encoder_decoder else None
+    sources = None
+    if model.config.is_encoder_decoder:
+        sources, padding = _sources(model), model.config.pad_token_id
+        ids[ids == padding] = 2 if padding != 2 else 3  # some have positions that do not count padding
     with within_reach(model), Runner(model, path, max_rows=2, capacity=lengths[0] + MORE) as runner:
         for _ in range(2):  # the first allocates
             for buffer in runner.cache.buffers():

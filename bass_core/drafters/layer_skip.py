@@ -42,10 +42,10 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} has {len(layers)} layers, and {count} of them were to draft for it")
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
-    if not config.is_encoder_decoder:  # there it would be the encoder's
+    if not config.is_encoder_decoder:  # there these may be the encoder's, which is not cut
         text.num_hidden_layers = count
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:count]
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:count]
     return _shortened(model, layers, count, {id(model.config): config, id(model.config.get_text_config()): text})
 
 

@@ -149,17 +149,17 @@ def tiny_config(kind: str, **changes) -> PreTrainedConfig:
     """The kind's default configuration with its sizes cut; changes are laid over what it says of its texts."""
     if changes and "text_config" in kinds()[kind].sub_configs:
         changes = {"text_config": changes}
-    return _shrunk(kinds()[kind], changes)
+    return shrunk(kinds()[kind], changes)
 
 
-def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
+def shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> PreTrainedConfig:
     special = SPECIAL.get(config_class.model_type, {}) | special
     default, sizes = config_class(), {}
     for name, value in vars(default).items():
         if name.startswith("_") or name in ("id2label", "label2id", "transformers_version"):
             continue
         if isinstance(value, PreTrainedConfig):
-            sizes[name] = _shrunk(type(value), special.get(name, {}))
+            sizes[name] = shrunk(type(value), special.get(name, {}))
         elif (smaller := _smaller(name, value)) is not value:
             sizes[name] = smaller
     sizes |= _key_value_heads(default)
@@ -316,7 +316,7 @@ def _find(kind: str, prompts: list[Tensor], reference: Callable, **changes) -> F
     try:
         target, draft = (tiny(kind, noise, **changes) for noise in (0.0, 0.1))
     except Exception as error:  # whatever a foreign architecture raises is the answer
-        return Finding(kind, "not tiny", reason=NOT_TINY.get(kind, _said(error)))
+        return Finding(kind, "not tiny", reason=NOT_TINY.get(kind, said(error)))
     found, path = {}, ""
     for drafter, k in ((None, 4), (draft, PerRow(3)), (draft, 4), (None, 0)):
         try:
@@ -325,7 +325,7 @@ def _find(kind: str, prompts: list[Tensor], reference: Callable, **changes) -> F
             )
         except Exception as error:
             at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
-            return Finding(kind, "refused" if at_once and type(error) is ValueError else "crashes", path, _said(error))
+            return Finding(kind, "refused" if at_once and type(error) is ValueError else "crashes", path, said(error))
         path = out.trace.meta["attention"]
         found[k if isinstance(k, int) else "by row"] = [sequence.tolist() for sequence in out.sequences]
     alone = [reference(target, prompt) for prompt in prompts]
@@ -360,7 +360,7 @@ def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[in
     return ids[0, len(prompt) :].tolist()
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
     """What an error says of the kind, on one line; with its type, unless it is the engine's own."""
     text = re.sub(r"^prompt \d+: ", "", " ".join(str(error).split()))
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"

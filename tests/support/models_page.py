@@ -48,6 +48,7 @@ def rows(name: str, page: Path = PAGE) -> list[list[str]]:
 def main() -> None:
     import faults
     import kinds
+    import reading_kinds
     import torch
     import transformers
     from tqdm import tqdm
@@ -57,6 +58,8 @@ def main() -> None:
     found = [kinds.find(kind) for kind in tqdm(kinds.kinds(), "kinds")]
     put("kinds", f"{kinds.summary(found)}\n\n{table(kinds.COLUMNS, [kinds.cells(finding) for finding in found])}")
     print(kinds.summary(found))
+    found = [reading_kinds.find(kind) for kind in tqdm(reading_kinds.kinds(), "encoder-decoder kinds")]
+    put("reading kinds", reading_kinds.page(found))
     put("faults", table(faults.COLUMNS, [faults.found(fault) for fault in tqdm(faults.FAULTS, "faults")]))
 
 

@@ -1,0 +1,86 @@
+"""Every kind of encoder-decoder model that transformers registers for text, configured tiny, and what becomes of it.
+
+As module `kinds` for decoders: tables of docs/MODELS.md, measured by tests/support/models_page.py.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+
+import models_page
+import torch
+import transformers
+from kinds import BASS_CORE, NEW, TOKENS, Finding, said, shrunk
+from tiny import ragged_prompts
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from trial_policies import PerRow
+
+import bass_core as bass
+
+SOURCES = ragged_prompts(5, 9, 12, 17, 3, 41)
+COLUMNS = ("kind", "outcome", "path", "reason")
+
+
+def kinds() -> dict[str, type[PreTrainedConfig]]:
+    """Model type -> configuration class, of every kind in the registry."""
+    theirs = (kind for kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING if kind.__module__.startswith("transformers."))
+    return {kind.model_type: kind for kind in theirs if kind().is_encoder_decoder}
+
+
+def tiny(kind: str, noise: float = 0.0) -> PreTrainedModel:
+    """A tiny random model of that kind in float64; noise > 0: the same one with its weights disturbed, as a draft."""
+    torch.manual_seed(0)
+    config = shrunk(kinds()[kind], {"is_decoder": False})
+    model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64).eval()
+    with torch.no_grad():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
+            if parameter.ndim > 1:  # so that sources matter and argmaxes vary, whatever scale the kind begins with
+                parameter.mul_(0.3 / parameter.std().clamp(min=1e-6))
+                parameter.add_(torch.randn_like(parameter), alpha=noise * 0.3)
+            else:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.generation_config = GenerationConfig(decoder_start_token_id=TOKENS["decoder_start_token_id"], pad_token_id=0)
+    return model
+
+
+def alone(model: PreTrainedModel, source: Tensor) -> list[int]:
+    """What `generate` writes for one source, greedily."""
+    ids = source[None]
+    return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)[0, 1:].tolist()
+
+
+def find(kind: str) -> Finding:
+    """Decode sources in one batch with drafts of four tokens, by row and without; compare with each row alone."""
+    try:
+        target, draft = tiny(kind), tiny(kind, noise=0.1)
+        expected = [alone(target, source) for source in SOURCES]
+    except Exception as error:  # whatever a foreign architecture raises is the answer
+        return Finding(kind, "not tiny", reason=said(error))
+    found, path = [], ""
+    for drafter, k in ((draft, 4), (bass.drafters.LayerSkipDrafter(1), PerRow(3)), (None, 0)):
+        try:
+            out = bass.generate(bass.ModelPair(target, drafter), SOURCES, max_new_tokens=NEW, draft_length=k)
+        except Exception as error:
+            at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
+            return Finding(kind, "refused" if at_once and type(error) is ValueError else "crashes", path, said(error))
+        path = out.trace.meta["attention"]
+        found.append([sequence.tolist() for sequence in out.sequences])
+    return Finding(kind, "works" if all(texts == expected for texts in found) else "wrong", path)
+
+
+def cells(finding: Finding) -> list[str]:
+    return [getattr(finding, name) for name in COLUMNS]
+
+
+def summary(findings: list[Finding]) -> str:
+    """Counts of outcomes, in a sentence."""
+    counts = Counter(finding.outcome for finding in findings)
+    outcomes = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "wrong", "crashes", "not tiny"))
+    return f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**."
+
+
+def page(findings: list[Finding]) -> str:
+    return f"{summary(findings)}\n\n{models_page.table(COLUMNS, [cells(finding) for finding in findings])}"
