@@ -17,7 +17,7 @@ def read_sources(target: Runner, drafter: Drafter, prompts: Sequence[Prompt], pl
     """Target and drafter read the sources of prompts that begin in these places, if their models read any."""
     if target.cache.sources is not None:
         sources = [prompt.source for prompt in prompts]
-        drafter.read(sources, places, target.read(sources, places))
+        drafter.read_sources(sources, places, target.read(sources, places))
 
 
 class LongPrompts:

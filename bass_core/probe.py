@@ -143,8 +143,9 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator).to(model.device)
     sources = None
     if model.config.is_encoder_decoder:
-        sources, padding = _sources(model), model.config.pad_token_id
-        ids[ids == padding] = 2 if padding != 2 else 3  # some have positions that do not count padding
+        sources, padding = _sources(model), getattr(model.config, "pad_token_id", None)
+        if padding is not None:  # some have positions that do not count it
+            ids[ids == padding] = 2 if padding != 2 else 3
     with within_reach(model), Runner(model, path, max_rows=2, capacity=lengths[0] + MORE) as runner:
         for _ in range(2):  # the first allocates
             for buffer in runner.cache.buffers():

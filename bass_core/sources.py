@@ -68,7 +68,7 @@ def encode(model: PreTrainedModel, sources: Sequence[Source]) -> Encoded:
             return Encoded(states, [states.shape[1]] * len(sources))
         lengths = [len(ids) for ids in inputs]
         kept = torch.arange(max(lengths), device=model.device) < torch.tensor(lengths, device=model.device)[:, None]
-        ids = pad_sequence(inputs, batch_first=True, padding_value=model.config.pad_token_id or 0)
+        ids = pad_sequence(inputs, batch_first=True, padding_value=0)
         return Encoded(encoder(input_ids=ids, attention_mask=kept.long(), return_dict=True).last_hidden_state, lengths)
 
 

@@ -50,7 +50,7 @@ class ModelDrafter(Drafter):
         mine.recorded = None
         return mine
 
-    def read(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
+    def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
         self.runner.read(sources, places)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:

@@ -31,7 +31,7 @@ class LayerSkipDrafter(ModelDrafter):
         """Raises ValueError for a target that has no more layers than these."""
         return self._over(first_layers(setting.target, self.layers), setting.paths[0], setting)
 
-    def read(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
+    def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
         self.runner.read(encoded, places)  # the encoder is the target's, too
 
 

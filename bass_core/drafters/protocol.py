@@ -164,7 +164,7 @@ class Drafter(ABC):
         """What drafts for one session: a copy, to which an extension gives what it keeps of rows."""
         return copy.copy(self)
 
-    def read(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
+    def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
         """Rows that read these sources begin in `places`; `prefill` follows. Said for encoder-decoder targets alone.
         encoded: what the target's encoder made of them."""
 

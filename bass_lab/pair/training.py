@@ -154,7 +154,7 @@ def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: 
     training.drafts()
     training.align(teacher, taught)
     training.feature_head(teacher, taught)
-    return training.report | {"seed": recipe.seed, "machine": _machine(), "own_texts": own.numel()}
+    return training.report | {"seed": recipe.seed, "machine": machine(), "own_texts": own.numel()}
 
 
 class _Training:
@@ -216,12 +216,12 @@ class _Training:
             return unrolled_loss(head, teacher, windows, recipe.aligning_temperatures)
 
         budget = {"tokens": recipe.feature_tokens, "lr": recipe.feature_lr}
-        self.report["feature_head"] = _size(head) | self.fit(head, loss, taught, **budget, name="feature_head")
+        self.report["feature_head"] = size(head) | self.fit(head, loss, taught, **budget, name="feature_head")
         save_head(head, self.folder / "feature_head")
 
     def _new(self, name: str, sizes: dict) -> PreTrainedModel:
         model = self.models[name] = new_model(sizes, self.tokenizer).to(self.device)
-        self.report[name] = _size(model)
+        self.report[name] = size(model)
         return model
 
 
@@ -271,12 +271,14 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     tokenizer.save_pretrained(folder)
 
 
-def _size(model: PreTrainedModel) -> dict[str, float]:
+def size(model: PreTrainedModel) -> dict[str, float]:
+    """Parameters, and megabytes of them as they are written."""
     count = model.num_parameters()
     return {"parameters": count, "megabytes": round(2 * count / 1e6, 2)}
 
 
-def _machine() -> str:
+def machine() -> str:
+    """What it was trained on."""
     here = describe_environment()
     return f"{here['device']}, {here['cores']} cores, Python {here['python']}, torch {here['torch']}"
 

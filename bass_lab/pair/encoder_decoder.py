@@ -1,0 +1,231 @@
+"""Train the embedded encoder-decoder pair from nothing, on two CPU cores, in half an hour: `make encoder-decoder-pair`.
+
+It reads the signature and the docstring of a function of the grammar and writes its body: a small model of translation
+that can be right or wrong. The target is deep in its decoder and the draft has one layer, since a pass of models this
+small costs what its number of layers costs; the encoder runs once per source. Their layers have nothing beside plain
+attention (Pegasus: norms before, sinusoidal positions), which is the fewest operations.
+
+Stages, each resumed where it was cut off: the target, then the draft, both from the corpus; texts that the target
+writes; the draft learns the target's probabilities on both. Tokenizer and loop are those of the decoder-only pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from bass_core.environment import write_whole
+from bass_core.models import ASSETS
+from bass_lab.pair.fitting import divergence, fit, say, workers
+from bass_lab.pair.training import machine, size
+from bass_lab.texts import grammar
+
+WORK = Path("build/encoder_decoder")
+UNUSED = -100  # a target's place behind its end: no loss
+
+
+def _sizes(width: int, encoder: int, decoder: int, heads: int) -> dict[str, int]:
+    """2 × width in the feed-forward layers."""
+    return {
+        "d_model": width,
+        "encoder_layers": encoder,
+        "decoder_layers": decoder,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
+        "encoder_ffn_dim": 2 * width,
+        "decoder_ffn_dim": 2 * width,
+    }
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, on what, for how long. The defaults are the embedded pair."""
+
+    seed: int = 0
+    context: int = 256
+    functions: int = 150_000
+    batch_tokens: int = 6144
+    target: dict = field(default_factory=lambda: _sizes(128, 2, 7, 4))
+    draft: dict = field(default_factory=lambda: _sizes(96, 1, 1, 3))
+    target_tokens: int = 20_000_000
+    draft_tokens: int = 4_000_000
+    aligning_tokens: int = 6_000_000
+    target_lr: float = 2e-2
+    draft_lr: float = 2e-2
+    aligning_lr: float = 1e-2
+    aligning_temperatures: tuple[float, ...] = (1.0, 0.4)  # the draft is used at low temperatures too
+    target_texts: int = 4096  # sources of which the target writes, for the draft to learn from
+    threads: int = 2
+
+
+class Pairs:
+    """Sources and what is to be written of them, in batches of texts that are about equally long."""
+
+    def __init__(self, sources: list[list[int]], texts: list[list[int]], batch_tokens: int):
+        """Token ids; the texts with the end-of-text token."""
+        longest_first = sorted(range(len(texts)), key=lambda index: len(texts[index]) + len(sources[index]))
+        self.sources = [torch.tensor(sources[index]) for index in longest_first]
+        self.texts = [torch.tensor(texts[index]) for index in longest_first]
+        self.batch_tokens = batch_tokens
+
+    def batch(self, progress: float, generator: torch.Generator) -> Tensor:
+        """One batch as one tensor [B, 1 + S + T]: S, then sources (padded with 0), then texts (padded with UNUSED)."""
+        middle = int(torch.randint(len(self.texts), (1,), generator=generator))
+        count = self.batch_tokens // (len(self.texts[middle]) + len(self.sources[middle]))
+        first = max(0, min(middle - count // 2, len(self.texts) - count))
+        rows = slice(first, first + count)
+        read = pad_sequence(self.sources[rows], batch_first=True)
+        written = pad_sequence(self.texts[rows], batch_first=True, padding_value=UNUSED)
+        return torch.cat([torch.full((len(read), 1), read.shape[1]), read, written], 1)
+
+
+def split(batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """What a model is given of a batch, and what it is to write, [B, T]."""
+    width = int(batch[0, 0])
+    read, written = batch[:, 1 : 1 + width], batch[:, 1 + width :]
+    begun = F.pad(written[:, :-1].clamp(min=0), (1, 0))  # each token after those before it, the first after 0
+    return {"input_ids": read, "attention_mask": (read != 0).long(), "decoder_input_ids": begun}, written
+
+
+def loss_of(model: PreTrainedModel, batch: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token of the texts."""
+    given, written = split(batch)
+    logits = model(**given, use_cache=False).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), written.flatten(), ignore_index=UNUSED)
+
+
+def aligning_loss(draft: PreTrainedModel, target: PreTrainedModel, batch: Tensor, temperatures: tuple) -> Tensor:
+    """KL(target || draft) in nats per token, mean over the temperatures."""
+    given, written = split(batch)
+    with torch.no_grad():
+        wanted = target(**given, use_cache=False).logits
+    kept = written != UNUSED
+    return divergence(wanted[kept][None], draft(**given, use_cache=False).logits[kept][None], temperatures)
+
+
+def new_model(sizes: dict, context: int, tokenizer: PreTrainedTokenizerBase) -> PegasusForConditionalGeneration:
+    """A model of the tokenizer's vocabulary with random weights; its texts begin and end with id 0."""
+    config = PegasusConfig(
+        **sizes,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=context,
+        dropout=0.0,
+        activation_function="gelu",
+        scale_embedding=True,
+        pad_token_id=0,
+        eos_token_id=0,
+        decoder_start_token_id=0,
+        forced_eos_token_id=None,
+    )
+    return PegasusForConditionalGeneration(config)
+
+
+def encoded(functions: list[grammar.Function], tokenizer: PreTrainedTokenizerBase) -> tuple[list, list]:
+    """Sources (signature and docstring, as the tokenizer writes them) and texts (the body and the end of the text)."""
+    sources = tokenizer([function.prompt for function in functions])["input_ids"]
+    bodies = tokenizer([function.body for function in functions])["input_ids"]
+    return sources, [[*body, tokenizer.eos_token_id] for body in bodies]
+
+
+def train(recipe: Recipe, folder: Path, work: Path = WORK) -> dict:
+    """Train target and draft, write them to `folder`/target and `folder`/draft; returns the figures. `work` keeps
+    unfinished and finished stages; a second call goes on from there."""
+    torch.manual_seed(recipe.seed)
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
+    functions = grammar.functions(recipe.functions, recipe.seed, held_out=False)
+    pairs = Pairs(*encoded(functions, tokenizer), recipe.batch_tokens)
+    target, draft = (new_model(sizes, recipe.context, tokenizer) for sizes in (recipe.target, recipe.draft))
+    report = {"target": size(target), "draft": size(draft), "seed": recipe.seed, "machine": machine()}
+    data = (recipe.seed, recipe.functions, recipe.batch_tokens)
+    options = {"data": data, "seed": recipe.seed, "threads": recipe.threads, "folder": work}
+
+    def trained(name: str, model: PreTrainedModel, loss: Callable, batches: Callable, lr: float, tokens: int) -> None:
+        report[f"{name} training"] = fit(model, loss, batches, tokens=tokens, lr=lr, name=name, **options)
+
+    trained("target", target, partial(loss_of, target), pairs.batch, recipe.target_lr, recipe.target_tokens)
+    trained("draft", draft, partial(loss_of, draft), pairs.batch, recipe.draft_lr, recipe.draft_tokens)
+    own = _own_texts(target, functions, tokenizer, recipe, work)
+    taught = partial(_from_either, pairs, own)
+    aligning = partial(aligning_loss, draft, target, temperatures=recipe.aligning_temperatures)
+    trained("alignment", draft, aligning, taught, recipe.aligning_lr, recipe.aligning_tokens)
+    for name, model in (("target", target), ("draft", draft)):
+        save(model, tokenizer, folder / name)
+    return report
+
+
+def _own_texts(
+    target: PreTrainedModel, functions: list, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, work: Path
+) -> Pairs:
+    """What the target writes of the first sources, kept in `work`/texts.pt: half nearly greedy, half as it is."""
+    file = work / "texts.pt"
+    sources, _ = encoded(functions[: recipe.target_texts], tokenizer)
+    if not file.exists():
+        half = len(sources) // 2
+        with workers(recipe.threads) as pool:
+            texts = []
+            for part, temperature in ((sources[:half], 0.2), (sources[half:], 1.0)):
+                batches = [part[first : first + 128] for first in range(0, len(part), 128)]
+                for written in pool.map(partial(_write, target, temperature=temperature), batches):
+                    texts += written
+        torch.save(texts, file)
+    return Pairs(sources, torch.load(file), recipe.batch_tokens)
+
+
+@torch.no_grad()
+def _write(target: PreTrainedModel, sources: list[list[int]], temperature: float) -> list[list[int]]:
+    """What the target writes of each source, up to 128 tokens, with the end of the text."""
+    read = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
+    config = GenerationConfig(
+        do_sample=True, temperature=temperature, top_k=0, max_new_tokens=128,
+        eos_token_id=0, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    rows = target.generate(read, attention_mask=(read != 0).long(), generation_config=config)[:, 1:].tolist()
+    return [row[: row.index(0) + 1] if 0 in row else row for row in rows]
+
+
+def _from_either(pairs: Pairs, own: Pairs, progress: float, generator: torch.Generator) -> Tensor:
+    """A batch of the corpus or, two times in three, of the target's own texts."""
+    return (pairs if torch.rand(1, generator=generator) < 1 / 3 else own).batch(progress, generator)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write an ordinary transformers folder: bfloat16 weights, configuration, generation configuration, tokenizer."""
+    plain = PegasusForConditionalGeneration(model.config).to(torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = GenerationConfig(decoder_start_token_id=0, eos_token_id=0, pad_token_id=0)
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bass_lab.pair.encoder_decoder", description="Train the embedded encoder-decoder pair."
+    )
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--output", type=Path, default=WORK / "trained", help="folder for the trained models")
+    parser.add_argument("--work", type=Path, default=WORK, help="folder for unfinished stages")
+    options = parser.parse_args()
+    report = train(Recipe(seed=options.seed), options.output, options.work)
+    write_whole(options.output / "training.json", json.dumps(report, indent=1) + "\n")
+    say(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
