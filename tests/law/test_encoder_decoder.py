@@ -53,7 +53,7 @@ def test_greedy_text_is_that_of_the_source_alone(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_source_matters(kind):
     model, read = tiny_reader(kind), sources(kind, *LENGTHS)
-    assert len({tuple(alone(model, each, NEW)) for each in read}) >= len(read) - 2
+    assert len({tuple(alone(model, each, NEW)) for each in read}) > len(read) / 2
 
 
 @pytest.mark.parametrize("draft", ["first layer", "suffix"])

@@ -48,6 +48,7 @@ OPTIONS = {
     "whisper": _BART | {"num_mel_bins": 6, "max_source_positions": 12, "max_target_positions": CONTEXT},
 }
 HEARS = ("whisper",)
+SPREADS = {"t5": 1.0, "mt5": 1.0, "umt5": 1.0, "m2m_100": 0.6}  # of weights, so that texts vary; of the others 0.1
 
 
 @functools.cache
@@ -56,12 +57,12 @@ def tiny_reader(kind: str, dtype: str = "float32", noise: float = 0.0) -> PreTra
     torch.manual_seed(0)
     config = WhisperConfig(**OPTIONS[kind]) if kind in HEARS else AutoConfig.for_model(kind, **OPTIONS[kind])
     auto = AutoModelForSpeechSeq2Seq if kind in HEARS else AutoModelForSeq2SeqLM
-    model = auto.from_config(config, dtype=torch.float64).eval()
+    model, spread = auto.from_config(config, dtype=torch.float64).eval(), SPREADS.get(kind, 0.1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(0.3 / parameter.std())
-                parameter.add_(torch.randn_like(parameter), alpha=noise * 0.3)
+                parameter.mul_(spread / parameter.std())
+                parameter.add_(torch.randn_like(parameter), alpha=noise * spread)
     model.generation_config = GenerationConfig(decoder_start_token_id=START, pad_token_id=0, eos_token_id=None)
     return model.to(getattr(torch, dtype))
 
