@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from bass_core import kernel_ops
-from bass_core.cache import HiddenStates, Pass, RaggedCache
+from bass_core import kernel_ops, short_convolution
+from bass_core.cache import Pass, RaggedCache, TokenStates
 
 PATHS = ("ragged", "pad", "split", "eager")
 
@@ -246,7 +246,7 @@ class Switch:
     """Switches `model` to an attention path and back. Its modules are looked through once, for many times; modules that
     it is given later keep their mode."""
 
-    def __init__(self, model: PreTrainedModel, path: str, hidden: HiddenStates | None = None):
+    def __init__(self, model: PreTrainedModel, path: str, hidden: TokenStates | None = None):
         """hidden: where what the last layer leaves is kept (None: it is not)."""
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
         self._forwards: list[tuple[dict, str, Any]] = []
@@ -258,6 +258,8 @@ class Switch:
                 self._forwards.append((vars(module), "forward", _at_positions(module)))
             elif "Positional" in type(module).__name__ and "inputs_embeds" in _names_of(type(module).forward):
                 self._forwards.append((vars(module), "forward", _at_computed_positions(module, model.dtype)))
+            elif short_convolution.is_known(module):
+                self._forwards.append((vars(module), "forward", short_convolution.by_position(module)))
             elif hasattr(module, "compute_bias") and module.is_decoder:
                 self._forwards.append((vars(module), "compute_bias", _bias_by_row(module)))
         self._kept = [] if hidden is None else [(vars(model.get_decoder()), "forward", _keeping(model, hidden))]
@@ -319,7 +321,7 @@ def recomputed_beyond(model: PreTrainedModel) -> int | None:
     return rotary_switch(model) if theirs and known else None
 
 
-def _keeping(model: PreTrainedModel, hidden: HiddenStates) -> Callable:
+def _keeping(model: PreTrainedModel, hidden: TokenStates) -> Callable:
     """The model's layers, whose hidden states are kept in the passes of the cache that keeps them."""
     forward = model.get_decoder().forward
 
@@ -476,7 +478,8 @@ def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Te
         "sliding_attention": {"window": window},
         "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
     }
-    masks = {kind: mask(**options[kind]) for kind in sorted(set(layer_types))}
+    masks = {kind: mask(**options[kind]) for kind in sorted(set(layer_types)) if kind in options}
+    masks |= {"conv": None} if "conv" in layer_types else {}
     return masks if _takes_mask_per_layer_type(model) else masks[layer_types[0]]
 
 

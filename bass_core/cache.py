@@ -200,9 +200,9 @@ class RaggedLayer(CacheLayerMixin):
         return (self.keys, self.values) if self.is_initialized else ()
 
 
-class HiddenStates:
-    """What a model's last layer has left of each token, [places, 1, slots, hidden], kept like keys and values for
-    drafters that ask for it."""
+class TokenStates:
+    """Numbers of each token, [places, 1, slots, width], kept like keys and values: what a model's last layer has left,
+    for drafters that ask for it, or the inputs of a short convolution."""
 
     names = ("states",)
 
@@ -215,14 +215,14 @@ class HiddenStates:
         return self.states is not None
 
     def keep(self, states: Tensor) -> None:
-        """Write the pass's hidden states [B, Q, H] (packed: [1, T, H]) to its slots."""
+        """Write the pass's numbers [B, Q, H] (packed: [1, T, H]) to its slots."""
         states = states[:, None]
         if self.states is None:
             self.states = self.cache.allocate(states, (self.cache.max_rows, 1, self.cache.slots, states.shape[-1]))
         self.cache.current.write(states, self.states)
 
     def of(self, places: range) -> Tensor:
-        """[B, slots, hidden], of which those of a row's committed tokens, but for the last one, are there."""
+        """[B, slots, width], of which those of a row's committed tokens, but for the last one, are there."""
         return self.states[places.start : places.stop, 0]
 
     def buffers(self) -> tuple[Tensor, ...]:
@@ -253,7 +253,8 @@ class RaggedCache(Cache):
         """contiguous: hand out copies, as models' own code may want them; its products would make these themselves.
         keeps_hidden: the last layer's states, too."""
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
-        self.hidden = HiddenStates(self) if keeps_hidden else None
+        self.hidden = TokenStates(self) if keeps_hidden else None
+        self.windows: dict[int, TokenStates] = {}  # of layers that are short convolutions, by number
         self.sources: Sources | None = None  # of an encoder-decoder model
         self.max_rows, self.contiguous = max_rows, contiguous
         self.slots = capacity + 1  # + the scratch slot
@@ -340,12 +341,14 @@ class RaggedCache(Cache):
             self.sources.load_row(places, saved[len(buffers) :])
 
     def buffers(self) -> list[Tensor]:
-        """Keys and values of all layers and the hidden states, as far as they are allocated."""
+        """Keys and values of all layers and numbers of tokens, as far as they are allocated."""
         return [buffer for layer in self._kept for buffer in layer.buffers()]
 
     @property
-    def _kept(self) -> list[RaggedLayer | HiddenStates]:
-        return self.layers if self.hidden is None else [*self.layers, self.hidden]
+    def _kept(self) -> list[RaggedLayer | TokenStates]:
+        if self.hidden is None and not self.windows:
+            return self.layers
+        return [*self.layers, *self.windows.values(), *([] if self.hidden is None else [self.hidden])]
 
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""

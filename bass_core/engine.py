@@ -120,7 +120,7 @@ class Session:
             from bass_core.synthetic import SyntheticAcceptance
 
             forced = SyntheticAcceptance.named(acceptance, pair.device)
-        way = recorded_step.resolve(compile, pair.device, paths, trace, pair.reads_sources)
+        way = recorded_step.resolve(compile, pair.device, paths, trace, pair.launched_because)
 
         never, first = inputs.suppressed(own, self.vocabulary)
         self._not_first = torch.tensor(first, dtype=torch.int64, device=pair.device)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core import drafters
+from bass_core import drafters, short_convolution
 from bass_core.attention import context_length
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
@@ -84,6 +84,17 @@ class ModelPair:
     def reads_sources(self) -> bool:
         """Whether the target is an encoder-decoder model: its rows read a source, and write a text of it."""
         return self.target.config.is_encoder_decoder
+
+    @cached_property
+    def launched_because(self) -> list[str]:
+        """Why passes of these models are launched operation by operation; empty where they need not be."""
+        reasons = {
+            "an encoder-decoder model's passes go by the lengths of its sources, known to the host alone": (
+                self.reads_sources
+            ),
+            "short convolutions have not been recorded yet": any(map(short_convolution.of, self.models)),
+        }
+        return [reason for reason, holds in reasons.items() if holds]
 
     @cached_property
     def drafter(self) -> Drafter:

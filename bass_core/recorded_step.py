@@ -7,7 +7,7 @@ functions are what compiled layers run in (`compile=`; `resolve` says which way 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,19 +41,17 @@ WAYS = {way.name: way for way in (Execution(c, r) for c in (False, True) for r i
 
 
 def resolve(
-    wanted: str, device: torch.device, paths: Sequence[str | None], trace: str, reads: bool = False
+    wanted: str, device: torch.device, paths: Sequence[str | None], trace: str, obstacles: Iterable[str] = ()
 ) -> Execution:
-    """What `compile=wanted` means for models on these attention paths; "auto" is CUDA graphs where they can be. reads:
-    whether rows read sources.
+    """What `compile=wanted` means for models on these attention paths; "auto" is CUDA graphs where they can be.
+    obstacles: what stands against it in the models.
 
     Raises ValueError for what cannot be honoured.
     """
     inputs.one_of("compile", wanted, ("auto", *WAYS))
-    obstacles = []
+    obstacles = list(obstacles)
     if "split" in paths:
         obstacles.append("attention='split' launches by lengths that only the host knows: use another path")
-    if reads:
-        obstacles.append("an encoder-decoder model's passes go by the lengths of its sources, known to the host alone")
     if trace == "tokens":
         obstacles.append("trace='tokens' wants every distribution on the host: use trace='steps'")
     if wanted == "auto":

@@ -6,7 +6,7 @@ from recording import use_on_cpu
 from tiny import feature_head, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.cache import HiddenStates
+from bass_core.cache import TokenStates
 from bass_core.drafters import FeatureHead
 from bass_core.eager_step import EagerStep
 from bass_core.recorded_step import RecordedStep
@@ -228,8 +228,8 @@ def test_features_one_behind_are_caught(drafts, monkeypatch):
 
 
 def test_hidden_states_of_another_row_are_caught(drafts, monkeypatch):
-    original = HiddenStates.of
-    monkeypatch.setattr(HiddenStates, "of", lambda self, places: original(self, places).roll(1, 0))
+    original = TokenStates.of
+    monkeypatch.setattr(TokenStates, "of", lambda self, places: original(self, places).roll(1, 0))
     pair = pair_of()
     decode(pair)
     assert worst(pair, drafts) > 1e-3

@@ -1,0 +1,139 @@
+"""Layers with a state: short convolutions in a batch in which rows reject drafts, wait, move and share prompts."""
+
+import functools
+
+import kinds
+import pytest
+import torch
+from sessions import run_to_the_end
+from tiny import greedy_alone, ragged_prompts
+from transformers import GenerationConfig, PreTrainedModel
+from trial_policies import PerRow
+
+import bass_core as bass
+from bass_core import short_convolution
+from bass_core.cache import TokenStates
+from bass_core.short_convolution import _window
+
+NEW = 16
+PROMPTS = ragged_prompts(5, 11, 3, 17, 1, 2, 9, 23)
+LAYERS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+
+
+@functools.cache
+def lfm2(dtype: str = "float64", noise: float = 0.0) -> PreTrainedModel:
+    return kinds.tiny("lfm2", noise, **LAYERS).to(getattr(torch, dtype))
+
+
+@functools.cache
+def alone(dtype: str = "float64") -> list[list[int]]:
+    return [greedy_alone(lfm2(dtype), prompt, NEW).tolist() for prompt in PROMPTS]
+
+
+DRAFTS = {
+    "model": lambda dtype: lfm2(dtype, noise=0.05),
+    "first layers": lambda dtype: bass.LayerSkipDrafter(2),
+    "n-gram": lambda dtype: None,
+}
+
+
+def decoded(dtype: str = "float64", draft: str = "model", **options) -> bass.Generation:
+    pair = bass.ModelPair(lfm2(dtype), DRAFTS[draft](dtype))
+    options = {"draft_length": 4, "max_batch_size": 5, "eos_token_id": ()} | options
+    return bass.generate(pair, PROMPTS, max_new_tokens=NEW, **options)
+
+
+def texts(generation: bass.Generation) -> list[list[int]]:
+    return [sequence.tolist() for sequence in generation.sequences]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_greedy_text_is_that_of_the_row_alone(dtype, draft):
+    out = decoded(dtype, draft)
+    assert texts(out) == alone(dtype)
+    if draft == "model":
+        assert 0.05 < out.trace.summary()["alpha"] < 1
+    assert texts(decoded(dtype, draft, draft_length=0)) == alone(dtype)
+    assert texts(decoded(dtype, draft, draft_length=PerRow(3))) == alone(dtype)
+
+
+@pytest.mark.parametrize("path", ["pad", "split", "eager"])
+def test_every_attention_path(path):
+    assert texts(decoded(attention=path)) == alone()
+
+
+def test_prompts_read_in_chunks_and_rows_that_come_and_go():
+    pair = bass.ModelPair(lfm2(), lfm2(noise=0.05))
+    with bass.Session(pair, max_batch_size=3, draft_length=3, prefill_chunk=4, eos_token_id=()) as session:
+        handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[:4]]
+        for _ in range(6):
+            session.step()
+        session.cancel(handles[0])
+        handles += [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[4:] + PROMPTS[:1]]
+        run_to_the_end(session)
+        found = [session.result(handle).sequence.tolist() for handle in handles]
+    assert found[1:] == alone()[1:] + alone()[:1]
+
+
+def test_samples_share_a_prompt_and_coupled_text_does_not_depend_on_drafts():
+    options = {"num_return_sequences": 2, "temperature": 0.8, "verification": "coupled", "seed": 1}
+    regular = decoded(draft_length=0, **options)
+    for draft, length in (("model", 4), ("first layers", 2)):
+        assert texts(decoded(draft=draft, draft_length=length, max_batch_size=3, **options)) == texts(regular)
+
+
+def test_what_lies_beyond_a_row_changes_nothing():
+    pair = bass.ModelPair(lfm2(), lfm2(noise=0.05))
+    with bass.Session(pair, max_batch_size=3, draft_length=3, eos_token_id=()) as session:
+        handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
+        while not session.idle:
+            session.step()
+            with torch.inference_mode():
+                for place in range(3):
+                    kept = int(session.rows.lengths_host[place]) - 1 if place < len(session.rows.live) else 0
+                    for buffer in session.target.cache.buffers():
+                        buffer[place, :, kept:] = 1e4
+        assert [session.result(handle).sequence.tolist() for handle in handles] == alone()
+
+
+def stale(inputs, current, width):
+    """The state after all tokens that were submitted, as if none of them could be rejected: one position late."""
+    window = _window(inputs, current, width)
+    return torch.cat([inputs[:, None, -2:-1].expand(-1, window.shape[1], -1, -1), window[:, :, 1:]], 2)
+
+
+def one_behind(inputs, current, width):
+    window = _window(inputs, current, width)
+    return torch.cat([window[:, :, :1], window[:, :, :-1]], 2)
+
+
+MUTATIONS = {
+    "a state that saw rejected tokens": (short_convolution, "_window", stale),
+    "a state one position behind": (short_convolution, "_window", one_behind),
+    "no state": (short_convolution, "_window", lambda *given: _window(*given) * torch.tensor([[0.0], [0.0], [1.0]])),
+    "another row's state": (TokenStates, "of", lambda self, places: self.states[: len(places), 0].flip(0)),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_planted_fault_is_refused_by_the_probe_and_changes_texts(monkeypatch, mutation):
+    assert texts(decoded(attention="pad")) == alone()  # the probe has taken the models before the fault
+    monkeypatch.setattr(*MUTATIONS[mutation])
+    assert texts(decoded(attention="pad")) != alone()
+    fresh = kinds.tiny("lfm2", **LAYERS)
+    with pytest.raises(ValueError, match="cannot be decoded over a ragged cache"):
+        bass.generate(bass.ModelPair(fresh), PROMPTS, max_new_tokens=2)
+
+
+def test_compiled_layers_are_refused_by_name():
+    with pytest.raises(ValueError, match="short convolutions"):
+        decoded(compile="compiled")
+
+
+def test_the_model_is_left_as_it_was():
+    model = lfm2()
+    decoded()
+    assert all("forward" not in vars(layer) for layer in short_convolution.of(model))
+    model.generation_config = GenerationConfig()
+    assert greedy_alone(model, PROMPTS[0], NEW).tolist() == alone()[0]
