@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair clean
+.PHONY: help demo test test-slow test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair encoder-decoder-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -94,6 +94,10 @@ lint: .venv/.installed-test ## check format and style of the code and the lesson
 embedded-pair: .venv/.installed-notebooks ## train the embedded models again (two hours on two cores; goes on where it was cut off)
 	$(BIN)/python -m bass_lab.pair.training
 	$(BIN)/python -m bass_lab.pair.data_card
+
+encoder-decoder-pair: .venv/.installed-notebooks ## train the embedded encoder-decoder pair again (half an hour on two cores; goes on where it was cut off)
+	$(BIN)/python -m bass_lab.pair.encoder_decoder
+	$(BIN)/python -m bass_lab.pair.encoder_decoder_card
 
 clean: ## remove what was built and the caches; .venv stays
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

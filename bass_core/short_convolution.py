@@ -1,4 +1,4 @@
-"""Short convolutions (LFM2), decoded in a batch in which rows reject drafts.
+"""Short convolutions (LFM2, LFM3), decoded in a batch in which rows reject drafts.
 
 A layer of this kind keeps a state: the last few inputs of a causal convolution. Moved on token by token, it cannot be
 taken back when a token is rejected, and what follows is silently another text. But the state after a token is nothing
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bass_core.cache import Pass, RaggedCache, TokenStates
 
-KINDS = ("Lfm2ShortConv", "Lfm2MoeShortConv")
+KINDS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
 
 
 def is_known(module: nn.Module) -> bool:

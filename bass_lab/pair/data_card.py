@@ -48,7 +48,7 @@ def measure(folder: Path, recipe: training.Recipe) -> dict:
     pair, problems = pairs["draft"], load_problems()
     prompts = [problem.prompt for problem in problems]
     report["pass_at_1"] = {
-        f"temperature {temperature}": share_passed(problems, _continue(pair, prompts, temperature).texts)
+        f"temperature {temperature}": share_passed(problems, continued(pair, prompts, temperature).texts)
         for temperature in (0.0, TEMPERATURE)
     }
     held_out = {
@@ -84,7 +84,7 @@ def share_passed(problems: Sequence[Problem], completions: Sequence[str]) -> flo
 
 def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
     """α, acceptance rate and tokens per step at k 5, temperature 0.2, to the end of each text or 128 tokens."""
-    out = _continue(pair, prompts, TEMPERATURE)
+    out = continued(pair, prompts, TEMPERATURE)
     summary = out.trace.summary()
     ended = sum(reason == "eos" for reason in out.finish_reasons) / len(prompts)
     tokens = sum(map(len, out.sequences)) / len(prompts)
@@ -92,7 +92,8 @@ def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
     return {name: summary[name] for name in names} | {"ended": ended, "tokens": tokens}
 
 
-def _continue(pair: ModelPair, prompts: Sequence[str], temperature: float) -> Generation:
+def continued(pair: ModelPair, prompts: Sequence[str], temperature: float) -> Generation:
+    """One text of each prompt, to its end or 128 tokens."""
     return generate(
         pair,
         prompts,
@@ -115,7 +116,7 @@ def data_card(figures: dict, trained: dict, recipe: training.Recipe) -> str:
     """The card's text, from what was measured (`measure`) and what training reported."""
 
     def row(title: str, *values: object) -> str:
-        return f"| {title} | " + " | ".join(map(_written, values)) + " |"
+        return f"| {title} | " + " | ".join(map(written, values)) + " |"
 
     columns = ("target", *recipe.drafts, "feature_head")
     models = [
@@ -159,7 +160,8 @@ def _shape(recipe: training.Recipe, name: str) -> str:
     return f"{sizes['num_hidden_layers']} × {sizes['hidden_size']}"
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
+    """As tables have it."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

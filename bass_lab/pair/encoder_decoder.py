@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from bass_core.environment import write_whole
-from bass_core.models import ASSETS
+from bass_core.models import ASSETS, ModelPair
 from bass_lab.pair.fitting import divergence, fit, say, workers
 from bass_lab.pair.training import machine, size
 from bass_lab.texts import grammar
@@ -212,6 +212,16 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Pat
     plain.generation_config = GenerationConfig(decoder_start_token_id=0, eos_token_id=0, pad_token_id=0)
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+@torch.no_grad()
+def held_out_losses(pair: ModelPair, functions: list[grammar.Function]) -> dict[str, float]:
+    """Next-token loss of target and draft on these functions, in nats."""
+    pairs = Pairs(*encoded(functions, pair.tokenizer), batch_tokens=4096)
+    generator = torch.Generator().manual_seed(1)
+    batches = [pairs.batch(0.0, generator).to(pair.device) for _ in range(8)]
+    models = {"target": pair.target, "draft": pair.draft}
+    return {name: sum(float(loss_of(model, each)) for each in batches) / 8 for name, model in models.items()}
 
 
 def main() -> None:

@@ -57,6 +57,7 @@ QUICKER = DEFAULTS | {
         "max_new_tokens": 24,
         "calibration_seconds": 1.0,
     },
+    "13_beyond_decoders": {"batch_size": 2, "max_new_tokens": 16, "source_count": 4, "repeats": 1},
     "14_the_paper": {"batch_size": 4, "batch_sizes": [4, 16], "max_new_tokens": 16, "problem_count": 1, "repeats": 1},
 }
 SMALLEST = {  # the least that each lesson takes, the default policy where it takes one
@@ -98,6 +99,13 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
         "deadline": 0.1,
         "prefill_chunk": 1,
         "calibration_seconds": 0.1,
+    },
+    "13_beyond_decoders": {
+        "batch_size": 1,
+        "draft_length": 1,
+        "max_new_tokens": 2,
+        "source_count": 1,
+        "repeats": 1,
     },
     "14_the_paper": {
         "batch_size": 1,

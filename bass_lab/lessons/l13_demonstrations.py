@@ -1,0 +1,204 @@
+"""Demonstrations of lesson 13: what a target reads, acceptance by source, four ways to write, a state rolled back."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Lfm2Config, Lfm2ForCausalLM
+
+from bass_core import inputs, short_convolution
+from bass_core.attention import changed
+from bass_core.cache import Pass
+from bass_core.drafters import LayerSkipDrafter
+from bass_core.engine import Session
+from bass_core.generation import Generation, generate
+from bass_core.models import ModelPair
+from bass_lab.checks import plain_decoding
+from bass_lab.measure.ratios import Ratio
+
+WAYS = ("ours, speculative", "ours, regular", "transformers, batched", "transformers, assisted one by one")
+
+
+# --- what is read -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.DataFrame:
+    """Where the decoder's last layer looks while it writes: a line per written token, a column per source token, the
+    mean over heads. text: ids that were written of the source."""
+    model = copy.deepcopy(pair.target)
+    model.set_attn_implementation("eager")
+    read = inputs.token_ids(pair, [source])[0]
+    begun = torch.tensor([*inputs.first_ids(model, model.generation_config), *text])[None, :-1]
+    out = model(input_ids=read[None], decoder_input_ids=begun, output_attentions=True, use_cache=False)
+    weights = out.cross_attentions[-1][0].mean(0)  # [T, S]
+
+    def named(ids: Sequence[int]) -> list[str]:
+        return [f"{place} {pair.tokenizer.decode([token])!r}" for place, token in enumerate(ids)]
+
+    return pd.DataFrame(weights.float().numpy(), index=named(text), columns=named(read.tolist()))
+
+
+def source_lengths(pair: ModelPair, sources: Sequence[str]) -> list[int]:
+    """Tokens of each."""
+    return [len(ids) for ids in inputs.token_ids(pair, sources)]
+
+
+def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[int]) -> pd.DataFrame:
+    """A line per source: its tokens, tokens written, drafted, α and tokens per step of its row."""
+    steps = generation.trace.steps.query("kind == 'decode'")
+    lines = []
+    for row, (source, length) in enumerate(zip(sources, lengths, strict=True)):
+        own = steps[steps.row == row]
+        tried = int((own.accepted + (own.accepted < own.drafted)).sum())
+        docstring = source.split('"""')[1] if '"""' in source else source
+        lines.append(
+            {
+                "source": docstring[:60],
+                "source tokens": length,
+                "written": len(generation[row].sequence),
+                "drafted": int(own.drafted.sum()),
+                "α": own.accepted.sum() / max(tried, 1),
+                "tokens per step": own.emitted.sum() / max(len(own), 1),
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+# --- four ways ----------------------------------------------------------------------------------------
+
+
+def written(pair: ModelPair, way: str, sources: Sequence[Tensor], draft_length: int, most: int) -> list[list[int]]:
+    """The greedy texts of these sources by one of `WAYS`, each up to its end or `most` tokens."""
+    if way.startswith("ours"):
+        k = draft_length if way == WAYS[0] else 0
+        out = generate(pair, sources, max_new_tokens=most, draft_length=k, trace="off")
+        return [sequence.tolist() for sequence in out.sequences]
+    options = {"do_sample": False, "max_new_tokens": most}
+    if way == WAYS[2]:
+        read = pad_sequence(list(sources), batch_first=True).to(pair.device)
+        kept = pad_sequence([torch.ones_like(each) for each in sources], batch_first=True).to(pair.device)
+        rows = pair.target.generate(read, attention_mask=kept, **options)
+    else:
+        rows = [_assisted(pair, each, draft_length, options) for each in sources]
+    return [_ended(row[1:].tolist(), pair.target.generation_config.eos_token_id) for row in rows]
+
+
+def _assisted(pair: ModelPair, source: Tensor, draft_length: int, options: dict) -> Tensor:
+    read = source[None].to(pair.device)
+    with changed([(vars(pair.draft.generation_config), "num_assistant_tokens", draft_length)]):
+        return pair.target.generate(read, attention_mask=torch.ones_like(read), assistant_model=pair.draft, **options)[
+            0
+        ]
+
+
+def _ended(row: list[int], eos: int) -> list[int]:
+    return row[: row.index(eos) + 1] if eos in row else row
+
+
+def timed(
+    pair: ModelPair, sources: Sequence[str], *, batch_sizes: Sequence[int], draft_length: int, most: int, repeats: int
+) -> pd.DataFrame:
+    """A line per batch size and way: ms per written token (median over repeats, which take turns after one that warms
+    up), and the speed over transformers' assisted decoding of one source after the other as median of paired ratios
+    with its 95% interval. Raises AssertionError where ways write different texts (float32)."""
+    ids, lines = inputs.token_ids(pair, sources), []
+    for batch in batch_sizes:
+        for repeat in range(repeats + 1):
+            texts = {}
+            for way in WAYS:
+                begins = time.perf_counter()
+                texts[way] = written(pair, way, ids[:batch], draft_length, most)
+                seconds = time.perf_counter() - begins
+                tokens = sum(map(len, texts[way]))
+                lines.append({"batch": batch, "way": way, "repeat": repeat, "ms": 1e3 * seconds / tokens})
+            assert all(each == texts[WAYS[0]] for each in texts.values()), "the ways write different texts"
+    runs = pd.DataFrame(lines).query("repeat > 0")
+    table = []
+    for batch, part in runs.groupby("batch"):
+        slowest = part[part.way == WAYS[-1]].ms.to_numpy()
+        for way in WAYS:
+            own = part[part.way == way].ms
+            speed = Ratio.of(own, slowest)
+            table.append({"batch": batch, "way": way, "ms per token": own.median(), **speed._asdict()})
+    return pd.DataFrame(table).rename(columns={"median": "speed"}).set_index(["batch", "way"])
+
+
+def over_regular(table: pd.DataFrame, batch: int) -> float:
+    """Speed of our speculation over the faster of the two ways to decode a batch without it."""
+    times = table.loc[batch, "ms per token"]
+    return float(times[[WAYS[1], WAYS[2]]].min() / times[WAYS[0]])
+
+
+# --- a state, rolled back ------------------------------------------------------------------------------
+
+
+def stateful_model(seed: int = 0) -> Lfm2ForCausalLM:
+    """A tiny LFM2 with random weights, in float64: two short convolutions, each followed by attention."""
+    torch.manual_seed(seed)
+    config = Lfm2Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        layer_types=["conv", "full_attention"] * 2, full_attn_idxs=[1, 3],
+    )  # fmt: skip
+    model = Lfm2ForCausalLM(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model
+
+
+class KeptState:
+    """The bug: a convolution goes on from what it saw last, rejected tokens and all, in place of the row's own last
+    inputs. (For one row, which is enough to show it.)"""
+
+    def __init__(self, right: Callable[[Tensor, Pass, int], Tensor]):
+        self.right, self.states = right, {}
+
+    def __call__(self, seen: Tensor, current: Pass, width: int) -> Tensor:
+        window, start = self.right(seen, current, width), int(current.starts[0])
+        state = self.states.get(seen.data_ptr())
+        if state is not None and start > 0:
+            for query in range(min(width - 1, window.shape[1])):
+                missing = width - 1 - query  # inputs before the pass's first
+                window[0, query, :missing] = state[-missing:]
+        end = int(current.ends[0])
+        self.states[seen.data_ptr()] = seen[0, max(0, end - width + 1) : end].clone()
+        return window
+
+
+@contextmanager
+def not_rolled_back() -> Iterator[None]:
+    """Inside, convolutions keep the state that rejected tokens have left."""
+    with changed([(vars(short_convolution), "_window", KeptState(short_convolution._window))]):
+        yield
+
+
+def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: int) -> pd.DataFrame:
+    """A line per way: the greedy text of one row rightly and wrongly, beside `transformers.generate`; how many of its
+    tokens are right before the first wrong one, and how many drafts were rejected."""
+    pair = ModelPair(model, LayerSkipDrafter(2))
+    expected = plain_decoding.greedy(model, prompt, new)[0].tolist()
+    lines = {"transformers.generate": {"text": expected, "right tokens": new, "rejected": 0}}
+    options = {"max_new_tokens": new, "draft_length": draft_length, "eos_token_id": ()}
+    with Session(pair):  # the probe asks the model while it is whole
+        pass
+    for name, way in (("by position", None), ("as it was left", not_rolled_back)):
+        with way() if way else changed([]):
+            out = generate(pair, [prompt], **options)
+        text = out.sequences[0].tolist()
+        agreeing = next((at for at, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), new)
+        lines[name] = {"text": text, "right tokens": agreeing, "rejected": int(_rejected(out))}
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def _rejected(generation: Generation) -> int:
+    return (generation.trace.steps.drafted - generation.trace.steps.accepted).sum()

@@ -1,0 +1,152 @@
+"""Exercises of lesson 13: who sees what of a source, which state is kept, and bytes of the two caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from bass_lab.lessons.checking import Case, Fault, check
+
+# --- the mask behind a source's end ---
+
+
+def check_source_mask(source_mask: Callable) -> bool:
+    """source_mask(lengths) -> bool [B, longest]: True where a row's queries may look, in a batch of sources of these
+    lengths (a list of integers)."""
+    return check(source_mask, _mask_cases())
+
+
+def _mask_cases() -> Iterator[Case]:
+    chance = random.Random(13)
+    drawn = [("one source", [4]), ("two of one length", [3, 3]), ("three that differ", [2, 5, 1])]
+    drawn += [
+        (f"random case {each}", [chance.randint(1, 9) for _ in range(chance.randint(1, 5))]) for each in range(30)
+    ]
+    for name, lengths in drawn:
+        yield name, (list(lengths),), _judge_mask(lengths)
+
+
+def _judge_mask(lengths: Sequence[int]) -> Fault:
+    wanted = torch.tensor([[slot < length for slot in range(max(lengths))] for length in lengths])
+
+    def fault(result: object) -> str:
+        found = torch.as_tensor(result) if not isinstance(result, Tensor) else result
+        if found.dtype == torch.bool and found.shape == wanted.shape and bool((found == wanted).all()):
+            return ""
+        told = f"lengths={list(lengths)}: expected {wanted.int().tolist()}, got {_short(found)}"
+        if found.shape == wanted.shape and bool((found.bool() == ~wanted).all()):
+            return f"{told}: it is True where queries may *not* look"
+        causal = torch.arange(max(lengths)) <= torch.arange(len(lengths))[:, None]
+        if found.shape == wanted.shape and bool((found.bool() == causal).all()):
+            return f"{told}: it is causal; a source is known from the beginning, and all of it may be seen"
+        return told
+
+    return fault
+
+
+def _short(found: Tensor) -> str:
+    return str(found.int().tolist()) if found.dtype in (torch.bool, torch.int64, torch.float32) else str(found)
+
+
+# --- which state is kept ---
+
+
+def check_state_after(state_after: Callable) -> bool:
+    """state_after(inputs, start, accepted, width) -> the list of the last `width` - 1 inputs that a row's convolution
+    goes on from.
+
+    inputs: numbers of all positions that were ever written, rejected ones too. start: the position of the first token
+    of the step that was verified (it is committed). accepted: how many drafts behind it were accepted. Positions before
+    0 count as 0.0.
+    """
+    return check(state_after, _state_cases())
+
+
+def _state_cases() -> Iterator[Case]:
+    chance = random.Random(31)
+    drawn = [
+        ("all drafts accepted", list(range(1, 11)), 6, 3, 3),
+        ("no draft accepted", list(range(1, 11)), 6, 0, 3),
+        ("one of three", list(range(1, 11)), 6, 1, 3),
+        ("near the beginning", [1, 2, 3], 0, 0, 4),
+    ]
+    for number in range(40):
+        start, drafts, width = chance.randint(0, 8), chance.randint(0, 4), chance.randint(2, 5)
+        numbers = [chance.randint(1, 99) for _ in range(start + drafts + 1)]
+        drawn.append((f"random case {number}", numbers, start, chance.randint(0, drafts), width))
+    for name, numbers, start, accepted, width in drawn:
+        numbers = [float(each) for each in numbers]
+        yield name, (numbers, start, accepted, width), _judge_state(numbers, start, accepted, width)
+
+
+def _state(inputs: Sequence[float], end: int, width: int) -> list[float]:
+    """The last width - 1 inputs before position `end`."""
+    return [inputs[at] if at >= 0 else 0.0 for at in range(end - width + 1, end)]
+
+
+def _judge_state(inputs: Sequence[float], start: int, accepted: int, width: int) -> Fault:
+    wanted = _state(inputs, start + accepted + 1, width)
+    mistakes = {
+        "it is the state after all tokens that were submitted, rejected ones too": _state(inputs, len(inputs), width),
+        "it is the state before the step": _state(inputs, start, width),
+        "the step's first token is committed, and is missing": _state(inputs, start + accepted, width),
+    }
+
+    def fault(result: object) -> str:
+        found = [float(each) for each in result] if isinstance(result, Sequence) else result
+        if found == wanted:
+            return ""
+        told = f"inputs={list(inputs)}, start={start}, accepted={accepted}, width={width}: "
+        told += f"expected {wanted}, got {found}"
+        made = (said for said, state in mistakes.items() if found == state)
+        return f"{told}: {said}" if (said := next(made, None)) else told
+
+    return fault
+
+
+# --- bytes of the two caches ---
+
+
+def check_cache_bytes(cache_bytes: Callable) -> bool:
+    """cache_bytes(sources, texts, layers, numbers, element) -> bytes of keys and values that a batch needs.
+
+    sources, texts: tokens of each row's source and of its text at its longest. layers: decoder layers, each with a
+    cache of both. numbers: heads times head dimension. element: bytes of a number. Places are equally long: of the
+    longest source, and of the longest text.
+    """
+    return check(cache_bytes, _bytes_cases())
+
+
+def _bytes_cases() -> Iterator[Case]:
+    chance = random.Random(17)
+    drawn = [("one row", [10], [20], 1, 64, 2), ("two rows that differ", [10, 30], [20, 5], 2, 64, 4)]
+    for number in range(30):
+        rows = chance.randint(1, 6)
+        lengths = [[chance.randint(1, 50) for _ in range(rows)] for _ in range(2)]
+        drawn.append((f"random case {number}", *lengths, chance.randint(1, 12), 64, chance.choice([2, 4])))
+    for name, *given in drawn:
+        yield name, tuple(given), _judge_cache_bytes(*given)
+
+
+def _judge_cache_bytes(sources: Sequence[int], texts: Sequence[int], layers: int, numbers: int, element: int) -> Fault:
+    each = 2 * layers * numbers * element  # keys and values of one position
+    wanted = len(sources) * (max(sources) + max(texts)) * each
+    mistakes = {
+        "it counts keys or values, not both": wanted // 2,
+        "it counts what is filled; a place is as long as the longest": (sum(sources) + sum(texts)) * each,
+        "it leaves the sources out": len(sources) * max(texts) * each,
+        "it is of one layer": wanted // layers if layers > 1 else -1,
+    }
+
+    def fault(result: object) -> str:
+        if result == wanted:
+            return ""
+        told = f"sources={list(sources)}, texts={list(texts)}, layers={layers}, numbers={numbers}, element={element}: "
+        told += f"expected {wanted:,}, got {result}"
+        made = (said for said, number in mistakes.items() if result == number)
+        return f"{told}: {said}" if (said := next(made, None)) else told
+
+    return fault
