@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers.utils import logging
 
 from bass_core import inputs, short_convolution
 from bass_core.attention import changed
@@ -91,9 +92,20 @@ def written(pair: ModelPair, way: str, sources: Sequence[Tensor], draft_length: 
     return [_ended(row[1:].tolist(), pair.target.generation_config.eos_token_id) for row in rows]
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers warns of how it calls the assistant itself, and of kernels that a tiny model does without."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 def _assisted(pair: ModelPair, source: Tensor, draft_length: int, options: dict) -> Tensor:
     read = source[None].to(pair.device)
-    with changed([(vars(pair.draft.generation_config), "num_assistant_tokens", draft_length)]):
+    with _quiet(), changed([(vars(pair.draft.generation_config), "num_assistant_tokens", draft_length)]):
         return pair.target.generate(read, attention_mask=torch.ones_like(read), assistant_model=pair.draft, **options)[
             0
         ]
@@ -186,7 +198,8 @@ def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: 
     """A line per way: the greedy text of one row rightly and wrongly, beside `transformers.generate`; how many of its
     tokens are right before the first wrong one, and how many drafts were rejected."""
     pair = ModelPair(model, LayerSkipDrafter(2))
-    expected = plain_decoding.greedy(model, prompt, new)[0].tolist()
+    with _quiet():
+        expected = plain_decoding.greedy(model, prompt, new)[0].tolist()
     lines = {"transformers.generate": {"text": expected, "right tokens": new, "rejected": 0}}
     options = {"max_new_tokens": new, "draft_length": draft_length, "eos_token_id": ()}
     with Session(pair):  # the probe asks the model while it is whole

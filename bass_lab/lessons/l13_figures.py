@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from bass_lab.lessons.l13_demonstrations import WAYS
 from bass_lab.show.looks import bars, empty_figure, interval, panels
 
-WAY_LOOKS = dict(zip(WAYS, ("accepted", "regular", "transformers", "other"), strict=True))
+WAY_LOOKS = dict(zip(WAYS, ("accepted", "regular", "transformers", "draft"), strict=True))
 
 
 def caches_figure(sources: Sequence[int], texts: Sequence[int]) -> go.Figure:
