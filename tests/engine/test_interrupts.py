@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from readers import tiny_reader
 from sessions import run_to_the_end
 from tiny import feature_head, ragged_prompts, tiny_model
 
@@ -29,6 +30,11 @@ DRAFTS = {
 
 
 def small_pair(draft: str) -> bass.ModelPair:
+    if draft == "reader":
+        pair = bass.ModelPair(*(copy.deepcopy(tiny_reader("t5", "float64", noise)) for noise in (0.0, 0.02)))
+        for model in pair.models:
+            resolve(model)
+        return pair
     layers = {"num_hidden_layers": 2} if draft == "layers" else {}
     target = copy.deepcopy(tiny_model(dtype="float64", **SMALL | layers))
     pair = bass.ModelPair(target, DRAFTS[draft](target))
@@ -36,6 +42,12 @@ def small_pair(draft: str) -> bass.ModelPair:
         resolve(model)
     pair.target.train()
     return pair
+
+
+def logits_of(model) -> torch.Tensor:
+    read = {"decoder_input_ids": OTHER[None]} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        return model(SHARED[None], **read).logits
 
 
 class Run:
@@ -104,6 +116,7 @@ def interrupted(run: Run, line: Line, occurrence: int) -> bool:
         ("first", "model"),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("last", "model"), ("last", "layers"))),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("first", "features"), ("last", "features"))),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("first", "reader"), ("last", "reader"))),
     ],
 )
 def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(which, draft):
@@ -113,17 +126,15 @@ def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(which,
     undisturbed.to_the_end()
     expected, lines = undisturbed.results(), lines_of_a_run(pair)
     assert len(lines) > 200
-    with torch.no_grad():
-        logits = [model(SHARED[None]).logits for model in pair.models]
+    logits = [logits_of(model) for model in pair.models]
     gave_up = set()
     for line, count in lines.items():
         run = Run(pair)
         assert interrupted(run, line, 1 if which == "first" else count), line
         assert all(attention.path_of(model) is None for model in pair.models), line
         assert [module.training for module in pair.target.modules()] == training, line
-        with torch.no_grad():
-            for model, expected_logits in zip(pair.models, logits, strict=True):
-                assert torch.equal(model(SHARED[None]).logits, expected_logits), line
+        for model, expected_logits in zip(pair.models, logits, strict=True):
+            assert torch.equal(logits_of(model), expected_logits), line
         try:
             run_to_the_end(run.session)
         except RuntimeError as error:
