@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from bass_core import kernel_ops, short_convolution
+from bass_core import kernel_ops
 from bass_core.cache import Pass, RaggedCache, TokenStates
 
 PATHS = ("ragged", "pad", "split", "eager")
@@ -205,6 +205,7 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 
 
 MISSING = object()
+SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # layers with a state (short_convolution)
 ATTENTION = "_attn_implementation_internal"  # of a configuration: which attention its model has
 
 
@@ -256,9 +257,11 @@ class Switch:
                 self._forwards.append((vars(module), "forward", _by_row(module.forward, beyond)))
             elif not takes_positions and isinstance(module, nn.Embedding) and "Positional" in type(module).__name__:
                 self._forwards.append((vars(module), "forward", _at_positions(module)))
-            elif "Positional" in type(module).__name__ and "inputs_embeds" in _names_of(type(module).forward):
-                self._forwards.append((vars(module), "forward", _at_computed_positions(module, model.dtype)))
-            elif short_convolution.is_known(module):
+            elif (width := _computes_positions(module)) is not None:
+                self._forwards.append((vars(module), "forward", _at_computed_positions(module, width, model.dtype)))
+            elif type(module).__name__ in SHORT_CONVOLUTIONS:
+                from bass_core import short_convolution
+
                 self._forwards.append((vars(module), "forward", short_convolution.by_position(module)))
             elif hasattr(module, "compute_bias") and module.is_decoder:
                 self._forwards.append((vars(module), "compute_bias", _bias_by_row(module)))
@@ -308,6 +311,11 @@ def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list({id(config): config for config in found}.values())
 
 
+def has_short_convolutions(model: PreTrainedModel) -> bool:
+    """Whether some layers have a state that is kept by position."""
+    return any(type(module).__name__ in SHORT_CONVOLUTIONS for module in model.modules())
+
+
 def rotary_switch(model: PreTrainedModel) -> int | None:
     """The length beyond which a text's rotary factors are others (longrope); None where they are always the same."""
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
@@ -346,10 +354,17 @@ def _at_positions(table: nn.Embedding) -> Callable:
     return at_positions
 
 
-def _at_computed_positions(module: nn.Module, dtype: torch.dtype) -> Callable:
-    """Sinusoidal positions that are computed (M2M-100 and its relatives), as `_at_positions`; padding has none."""
+def _computes_positions(module: nn.Module) -> int | None:
+    """The width of a module that works sinusoidal positions out (M2M-100 and its relatives); None of any other."""
+    if "Positional" not in type(module).__name__ or isinstance(module, nn.Embedding):
+        return None
+    takes = "inputs_embeds" in inspect.signature(type(module).forward).parameters
+    return getattr(module, "embedding_dim", getattr(module, "embed_dim", None)) if takes else None
+
+
+def _at_computed_positions(module: nn.Module, width: int, dtype: torch.dtype) -> Callable:
+    """Such a module, as `_at_positions`; padding has no position."""
     forward, padding = module.forward, getattr(module, "padding_idx", None)
-    width = getattr(module, "embedding_dim", None) or module.embed_dim
 
     def at_positions(first: Tensor, *args, **kwargs) -> Tensor:
         if (current := _thread.current) is None:
@@ -432,11 +447,6 @@ def _extra_inputs(model: PreTrainedModel, current: Pass) -> dict:
     if current.features is not None:
         inputs["features"] = current.pack(current.features)
     return inputs
-
-
-def _names_of(function: Callable) -> set[str]:
-    """The names of its parameters."""
-    return set(inspect.signature(function).parameters)
 
 
 _forward_names_of: dict[type, set[str]] = {}

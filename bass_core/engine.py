@@ -176,7 +176,7 @@ class Session:
     ) -> Request:
         """Queue a row; it starts at the next step that has a place for it. Returns its handle.
 
-        prompt: a text, a conversation, or token ids, as in `generate`.
+        prompt: a text, a conversation, token ids or a source, as in `generate`.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: the session's where None. Its text is what it would
         be in a session of these. (On a GPU, steps with a row that is not sampled as the session says launch more.)
         sample: which of the seed's texts this is; its row number where None. Random numbers are a function of seed and

@@ -127,7 +127,9 @@ def generate(
 
     prompts: a text, a conversation ([{"role": …, "content": …}, …], written out by the tokenizer's chat template), 1-D
         token ids, or a list of these; or what a tokenizer returned of several texts, padding and all (input_ids with
-        their attention_mask). A text that begins with the BOS is not given a second one.
+        their attention_mask). A text that begins with the BOS is not given a second one. Of an encoder-decoder target:
+        sources in the same forms, or features [channels, frames] of one that hears (Whisper); mappings may bring
+        decoder_input_ids, with which the text begins in place of the model's own start.
     num_return_sequences: samples per prompt; a prompt is prefilled once.
     temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty (None: the model's own): as in
         transformers, same order.

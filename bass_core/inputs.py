@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core.attention import context_length, recomputed_beyond
+from bass_core.attention import recomputed_beyond
 from bass_core.checkpoints import panics_are_errors
 from bass_core.models import ModelPair
 from bass_core.rows import Prompt, StopStrings
@@ -122,8 +122,11 @@ def prompt_of(pair: ModelPair, prompt: Any, config: GenerationConfig) -> Prompt:
     if _is_conversation(prompt):
         raise TypeError("an encoder-decoder model reads a text; a conversation is for decoder-only models")
     source = prompt_ids(prompt, pair.tokenizer, vocabulary)
-    if (most := context_length(pair.target)) is not None and len(source) > most:
-        raise ValueError(f"the source has {len(source)} tokens, and the target's encoder {most} positions; shorten it")
+    for role, most in pair.contexts.items():
+        if len(source) > most:
+            raise ValueError(
+                f"the source has {len(source)} tokens, and the {role} model's encoder {most} positions; shorten it"
+            )
     return Prompt(ids, Source(source))
 
 
@@ -143,13 +146,14 @@ def first_ids(model: PreTrainedModel, config: GenerationConfig) -> list[int]:
 
 def _features(prompt: Any, model: PreTrainedModel) -> Tensor:
     """A source of a model that hears, [channels, frames]."""
-    given = torch.as_tensor(prompt[FEATURES] if isinstance(prompt, Mapping) and FEATURES in prompt else prompt)
-    given = given[0] if given.ndim == 3 and len(given) == 1 else given
+    given = prompt.get(FEATURES) if isinstance(prompt, Mapping) else prompt
+    if isinstance(given, Tensor) and given.ndim == 3 and len(given) == 1:
+        given = given[0]
     wanted = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
-    if not given.is_floating_point() or given.shape != wanted:
+    if not isinstance(given, Tensor) or not given.is_floating_point() or given.shape != wanted:
         raise ValueError(
             f"{type(model).__name__} hears: its sources are features {list(wanted)}, as its feature extractor returns "
-            f"them ({FEATURES}); got {_kind(given)}"
+            f"them ({FEATURES}, as tensors); got {_kind(prompt if given is None else given)}"
         )
     return given.detach().cpu().to(torch.promote_types(given.dtype, torch.float32))
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core import drafters, short_convolution
-from bass_core.attention import context_length
+from bass_core import drafters
+from bass_core.attention import context_length, has_short_convolutions
 from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
 from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
@@ -92,7 +92,7 @@ class ModelPair:
             "an encoder-decoder model's passes go by the lengths of its sources, known to the host alone": (
                 self.reads_sources
             ),
-            "short convolutions have not been recorded yet": any(map(short_convolution.of, self.models)),
+            "short convolutions have not been recorded yet": any(map(has_short_convolutions, self.models)),
         }
         return [reason for reason, holds in reasons.items() if holds]
 
@@ -379,7 +379,7 @@ def _check_reads(role: str, model: PreTrainedModel) -> None:
     known = model.main_input_name == "input_ids" or (model.main_input_name == FEATURES and "Whisper" in name)
     if not known:
         raise ValueError(f"{role} {name} reads {model.main_input_name}; sources are token ids, or what Whisper hears")
-    if getattr(config, "decoder_vocab_size", config.vocab_size) != config.vocab_size:
+    if (writes := getattr(config, "decoder_vocab_size", None)) is not None and writes != config.vocab_size:
         raise ValueError(f"{role} {name} reads in one vocabulary and writes in another, which is not supported")
 
 

@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import kernel_ops, short_convolution
-from bass_core.attention import PATHS, changed, configurations, context_length, evaluating
+from bass_core import kernel_ops
+from bass_core.attention import (
+    PATHS,
+    changed,
+    configurations,
+    context_length,
+    evaluating,
+    has_short_convolutions,
+)
 from bass_core.checkpoints import is_quantized
 from bass_core.runner import Runner
 from bass_core.sources import FEATURES, Source, made_up
@@ -74,9 +81,9 @@ def _refuse_stateful(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    windows = short_convolution.of(model)
-    unknown -= {"conv"} if windows else set()
-    if (getattr(model, "_is_stateful", False) and not windows) or unknown:
+    convolves = has_short_convolutions(model)
+    unknown -= {"conv"} if convolves else set()
+    if (getattr(model, "_is_stateful", False) and not convolves) or unknown:
         detail = f" (layer types {', '.join(sorted(map(str, unknown)))})" if unknown else ""
         raise ValueError(
             f"{type(model).__name__} keeps more of a text than the keys and values of its tokens, such as a recurrent "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import attention, compiled_layers, side_by_side
+from bass_core import attention, compiled_layers
 from bass_core.cache import Pass, Phase, RaggedCache
 from bass_core.sources import Encoded, Source, Sources, encode
 
@@ -71,7 +71,11 @@ class Runner:
             self.cache.sources = Sources(self.cache, config.hidden_size)
         self.compiled = compiled
         # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
-        self._siblings = side_by_side.arrange(model) if compiled or model.device.type == "cuda" else []
+        self._siblings = []
+        if compiled or model.device.type == "cuda":
+            from bass_core import side_by_side
+
+            self._siblings = side_by_side.arrange(model)
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self._context = attention.context_length(model)
         self._switch = attention.Switch(model, path, self.cache.hidden)
@@ -205,6 +209,8 @@ class Runner:
     @contextmanager
     def _compiled_layers(self) -> Iterator[None]:
         """Layers run compiled inside."""
+        from bass_core import side_by_side
+
         products = [change for group in self._siblings for change in side_by_side.together(group)]
         with attention.changed(products), compiled_layers.using(self.model, self.cache):
             yield

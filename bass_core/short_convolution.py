@@ -15,18 +15,6 @@ from torch import Tensor, nn
 
 from bass_core.cache import Pass, RaggedCache, TokenStates
 
-KINDS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")
-
-
-def is_known(module: nn.Module) -> bool:
-    """Whether this is a layer whose state is kept so."""
-    return type(module).__name__ in KINDS
-
-
-def of(model: nn.Module) -> list[nn.Module]:
-    """The model's layers of this kind."""
-    return [module for module in model.modules() if is_known(module)]
-
 
 def by_position(layer: nn.Module) -> Callable:
     """The layer's `forward`, its state by position in passes over a ragged cache."""

@@ -82,6 +82,9 @@ def test_greedy_without_a_draft_model_is_generate(draft):
         {"min_length": WIDTH},  # true already
         {"min_new_tokens": 5, "eos_token_id": None},  # nothing to suppress
         {"pad_token_id": 5, "eos_token_id": list(range(10, 30))},
+        {"suppress_tokens": list(range(10, 60))},
+        {"begin_suppress_tokens": list(range(10, 60))},
+        {"bad_words_ids": [[each] for each in range(10, 60)]},
         {"pad_token_id": None, "eos_token_id": list(range(10, 30))},  # generate pads with the first of them
         {"temperature": 0.5, "top_p": 0.5, "do_sample": False},  # of no account without sampling
         {"generation_config": GenerationConfig(max_length=WIDTH + 3, pad_token_id=7)},
@@ -237,11 +240,11 @@ class Any(LogitsProcessor, StoppingCriteria):
 @pytest.mark.parametrize(
     "name",
     [
-        "num_beams=3", "min_new_tokens=4", "min_length=40", "no_repeat_ngram_size=2", "bad_words_ids=[[4]]",
+        "num_beams=3", "min_new_tokens=4", "min_length=40", "no_repeat_ngram_size=2", "bad_words_ids=[[4, 5]]",
         "sequence_bias={(4,): 2.0}", "typical_p=0.5", "top_h=0.5", "epsilon_cutoff=0.1", "eta_cutoff=0.1",
         "length_penalty=2.0", "early_stopping=True", "renormalize_logits=True", "forced_bos_token_id=3",
         "forced_eos_token_id=3", "remove_invalid_values=True", "exponential_decay_length_penalty=(3, 1.5)",
-        "suppress_tokens=[4]", "begin_suppress_tokens=[4]", "guidance_scale=1.5", "encoder_repetition_penalty=1.5",
+        "guidance_scale=1.5", "encoder_repetition_penalty=1.5",
         "output_scores=True", "output_logits=True", "output_attentions=True", "output_hidden_states=True",
         "use_cache=False", "cache_implementation='static'", "prompt_lookup_num_tokens=3", "num_assistant_tokens=7",
         "assistant_confidence_threshold=0.1", "penalty_alpha=0.6", "dola_layers='high'", "prefill_chunk_size=4",

@@ -29,9 +29,9 @@ def own_pair(**generation) -> bass.ModelPair:
 @pytest.mark.parametrize(
     "asked",
     [
-        {"no_repeat_ngram_size": 2}, {"suppress_tokens": [5]}, {"bad_words_ids": [[5]]},
+        {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[5, 6]]},
         {"forced_eos_token_id": 2}, {"forced_bos_token_id": 1}, {"min_length": 9}, {"min_new_tokens": 3},
-        {"begin_suppress_tokens": [5]}, {"num_beams": 2}, {"guidance_scale": 1.5}, {"sequence_bias": [[[5], 1.0]]},
+        {"num_beams": 2}, {"guidance_scale": 1.5}, {"sequence_bias": [[[5], 1.0]]},
     ],
     ids=lambda asked: next(iter(asked)),
 )  # fmt: skip
@@ -41,6 +41,22 @@ def test_option_of_the_models_own_that_changes_its_text_is_refused_by_name_unles
         bass.generate(pair, PROMPTS, max_new_tokens=4)
     out = bass.generate(pair, PROMPTS, max_new_tokens=4, generation_config=GenerationConfig())
     assert [len(row) for row in out.sequences] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("option", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids"])
+def test_ids_that_the_models_own_options_suppress_are_never_chosen(option):
+    prompt, new = PROMPTS[1], 12
+    common = greedy_alone(tiny_model(dtype="float64"), prompt, new).tolist()
+    pair = own_pair(**{option: [[each] for each in common[:3]] if option == "bad_words_ids" else common[:3]})
+    alone = pair.target.generate(prompt[None], max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
+    assert alone[0] not in common[:3]
+    for k in (0, 3):
+        assert bass.generate(pair, [prompt], max_new_tokens=new, draft_length=k).sequences[0].tolist() == alone
+    drawn = bass.generate(pair, [prompt], num_return_sequences=40, temperature=3.0, max_new_tokens=new)
+    looked_at = 1 if option == "begin_suppress_tokens" else new
+    assert not {token for row in drawn.sequences for token in row[:looked_at].tolist()} & set(common[:3])
+    overridden = bass.generate(pair, [prompt], max_new_tokens=new, generation_config=GenerationConfig())
+    assert overridden.sequences[0].tolist() == common
 
 
 def test_repetition_penalty_of_the_models_own_is_honoured_by_both_ways_and_overridden():
