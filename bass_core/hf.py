@@ -89,6 +89,7 @@ INSTEAD = {
     "assistant_early_exit": "pass draft_model=…",
     "output_scores": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
     "output_logits": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
+    "encoder_outputs": "pass the sources (input_ids or input_features), of which a draft has its own encoding",
     "cache_implementation": "the engine brings its own cache; leave it out",
     "use_cache": "the engine always has a cache; leave it out",
     "past_key_values": "the engine brings its own cache; pass the whole text as input_ids",
@@ -357,6 +358,8 @@ def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[
     read = read.repeat_interleave(len(input_ids) // len(read), 0).cpu()
     if read.is_floating_point():
         return [{FEATURES: row, inputs.BEGINS: begin} for row, begin in zip(read, begins, strict=True)]
+    if read.min() < 0:
+        _refuse("encoder_outputs", "those of sources that are not given")
     kept = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu() != 0
     rows = [row[shown] for row, shown in zip(read, kept, strict=True)]
     return [{"input_ids": row, inputs.BEGINS: begin} for row, begin in zip(rows, begins, strict=True)]

@@ -16,8 +16,15 @@ from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, 
 from bass_core.quantization import kind_of, quantized
 
 
+def require_decoder(pair: ModelPair) -> None:
+    """Raises ValueError for a pair whose target reads sources: what asks for this goes over texts alone."""
+    if pair.reads_sources:
+        raise ValueError(f"this is for decoder-only targets, and {name_of(pair.target)} reads sources")
+
+
 def require_draft_model(pair: ModelPair) -> None:
-    """Raises ValueError for a pair without a draft model."""
+    """Raises ValueError for a pair without a decoder-only draft model."""
+    require_decoder(pair)
     if not isinstance(pair.draft, PreTrainedModel):
         raise ValueError(f"this needs a draft model, got {name_of(pair.draft)}: name one, or use the embedded pair")
 

@@ -20,6 +20,7 @@ from bass_core.models import ModelPair
 from bass_core.sampling import SamplingParams
 from bass_lab.evaluation import Problem, compare, scores
 from bass_lab.evaluation.scores import drawn, interval
+from bass_lab.pairs import require_decoder
 
 
 class Distance(NamedTuple):
@@ -56,9 +57,11 @@ def distance(
     temperature: of the texts and of both laws. problems: None, or those whose programs run in the sandbox (`samples` of
     each from either target, at temperature 0.2, the same random numbers for both).
 
-    Raises ValueError for targets of other vocabularies, no prompts, and temperature 0, at which laws are single tokens;
-    what `generate` and, with problems, `bass_lab.evaluation.compare` raise.
+    Raises ValueError for targets that read sources or have other vocabularies, no prompts, and temperature 0, at which
+    laws are single tokens; what `generate` and, with problems, `bass_lab.evaluation.compare` raise.
     """
+    for pair in (first, second):
+        require_decoder(pair)
     sizes = [pair.target.config.get_text_config().vocab_size for pair in (first, second)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"the targets have {sizes[0]} and {sizes[1]} ids; laws over the same tokens can be compared")

@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 from trial_policies import PerRow
 
 import bass_core as bass
+import bass_lab as lab
 from bass_core import attention
 from bass_core.runner import Runner
 from bass_core.sources import Encoded, Source, Sources
@@ -317,6 +318,8 @@ def test_the_probe_refuses_a_planted_fault(monkeypatch, mutation):
         ("t5", torch.randn(6, 24), "1-D tensor"),
         ("whisper", torch.randn(6, 20), r"features \[6, 24\]"),
         ("whisper", torch.tensor([3, 4]), r"features \[6, 24\]"),
+        ("whisper", "a text", r"features \[6, 24\].*got str"),
+        ("whisper", [{"input_ids": [1, 2]}], r"features \[6, 24\]"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_refused_before_any_pass(kind, prompt, words):
@@ -332,6 +335,26 @@ def test_a_draft_of_another_kind_is_refused():
             bass.ModelPair(target, draft)
     with pytest.raises(ValueError, match="take a draft of the target's kind"):
         bass.ModelPair(tiny_reader("whisper"), tiny_reader("bart"))
+
+
+def test_what_goes_over_texts_alone_refuses_a_target_that_reads():
+    pair, read = pair_of("t5"), sources("t5", 3)
+    for call in (
+        lambda: lab.record(pair, read, max_new_tokens=4, temperature=1.0),
+        lambda: lab.distance(pair, pair.quantized("int8"), read),
+    ):
+        with pytest.raises(ValueError, match="reads sources"):
+            call()
+
+
+def test_encoder_outputs_without_their_source_are_refused():
+    pair, (read,) = pair_of("bart"), sources("bart", 5)
+    with torch.no_grad():
+        encoded = pair.target.get_encoder()(read[None])
+    with pytest.raises(ValueError, match="cannot honour encoder_outputs"):
+        pair.target.generate(
+            encoder_outputs=encoded, max_new_tokens=4, custom_generate=bass.bass_generate, draft_model=pair.draft
+        )
 
 
 def test_compiled_layers_are_refused_by_name():
