@@ -30,7 +30,7 @@ def caches_figure(sources: Sequence[int], texts: Sequence[int]) -> go.Figure:
 
 def attention_figure(weights: pd.DataFrame) -> go.Figure:
     """Where the decoder looks in the source (columns) for each token that it writes (lines)."""
-    title = "Cross-attention of the last layer: for each written token, where in the source it looks"
+    title = "Cross-attention of the last layer"
     figure = empty_figure(title, "source, token by token", "text, token by token", 120 + 16 * len(weights))
     drawn = go.Heatmap(
         z=weights.to_numpy(), x=list(weights.columns), y=list(weights.index), colorscale="Blues", zmin=0,
@@ -51,7 +51,7 @@ def sources_figure(table: pd.DataFrame) -> go.Figure:
 
 def speed_figure(table: pd.DataFrame) -> go.Figure:
     """Speed of each way over assisted decoding of one source after the other, a group per batch size."""
-    title = "Speed over transformers' assisted decoding, one source after the other"
+    title = "Speed over assisted decoding, one by one"
     figure = empty_figure(title, "batch size", "times as fast", 380)
     batches = [str(batch) for batch in table.index.unique("batch")]
     for way in WAYS:
