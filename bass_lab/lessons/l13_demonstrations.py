@@ -34,7 +34,7 @@ WAYS = ("ours, speculative", "ours, regular", "transformers, batched", "transfor
 def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.DataFrame:
     """Where the decoder's last layer looks while it writes: a line per written token, a column per source token, the
     mean over heads. text: ids that were written of the source."""
-    model = copy.deepcopy(pair.target)
+    model = copy.deepcopy(pair.target).float().cpu()  # whatever the pair is rounded to
     model.set_attn_implementation("eager")
     read = inputs.token_ids(pair, [source])[0]
     begun = torch.tensor([*inputs.first_ids(model, model.generation_config), *text])[None, :-1]
