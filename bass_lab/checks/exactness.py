@@ -19,7 +19,7 @@ from torch import Tensor
 from bass_core import inputs
 from bass_core.checkpoints import is_quantized
 from bass_core.models import ASSETS, ModelPair
-from bass_core.sources import FEATURES
+from bass_core.sources import FEATURES, made_up
 from bass_lab.checks import four_checks
 from bass_lab.checks.four_checks import TOKENS, Finding, Subject, name_of_dtype
 from bass_lab.checks.switches import rows_beside
@@ -84,11 +84,11 @@ def verify(
 ) -> Report:
     """Check that decoding this pair is exact: greedy, sampled, coupled, and in half precision.
 
-    prompts: texts, conversations or token ids; None takes some that suit the pair (random ids where there is no
-        tokenizer). Fewer than four are joined by shortened ones; all are shortened where the context would not hold
-        what is generated. In the greedy check one of up to 160 tokens joins them, and others on both sides of every
-        window and switch that the target's configuration names; the report says which lie beyond 512 tokens and were
-        not reached.
+    prompts: texts, conversations, token ids or what a target hears; None takes some that suit the pair (random ids
+        where there is no tokenizer, noise to be heard). Fewer than four are joined by shortened ones; all are shortened
+        where the context would not hold what is generated. In the greedy check one of up to 160 tokens joins them, and
+        others on both sides of every window and switch that the target's configuration names; the report says which lie
+        beyond 512 tokens and were not reached.
     max_new_tokens: per row (the context may allow fewer). samples: rows of each G-test. compile: as in `generate`, what
         is checked; attention "split", which cannot be recorded, is checked without. progress: told what
         is checked and about which share of the work, 0 to 1, is done.
@@ -99,7 +99,8 @@ def verify(
     Raises ValueError / TypeError for input that cannot be decoded; what is raised during a check makes it fail.
     """
     prompts, new = _prompts(pair, prompts, inputs.integer("max_new_tokens", max_new_tokens, least=1))
-    beside, switches = rows_beside(pair.target, prompts, new, context_of(pair))
+    hears = pair.target.main_input_name == FEATURES
+    beside, switches = ([], "") if hears else rows_beside(pair.target, prompts, new, context_of(pair))
     inputs.integer("samples", samples, least=1000)
     dtype = pair.target.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32
@@ -121,6 +122,14 @@ def verify(
         checks.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress, *SHARES[3:]))
     names = ", ".join(f"{role} {name_of(model)}" for role, model in (("target", pair.target), ("draft", pair.draft)))
     return Report(f"{names}, on {pair.device}", checks)
+
+
+def _heard(pair: ModelPair, prompts) -> list[Tensor]:
+    """What a target that hears is given: features [channels, frames], noise where there are no prompts."""
+    if prompts is None:
+        return [made_up(pair.target, 0, seed).inputs for seed in range(4)]
+    config = inputs.generation_config(pair.target, None)
+    return [inputs.prompt_of(pair, each, config).source.inputs for each in inputs.prompt_list(prompts)]
 
 
 def _run(
@@ -145,11 +154,11 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
 
     What is added and what is cut is of different lengths, so that the batch stays ragged.
     """
-    if pair.target.main_input_name == FEATURES:
-        raise ValueError("the checks' prompts are token ids, and this target hears: compare its texts with generate's")
     room = context_of(pair)
     if room < TOKENS + 3:
         raise ValueError(f"a context of {room} positions is too short for the checks; they need {TOKENS + 3}")
+    if pair.target.main_input_name == FEATURES:
+        return _heard(pair, prompts), int(min(new, room // 2))
     if prompts is None and pair.tokenizer is None:
         generator = torch.Generator().manual_seed(0)
         vocabulary = pair.target.config.get_text_config().vocab_size

@@ -19,6 +19,7 @@ from bass_core.engine import StepEvent
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.sampling import SamplingParams
+from bass_core.sources import FEATURES
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.goodness_of_fit import POWER, detectable, g_test, holm
 from bass_lab.pairs import context_of, in_dtype
@@ -92,14 +93,23 @@ def greedy(subject: Subject) -> Finding:
         run = {"attention": path, "path": meta["attention"], "compile": meta["compile"], "draft_length": k}
         runs.append(run | _counts(out.trace.steps) | {"identical": rows - len(different), "divergences": different})
     identical, of = sum(run["identical"] for run in runs), rows * len(runs)
-    lengths = [len(prompt) for prompt in prompts]
     tested = (
-        f"{identical} of {of} rows equal transformers.generate of the row alone; {rows} prompts of {min(lengths)} to "
-        f"{max(lengths)} tokens, {subject.new} new ones, {_total(runs)}; draft lengths 1, 3, 8 and default; attention "
+        f"{identical} of {of} rows equal transformers.generate of the row alone; {_sizes(prompts)}, "
+        f"{subject.new} new ones, {_total(runs)}; draft lengths 1, 3, 8 and default; attention "
         f"auto (= {runs[0]['path']}) and {', '.join(paths)}; {subject.note}"
     )
     tested += f"; {subject.switches}" if subject.switches else ""
     return identical == of, tested, {"rows": rows, "runs": runs, "refused": refused}
+
+
+def _sizes(prompts: Sequence[Tensor]) -> str:
+    """How many prompts of which lengths, in words."""
+    if prompts[0].is_floating_point():
+        return f"{len(prompts)} sounds"
+    lengths = sorted(map(len, prompts))
+    if len(prompts) == 1:
+        return f"one prompt of {lengths[0]} tokens"
+    return f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens"
 
 
 def _paths(pair: ModelPair) -> tuple[list[str], dict[str, str]]:
@@ -156,7 +166,7 @@ def sampled(subject: Subject) -> Finding:
         f"G-test of the first {TOKENS} tokens, {len(law)} outcomes, {samples} rows each: "
         f"{', '.join(f'{rule} p = {p:.2g}' for rule, p in p_values.items())} (alpha {ALPHA:g}, Holm); "
         f"{_total(list(tests.values()))}; temperature {params.temperature:g}, top_k {TOP_K} for both models, draft "
-        f"lengths 1, 2, 3 side by side, one prompt of {len(prompt)} tokens; a total variation of "
+        f"lengths 1, 2, 3 side by side, {_sizes([prompt])}; a total variation of "
         f"{detectable(law, samples, ALPHA / 2):.3f} would be found with {POWER:.0%}; {subject.note}"
     )
     return not rejected, tested, {"rejected": rejected, "temperature": params.temperature, "tests": tests}
@@ -178,6 +188,8 @@ def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEven
 def _beginnings(subject: Subject) -> list[Tensor]:
     """Prompts to choose from: short beginnings. n-gram drafting gets one whose ending occurred before, or it would not
     draft."""
+    if subject.pair.target.main_input_name == FEATURES:
+        return subject.prompts[:4]  # what is heard has one length
     room = int(min(context_of(subject.pair), 64)) - TOKENS
     if isinstance(subject.pair.draft, PreTrainedModel):
         return [prompt[: min(size, room)] for prompt in subject.prompts[:4] for size in (1, 2, 4, 8)]

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
 from bass_core import inputs, sampling
 from bass_core.sampling import SamplingParams
+from bass_core.sources import FEATURES
 
 # Options that stay: which ids texts lack, and with which they begin.
 KEPT = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "decoder_start_token_id")
@@ -49,13 +50,14 @@ def begins(model: PreTrainedModel, prompt: Tensor) -> Tensor:
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
     """`transformers.generate` of one row, greedy: its ids [T] on the host, and the logits [T, V] they came from."""
-    ids, first = prompt[None].to(model.device), begins(model, prompt)
-    given = {"decoder_input_ids": first[None].to(model.device)} if model.config.is_encoder_decoder else {}
+    first, given = begins(model, prompt), _given(model, [prompt])
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = first[None].to(model.device)
     output = {"output_logits": True, "return_dict_in_generate": True}
     with plain(model):
         config = copy.deepcopy(model.generation_config)
         config.update(max_new_tokens=new, do_sample=False, pad_token_id=0, **output)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, **given)
+        out = GenerationMixin.generate(model, **given, generation_config=config)  # Whisper's own does more
     return out.sequences[0, len(first) :].cpu(), torch.cat(out.logits).float().clamp(min=-1e30)
 
 
@@ -86,9 +88,16 @@ def _logits(model: PreTrainedModel, prompts: Sequence[Tensor], texts: Tensor) ->
     """The plain forward pass over texts [N, T] that begin as `begins` says: [N, T, V]."""
     if not model.config.is_encoder_decoder:
         return model(input_ids=texts, use_cache=False).logits
-    read = pad_sequence([prompt.to(model.device) for prompt in prompts], batch_first=True)
+    return model(**_given(model, prompts), decoder_input_ids=texts, use_cache=False).logits
+
+
+def _given(model: PreTrainedModel, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Prompts or sources as transformers is given them, in one batch with padding behind their ends."""
+    if model.main_input_name == FEATURES:
+        return {FEATURES: torch.stack(list(prompts)).to(model.device, model.dtype)}
+    read = pad_sequence(list(prompts), batch_first=True).to(model.device)
     kept = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True).to(model.device)
-    return model(input_ids=read, attention_mask=kept, decoder_input_ids=texts, use_cache=False).logits
+    return {"input_ids": read, "attention_mask": kept}
 
 
 @torch.inference_mode()

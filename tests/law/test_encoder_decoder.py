@@ -305,6 +305,17 @@ def test_the_probe_refuses_a_planted_fault(monkeypatch, mutation):
     tiny_reader.cache_clear()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["t5", "whisper"])
+def test_verify_passes_what_is_right_and_finds_another_rows_source(monkeypatch, kind):
+    pair, options = pair_of(kind), {"max_new_tokens": 12, "samples": 1000}
+    report = lab.verify(pair, **options)
+    assert report.passed
+    assert ("sounds" if kind in HEARS else "prompts of") in report.checks[0].tested
+    monkeypatch.setattr(*MUTATIONS["another row's source"])
+    assert not lab.verify(pair, sources(kind, 9, 4, 5, 7), **options).passed
+
+
 # --- what cannot be read -----------------------------------------------------------------------------------
 
 
