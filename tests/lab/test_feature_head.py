@@ -94,9 +94,11 @@ def test_a_trained_head_drafts_better(tmp_path):
     pair = bass.load_pair(dtype="float32", device="cpu")
     functions = Windows(corpus.generated_functions(200), pair.tokenizer)
     prompts = functions.take(8, 16, torch.Generator().manual_seed(0))
-    head, report = trained(pair.target, write_texts(pair.target, prompts, 32, 0.2), tmp_path, steps=60)
+    torch.manual_seed(0)
+    head, report = trained(pair.target, write_texts(pair.target, prompts, 32, 0.2), tmp_path, steps=150)
     assert report["last_loss"] < report["first_loss"] - 1
-    assert alpha(pair.target, head, prompts) > alpha(pair.target, random_head(pair.target), prompts) + 0.1
+    # 0.49 to 0.59 for four seeds, 0 to 0.01 without training
+    assert alpha(pair.target, head, prompts) > alpha(pair.target, random_head(pair.target), prompts) + 0.2
 
 
 def test_a_training_that_is_over_is_not_repeated(target, texts, tmp_path):

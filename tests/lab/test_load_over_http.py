@@ -37,7 +37,7 @@ class Handler(BaseHTTPRequestHandler):
         for piece in range(4):
             if body.get("prompt") == "break" and piece == 2:
                 return
-            time.sleep(10 * PIECE if body.get("prompt") == "slow" else PIECE)
+            time.sleep(100 * PIECE if body.get("prompt") == "slow" else PIECE)
             text = {"delta": {"content": f"{piece} "}} if chat else {"text": f"{piece} "}
             self._event({"choices": [text | {"finish_reason": "length" if piece == 3 else None}]})
         if body["stream_options"]["include_usage"]:
@@ -102,7 +102,7 @@ def test_what_fails_is_an_error_of_its_own_and_clients_leave(server):
     assert "429" in run.meta["errors"][1] and "no room" in run.meta["errors"][1]
     assert "without a finish_reason" in run.meta["errors"][2] and set(run.meta["errors"]) == {1, 2}
     assert run.latencies.late.tolist() == [False, False, False, True]
-    assert run.requests.ended[3] - run.requests.arrived[3] == pytest.approx(0.3, abs=0.15)
+    assert 0.25 < run.requests.ended[3] - run.requests.arrived[3] < 50 * PIECE  # not even the first piece came
     assert run.requests.tokens[2] == 2 and run.latencies.end_ms.isna().tolist() == [False, True, True, True]
 
 

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 from documents import ROOT
-from serving import PROMPT, post, served, until
+from serving import PROMPT, held, post, served, until
 from tiny import BYTES, byte_tokenizer, forward_passes, greedy_alone, tiny_model
 
 import bass_core as bass
@@ -181,11 +181,13 @@ def test_counts_of_drafts_come_with_the_answer(client):
 
 
 def test_a_stream_that_is_closed_ends_its_rows(server, client):
-    stream = complete(client, n=4, max_tokens=400, stream=True)
-    next(iter(stream))
-    assert server.gate.rows == 4
-    stream.close()
-    until(lambda: server.gate.rows == 0, 5)
+    with held(server, after=4):
+        stream = complete(client, n=4, max_tokens=400, seed=0, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        assert server.gate.rows == 4
+        stream.close()
+        until(lambda: server.driver._inbox or not server.gate.rows)  # the server has noticed
+    until(lambda: server.gate.rows == 0)
     assert 'bass_rows_total{reason="cancelled"}' in metrics(server)
 
 

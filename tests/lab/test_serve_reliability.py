@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from serving import PROMPT, post, process, raw, served, until
+from serving import PROMPT, held, post, process, raw, served, until
 from tiny import BYTES, byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
@@ -159,9 +159,10 @@ def test_numbers_at_the_ends_of_their_ranges_are_honoured(server, extreme):
 
 def test_a_full_queue_answers_429_and_when_to_come_again():
     with served(PAIR, max_batch_size=1, queue=1, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(post, server, **LONG) for _ in range(2)]
-        until(lambda: server.gate.rows == 2)
-        refused = post(server, prompt=PROMPT)
+        with held(server):
+            running = [pool.submit(post, server, **LONG) for _ in range(2)]
+            until(lambda: server.gate.rows == 2)
+            refused = post(server, prompt=PROMPT)
         assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
         assert all(each.result().status_code == 200 for each in running)
@@ -285,11 +286,12 @@ def test_a_port_that_is_taken_is_one_line():
 
 def test_draining_ends_what_runs_and_takes_nothing_new():
     with served(PAIR, max_batch_size=2, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(post, server, prompt=PROMPT, max_tokens=500, temperature=0)
-        until(lambda: server.gate.rows == 1)
-        server._loop.call_soon_threadsafe(server.drain)
-        until(lambda: server.gate.draining)
-        refused = post(server, prompt=PROMPT)
+        with held(server):
+            running = pool.submit(post, server, prompt=PROMPT, max_tokens=500, temperature=0)
+            until(lambda: server.gate.rows == 1)
+            server._loop.call_soon_threadsafe(server.drain)
+            until(lambda: server.gate.draining)
+            refused = post(server, prompt=PROMPT)
         assert refused.status_code == 503 and "shutting down" in refused.json()["error"]["message"]
         assert running.result().status_code == 200
         assert running.result().json()["choices"][0]["bass"]["finish_reason"] in ("length", "eos")

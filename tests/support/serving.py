@@ -40,6 +40,25 @@ def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterato
             assert not thread.is_alive()
 
 
+@contextmanager
+def held(server: Server, after: int = 0) -> Iterator[None]:
+    """The engine stands still before its next step, or `after` steps later, until the block ends: rows that run now are
+    still there then. The server answers meanwhile."""
+    step, going, left = server.driver.session.step, threading.Event(), iter(range(after))
+
+    def waiting() -> Any:
+        if next(left, None) is None:
+            assert going.wait(60)
+        return step()
+
+    server.driver.session.step = waiting
+    try:
+        yield
+    finally:
+        going.set()
+        server.driver.session.step = step
+
+
 def until(holds: Callable[[], bool], seconds: float = 20) -> None:
     """Wait for it. Raises AssertionError when it takes longer."""
     ends = time.monotonic() + seconds
