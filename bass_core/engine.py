@@ -402,18 +402,19 @@ class Session:
     def _commit(self, context: Context, draft: Draft, decided: Decided) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
         host = decided.block.cpu().numpy()  # [B, K + 4]
-        failed = self._failed_rows(context, target_finite=host[:, -2] == 1, draft_finite=host[:, -1] == 1)
+        failed = self._failed_rows(context, host[:, -2:] == 0)
         self._committing = True
         commit = self.rows.commit(context.places, host[:, :-2], draft.lengths_host, failed)
         self._committing = self._ahead = False
         return commit
 
-    def _failed_rows(self, context: Context, target_finite: np.ndarray, draft_finite: np.ndarray) -> np.ndarray:
-        """bool [B]: rows to end with reason "error". Raises FloatingPointError unless on_row_error is "finish"."""
-        failed = ~(target_finite & draft_finite)
+    def _failed_rows(self, context: Context, broken: np.ndarray) -> np.ndarray:
+        """bool [B]: rows to end with reason "error". broken: bool [B, 2], the target's logits were not numbers, and the
+        draft's. Raises FloatingPointError unless on_row_error is "finish"."""
+        failed = broken.any(1)
         if self.on_row_error == "raise" and failed.any():
             index = int(failed.argmax())
-            role, model = ("draft", self.pair.draft) if target_finite[index] else ("target", self.pair.target)
+            role, model = ("target", self.pair.target) if broken[index, 0] else ("draft", self.pair.draft)
             row = self.rows.live[context.places[index]]
             raise FloatingPointError(
                 f"{role} model {type(model).__name__} gave NaN or infinite "

@@ -1,8 +1,8 @@
 """The Triton kernels of `bass_kernels` in place of plain torch: where they run, and as operators of torch.
 
-They run on a CUDA GPU where they are installed: attention (but for the path "eager"), the write into the KV cache, and
-verification where nothing but the temperature changes the distribution. On a CPU they run only in Triton's interpreter
-(TRITON_INTERPRET=1, set before Python starts): slow, and the same code.
+They run on a CUDA GPU where they are installed: attention (but for the path "eager"), the write into the KV cache, and,
+where nothing but the temperature changes the distribution, the draw of a draft and verification. On a CPU they run only
+in Triton's interpreter (TRITON_INTERPRET=1, set before Python starts): slow, and the same code.
 
 As operators, compilers and recorders see one call each instead of its inside. An operator takes tensors and numbers
 alone. Those that compiled code meets also say what shape comes out.
@@ -190,6 +190,14 @@ def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | No
 @quantized_linear.register_fake
 def _(x, weight, scale, bias):
     return x.new_empty(*x.shape[:-1], len(weight))
+
+
+@torch.library.custom_op("bass::draw", mutates_args=())
+def draw(
+    logits: Tensor, streams: Tensor, steps: Tensor, slot: int, temperature: float, width: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`bass_kernels.draw`: a drafted token of each row, what it was drawn from, and the row's largest logit."""
+    return load().draw(logits, streams, steps, slot, temperature, width)
 
 
 @torch.library.custom_op("bass::commit", mutates_args=("row_tokens", "row_logprobs", "row_lengths", "row_steps"))

@@ -20,7 +20,7 @@ from bass_core.sources import Encoded, Source, Sources, encode
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
 EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
-PACKED_BELOW = 0.85  # share of [B, Q] that is submitted, below which packing repays its copies
+PACKED_BELOW = 0.6  # share of [B, Q] that is submitted, below which packing repays its copies (two CPU cores)
 
 
 def packs(query_lengths: Sequence[int], width: int) -> bool:

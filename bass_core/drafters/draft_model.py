@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import sampling
+from bass_core import kernel_ops, sampling, verification
 from bass_core.cache import Phase
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
@@ -133,14 +133,14 @@ class ModelDrafter(Drafter):
         looked_at = np.zeros_like(lengths) if asks else lengths  # per row: at the logits of how many slots
         while (slot := len(drawn)) < most:
             logits = feed(drawn[-1].token if drawn else None, slot, lengths)
-            peak, best = logits.max(-1)
-            peaks.append(peak)
             if asks:
                 looked_at += lengths > slot  # before a policy can mistake NaN for doubt
                 lengths = self._stop_rows(policy, logits, slot, lengths)
                 if (most := int(lengths.max())) <= slot:
+                    peaks.append(logits.amax(-1))
                     break
-            token, q = self._next_token(logits, best, context, slot)
+            token, q, peak = self._next_token(logits, context, slot)
+            peaks.append(peak)
             drawn.append(_Drawn(token, q, _told(logits, token) if chooses else None))
             context = context.after(token)
         device = context.tokens.device
@@ -227,18 +227,22 @@ class ModelDrafter(Drafter):
         options = {} if own is None else {"features": own, "last_only": True}
         return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
 
-    def _next_token(self, logits: Tensor, best: Tensor, context: Context, slot: int) -> tuple[Tensor, Tensor | None]:
-        """The next draft token [B] and the distribution it came from [B, V] over the target's ids. best [B]: the ids of
-        the largest logits."""
+    def _next_token(self, logits: Tensor, context: Context, slot: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The next draft token [B], the distribution it came from [B, V] over the target's ids, and the largest logit
+        [B]: NaN or infinite if one of them is."""
         params, seen = context.params, context.seen
+        if verification.can_fuse(logits, None) and _is_tempered(context):
+            keys = context.keys.stream, context.keys.counter
+            return kernel_ops.draw(logits, *keys, slot, params.temperature, self.vocabulary)
+        peak, best = logits.max(-1)
         if params.greedy:
             shown = context._replace(params=params.at_temperature_one)
             q = self._q(shown, logits) if self.show_q else None
             if seen is not None:
                 best = sampling.penalise(logits, params, seen[:, : logits.shape[-1]]).argmax(-1)
-            return best, q
+            return best, q, peak
         q = self._q(context, logits)
-        return context.draw(q, slot), q
+        return context.draw(q, slot), q, peak
 
     def _keeps_q(self, context: Context) -> bool:
         return self.show_q or not (self.coupled or context.params.greedy)
@@ -270,6 +274,12 @@ class ModelDrafter(Drafter):
             return  # nothing was fed
         # All drafted tokens but the last were fed; the accepted of these are right.
         self.cached[: len(before)] += np.minimum(accepted, np.maximum(draft.lengths_host - 1, 0))
+
+
+def _is_tempered(context: Context) -> bool:
+    """Whether rows draw, by numbers of their own step, from what the temperature alone makes of the logits."""
+    params = context.params
+    return params.only_temperature and not params.greedy and not params.is_cold and context.noise is None
 
 
 def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:

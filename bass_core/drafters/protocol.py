@@ -105,7 +105,8 @@ class Draft(NamedTuple):
     @classmethod
     def none(cls, context: Context) -> Draft:
         """Nothing drafted: regular decoding."""
-        return cls.of(context.tokens[:, :0], np.zeros(len(context.lengths_host), np.int64))
+        lengths = torch.zeros_like(context.lengths)
+        return cls(context.tokens[:, :0], lengths, np.zeros_like(context.lengths_host), None, lengths == 0)
 
     def distributions(self, vocabulary: int) -> Tensor:
         """probs, or one-hot where the tokens were certain: [B, K, V]."""

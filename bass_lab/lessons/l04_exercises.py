@@ -66,10 +66,10 @@ def _next(length: int, s: int, accepted: list[int]) -> tuple[int, int]:
 
 
 def check_best_length(best_length: Callable) -> bool:
-    """best_length(hazards, seconds) -> k: the draft length of most expected tokens per second, 0 among them.
+    """best_length(chances, seconds) -> k: the draft length of most expected tokens per second, 0 among them.
 
-    hazards: a list; the j-th is the chance that the j-th draft of a step is accepted if all before it were. seconds: a
-    list with the time of a step that drafts 0, 1, … tokens, one entry more than hazards. Of equal ones the shortest.
+    chances: a list; the j-th is the chance that the j-th draft of a step is accepted if all before it were. seconds: a
+    list with the time of a step that drafts 0, 1, … tokens, one entry more than chances. Of equal ones the shortest.
     """
     return check(best_length, _length_cases())
 
@@ -89,14 +89,14 @@ def _length_cases() -> Iterator[Case]:
         steps = [chance.uniform(0, 0.6) * chance.random() for _ in range(k)]
         seconds = [1 + sum(steps[:j]) for j in range(k + 1)]
         drawn.append((f"random case {number}", [chance.random() ** 0.5 for _ in range(k)], seconds))
-    for name, hazards, seconds in drawn:
-        yield name, (list(hazards), list(seconds)), _is_best(hazards, seconds)
+    for name, chances, seconds in drawn:
+        yield name, (list(chances), list(seconds)), _is_best(chances, seconds)
 
 
-def _is_best(hazards: list[float], seconds: list[float]) -> Fault:
+def _is_best(chances: list[float], seconds: list[float]) -> Fault:
     tokens, survival = [1.0], 1.0
-    for hazard in hazards:
-        survival *= hazard
+    for chance in chances:
+        survival *= chance
         tokens.append(tokens[-1] + survival)
     rates = [n / s for n, s in zip(tokens, seconds, strict=True)]
     wanted = rates.index(max(rates))

@@ -92,7 +92,8 @@ def beside_the_paper(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
     for line in ours.itertuples():
         about = {"models": line.models, "device": f"{line.device} ({line.cores} CPU cores)", "batch": line.batch}
         speed = {"mean ms per token": line.mean_ms, "tokens/s": line.tokens_per_second}
-        source = f"measured, {line.prompt_set} prompts, k {line.k:.0f}"
+        lengths = "as it comes" if pd.isna(line.k) else f"k {line.k:.0f}"
+        source = f"measured, {line.prompt_set} prompts, {lengths}"
         lines.append({"source": source} | about | speed | {"over regular": line.over_regular})
     return pd.DataFrame(lines).set_index("source")
 

@@ -1,8 +1,10 @@
 """Simulated against served: the same workload in a session of this process and in virtual time, at several loads.
 
-`python -m bass_lab.load.compare` measures what steps and prefills of the embedded pair cost here, records what its
-drafts are worth, serves a workload at three shares of the rate that the simulator finds it to bear, and says how far
-the simulator is off. On a machine that has other things to do it is off for that reason.
+`python -m bass_lab.load.compare` records what the embedded pair's drafts are worth, and then, in each of some rounds,
+measures what steps and prefills cost here and serves a workload at three shares of the rate that the simulator finds it
+to bear. It says how far the simulator is off, by the median of the rounds. A machine's pace may change between a
+measurement of costs and the run that they are for: costs are scaled by how much longer a decode step of the run took
+than they say (*pace*, the median, told beside), so that what is left is the simulator's.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -33,7 +36,9 @@ from bass_lab.threads import settle_threads
 METRICS = (("first_ms", "p50"), ("between_ms", "p50"), ("between_ms", "p99"), ("end_ms", "p50"), ("end_ms", "p99"))
 PROMPTS = 48  # of the set, recorded
 WIDTHS = (16, 64, 128)  # tokens of the prompts whose prefill is timed
-SHARES = (0.3, 0.6, 0.9)  # of the rate at which requests come no faster than they are served
+KV_LENGTH = 100  # of a row, on average
+SHARES = (0.25, 0.5, 0.75)  # of the rate at which requests come no faster than they are served; near that, queues
+# multiply whatever a step was wrong by
 
 
 def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 5) -> Callable[[int, int], float]:
@@ -51,8 +56,25 @@ def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 5) -> 
                     session.step()
                     if repeat:
                         taken.setdefault((batch, width), []).append(time.perf_counter() - began)
+                    session.step()  # decodes: a prefill between decode steps takes longer than one after another
     table = Table.of({"batch": batches, "tokens": WIDTHS}, lambda *point: float(np.median(taken[point])))
     return lambda batch, tokens: float(table(batch, tokens)) if batch else 0.0
+
+
+def pace(served: LoadRun, cost: CostModel, kv_length: int = KV_LENGTH) -> float:
+    """How many times as long a decode step of a run took as it does by these costs, median."""
+    steps = served.steps.query("kind == 'decode'")
+    rows, k = steps.rows.to_numpy(), np.rint(steps.k.to_numpy())
+    query = (steps.drafted.to_numpy() + rows) / rows
+    known = cost.draft(rows, k, kv_length) + cost.target(rows, query, kv_length) + cost.overhead(rows, k)
+    return float(np.median((steps.ended - steps.started) / known))
+
+
+def slower(cost: CostModel, times: float) -> CostModel:
+    """The costs of a machine that takes `times` as long."""
+    tables = {name: getattr(cost, name) for name in ("target_passes", "draft_phases", "overheads")}
+    scaled = {name: replace(t, seconds=times * t.seconds) for name, t in tables.items() if t is not None}
+    return replace(cost, **scaled)
 
 
 def side_by_side(served: LoadRun, simulated: LoadRun) -> list[dict]:
@@ -71,57 +93,87 @@ def side_by_side(served: LoadRun, simulated: LoadRun) -> list[dict]:
 
 def compare(
     pair: ModelPair,
-    cost: CostModel,
+    measure: Callable[[], CostModel],
     *,
     policies: Sequence[int | None] = (0, None),
     shares: Sequence[float] = SHARES,
     count: int = 150,
+    rounds: int = 3,
     max_batch_size: int = 8,
     temperature: float = 0.2,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """One line per policy (None: `Goodput` by these costs), load and metric: policy, share, rate, then as
-    `side_by_side`. Texts go on past EOS, so that both write as many tokens."""
+    """One line per round, policy (None: `Goodput` by the round's costs), load and metric: round, policy, share, rate,
+    pace (`pace` of the run, by which the simulated machine is slower, too), then as `side_by_side`. measure: the costs
+    of steps, asked in each round. Texts go on past EOS, so that both write as many tokens."""
     prompts = prompt_set("mini", PROMPTS)
     trace = recording.record(pair, prompts, max_new_tokens=64, temperature=temperature, seed=seed).past_eos()
-    read = measured_prefill(pair, max_batch_size)
     drawn = Workload.draw(Poisson(1.0), count, prompts=prompts, max_new_tokens=range(16, 65), seed=seed)
+    most: dict[int | None, float] = {}  # what each policy bears, by the first round's costs
     lines = []
-    for policy in policies:
-        chosen = Goodput(cost) if policy is None else policy
-        how = {"draft_length": chosen, "max_batch_size": max_batch_size}
+    for number in range(rounds):
+        cost, read = measure(), measured_prefill(pair, max_batch_size)
+        for policy in policies:
+            chosen = Goodput(cost) if policy is None else policy
+            how = {"draft_length": chosen, "max_batch_size": max_batch_size}
 
-        def in_virtual_time(workload: Workload, how: dict = how) -> LoadRun:
-            return simulate(workload, trace, cost, prefill=read, seed=seed, **how)
+            def in_virtual_time(
+                workload: Workload,
+                times: float = 1.0,
+                how: dict = how,
+                cost: CostModel = cost,
+                read: Callable[[int, int], float] = read,
+            ) -> LoadRun:
+                def prefill(batch: int, tokens: int) -> float:
+                    return times * read(batch, tokens)
 
-        most = bearable_rate(in_virtual_time, drawn)
-        for share in shares:
-            asked = drawn.at_rate(share * most)
-            served = in_process(asked, pair, temperature=temperature, eos_token_id=(), **how)
-            for line in side_by_side(served, in_virtual_time(asked)):
-                name = "default" if policy is None else f"k={policy}"
-                lines.append({"policy": name, "share": share, "rate": asked.rate, **line})
+                return simulate(workload, trace, slower(cost, times), prefill=prefill, seed=seed, **how)
+
+            if policy not in most:
+                most[policy] = bearable_rate(in_virtual_time, drawn)
+            for share in shares:
+                asked = drawn.at_rate(share * most[policy])
+                served = in_process(asked, pair, temperature=temperature, eos_token_id=(), **how)
+                about = {"round": number, "policy": "default" if policy is None else f"k={policy}", "share": share}
+                lines += [
+                    {**about, "rate": asked.rate, **line} for line in side_by_side(served, in_virtual_time(asked))
+                ]
     return pd.DataFrame(lines)
+
+
+def medians(lines: pd.DataFrame) -> pd.DataFrame:
+    """One line per policy, load and metric: the medians over the rounds."""
+    return lines.groupby(["policy", "share", "metric"], sort=False).median().drop(columns="round").reset_index()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bass_lab.load.compare", description=__doc__.split("\n\n")[0])
     parser.add_argument("--count", type=int, default=150, help="requests per load")
     parser.add_argument("--max-batch-size", type=int, default=8, help="rows decoded at once")
-    parser.add_argument("--seconds", type=float, default=42.0, help="time to measure costs in")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=42.0, help="time to measure costs in, in each round")
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     given = parser.parse_args(arguments)
     settle_threads(lambda sentence: None)
     inputs.integer("count", given.count, least=10)
+    inputs.integer("rounds", given.rounds, least=1)
     pair = load_pair()
     batches = [size for size in (1, 2, 4, 8, 16, 32) if size <= max(given.max_batch_size, 2)]
-    cost = calibration.calibrate(pair, batches, seconds=given.seconds)
-    found = compare(pair, cost, count=given.count, max_batch_size=given.max_batch_size)
+    found = compare(
+        pair,
+        lambda: calibration.calibrate(pair, batches, seconds=given.seconds),
+        count=given.count,
+        rounds=given.rounds,
+        max_batch_size=given.max_batch_size,
+    )
     if given.json:
-        print(json.dumps({"lines": found.to_dict("records"), "spread": cost.measured["spread"]}))
+        print(json.dumps({"lines": found.to_dict("records")}))
         return
-    print(found.round(3).to_string(index=False))
-    print(f"costs varied by {cost.measured['spread']:.0%}; off by at most {(found.ratio - 1).abs().max():.0%}")
+    told = medians(found)
+    off = (told.ratio - 1).abs()
+    print(told.round(3).to_string(index=False))
+    near = f"{(off <= 0.1).sum()} of {len(told)} within a tenth"
+    print(f"medians of {given.rounds} rounds: {near}, the farthest {off.max():.0%} off")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Triton kernels for attention over a ragged KV cache, and for what surrounds it in batched speculative decoding."""
 
+from bass_kernels.draft_draw import draw
 from bass_kernels.fused_verification import RowMemory, VerifyOutput, commit, verify
 from bass_kernels.kv_write import write_kv
 from bass_kernels.launching import interpreted, runs_on
@@ -14,6 +15,7 @@ __all__ = [
     "RowMemory",
     "VerifyOutput",
     "commit",
+    "draw",
     "interpreted",
     "make_plan",
     "pad_attention",

@@ -204,7 +204,7 @@ def block_masses(
 
 
 @triton.jit
-def _first_above(weights, target, SIZE: tl.constexpr):
+def first_above(weights, target, SIZE: tl.constexpr):
     """First index whose cumulative weight exceeds `target`, never one of weight zero. weights float64 [SIZE].
 
     The last index of positive weight where rounding leaves none; 0 where nothing has weight (or it is NaN).
@@ -286,14 +286,14 @@ def finish(
         number = uniform(stream, step, TARGET, 0) if draw_uniform is None else tl.load(draw_uniform + row)
         # u is at most 1 - 2^-52 and the sums are float64: u times the total rounds below the total.
         target = number * tl.sum(mass)
-        chosen = _first_above(mass, target, BLOCKS)
+        chosen = first_above(mass, target, BLOCKS)
         p, residual = _next_law(
             logits, drafted, q, shifts, scales, row, slot, length, chosen, stride_b, stride_s, drafted_stride,
             q_stride_b, q_stride_s, vocabulary, drafts, inverse_temperature, HAS_Q, BLOCK,
         )  # fmt: skip
         weights = tl.where(is_residual, residual, p).to(tl.float64)
         target -= tl.sum(tl.where(n < chosen, mass, 0.0))
-        token = chosen * BLOCK + _first_above(weights, target, BLOCK)
+        token = chosen * BLOCK + first_above(weights, target, BLOCK)
     slots = tl.arange(0, SLOTS)
     if FORCED:
         text = (stream % texts + texts) % texts  # the remainder takes the sign of the stream

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_kernel_draw import drawn, is_right
 from test_kernel_verification import COMMITS, assert_same_bits, committing, differing, disagreements
 
 pytestmark = [
@@ -127,3 +128,15 @@ def test_a_captured_commit_moves_the_rows_as_bass_core_does(changes):
             found.options.synthetic.chances.copy_(expected.options.synthetic.chances)
         graph.replay()
         assert differing(found, block, expected, expected.by_bass_core()) == []
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1, 1.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_draw_on_the_gpu_is_that_of_its_q(dtype, temperature):
+    from bass_kernels.draft_draw import BLOCK
+
+    for rows, vocabulary in ((1, 1), (3, BLOCK - 1), (5, BLOCK + 1), (8, 50257), (32, 128256)):
+        generator = torch.Generator("cuda").manual_seed(vocabulary)
+        logits = (3 * torch.randn(rows, vocabulary, generator=generator, device="cuda")).to(dtype)
+        token, q, peak = (each.cpu() for each in drawn(logits, temperature, width=vocabulary + 7))
+        assert is_right(logits.cpu(), temperature, 1, (token, q, peak))

@@ -69,6 +69,7 @@ def test_nothing_spills(compiled, architecture):
         "_plan",
         "_write_token",
         "finish",
+        "_draw",
         "_multiply",
         "_add_up",
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_cases import TOLERANCE, case, error, poisoned_memory, shuffled_programs
+from test_kernel_draw import drawn, is_right
 from test_kernel_skinny import activations, codes
 from test_kernel_verification import committing, differing, step
 
@@ -160,6 +161,19 @@ BUGS["skinny"] = {
     "GELU is the normal law": ("x = 0.5 * x * (1.0", "x = 0.5 * (1.0"),
     "tanh has a square for a cube": ("0.044715 * x * x * x", "0.044715 * x * x"),
 }
+BUGS["draft_draw"] = {
+    "q has no temperature": ("q_ids = tl.exp((x - shift) * inverse_temperature)", "q_ids = tl.exp(x - shift)"),
+    "the sum is that of the last maximum": ("total *= tl.exp(", "total *= 0.0 * tl.exp("),
+    "blocks before the chosen one count": ("target -= tl.sum(", "target -= 0.0 * tl.sum("),
+    "all slots have the first one's number": ("DRAFT, slot)", "DRAFT, 0)"),
+    "the draft has the target's number": ("tl.constexpr(1)", "tl.constexpr(3)"),
+    "q is written within the vocabulary alone": (
+        "mask=ids < width)\n        tl.store(masses",
+        "mask=ids < vocabulary)\n        tl.store(masses",
+    ),
+    "NaN counts as a number": ("tl.where(total > 0, top,", "tl.where(total != 0, top,"),
+    "rows lie close together": ("logits += row * stride_b", "logits += row * vocabulary"),
+}
 CASES = [(module, bug) for module, bugs in BUGS.items() for bug in bugs]
 
 
@@ -254,7 +268,21 @@ def rows_beyond_are_written(package) -> bool:
     return not (room[3] == 7).all()
 
 
+def draw_is_wrong(package) -> bool:
+    """Whether a draft's q or token is not what torch makes of the logits, or NaN goes unseen."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(8, 9000, generator=generator))[::2, :8500]
+    for slot, wide in ((0, 0), (2, 300)):
+        found = drawn(logits, 0.7, slot, logits.shape[1] + wide, draw=package.draw)
+        if not is_right(logits, 0.7, slot, found):
+            return True
+    broken = logits[:1].clone()
+    broken[0, 5000] = math.nan
+    return bool(drawn(broken, 0.7, draw=package.draw)[2].isfinite())
+
+
 CHECKS = {
+    "draft_draw": draw_is_wrong,
     "skinny": products_are_wrong,
     "verification_kernels": verification_is_wrong,
     "uniform": verification_is_wrong,
@@ -262,7 +290,9 @@ CHECKS = {
 }
 
 
-@pytest.mark.parametrize("is_wrong", [attention_is_wrong, verification_is_wrong, write_is_wrong, products_are_wrong])
+@pytest.mark.parametrize(
+    "is_wrong", [attention_is_wrong, verification_is_wrong, write_is_wrong, products_are_wrong, draw_is_wrong]
+)
 def test_without_a_bug_nothing_is_caught(is_wrong):
     assert not is_wrong(bass_kernels)
 

@@ -64,8 +64,8 @@ def test_a_raw_q_is_caught(embedded, monkeypatch):
     original = ModelDrafter._next_token
 
     def raw(self, logits, *args):
-        token, q = original(self, logits, *args)
-        return token, None if q is None else logits.softmax(-1)
+        token, q, peak = original(self, logits, *args)
+        return token, None if q is None else logits.softmax(-1), peak
 
     monkeypatch.setattr(ModelDrafter, "_next_token", raw)
     assert verdicts(embedded, FOUR) == dict.fromkeys(NAMES, True) | {"sampled law": False}

@@ -42,8 +42,8 @@ def test_raw_q_is_caught(monkeypatch):
     original = ModelDrafter._next_token
 
     def raw(self, logits, *args):
-        token, _ = original(self, logits, *args)
-        return token, logits.softmax(-1)  # what it was drawn from was the processed one
+        token, _, peak = original(self, logits, *args)
+        return token, logits.softmax(-1), peak  # what it was drawn from was the processed one
 
     monkeypatch.setattr(ModelDrafter, "_next_token", raw)
     assert distance(temperature=0.6) > CAUGHT

@@ -314,10 +314,10 @@ def algorithm_1(length, s, accepted, round_up=math.ceil, once_more=1, least=1):
     return max(least, *accepted, length - round_up(length / 10) - once_more * s), 1
 
 
-def best_length(hazards, seconds, first=1.0, least=0):
+def best_length(chances, seconds, first=1.0, least=0):
     tokens, survival = [first], 1.0
-    for hazard in hazards:
-        survival *= hazard
+    for chance in chances:
+        survival *= chance
         tokens.append(tokens[-1] + survival)
     speeds = [count / time for count, time in zip(tokens, seconds, strict=True)][least:]
     return least + speeds.index(max(speeds))
@@ -350,8 +350,8 @@ def test_algorithm_1_of_the_exercise_is_the_engines():
         ("check_algorithm_1", lambda length, s, accepted: (length + 2, 0), "the limit is 32"),
         ("check_best_length", lambda *case: best_length(*case, first=0.0), "expected"),
         ("check_best_length", lambda *case: best_length(*case, least=1), "drafts are never accepted"),
-        ("check_best_length", lambda hazards, seconds: len(hazards), "expected"),
-        ("check_best_length", lambda hazards, seconds: None, "got None"),
+        ("check_best_length", lambda chances, seconds: len(chances), "expected"),
+        ("check_best_length", lambda chances, seconds: None, "got None"),
     ],
 )
 def test_exercises_name_what_is_wrong(check, attempt, hint, capsys):
