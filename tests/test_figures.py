@@ -84,6 +84,17 @@ def test_the_readmes_table_is_the_record(speeds, batch):
     assert f"| {' | '.join(cells)} |" in said("README.md")
 
 
+@pytest.mark.parametrize("drafter", ["draft", "feature_head", "ngram", "suffix", "layers:4", "target:int4"])
+def test_the_table_of_drafters_is_the_record(drafter):
+    cells = []
+    for lines in by_setting("drafters_embedded_cpu.jsonl").values():
+        own = [line for line in lines if line.get("drafter", {"batched": "draft"}.get(line["method"])) == drafter]
+        best = max(own, key=lambda line: over_the_faster(lines, line).median)
+        speed = re.sub(r"^(\S+)", r"**\1**", with_interval(over_the_faster(lines, best)))
+        cells.append(f"{speed}, k {best['k']}, {best['tokens_per_step']:.2f} a step, α {best['alpha']:.2f}")
+    assert f"| `{drafter}` | {' | '.join(cells)} |" in said("docs/BENCHMARKS.md")
+
+
 def test_the_best_draft_lengths_of_library_code_are_the_records(speeds):
     best = []
     for batch in BATCHES:

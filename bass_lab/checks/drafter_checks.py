@@ -31,7 +31,7 @@ WAYS = (
     (SamplingParams(0.6, top_k=2), ADAPTIVE, 4),
     (SamplingParams(1.3, top_k=2, repetition_penalty=1.5), FixedLength(2), 4),
 )
-NEW, ROWS, PLACES = 24, 6, 2  # tokens, rows and places for them: rows wait, end and move
+NEW, ROWS, PLACES = 16, 6, 2  # tokens, rows and places for them: rows wait, end and move
 
 
 def check_drafter(

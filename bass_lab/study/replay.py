@@ -20,8 +20,8 @@ from bass_core.policies.costs import Cost, CostModel
 from bass_core.runner import packs
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-# Of the time of left-out tokens, what a packed pass saves: two CPU cores, batches of 2 to 8, half of the tokens left out
-# (0.92 to 0.97 of the rectangular pass, where a pass over so many tokens took 0.81 to 0.91).
+# Of the time of left-out tokens, what a packed pass saves: two CPU cores, batches of 2 to 8, half of the tokens left
+# out (0.92 to 0.97 of the rectangular pass, where a pass over so many tokens took 0.81 to 0.91).
 PACKING = 0.4
 
 

@@ -165,7 +165,7 @@ BUGS["draft_draw"] = {
     "q has no temperature": ("q_ids = tl.exp((x - shift) * inverse_temperature)", "q_ids = tl.exp(x - shift)"),
     "the sum is that of the last maximum": ("total *= tl.exp(", "total *= 0.0 * tl.exp("),
     "blocks before the chosen one count": ("target -= tl.sum(", "target -= 0.0 * tl.sum("),
-    "all slots have the first one's number": ("DRAFT, slot)", "DRAFT, 0)"),
+    "all slots have the first one's number": ("DRAFT, slot) * tl", "DRAFT, 0) * tl"),
     "the draft has the target's number": ("tl.constexpr(1)", "tl.constexpr(3)"),
     "q is written within the vocabulary alone": (
         "mask=ids < width)\n        tl.store(masses",
@@ -271,7 +271,7 @@ def rows_beyond_are_written(package) -> bool:
 def draw_is_wrong(package) -> bool:
     """Whether a draft's q or token is not what torch makes of the logits, or NaN goes unseen."""
     generator = torch.Generator().manual_seed(0)
-    logits = (3 * torch.randn(8, 9000, generator=generator))[::2, :8500]
+    logits = (3 * torch.randn(24, 9000, generator=generator))[::2, :8500]
     for slot, wide in ((0, 0), (2, 300)):
         found = drawn(logits, 0.7, slot, logits.shape[1] + wide, draw=package.draw)
         if not is_right(logits, 0.7, slot, found):
