@@ -88,10 +88,6 @@ class StepKeys:
 
     def numbers(self, purpose: Purpose, slot: int | Tensor) -> Tensor:
         """[B] for one slot, [B, J] for slots 0 … J - 1."""
-        if self.slots == 1 and isinstance(slot, int) and self.stream.device.type == "cpu":  # regular decoding
-            rows = zip(self.stream.tolist(), self.counter.tolist(), strict=True)
-            words = [_mix_word(_mix_word(s + n * _GOLDEN) + (slot * 8 + purpose) * _GOLDEN) for s, n in rows]
-            return torch.tensor([(word >> 12) * 2.0**-52 for word in words], dtype=torch.float64)
         return self._numbers[:, slot if isinstance(slot, int) else slice(len(slot)), int(purpose)]
 
 
@@ -126,7 +122,7 @@ def stream(seed: int, row: int) -> int:
 
 
 def _mix_word(x: int) -> int:
-    """`_mix` of one number, modulo 2^64: where one per row is asked for, since tensors that small are slow."""
+    """`_mix` of one number, modulo 2^64: one per row is asked for, and tensors that small are slow."""
     x &= _WORD
     x = (x ^ x >> 30) * _MIX_1 & _WORD
     x = (x ^ x >> 27) * _MIX_2 & _WORD

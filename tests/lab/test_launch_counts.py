@@ -58,7 +58,7 @@ def test_a_layer_is_its_products_attention_and_what_is_fused_between(tables, pha
     assert each == {"product": 4, "fused": 5, "_write_token": 1, "_attend_pieces": 1}
 
 
-@pytest.mark.parametrize(("temperature", "between"), [(0, 1), (1, 5)])
+@pytest.mark.parametrize(("temperature", "between"), [(0, 1), (1, 1)])
 def test_a_draft_pass_launches_few_kernels_around_its_layers(tables, temperature, between):
     table = tables[f"temperature {temperature}"].query("phase == 'draft'").groupby("place").launches.sum()
     # Embedding, where tokens go, rotary factors, norm, logits; torch 2.11 fuses in two more kernels. One plan.

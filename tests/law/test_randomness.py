@@ -34,15 +34,6 @@ def test_numbers_of_single_slots_equal_those_worked_out_together():
         assert torch.equal(randomness.uniform(alone), randomness.uniform(key)[:, slot])
 
 
-@pytest.mark.parametrize("counter", [0, 7, 2**40, 2**62])
-def test_numbers_of_regular_steps_are_those_of_tensors(counter):
-    """A regular step asks for one number per row, which is hashed without tensors on a CPU."""
-    key = keys(rows=500, counter=counter)
-    step = randomness.StepKeys(key.stream, key.counter, slots=1)
-    for one, purpose in ((step.target(), Purpose.TARGET), (step.draft(0), Purpose.DRAFT)):
-        assert torch.equal(randomness.uniform(one), randomness.uniform(Key(key.stream, key.counter, purpose)))
-
-
 def test_every_part_of_the_key_changes_the_numbers():
     base = randomness.uniform(keys())
     others = [keys(seed=1), keys(counter=4), keys(purpose=Purpose.ACCEPT)]
