@@ -12,6 +12,7 @@ from trial_policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
 import bass_core as bass
 import bass_lab as lab
 from bass_core.runner import PACKED_BELOW
+from bass_lab.lessons.l04_explorer import measured_cpu
 from bass_lab.measure.modelled_costs import modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.show import plots
@@ -202,6 +203,15 @@ def test_rows_that_a_plan_made_unequal_are_packed_too():
     first = steps_of(trace_of(*["1" * 20] * 4), PerRow(most=5), range(4), cost).iloc[:4]
     assert (first.drafted + 1).sum() < PACKED_BELOW * 4 * (first.drafted.max() + 1)
     assert first.verify_ms.iloc[0] == pytest.approx(1e3 * (1 + 0.1 * (first.drafted + 1).sum()))
+
+
+def test_packing_saves_little_of_what_it_leaves_out_by_measured_costs():
+    measured, ragged = measured_cpu(), Submit(8, 8, 0, 1, 3)
+    ideal = replace(measured, is_synthetic=True)
+    plans = {"whole": (measured, 8), "packed": (measured, ragged), "ideal": (ideal, ragged)}
+    four = trace_of(*["1" * 20] * 4)
+    ms = {name: steps_of(four, plan, range(4), cost).verify_ms.iloc[0] for name, (cost, plan) in plans.items()}
+    assert ms["ideal"] < ms["packed"] < ms["whole"]
 
 
 # --- against the engine ---------------------------------------------------------------------------
