@@ -240,4 +240,4 @@ def _packing(cost: Cost) -> float:
 def _query_length(submitted: np.ndarray, packing: float) -> float:
     """Tokens per row of the rectangular pass that costs as much as one over rows that submit so many tokens [B]."""
     longest = submitted.max()
-    return longest - packing * (longest - submitted.mean()) if packs(submitted, longest) else longest
+    return longest - packing * (longest - submitted.mean()) if packing and packs(submitted, longest) else longest
