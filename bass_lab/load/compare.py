@@ -2,9 +2,8 @@
 
 `python -m bass_lab.load.compare` records what the embedded pair's drafts are worth, and then, in each of some rounds,
 measures what steps and prefills cost here and serves a workload at three shares of the rate that the simulator finds it
-to bear. It says how far the simulator is off, by the median of the rounds. A machine's pace may change between a
-measurement of costs and the run that they are for: costs are scaled by how much longer a decode step of the run took
-than they say (*pace*, the median, told beside), so that what is left is the simulator's.
+to bear. It says how far the simulator is off, by the median of the rounds. On a machine that has other things to do, or
+changes its pace, it is off for that reason.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -36,7 +34,6 @@ from bass_lab.threads import settle_threads
 METRICS = (("first_ms", "p50"), ("between_ms", "p50"), ("between_ms", "p99"), ("end_ms", "p50"), ("end_ms", "p99"))
 PROMPTS = 48  # of the set, recorded
 WIDTHS = (16, 64, 128)  # tokens of the prompts whose prefill is timed
-KV_LENGTH = 100  # of a row, on average
 SHARES = (0.25, 0.5, 0.75)  # of the rate at which requests come no faster than they are served; near that, queues
 # multiply whatever a step was wrong by
 
@@ -59,22 +56,6 @@ def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 5) -> 
                     session.step()  # decodes: a prefill between decode steps takes longer than one after another
     table = Table.of({"batch": batches, "tokens": WIDTHS}, lambda *point: float(np.median(taken[point])))
     return lambda batch, tokens: float(table(batch, tokens)) if batch else 0.0
-
-
-def pace(served: LoadRun, cost: CostModel, kv_length: int = KV_LENGTH) -> float:
-    """How many times as long a decode step of a run took as it does by these costs, median."""
-    steps = served.steps.query("kind == 'decode'")
-    rows, k = steps.rows.to_numpy(), np.rint(steps.k.to_numpy())
-    query = (steps.drafted.to_numpy() + rows) / rows
-    known = cost.draft(rows, k, kv_length) + cost.target(rows, query, kv_length) + cost.overhead(rows, k)
-    return float(np.median((steps.ended - steps.started) / known))
-
-
-def slower(cost: CostModel, times: float) -> CostModel:
-    """The costs of a machine that takes `times` as long."""
-    tables = {name: getattr(cost, name) for name in ("target_passes", "draft_phases", "overheads")}
-    scaled = {name: replace(t, seconds=times * t.seconds) for name, t in tables.items() if t is not None}
-    return replace(cost, **scaled)
 
 
 def side_by_side(served: LoadRun, simulated: LoadRun) -> list[dict]:
@@ -104,8 +85,8 @@ def compare(
     seed: int = 0,
 ) -> pd.DataFrame:
     """One line per round, policy (None: `Goodput` by the round's costs), load and metric: round, policy, share, rate,
-    pace (`pace` of the run, by which the simulated machine is slower, too), then as `side_by_side`. measure: the costs
-    of steps, asked in each round. Texts go on past EOS, so that both write as many tokens."""
+    then as `side_by_side`. measure: the costs of steps, asked in each round. Texts go on past EOS, so that both write
+    as many tokens."""
     prompts = prompt_set("mini", PROMPTS)
     trace = recording.record(pair, prompts, max_new_tokens=64, temperature=temperature, seed=seed).past_eos()
     drawn = Workload.draw(Poisson(1.0), count, prompts=prompts, max_new_tokens=range(16, 65), seed=seed)
@@ -119,15 +100,11 @@ def compare(
 
             def in_virtual_time(
                 workload: Workload,
-                times: float = 1.0,
                 how: dict = how,
                 cost: CostModel = cost,
                 read: Callable[[int, int], float] = read,
             ) -> LoadRun:
-                def prefill(batch: int, tokens: int) -> float:
-                    return times * read(batch, tokens)
-
-                return simulate(workload, trace, slower(cost, times), prefill=prefill, seed=seed, **how)
+                return simulate(workload, trace, cost, prefill=read, seed=seed, **how)
 
             if policy not in most:
                 most[policy] = bearable_rate(in_virtual_time, drawn)

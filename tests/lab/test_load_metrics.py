@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_lab import load
 from bass_lab.cli import main
-from bass_lab.lessons.l04_explorer import measured_cpu
 from bass_lab.load import LoadRun, Poisson, Target, Workload, simulate
 from bass_lab.load.capacity import bearable_rate
-from bass_lab.load.compare import pace, side_by_side, slower
+from bass_lab.load.compare import side_by_side
 from bass_lab.load.measurement import measure, record_line
 from bass_lab.load.result import PIECES, REQUESTS, STEPS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -249,15 +248,6 @@ def test_what_is_measured_is_a_line_of_a_record():
     assert rates == sorted(set(rates)) and set(found["highest"].values()) <= set(rates)
     how = {"models": "made up", "served": "simulated", "max_batch_size": 8, "temperature": 0.0, "costs": None}
     assert record_lines.kind_of(record_line(found, drawn, bass.load_pair(), **how)) == "load"
-
-
-def test_the_pace_of_a_run_is_how_much_slower_its_machine_is():
-    cost = measured_cpu()
-    trace = AcceptanceTrace.synthetic(alpha=0.8, length=32, sequences=8)
-    asked = Workload.draw(Poisson(20.0), 60, max_new_tokens=32)
-    for draft_length in (0, 5, bass.Goodput(cost)):
-        found = simulate(asked, trace, slower(cost, 1.7), draft_length=draft_length)
-        assert pace(found, cost) == pytest.approx(1.7, rel=0.05)
 
 
 def test_runs_are_compared_metric_by_metric():
