@@ -1,17 +1,19 @@
 """Simulated against served: the same workload in a session of this process and in virtual time, at several loads.
 
 `python -m bass_lab.load.compare` records what the embedded pair's drafts are worth, and then, in each of some rounds,
-measures what steps and prefills cost here and serves a workload at three shares of the rate that the simulator finds it
-to bear. It says how far the simulator is off, by the median of the rounds. On a machine that has other things to do, or
-changes its pace, it is off for that reason.
+serves a workload at three shares of the rate that the simulator finds it to bear. Before and after each serving it
+measures what steps and prefills cost, and simulates with both, since machines change their pace within minutes. It says
+how far the simulator is off, by the median of the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -34,11 +36,12 @@ from bass_lab.threads import settle_threads
 METRICS = (("first_ms", "p50"), ("between_ms", "p50"), ("between_ms", "p99"), ("end_ms", "p50"), ("end_ms", "p99"))
 PROMPTS = 48  # of the set, recorded
 WIDTHS = (16, 64, 128)  # tokens of the prompts whose prefill is timed
-SHARES = (0.25, 0.5, 0.75)  # of the rate at which requests come no faster than they are served; near that, queues
+GRID = {"query_lengths": (1, 2, 4, 6, 9, 13, 17), "kv_lengths": (32, 128)}  # of the costs: what the workload comes to
+SHARES = (0.2, 0.4, 0.6)  # of the rate at which requests come no faster than they are served; near that, queues
 # multiply whatever a step was wrong by
 
 
-def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 5) -> Callable[[int, int], float]:
+def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 3) -> Callable[[int, int], float]:
     """Seconds of prefills of so many rows and tokens, for `simulate`: medians of real ones, linear in between."""
     batches = (*(size for size in (1, 2, 4, 8, 16, 32) if size < max_batch_size), max_batch_size)
     taken: dict[tuple[int, int], list[float]] = {}
@@ -58,18 +61,15 @@ def measured_prefill(pair: ModelPair, max_batch_size: int, repeats: int = 5) -> 
     return lambda batch, tokens: float(table(batch, tokens)) if batch else 0.0
 
 
-def side_by_side(served: LoadRun, simulated: LoadRun) -> list[dict]:
-    """A line per metric: real and simulated milliseconds, and their ratio."""
-    real, found = (run.summary(resamples=2).value for run in (served, simulated))
-    return [
-        {
-            "metric": " ".join(name),
-            "real": float(real[name]),
-            "simulated": float(found[name]),
-            "ratio": float(found[name] / real[name]),
-        }
-        for name in METRICS
-    ]
+def side_by_side(served: LoadRun, *simulated: LoadRun) -> list[dict]:
+    """A line per metric: real milliseconds, the mean of the simulated ones, and their ratio."""
+    real, *found = (run.summary(resamples=2).value for run in (served, *simulated))
+    lines = []
+    for name in METRICS:
+        mean = float(np.mean([values[name] for values in found]))
+        lines.append({"metric": " ".join(name), "real": float(real[name]), "simulated": mean})
+        lines[-1]["ratio"] = mean / lines[-1]["real"]
+    return lines
 
 
 def compare(
@@ -79,42 +79,31 @@ def compare(
     policies: Sequence[int | None] = (0, None),
     shares: Sequence[float] = SHARES,
     count: int = 150,
-    rounds: int = 3,
+    rounds: int = 7,
     max_batch_size: int = 8,
-    temperature: float = 0.2,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """One line per round, policy (None: `Goodput` by the round's costs), load and metric: round, policy, share, rate,
-    then as `side_by_side`. measure: the costs of steps, asked in each round. Texts go on past EOS, so that both write
-    as many tokens."""
+    """One line per round, policy (None: `Goodput` by the costs at hand), load and metric: round, policy, share, rate,
+    then as `side_by_side`. measure: the costs of steps, asked before the first serving and after each. Greedy, as costs
+    are; texts go on past EOS, so that both write as many tokens."""
     prompts = prompt_set("mini", PROMPTS)
-    trace = recording.record(pair, prompts, max_new_tokens=64, temperature=temperature, seed=seed).past_eos()
+    trace = recording.record(pair, prompts, max_new_tokens=64, temperature=0.0, seed=seed).past_eos()
     drawn = Workload.draw(Poisson(1.0), count, prompts=prompts, max_new_tokens=range(16, 65), seed=seed)
     most: dict[int | None, float] = {}  # what each policy bears, by the first round's costs
     lines = []
-    for number in range(rounds):
-        cost, read = measure(), measured_prefill(pair, max_batch_size)
-        for policy in policies:
-            chosen = Goodput(cost) if policy is None else policy
-            how = {"draft_length": chosen, "max_batch_size": max_batch_size}
-
-            def in_virtual_time(
-                workload: Workload,
-                how: dict = how,
-                cost: CostModel = cost,
-                read: Callable[[int, int], float] = read,
-            ) -> LoadRun:
-                return simulate(workload, trace, cost, prefill=read, seed=seed, **how)
-
-            if policy not in most:
-                most[policy] = bearable_rate(in_virtual_time, drawn)
-            for share in shares:
-                asked = drawn.at_rate(share * most[policy])
-                served = in_process(asked, pair, temperature=temperature, eos_token_id=(), **how)
-                about = {"round": number, "policy": "default" if policy is None else f"k={policy}", "share": share}
-                lines += [
-                    {**about, "rate": asked.rate, **line} for line in side_by_side(served, in_virtual_time(asked))
-                ]
+    after = measure(), measured_prefill(pair, max_batch_size)
+    for number, policy, share in itertools.product(range(rounds), policies, shares):
+        before = after
+        how = {"draft_length": Goodput(before[0]) if policy is None else policy, "max_batch_size": max_batch_size}
+        simulated = partial(simulate, trace=trace, seed=seed, **how)
+        if policy not in most:
+            most[policy] = bearable_rate(partial(simulated, cost=before[0], prefill=before[1]), drawn)
+        asked = drawn.at_rate(share * most[policy])
+        served = in_process(asked, pair, temperature=0.0, eos_token_id=(), **how)
+        after = measure(), measured_prefill(pair, max_batch_size)
+        found = [simulated(asked, cost=cost, prefill=prefill) for cost, prefill in (before, after)]
+        about = {"round": number, "policy": "default" if policy is None else f"k={policy}", "share": share}
+        lines += [{**about, "rate": asked.rate, **line} for line in side_by_side(served, *found)]
     return pd.DataFrame(lines)
 
 
@@ -127,8 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bass_lab.load.compare", description=__doc__.split("\n\n")[0])
     parser.add_argument("--count", type=int, default=150, help="requests per load")
     parser.add_argument("--max-batch-size", type=int, default=8, help="rows decoded at once")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=42.0, help="time to measure costs in, in each round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure costs in, each time")
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     given = parser.parse_args(arguments)
     settle_threads(lambda sentence: None)
@@ -138,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     batches = [size for size in (1, 2, 4, 8, 16, 32) if size <= max(given.max_batch_size, 2)]
     found = compare(
         pair,
-        lambda: calibration.calibrate(pair, batches, seconds=given.seconds),
+        lambda: calibration.calibrate(pair, batches, **GRID, seconds=given.seconds),
         count=given.count,
         rounds=given.rounds,
         max_batch_size=given.max_batch_size,

@@ -16,6 +16,7 @@ from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 
 WARM_UP = 8  # tokens of the rows that decode before the clock starts: passes are probed, buffers made, shapes compiled
+AWAKE = 0.001  # seconds before an arrival that are not slept: a sleep ends late by about half of that
 
 
 def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, **options: object) -> LoadRun:
@@ -61,7 +62,7 @@ def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
     while len(handles) < len(prompts) or not session.idle:
         due()
         if session.idle:
-            time.sleep(max(arrived[len(handles)] - (time.perf_counter() - zero), 0.0))
+            time.sleep(max(arrived[len(handles)] - (time.perf_counter() - zero) - AWAKE, 0.0))
             continue
         began = time.perf_counter() - zero
         event = session.step()

@@ -19,6 +19,7 @@ from bass_lab.texts import corpus
 GENERATED = 8_000  # functions beside those of the library
 LENGTH, PROMPT = 256, 32  # tokens of a window, and of what the target continues
 BATCH = 8  # windows of a step
+SEEN = 3  # times that the draft sees a window, or twice, beside the target's own; the slower target reads each once
 AT_ONCE = 24  # texts that a thread writes together
 TEMPERATURES = (1.0, 0.4)  # at which the draft learns the target's probabilities
 LEARNING_RATE = 1e-2
@@ -39,7 +40,8 @@ def align(
     texts: what the draft learns on; elsewhere it may become worse. None: functions such as the embedded target was
         trained on, of the standard library (but for the modules that the prompt set "library" is from) and generated
         ones. The target continues the beginnings of `own_texts` of them (0: none), and one window in three is its own.
-    tokens: of all windows that the draft learns from. progress(stage, share): told "writing" or "learning", and how
+    tokens: of all windows that the draft learns from, most of which it sees twice; the target's last hidden states of
+        a third as many are kept in memory. progress(stage, share): told "writing" or "learning", and how
         much of that is over.
 
     Raises ValueError for a pair without a draft model or a tokenizer, for a draft of another vocabulary, for no tokens,
@@ -52,13 +54,14 @@ def align(
     own = _own_texts(pair.target, windows, own_texts, torch.Generator().manual_seed(seed + 1), progress)
     learner = copy.deepcopy(pair.draft).float()
     quick_norms(learner)
-    teacher = Teacher(pair.target, own)
+    pool = windows.take(max(tokens // (SEEN * LENGTH), BATCH), LENGTH, torch.Generator().manual_seed(seed + 2))
+    teacher = Teacher(pair.target, [*pool, *own])
 
     def batches(share: float, generator: torch.Generator) -> Tensor:
         progress("learning", share)
         if len(own) and torch.rand(1, generator=generator) < 1 / 3:
             return own[torch.randint(len(own), (BATCH,), generator=generator)]
-        return windows.take(BATCH, LENGTH, generator)
+        return pool[torch.randint(len(pool), (BATCH,), generator=generator)]
 
     with tempfile.TemporaryDirectory() as folder:
         fit(

@@ -254,6 +254,8 @@ def test_runs_are_compared_metric_by_metric():
     slow, fast = run_of(np.arange(40) + 0.5), run_of(np.arange(40) + 0.3)
     found = {line["metric"]: line for line in side_by_side(slow, fast)}
     assert found["end_ms p99"]["ratio"] == pytest.approx(0.6) and found["first_ms p50"]["ratio"] == pytest.approx(1)
+    found = {line["metric"]: line for line in side_by_side(slow, slow, fast)}  # costs before it, and after it
+    assert found["end_ms p99"]["ratio"] == pytest.approx(0.8)
     # five rows at once take a prefill and 4 steps of 1 s each; the very first row is met, and prefilled, alone: 41 s
     drawn = Workload.draw(Poisson(1.0), 40, max_new_tokens=5)
     trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
