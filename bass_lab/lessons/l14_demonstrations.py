@@ -6,6 +6,7 @@ the paper.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Dev
 from bass_lab.named_pairs import SHAPES, named_config
 from bass_lab.study import simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
+
+WIDTH = 100  # characters of a printed line: slides and pages break longer ones within a word
 
 # --- the paper's claims ---------------------------------------------------------------------------
 
@@ -90,7 +93,9 @@ class Paper:
         claim.state, claim.ours = state, ours
         for handle in self._shown:
             handle.update(self.styled())
-        print(f"{number} · {claim.claim}\n    {state}: {ours}")
+        indent = " " * 4
+        told = textwrap.fill(f"{state}: {ours}", WIDTH, initial_indent=indent, subsequent_indent=indent)
+        print(f"{number} · {claim.claim}\n{told}")
 
     @property
     def open(self) -> list[int]:
