@@ -83,11 +83,12 @@ def as_page(notebook: NotebookNode, title: str = "") -> str:
     """An executed notebook as HTML that fetches nothing when it is opened. title: else its first heading.
 
     nbconvert loads MathJax and require.js from the network. Nothing here needs either: notebooks write formulas as
-    text, and TeX stays as it is written.
+    text, and TeX stays as it is written. Its style breaks printed lines within words; here they break between them.
     """
     from nbconvert import HTMLExporter
 
     body, _ = HTMLExporter().from_notebook_node(notebook, {"metadata": {"name": title or _title(notebook)}})
+    body = body.replace("word-break: break-all;", "")
     return re.sub(r'<script\b[^>]*\bsrc="https?:[^>]*>\s*</script>', "", body)
 
 

@@ -183,6 +183,7 @@ def test_executing_leaves_the_notebook_as_it_was_and_a_page_is_called_by_its_hea
     notebook.cells.insert(0, nbformat.v4.new_markdown_cell("**What?**\n\n# 07 · A <lesson>"))
     page = pages.as_page(notebook)
     assert "42" in page and "<title>07 · A &lt;lesson&gt;</title>" in page
+    assert "white-space: pre-wrap" in page and "break-all" not in page  # long lines break between words
     assert source.read_bytes() == before
 
 
