@@ -28,7 +28,7 @@ from bass_lab.named_pairs import SHAPES, named_config
 from bass_lab.study import simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
-WIDTH = 100  # characters of a printed line: slides and pages break longer ones within a word
+WIDTH = 100  # characters of a printed line: slides break longer ones within a word
 
 # --- the paper's claims ---------------------------------------------------------------------------
 

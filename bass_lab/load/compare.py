@@ -91,17 +91,21 @@ def compare(
     drawn = Workload.draw(Poisson(1.0), count, prompts=prompts, max_new_tokens=range(16, 65), seed=seed)
     most: dict[int | None, float] = {}  # what each policy bears, by the first round's costs
     lines = []
-    after = measure(), measured_prefill(pair, max_batch_size)
+
+    def costs() -> dict:
+        return {"cost": measure(), "prefill": measured_prefill(pair, max_batch_size)}
+
+    after = costs()
     for number, policy, share in itertools.product(range(rounds), policies, shares):
         before = after
-        how = {"draft_length": Goodput(before[0]) if policy is None else policy, "max_batch_size": max_batch_size}
+        how = {"draft_length": Goodput(before["cost"]) if policy is None else policy, "max_batch_size": max_batch_size}
         simulated = partial(simulate, trace=trace, seed=seed, **how)
         if policy not in most:
-            most[policy] = bearable_rate(partial(simulated, cost=before[0], prefill=before[1]), drawn)
+            most[policy] = bearable_rate(partial(simulated, **before), drawn)
         asked = drawn.at_rate(share * most[policy])
         served = in_process(asked, pair, temperature=0.0, eos_token_id=(), **how)
-        after = measure(), measured_prefill(pair, max_batch_size)
-        found = [simulated(asked, cost=cost, prefill=prefill) for cost, prefill in (before, after)]
+        after = costs()
+        found = [simulated(asked, **each) for each in (before, after)]
         about = {"round": number, "policy": "default" if policy is None else f"k={policy}", "share": share}
         lines += [{**about, "rate": asked.rate, **line} for line in side_by_side(served, *found)]
     return pd.DataFrame(lines)

@@ -19,7 +19,7 @@ from bass_lab.texts import corpus
 GENERATED = 8_000  # functions beside those of the library
 LENGTH, PROMPT = 256, 32  # tokens of a window, and of what the target continues
 BATCH = 8  # windows of a step
-SEEN = 3  # times that the draft sees a window, or twice, beside the target's own; the slower target reads each once
+SEEN = 3  # times that the draft sees a window, two where it has own texts, too; the target, slower, reads each once
 AT_ONCE = 24  # texts that a thread writes together
 TEMPERATURES = (1.0, 0.4)  # at which the draft learns the target's probabilities
 LEARNING_RATE = 1e-2

@@ -41,14 +41,15 @@ def test_every_claim_is_settled_once_and_what_is_measured_or_modelled_behind_an_
     assert set(settled.values()) == set(demonstrations.STATES)
 
 
+def test_what_is_said_of_a_claim_fits_a_slide(capsys):
+    demonstrations.Paper().settle(3, "modelled", "forty times, " * 20)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= demonstrations.WIDTH
+
+
 def test_a_claim_without_a_state_is_open_and_the_table_says_so(capsys):
     paper = demonstrations.Paper()
     paper.settle(2, "measured", "two times")
     assert capsys.readouterr().out.endswith("measured: two times\n")
-    paper.settle(3, "modelled", "forty times, " * 20)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= demonstrations.WIDTH
-    paper = demonstrations.Paper()
-    paper.settle(2, "measured", "two times")
     assert paper.open == [1, *range(3, 19)]
     table = paper.table()
     assert table.state[2] == "measured" and table.here[2] == "two times" and table.state[1] == demonstrations.NOT_YET
