@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -12,7 +13,9 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_core.policies.costs import costs_for
+from bass_core.runner import Runner
 from bass_lab.cli import main
+from bass_lab.measure.clocks import passes_marked
 from bass_lab.study import calibration
 from bass_lab.study.calibration import Turn
 
@@ -93,6 +96,24 @@ def test_calibration_times_the_passes_and_the_rest_of_a_step(pair, monkeypatch):
     assert cost.target(2, 6, 32) == pytest.approx(12, abs=1e-4)
     assert cost.draft(2, 3, 8) == pytest.approx(0.08, abs=1e-4)  # (2 + 1 + 1) tokens of two rows
     assert cost.overhead(2, 4) < 1e-3
+
+
+def test_timed_passes_need_a_mask_as_those_of_a_batch_do(pair, monkeypatch):
+    """Rows of one length that submit one token each need none: costs of such passes promised too much."""
+    met, original = set(), Runner.feed
+
+    def feed(self, ids, starts, lengths, *, starts_host, **options):
+        met.add(tuple(starts_host))
+        return original(self, ids, starts, lengths, starts_host=starts_host, **options)
+
+    with ExitStack() as stack:
+        watch = stack.enter_context(passes_marked(pair))
+        axes = {"batch": (1, 3), "query_length": (1,), "kv_length": (8,)}
+        target = calibration._full_runner(pair.target, stack, axes)
+        monkeypatch.setattr(Runner, "feed", feed)
+        for batch, last_only in ((1, False), (3, False), (3, True)):
+            calibration._feed(watch, target, batch, 1, 8, last_only)
+    assert met == {(8,), (8, 7, 8)}
 
 
 def test_calibration_leaves_the_models_as_they_were(pair):
