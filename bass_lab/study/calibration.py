@@ -231,7 +231,7 @@ def _feed(
     watch: Stopwatch, runner: Runner, batch: int, query_length: int, kv_length: int, last_only: bool = False
 ) -> float:
     """Seconds of a forward pass over `query_length` tokens of rows that have `kv_length` positions cached, every other
-    one of them one less: rows that a batch has decoded for a while differ, and then attention needs a mask."""
+    row one less: rows of a batch differ, and then attention needs a mask."""
     device, starts = runner.model.device, [max(kv_length - row % 2, 0) for row in range(batch)]
     ends = [start + query_length for start in starts]
     watch.start()
@@ -239,8 +239,7 @@ def _feed(
         runner.feed_last(torch.ones(batch, max(ends), dtype=torch.int64, device=device), ends, query_length)
     else:
         ids = torch.ones(batch, query_length, dtype=torch.int64, device=device)
-        fed = torch.tensor(starts, device=device)
-        runner.feed(ids, fed, [query_length] * batch, starts_host=starts)
+        runner.feed(ids, torch.tensor(starts, device=device), [query_length] * batch, starts_host=starts)
     _, inside = watch.intervals()
     return inside / 1e3
 

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from contextlib import ExitStack
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,6 @@ import bass_core as bass
 from bass_core.policies.costs import costs_for
 from bass_core.runner import Runner
 from bass_lab.cli import main
-from bass_lab.measure.clocks import passes_marked
 from bass_lab.study import calibration
 from bass_lab.study.calibration import Turn
 
@@ -106,14 +104,10 @@ def test_timed_passes_need_a_mask_as_those_of_a_batch_do(pair, monkeypatch):
         met.add(tuple(starts_host))
         return original(self, ids, starts, lengths, starts_host=starts_host, **options)
 
-    with ExitStack() as stack:
-        watch = stack.enter_context(passes_marked(pair))
-        axes = {"batch": (1, 3), "query_length": (1,), "kv_length": (8,)}
-        target = calibration._full_runner(pair.target, stack, axes)
-        monkeypatch.setattr(Runner, "feed", feed)
-        for batch, last_only in ((1, False), (3, False), (3, True)):
-            calibration._feed(watch, target, batch, 1, 8, last_only)
-    assert met == {(8,), (8, 7, 8)}
+    monkeypatch.setattr(Runner, "feed", feed)
+    calibration.calibrate(pair, **SMALL)
+    together = {starts for starts in met if len(starts) == 2 and starts[0] > 0}  # from 0 on, texts are read
+    assert {(8, 7), (32, 31)} <= together and all(first != second for first, second in together)
 
 
 def test_calibration_leaves_the_models_as_they_were(pair):
