@@ -180,11 +180,15 @@ class Runner:
         """What the last layer has left of each token [B, slots, H], where it is kept."""
         return None if self.cache.hidden is None else self.cache.hidden.of(places)
 
+    @property
+    def room(self) -> int:
+        """How many positions a row can have: those that the cache holds, as far as the model's context goes."""
+        return min(self.cache.slots - 1, self._context or self.cache.slots)
+
     def extent(self, longest: int) -> int:
         """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for
         the kernel that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
-        capacity = min(self.cache.slots - 1, self._context or self.cache.slots)
-        return capacity if self.path == "ragged" else min(capacity, -(-longest // EXTENT) * EXTENT)
+        return self.room if self.path == "ragged" else min(self.room, -(-longest // EXTENT) * EXTENT)
 
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
         """Flat indices [T] into [B, Q] of the tokens that rows submit. On CUDA T is rounded up: shapes repeat."""

@@ -216,8 +216,10 @@ class ModelDrafter(Drafter):
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
         """Logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""
-        # A row that stopped repeats its last committed position, writes to the scratch slot, and is ignored.
-        active = lengths > slot
+        # A row that stopped goes on as long as there is room for all, which takes the fewest operations; else it
+        # repeats its last committed position and writes to the scratch slot. What it draws is ignored.
+        goes_on = int(context.lengths_host.max()) + slot <= self.runner.room
+        active = (lengths > slot) | goes_on
         offset = active * (slot - 1)
         starts = context.lengths + (slot - 1 if active.all() else torch.as_tensor(offset, device=token.device))
         fed = self._known(token)[:, None], starts, active.astype(np.int64)

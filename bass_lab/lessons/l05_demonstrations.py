@@ -26,6 +26,7 @@ from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.pair.alignment import align
 from bass_lab.pairs import require_draft_model
+from bass_lab.study.written import Written
 from bass_lab.texts import corpus
 
 REGULAR = "regular"
@@ -175,11 +176,11 @@ def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
         return align(pair, texts, tokens=tokens, own_texts=own_texts, seed=seed, progress=tell)
 
 
-def judged(pair: ModelPair, prompts: Sequence[str], **options) -> pd.DataFrame:
-    """How many drafted tokens of each row were accepted, and how many judged. options: as in `generate`."""
-    decode = generate(pair, prompts, **options).trace.steps.query("kind == 'decode'")
-    counts = decode.assign(judged=np.minimum(decode.accepted + 1, decode.drafted))
-    return counts.groupby("row")[["accepted", "judged"]].sum().reindex(range(len(prompts)), fill_value=0)
+def judged(draft: PreTrainedModel, texts: Written) -> pd.DataFrame:
+    """Were every token of these texts drafted after those before it: how many of each text are judged, and how many of
+    these are accepted on average. A draft is accepted with probability Σ min(p, q)."""
+    accepted = [float(torch.minimum(p, q).sum()) for p, q in zip(texts.p, texts.read_by(draft), strict=True)]
+    return pd.DataFrame({"accepted": accepted, "judged": list(map(len, texts.p))})
 
 
 def alphas(before: pd.DataFrame, after: pd.DataFrame, resamples: int = 10_000) -> pd.DataFrame:

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bass_core import inputs, sampling
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.policies.costs import CostModel
 from bass_core.quantization import QuantizedLinear, kind_of, quantized
-from bass_core.sampling import SamplingParams
 from bass_lab.evaluation import Problem, compare, scores
 from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.lessons.l10_lossy import lossy
@@ -25,6 +23,7 @@ from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import H100, Roofline, Workload
 from bass_lab.named_pairs import SHAPES, named_config
+from bass_lab.study.written import Written
 
 FULL = "full"
 KINDS = (FULL, "int8", "int4")
@@ -114,7 +113,6 @@ class Positions(NamedTuple):
     drafts: dict[str, list[Tensor]]
 
 
-@torch.inference_mode()
 def positions(
     pair: ModelPair,
     drafts: Mapping[str, PreTrainedModel],
@@ -125,19 +123,8 @@ def positions(
     seed: int = 0,
 ) -> Positions:
     """What the target and each draft hold likely, at positions of texts that the target writes after the prompts."""
-    ids = inputs.token_ids(pair, prompts)
-    options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "off"}
-    texts = generate(pair, ids, **options).sequences
-
-    def distributions(model: PreTrainedModel) -> list[Tensor]:
-        found = []
-        for prompt, text in zip(ids, texts, strict=True):
-            tokens = torch.cat([prompt, text]).to(model.device)[None]
-            logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            found.append(sampling.probabilities(logits.double().cpu(), SamplingParams(temperature)))
-        return found
-
-    return Positions(distributions(pair.target), {name: distributions(draft) for name, draft in drafts.items()})
+    written = Written.by(pair, prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    return Positions(written.p, {name: written.read_by(draft) for name, draft in drafts.items()})
 
 
 def acceptances(found: Positions) -> pd.DataFrame:

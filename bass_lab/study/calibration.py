@@ -1,8 +1,9 @@
 """Measuring a `CostModel` on the machine at hand, and checking it against real decodes.
 
 Passes are the engine's own: `Runner.feed` and `feed_last` over a ragged cache that is full. What a step takes besides
-them comes from real steps, of which every pass is taken out. Where steps are replayed as CUDA graphs, passes cannot be
-told apart: real steps are timed by their phases, so that sampling and verification count with the passes they follow.
+them, the default policy's choice among it, comes from real steps, of which every pass is taken out. Where steps are
+replayed as CUDA graphs, passes cannot be told apart: real steps are timed by their phases, so that sampling and
+verification count with the passes they follow.
 All grid points take turns, so that a slow moment of the machine meets every one of them. What they took is estimated
 together (`mixed_model`): there is time for a few samples of each point, and machines are noisy.
 """
@@ -23,16 +24,17 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import inputs, probe
-from bass_core.draft_length import DraftLengthPolicy, RowsView
+from bass_core.draft_length import RowsView
 from bass_core.engine import Session
 from bass_core.generation import generate
 from bass_core.models import ModelPair, fingerprints
 from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
+from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
 from bass_core.sources import made_up
 from bass_core.trace import Stopwatch
 from bass_lab.measure.clocks import passes_marked
-from bass_lab.measure.modelled_costs import best_fixed_length, predict
+from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100, predict
 from bass_lab.pairs import context_of, name_of
 from bass_lab.provenance import describe_environment
 from bass_lab.study import mixed_model
@@ -244,14 +246,21 @@ def _feed(
     return inside / 1e3
 
 
-class _InTurn(DraftLengthPolicy):
-    """Draft lengths one after the other."""
+class _InTurn(Goodput):
+    """Draft lengths one after the other. Before each but 0 the default policy makes a choice, since choosing is part of
+    steps that draft; what it goes by, and what it chooses, is of no consequence."""
 
     def __init__(self, lengths: Sequence[int]):
+        super().__init__(modelled_h100())
         self.lengths = iter(lengths)
 
     def plan(self, rows: RowsView) -> int:
-        return next(self.lengths)
+        k = next(self.lengths)
+        if k > 0:
+            self.zeros = 0  # or it would not look again
+            super().plan(rows)
+            self.wanted = np.minimum(k, rows.remaining - 1)
+        return k
 
 
 def _steps(watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int]) -> Iterator[Taken]:

@@ -12,7 +12,9 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_core.policies.costs import costs_for
+from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
+from bass_core.trace import Stopwatch
 from bass_lab.cli import main
 from bass_lab.study import calibration
 from bass_lab.study.calibration import Turn
@@ -108,6 +110,19 @@ def test_timed_passes_need_a_mask_as_those_of_a_batch_do(pair, monkeypatch):
     calibration.calibrate(pair, **SMALL)
     together = {starts for starts in met if len(starts) == 2 and starts[0] > 0}  # from 0 on, texts are read
     assert {(8, 7), (32, 31)} <= together and all(first != second for first, second in together)
+
+
+def test_steps_that_draft_are_timed_with_the_choice_of_the_default_policy(pair, monkeypatch):
+    """It took 0.2 ms of 18, which was missing from costs."""
+    chosen, original = [], Goodput.goodputs
+
+    def goodputs(self, rows):
+        chosen.append(len(rows.ids))
+        return original(self, rows)
+
+    monkeypatch.setattr(Goodput, "goodputs", goodputs)
+    lengths = [k for _, (_, k), _ in calibration._steps(Stopwatch(pair.device), pair, 2, (0, 1, 3))]
+    assert lengths == [0, 1, 3] and chosen == [2, 2]
 
 
 def test_calibration_leaves_the_models_as_they_were(pair):

@@ -15,6 +15,7 @@ from bass_lab.lessons import l05_demonstrations as demonstrations
 from bass_lab.lessons import l05_exercises as exercises
 from bass_lab.lessons import l05_figures as figures
 from bass_lab.measure.modelled_costs import modelled_h100
+from bass_lab.study.written import Written
 from bass_lab.texts.prompt_sets import prompt_set
 
 OPTIONS = {"draft_length": 3, "max_new_tokens": 12, "temperature": 0.2}
@@ -116,12 +117,20 @@ def counts(accepted, judged):
     return pd.DataFrame({"accepted": accepted, "judged": judged})
 
 
-def test_alpha_of_rows_is_that_of_the_trace(pairs):
-    prompts = prompt_set("mini", 3)
-    found = demonstrations.judged(pairs["draft"], prompts, **OPTIONS)
-    steps = bass.generate(pairs["draft"], prompts, **OPTIONS).trace.steps.query("kind == 'decode'")
-    assert found.accepted.sum() / found.judged.sum() == pytest.approx(alpha(steps.drafted, steps.accepted))
-    assert len(found) == 3
+def test_drafts_are_accepted_where_texts_say_so(pairs):
+    """Greedy, where the chance of each draft is 0 or 1."""
+    pair, prompts = pairs["draft"], prompt_set("library", 3)
+    texts = Written.by(pair, prompts, max_new_tokens=40, temperature=0.0)
+    chances = [torch.minimum(p, q).sum(-1) for p, q in zip(texts.p, texts.read_by(pair.draft), strict=True)]
+    tokens = bass.generate(pair, prompts, max_new_tokens=40, draft_length=2, trace="tokens").trace.tokens
+    starts = [len(text) - len(p) for text, p in zip(texts.tokens, texts.p, strict=True)]
+    judged = tokens[tokens.kind.isin(["accepted", "recovered"])]
+    for line in judged.itertuples():
+        assert (line.kind == "accepted") == bool(chances[line.row][line.position - starts[line.row]])
+    assert set(judged.kind) == {"accepted", "recovered"}
+    found = demonstrations.judged(pair.draft, texts)
+    assert found.accepted.tolist() == [float(each.sum()) for each in chances]
+    assert found.judged.tolist() == list(map(len, texts.p))
 
 
 def test_gain_that_all_prompts_have_is_sure_and_one_of_chance_is_not():

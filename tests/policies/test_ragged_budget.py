@@ -176,6 +176,29 @@ def test_tokens_that_round_a_packed_pass_up_change_nothing(monkeypatch):
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1, :1], found[1][1, :1])
 
 
+def test_rows_that_stopped_are_fed_on_while_there_is_room(monkeypatch):
+    """That takes fewer operations than to hold them back, and changes no text."""
+    pair, resting, original = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), [], Runner.feed
+
+    def feed(self, ids, starts, query_lengths, **options):
+        if self.model is pair.draft:
+            resting.append(list(query_lengths).count(0))
+        return original(self, ids, starts, query_lengths, **options)
+
+    def texts():
+        resting.clear()
+        options = {"draft_length": PerRow(5), "eos_token_id": (), "compile": "off"}
+        return bass.generate(pair, ragged_prompts(3, 4, 5, 6), max_new_tokens=16, **options).sequences
+
+    monkeypatch.setattr(Runner, "feed", feed)
+    with_room, held_back = texts(), sum(resting)
+    assert resting[:4] == [0] * 4 and held_back > 0  # the longest row's end is the cache's
+    monkeypatch.setattr(Runner, "room", 0)
+    without = texts()
+    assert sum(resting) > held_back
+    assert all(torch.equal(a, b) for a, b in zip(with_room, without, strict=True))
+
+
 def test_the_path_eager_is_never_packed():
     model, seen = tiny_model(), []
     probe.resolve(model, "eager")  # probed: what follows is passes of the engine
