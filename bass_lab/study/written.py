@@ -1,0 +1,51 @@
+"""Texts that a target has written, and what models hold likely at each of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bass_core import inputs, sampling
+from bass_core.generation import generate
+from bass_core.models import ModelPair
+from bass_core.sampling import SamplingParams
+
+
+class Written(NamedTuple):
+    """Texts that a target wrote. tokens: of each the prompt's and its own, int64 [P + T]; p: the target's distribution of each
+    of its own tokens, float64 [T, V], processed as the text was sampled."""
+
+    tokens: list[Tensor]
+    p: list[Tensor]
+    params: SamplingParams
+
+    @classmethod
+    def by(
+        cls, pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int, temperature: float, seed: int = 0
+    ) -> Self:
+        """What the pair's target writes after each prompt, up to its end."""
+        ids = inputs.token_ids(pair, prompts)
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "off"}
+        texts = generate(pair, ids, **options).sequences
+        tokens = [torch.cat(each) for each in zip(ids, texts, strict=True)]
+        params = SamplingParams(temperature)
+        return cls(tokens, _distributions(pair.target, tokens, list(map(len, texts)), params), params)
+
+    def read_by(self, model: PreTrainedModel) -> list[Tensor]:
+        """The model's distributions of the same tokens: [T, V] of each text."""
+        return _distributions(model, self.tokens, list(map(len, self.p)), self.params)
+
+
+@torch.inference_mode()
+def _distributions(
+    model: PreTrainedModel, tokens: Sequence[Tensor], own: Sequence[int], params: SamplingParams
+) -> list[Tensor]:
+    found = []
+    for text, count in zip(tokens, own, strict=True):
+        logits = model(input_ids=text.to(model.device)[None], use_cache=False).logits[0, -count - 1 : -1]
+        found.append(sampling.probabilities(logits.double().cpu(), params))
+    return found
