@@ -12,6 +12,7 @@ policy has to see them. A grid shows the stairs where it has points.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import json
@@ -78,14 +79,14 @@ class Table:
             raise ValueError("seconds must be finite and not negative")
 
     def __call__(self, *point: Number) -> Number:
-        cells = [_cell(np.asarray(points), x) for points, x in zip(self.axes.values(), point, strict=True)]
+        cells = [_cell(points, x) for points, x in zip(self.axes.values(), point, strict=True)]
         found = self._linear(cells)
-        if any((weight > 1).any() for *_, weight in cells):
+        if any(weight > 1 if isinstance(weight, float) else np.any(weight > 1) for *_, weight in cells):
             edge = [(lower, upper, np.minimum(weight, 1)) for lower, upper, weight in cells]
             found = np.maximum(found, self._linear(edge))
         return found
 
-    def _linear(self, cells: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Number:
+    def _linear(self, cells: list[tuple[Number, Number, Number]]) -> Number:
         """Multilinear between the corners of each point's cell, and beyond them."""
         total = 0.0
         for corner in product((False, True), repeat=len(cells)):
@@ -119,12 +120,16 @@ class Table:
             raise ValueError(f"a table holds what is no number: {error}") from error
 
 
-def _cell(points: np.ndarray, x: Number) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _cell(points: tuple[float, ...], x: Number) -> tuple[Number, Number, Number]:
     """Indices of the two points around x, the last two beyond them, and how far x is from the first to the second."""
     if len(points) == 1:
         return np.zeros(np.shape(x), int), np.zeros(np.shape(x), int), np.zeros(np.shape(x))
-    x = np.maximum(x, points[0])
-    lower = np.minimum(points.searchsorted(x, side="right") - 1, len(points) - 2)
+    if isinstance(x, int | float):  # a simulation asks for one step after the other
+        x = max(x, points[0])
+        lower = min(bisect.bisect_right(points, x) - 1, len(points) - 2)
+    else:
+        points, x = np.array(points), np.maximum(x, points[0])
+        lower = np.minimum(points.searchsorted(x, side="right") - 1, len(points) - 2)
     return lower, lower + 1, (x - points[lower]) / (points[lower + 1] - points[lower])
 
 

@@ -217,16 +217,16 @@ def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
     as many tokens does, query length tokens / rows. By measured costs it costs what a pass does that leaves out
     `PACKING` of the tokens that rows do not submit. Elsewhere the longest row counts.
     """
-    if not steps:  # every row ended with its first token
-        return np.zeros((3, 0))
-    over_rows = np.max if getattr(cost, "kv_of_rows", "mean") == "max" else np.mean
-    batch = np.array([len(step.rows) for step in steps])
-    passes = np.array([step.passes for step in steps])
-    query_length = np.array([_query_length(step.drafted + 1, _packing(cost)) for step in steps])
-    kv_length = np.array([over_rows(step.lengths) - 1 for step in steps])  # the last token enters in this pass
-    verifying = cost.target(batch, query_length, kv_length)
-    parts = cost.draft(batch, passes, kv_length), verifying, cost.overhead(batch, passes)
-    return np.stack([np.broadcast_to(part, batch.shape) for part in parts])
+    packing, by_longest = _packing(cost), getattr(cost, "kv_of_rows", "mean") == "max"
+    seconds = np.zeros((3, len(steps)))
+    for i, step in enumerate(steps):
+        batch, lengths = len(step.rows), step.lengths
+        # The last token enters in this pass.
+        kv_length = (int(lengths.max()) if by_longest else int(lengths.sum()) / batch) - 1
+        query_length = _query_length((step.drafted + 1).tolist(), packing)
+        verifying = cost.target(batch, query_length, kv_length)
+        seconds[:, i] = cost.draft(batch, step.passes, kv_length), verifying, cost.overhead(batch, step.passes)
+    return seconds
 
 
 def _packing(cost: Cost) -> float:
@@ -237,7 +237,9 @@ def _packing(cost: Cost) -> float:
     return PACKING if isinstance(cost, CostModel) and not cost.is_synthetic else 1.0
 
 
-def _query_length(submitted: np.ndarray, packing: float) -> float:
-    """Tokens per row of the rectangular pass that costs as much as one over rows that submit so many tokens [B]."""
-    longest = submitted.max()
-    return longest - packing * (longest - submitted.mean()) if packing and packs(submitted, longest) else longest
+def _query_length(submitted: list[int], packing: float) -> float:
+    """Tokens per row of the rectangular pass that costs as much as one over rows that submit so many tokens each."""
+    longest = max(submitted)
+    if not packing or not packs(submitted, longest):
+        return longest
+    return longest - packing * (longest - sum(submitted) / len(submitted))

@@ -16,8 +16,8 @@ from bass_core.sampling import SamplingParams
 
 
 class Written(NamedTuple):
-    """Texts that a target wrote. tokens: of each the prompt's and its own, int64 [P + T]; p: the target's distribution of each
-    of its own tokens, float64 [T, V], processed as the text was sampled."""
+    """Texts that a target wrote. tokens: of each the prompt's and its own, int64 [P + T]; p: the target's distribution
+    of each of its own tokens, float64 [T, V], processed as the text was sampled."""
 
     tokens: list[Tensor]
     p: list[Tensor]

@@ -10,7 +10,6 @@ from tiny import tiny_model
 import bass_core as bass
 from bass_core.drafters import FeatureHead
 from bass_core.models import ASSETS
-from bass_core.trace import alpha
 from bass_lab.lessons import l05_demonstrations as demonstrations
 from bass_lab.lessons import l05_exercises as exercises
 from bass_lab.lessons import l05_figures as figures

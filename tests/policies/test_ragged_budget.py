@@ -191,11 +191,11 @@ def test_rows_that_stopped_are_fed_on_while_there_is_room(monkeypatch):
         return bass.generate(pair, ragged_prompts(3, 4, 5, 6), max_new_tokens=16, **options).sequences
 
     monkeypatch.setattr(Runner, "feed", feed)
-    with_room, held_back = texts(), sum(resting)
-    assert resting[:4] == [0] * 4 and held_back > 0  # the longest row's end is the cache's
+    with_room = texts()
+    assert resting and sum(resting) == 0
     monkeypatch.setattr(Runner, "room", 0)
     without = texts()
-    assert sum(resting) > held_back
+    assert sum(resting) > 0
     assert all(torch.equal(a, b) for a, b in zip(with_room, without, strict=True))
 
 
