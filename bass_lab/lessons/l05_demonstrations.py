@@ -64,16 +64,17 @@ def runs(
 ) -> pd.DataFrame:
     """Every draft, and regular decoding, on the same prompts: a line per prompt set, batch, repeat and draft.
 
-    In a repeat they take turns; one of few tokens goes before, warms up and is not counted. Rows do not stop on EOS.
+    In a repeat they take turns; before the first one of each batch goes one of few tokens, which warms up and is not
+    counted. Rows do not stop on EOS.
     Columns: prompts, batch, repeat, draft; accepted and judged: drafted tokens; row_steps: decode steps of all rows;
     tokens: what these emitted; draft_ms: time of a drafted token of every row; pass_ms: of a pass of the target; ms: of
     a token of the batch. All times are those of decode steps. options: as in `generate`.
     """
     turns = {REGULAR: (next(iter(pairs.values())), 0)} | {name: (pair, draft_length) for name, pair in pairs.items()}
-    lines = []
+    lines, first = [], next(iter(prompts))
     for name, texts in prompts.items():
         for batch in batches:
-            for repeat in range(repeats + 1):
+            for repeat in range(0 if name == first else 1, repeats + 1):
                 for draft, (pair, k) in turns.items():
                     how = options | {"draft_length": k, "eos_token_id": (), "seed": seed + repeat}
                     how |= {} if repeat else {"max_new_tokens": WARM_UP}

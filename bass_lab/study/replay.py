@@ -90,7 +90,7 @@ class Replay:
     def view(self, live: np.ndarray, at: np.ndarray, steps: np.ndarray) -> RowsView:
         """As `Rows.view`. live: row numbers; at, steps [B]: generated tokens and decode steps of every row."""
         lengths = self.trace.prompt_lengths[self.sequences[live]] + at[live]
-        remaining = np.broadcast_to(self.limit, at.shape)[live] - at[live]
+        remaining = (self.limit if isinstance(self.limit, int) else self.limit[live]) - at[live]
         return RowsView(live.copy(), steps[live], lengths, at[live], remaining)
 
     def signals(self, live: np.ndarray, at: np.ndarray, most: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,16 +217,20 @@ def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
     as many tokens does, query length tokens / rows. By measured costs it costs what a pass does that leaves out
     `PACKING` of the tokens that rows do not submit. Elsewhere the longest row counts.
     """
+    if not steps:  # every row ended with its first token
+        return np.zeros((3, 0))
     packing, by_longest = _packing(cost), getattr(cost, "kv_of_rows", "mean") == "max"
-    seconds = np.zeros((3, len(steps)))
-    for i, step in enumerate(steps):
+    sizes = []
+    for step in steps:
         batch, lengths = len(step.rows), step.lengths
         # The last token enters in this pass.
         kv_length = (int(lengths.max()) if by_longest else int(lengths.sum()) / batch) - 1
-        query_length = _query_length((step.drafted + 1).tolist(), packing)
-        verifying = cost.target(batch, query_length, kv_length)
-        seconds[:, i] = cost.draft(batch, step.passes, kv_length), verifying, cost.overhead(batch, step.passes)
-    return seconds
+        sizes.append((batch, step.passes, _query_length((step.drafted + 1).tolist(), packing), kv_length))
+    # A single step, as simulations ask for it, is looked up faster as plain numbers.
+    batch, passes, query_length, kv_length = sizes[0] if len(sizes) == 1 else np.array(sizes).T
+    verifying = cost.target(batch, query_length, kv_length)
+    parts = cost.draft(batch, passes, kv_length), verifying, cost.overhead(batch, passes)
+    return np.stack([np.broadcast_to(part, len(sizes)) for part in parts])
 
 
 def _packing(cost: Cost) -> float:

@@ -1,5 +1,6 @@
 """The lessons run, say what they say, and look as they should; the demo ends as the README promises."""
 
+import ast
 import html
 import os
 import re
@@ -51,6 +52,31 @@ def test_notebook_is_committed_clean(path):
             "tags", []
         )  # papermill fills one cell
         assert len(cell.source.splitlines()) <= (20 if uncut else 12)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_claims_are_checked_with_the_parameters_as_they_come(path):
+    """Cells assert what they claim if `enough` was measured; a condition that defaults do not meet skips that in
+    silence."""
+    code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    defaults = {}
+    exec(next(cell.source for cell in code if "parameters" in cell.metadata.get("tags", [])), {}, defaults)
+    for condition in _conditions(code):
+        if {node.id for node in ast.walk(condition) if isinstance(node, ast.Name)} <= set(defaults):
+            told = ast.unparse(condition)
+            assert eval(told, {}, defaults), told
+
+
+def _conditions(code):
+    """Each comparison by which a notebook tells whether to check its claims; tuples are taken apart."""
+    nodes = [node for cell in code for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Assign)]
+    flags = [node for node in nodes if ast.unparse(node.targets[0]) in ("own", "usual", "enough", "timed")]
+    for each in (part for flag in flags for part in ast.walk(flag.value) if isinstance(part, ast.Compare)):
+        if isinstance(each.left, ast.Tuple):
+            for left, right in zip(each.left.elts, each.comparators[0].elts, strict=True):
+                yield ast.Compare(left, each.ops, [right])
+        else:
+            yield each
 
 
 # --- execution ---
