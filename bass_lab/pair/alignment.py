@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core.models import ModelPair
-from bass_lab.pair.fitting import Teacher, distillation_loss, fit, quick_norms, workers, write_texts
+from bass_lab.pair.fitting import Teacher, distillation_loss, fit, quick, quick_norms, workers, write_texts
 from bass_lab.pair.windows import Windows
 from bass_lab.texts import corpus
 
@@ -51,7 +51,8 @@ def align(
     if texts is None:
         texts = [*corpus.library_functions(), *corpus.generated_functions(GENERATED, seed)]
     windows = Windows(list(texts), pair.tokenizer)
-    own = _own_texts(pair.target, windows, own_texts, torch.Generator().manual_seed(seed + 1), progress)
+    with quick(pair.target, whole_windows=False):
+        own = _own_texts(pair.target, windows, own_texts, torch.Generator().manual_seed(seed + 1), progress)
     learner = copy.deepcopy(pair.draft).float()
     quick_norms(learner)
     pool = windows.take(max(tokens // (SEEN * LENGTH), BATCH), LENGTH, torch.Generator().manual_seed(seed + 2))
@@ -63,7 +64,7 @@ def align(
             return own[torch.randint(len(own), (BATCH,), generator=generator)]
         return pool[torch.randint(len(pool), (BATCH,), generator=generator)]
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, quick(pair.target, whole_windows=True):
         fit(
             learner,
             lambda batch: distillation_loss([learner], teacher, batch, TEMPERATURES),

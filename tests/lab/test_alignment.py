@@ -6,7 +6,7 @@ from tiny import BYTES, byte_tokenizer, tiny_model
 
 import bass_core as bass
 from bass_lab.pair import alignment
-from bass_lab.pair.fitting import Teacher, distillation_loss
+from bass_lab.pair.fitting import Teacher, distillation_loss, quick
 from bass_lab.pair.windows import Windows
 
 TEXTS = [f"def f{number}(x):\n    return x + {number}\n" for number in range(400)]
@@ -56,3 +56,16 @@ def test_a_pair_that_cannot_be_aligned_is_told_why(pair):
     for name in ("tokens", "own_texts"):
         with pytest.raises(ValueError, match=f"{name}.*-1"):
             alignment.align(pair, TEXTS, **BUDGET | {name: -1})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("whole_windows", [True, False])
+def test_a_target_that_computes_quickly_says_the_same_and_is_left_as_it_was(architecture, whole_windows):
+    model, windows = tiny_model(architecture), torch.arange(48).view(3, 16)
+    before, kept = model(windows).logits, {name: dict(vars(each)) for name, each in model.named_modules()}
+    implementation = model.config._attn_implementation
+    with quick(model, whole_windows=whole_windows):
+        torch.testing.assert_close(model(windows, use_cache=False).logits, before)
+    assert {name: dict(vars(each)) for name, each in model.named_modules()} == kept
+    assert model.config._attn_implementation == implementation
