@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import attention, compiled_layers, onednn
+from bass_core import attention, compiled_layers
 from bass_core.cache import Pass, Phase, RaggedCache
 from bass_core.sources import Encoded, Source, Sources, encode
 
@@ -78,7 +78,11 @@ class Runner:
             self._siblings = side_by_side.arrange(model)
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self._context = attention.context_length(model)
-        products = [] if compiled else onednn.products(model)
+        products = []
+        if not compiled and model.device.type == "cpu":
+            from bass_core import onednn
+
+            products = onednn.products(model)
         self._switch = attention.Switch(model, path, self.cache.hidden, products)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
