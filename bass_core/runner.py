@@ -79,7 +79,7 @@ class Runner:
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self._context = attention.context_length(model)
         products = []
-        if not compiled and model.device.type == "cpu":
+        if not compiled:
             from bass_core import onednn
 
             products = onednn.products(model)

@@ -14,13 +14,13 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core import inputs, sampling
+from bass_core import inputs
 from bass_core.generation import generate
 from bass_core.models import ModelPair
-from bass_core.sampling import SamplingParams
 from bass_lab.evaluation import Problem, compare, scores
 from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.pairs import require_decoder
+from bass_lab.study.written import Written
 
 
 class Distance(NamedTuple):
@@ -70,13 +70,11 @@ def distance(
     ids = inputs.token_ids(first, prompts)
     if not ids:
         raise ValueError("prompts are empty; give at least one")
-    options = {"max_new_tokens": max_new_tokens, "seed": seed, "trace": "off"}
-    texts = generate(first, ids, temperature=temperature, **options).sequences
-    lines = [
-        _laws(first, second, prompt, text, temperature).assign(prompt=row)
-        for row, (prompt, text) in enumerate(zip(ids, texts, strict=True))
-    ]
+    texts = Written.by(first, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    laws = zip(texts.p, texts.read_by(second.target), strict=True)
+    lines = [_distances(p, q).assign(prompt=row) for row, (p, q) in enumerate(laws)]
     positions = pd.concat(lines, ignore_index=True)[["prompt", "position", "tv", "kl", "same_argmax"]]
+    options = {"max_new_tokens": max_new_tokens, "seed": seed, "trace": "off"}
     greedy = [generate(pair, ids, **options).sequences for pair in (first, second)]
     differs = pd.Series([_first_difference(a, b) for a, b in zip(*greedy, strict=True)], name="first_difference")
     sums = positions.assign(other=~positions.same_argmax).groupby("prompt")[["tv", "kl", "other"]].sum()
@@ -88,20 +86,13 @@ def distance(
     return Distance(summary, positions, differs)
 
 
-@torch.inference_mode()
-def _laws(first: ModelPair, second: ModelPair, prompt: Tensor, text: Tensor, temperature: float) -> pd.DataFrame:
-    """A line per token of the text: the two laws before it."""
-    ids = torch.cat([prompt, text]).to(first.device)
-    logits = [
-        pair.target(input_ids=ids[None].to(pair.device), use_cache=False).logits[0, len(prompt) - 1 : -1].double().cpu()
-        for pair in (first, second)
-    ]  # [T, V] each
-    p, q = (sampling.probabilities(each, SamplingParams(temperature)) for each in logits)
+def _distances(p: Tensor, q: Tensor) -> pd.DataFrame:
+    """A line per token of a text, of the two laws [T, V] before it."""
     found = {
-        "position": range(len(text)),
+        "position": range(len(p)),
         "tv": (p - q).abs().sum(-1) / 2,
         "kl": (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum(-1),
-        "same_argmax": logits[0].argmax(-1) == logits[1].argmax(-1),
+        "same_argmax": p.argmax(-1) == q.argmax(-1),
     }
     return pd.DataFrame({name: np.asarray(value) for name, value in found.items()})
 
