@@ -227,7 +227,8 @@ def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
         kv_length = (int(lengths.max()) if by_longest else int(lengths.sum()) / batch) - 1
         sizes.append((batch, step.passes, _query_length((step.drafted + 1).tolist(), packing), kv_length))
     # A single step, as simulations ask for it, is looked up faster as plain numbers.
-    batch, passes, query_length, kv_length = sizes[0] if len(sizes) == 1 else np.array(sizes).T
+    columns = sizes[0] if len(sizes) == 1 else map(np.array, zip(*sizes, strict=True))
+    batch, passes, query_length, kv_length = columns
     verifying = cost.target(batch, query_length, kv_length)
     parts = cost.draft(batch, passes, kv_length), verifying, cost.overhead(batch, passes)
     return np.stack([np.broadcast_to(part, len(sizes)) for part in parts])
