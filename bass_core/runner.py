@@ -78,12 +78,7 @@ class Runner:
             self._siblings = side_by_side.arrange(model)
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self._context = attention.context_length(model)
-        products = []
-        if not compiled:
-            from bass_core import onednn
-
-            products = onednn.products(model)
-        self._switch = attention.Switch(model, path, self.cache.hidden, products)
+        self._switch = attention.Switch(model, path, self.cache.hidden)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
     def __enter__(self) -> Runner:
