@@ -208,9 +208,11 @@ MISSING = object()
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # layers with a state (short_convolution)
 ATTENTION = "_attn_implementation_internal"  # of a configuration: which attention its model has
 
+Change = tuple[dict, str, Any]  # a table, the name of an entry, and what it is to be
+
 
 @contextmanager
-def changed(changes: Sequence[tuple[dict, str, Any]]) -> Iterator[None]:
+def changed(changes: Sequence[Change]) -> Iterator[None]:
     """Inside, these tables have these entries. Afterwards they are as they were, also if a Ctrl-C falls into that."""
     before = [(table, name, table.get(name, MISSING)) for table, name, _ in changes]
 
@@ -250,7 +252,7 @@ class Switch:
     def __init__(self, model: PreTrainedModel, path: str, hidden: TokenStates | None = None):
         """hidden: where what the last layer leaves is kept (None: it is not)."""
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
-        self._forwards: list[tuple[dict, str, Any]] = []
+        self._forwards: list[Change] = []
         beyond, takes_positions = rotary_switch(model), "position_ids" in _forward_names(type(model))
         for module in model.modules():
             if beyond is not None and getattr(module, "rope_type", None) == "longrope":

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.8, help="share of the measured capacity")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("soak: told to stop"))  # and with it the server
     command = [sys.executable, "-m", "bass_lab.cli", "serve", "--port", "0", "--json"]
     command += ["--max-batch-size", str(PLACES), "--queue", str(QUEUE)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
