@@ -29,7 +29,7 @@ def align(
     pair: ModelPair,
     texts: Sequence[str] | None = None,
     *,
-    tokens: int = 500_000,
+    tokens: int = 750_000,
     own_texts: int = 96,
     seed: int = 0,
     progress: Callable[[str, float], None] = lambda stage, share: None,
