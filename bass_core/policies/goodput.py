@@ -27,7 +27,7 @@ STRAGGLING = 8  # power of the steps that a row still needs by which it counts
 LIMIT = 16  # drafts per step: what calibrated grids reach
 DECAY = 0.96  # of the weight of what was seen, per step
 LEAN = 12.0  # drafts of its own after which a row is judged as much by them as by all rows
-PRIOR = 2.0, 0.6  # drafts accepted and refused, before anything was seen
+PRIOR = 1.5, 0.5  # drafts accepted and refused, before anything was seen
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
 SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
 PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
@@ -76,8 +76,8 @@ class Goodput(DraftLengthPolicy):
 
     cost: seconds of steps, `costs.CostModel` or alike. Rows that still need many steps count more than others
     (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts
-    some rows probe k = 1, or else 0 would be for ever; if more than half of a probe is accepted, what was known before
-    counts little. Where costs promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
+    some rows probe k = 1, or else 0 would be for ever, unless less than that is left to write; if more than half of a
+    probe is accepted, what was known before counts little. Where costs promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
     """
 
     cost: Cost = field(repr=False)
@@ -112,7 +112,7 @@ class Goodput(DraftLengthPolicy):
         self.k, self.probing = self._best(rows) if may_pay else 0, False
         if self.k > 0:
             self.zeros, self.next_probe = 0, self.probe
-        elif may_pay and self.zeros >= self.next_probe:
+        elif may_pay and self.zeros >= self.next_probe <= rows.remaining.max():
             self.k, self.probing = 1, True
             self.zeros, self.next_probe = 0, 2 * self.next_probe
         else:

@@ -131,8 +131,8 @@ def load_panel(
     that no control could take.
     """
     inputs.one_of("policy", policy, tuple(policies))
-    if not (0 < rate <= most and 0.1 <= deadline <= 10):
-        raise ValueError(f"needs 0 < rate <= {most:.3g} per second and 0.1 <= deadline <= 10 s, got {rate}, {deadline}")
+    if not (0 < rate <= most and 0.05 <= deadline <= 10):
+        raise ValueError(f"needs 0 < rate <= {most:.3g} per second and 0.05 <= deadline <= 10 s, got {rate}, {deadline}")
 
     def draw(rate: float, deadline: float, policy: str) -> tuple[str, go.Figure]:
         run = serve(with_deadline(asked.at_rate(rate), deadline), policies[policy])
@@ -141,7 +141,7 @@ def load_panel(
     step = round(most / 20, 2)
     controls = {
         "rate": slider(rate, step, most, "requests per second", step),
-        "deadline": slider(deadline, 0.1, 10.0, "clients leave after, s", 0.1),
+        "deadline": slider(deadline, 0.05, 10.0, "clients leave after, s", 0.05),
         "policy": ipywidgets.Dropdown(options=list(policies), value=policy, description="draft length"),
     }
     return live(draw, **controls)
@@ -151,7 +151,7 @@ def _sentence(run: LoadRun, deadline: float) -> str:
     found = run.summary(resamples=2).value
     in_time = answered_in_time(run, deadline)
     return (
-        f"<b>{in_time:.0%}</b> of {len(run.requests)} requests were answered within {deadline:.1f} s, at "
+        f"<b>{in_time:.0%}</b> of {len(run.requests)} requests were answered within {deadline:.2g} s, at "
         f"{found['tokens_per_s', 'mean']:.0f} tokens per second, with {found['batch', 'mean']:.1f} rows at work on "
         f"average and {planned(run):.1f} tokens drafted per step."
     )

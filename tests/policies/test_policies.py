@@ -143,6 +143,14 @@ def test_a_probe_drafts_one_token_in_one_row_of_four():
         assert probe.tolist() == [1] * probed + [0] * (batch - probed)
 
 
+@pytest.mark.parametrize("remaining", [31, 32])
+def test_a_probe_is_due_while_as_much_is_to_be_written(remaining):
+    policy = bass.Goodput(Line(0.3, 0.2))
+    policy.start(rows([9999] * 2))
+    assert not decided(policy, [9999] * 2, accept=0, steps=33)[5:].any()
+    assert decided(policy, [remaining] * 2, accept=0, steps=3).any() == (remaining >= 32)
+
+
 @pytest.mark.parametrize("policy", [bass.Goodput, bass.MarginalValue, bass.RaggedBudget, bass.Objective])
 def test_a_probe_that_is_accepted_makes_what_was_known_before_count_little(policy):
     """Hard steps, then easy ones: drafting begins again with the first probe."""
@@ -326,8 +334,8 @@ def test_marginal_value_draws_what_its_pass_has_paid_for_and_stops_there():
     policy = bass.MarginalValue(CHEAP, trusted=1.0)
     policy.start(rows())
     policy.plan(rows())
-    # the goodput is 4.1 tokens in the time of a regular step: a slot has to bring 0.61 tokens, its verification 0.20
-    assert policy.price[0] == pytest.approx(0.61, abs=0.01) and policy.verify_price[0] == pytest.approx(0.20, abs=0.01)
+    # the goodput is 3.9 tokens in the time of a regular step: a slot has to bring 0.59 tokens, its verification 0.20
+    assert policy.price[0] == pytest.approx(0.59, abs=0.01) and policy.verify_price[0] == pytest.approx(0.20, abs=0.01)
     policy.calibration = lambda maximum: maximum  # at its word
     assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
     assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14
