@@ -1,10 +1,10 @@
 """Draft lengths from costs: the k with the most expected tokens per second, measured costs against observed acceptance.
 
 Every row has an α, the chance that a draft is accepted if all before it in its step were. It is learnt from the row's
-own steps, older ones counting less, and leans on what all rows show. What a step with k drafts then yields on average
-is `expected_tokens`, and how long it takes, by the cost model, `StepSeconds`. `Goodput` takes the best of all k, 0
-among them, so that it falls back to regular decoding where drafts do not pay. (Lengths by goodput: Liu et al. 2024,
-SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
+own steps, older ones counting less, and leans on what all rows show, those that ended not long ago among them. What a
+step with k drafts then yields on average is `expected_tokens`, and how long it takes, by the cost model, `StepSeconds`.
+`Goodput` takes the best of all k, 0 among them, so that it falls back to regular decoding where drafts do not pay.
+(Lengths by goodput: Liu et al. 2024, SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
 
 What a step is worth depends on which rows are to be served: `Goodput` serves those that end last, since a batch is done
 when its last row is, but all alike once rows have joined: then others come and go, and no row's end is that of all.
@@ -27,7 +27,9 @@ STRAGGLING = 8  # power of the steps that a row still needs by which it counts
 LIMIT = 16  # drafts per step: what calibrated grids reach
 DECAY = 0.96  # of the weight of what was seen, per step
 LEAN = 12.0  # drafts of its own after which a row is judged as much by them as by all rows
-PRIOR = 1.5, 0.5  # drafts accepted and refused, before anything was seen
+PRIOR = 2.0, 0.7  # drafts accepted and refused, before anything was seen
+FORMER = 8.0  # drafts that all those of rows that ended count as at most
+FADING = 0.96  # of which so much stays, each time that costs are looked at and nothing is drafted
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
 SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
 PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
@@ -36,23 +38,29 @@ PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed
 class RowAlphas:
     """α of each live row, from the drafts that were accepted and the steps that ended with one refused.
 
-    kept, lost: float [B], accepted and refused drafts of each row, older ones counting less.
+    kept, lost: float [B], accepted and refused drafts of each row, older ones counting less. former: float [2], of all
+    rows that ended, and what is expected before anything was seen.
     """
 
     def __init__(self):
         self.ids = np.zeros(0, np.int64)
         self.kept, self.lost = np.zeros(0), np.zeros(0)
+        self.former = np.array(PRIOR)
 
     def follow(self, ids: np.ndarray) -> None:
-        """These rows are live now, in this order: rows that ended are forgotten, new ones have shown nothing yet."""
+        """These rows are live now, in this order: what those that ended have shown goes to `former`, new ones have
+        shown nothing yet."""
         if ids.tolist() != self.ids.tolist():
             same = ids[:, None] == self.ids
             same &= same.cumsum(1) == 1  # two rows may have been given one number
+            before = self.kept.sum(), self.lost.sum()
             self.kept, self.lost, self.ids = same @ self.kept, same @ self.lost, ids
+            former = self.former + before - (self.kept.sum(), self.lost.sum())
+            self.former = former * min(1.0, FORMER / former.sum())
 
     def __call__(self) -> np.ndarray:
         """float [B]"""
-        kept, lost = self.kept.sum() + PRIOR[0], self.lost.sum() + PRIOR[1]
+        kept, lost = self.kept.sum() + self.former[0], self.lost.sum() + self.former[1]
         return (self.kept + LEAN * kept / (kept + lost)) / self.seen
 
     @property
@@ -64,10 +72,14 @@ class RowAlphas:
         """One step: drafts of each row that were accepted, and whether one was refused, [B] each."""
         self.kept, self.lost = DECAY * self.kept + kept, DECAY * self.lost + lost
 
+    def fade(self) -> None:
+        """Time goes by in which nothing is drafted: what rows that ended have shown counts less."""
+        self.former = PRIOR + FADING * (self.former - PRIOR)
+
     def forget(self) -> None:
-        """Let all drafts that were seen count as `OLD` at most."""
+        """Let all drafts that live rows have shown count as `OLD` at most, those of rows that ended not at all."""
         share = OLD / max(OLD, self.kept.sum() + self.lost.sum())
-        self.kept, self.lost = share * self.kept, share * self.lost
+        self.kept, self.lost, self.former = share * self.kept, share * self.lost, np.array(PRIOR)
 
 
 @dataclass
@@ -77,7 +89,9 @@ class Goodput(DraftLengthPolicy):
     cost: seconds of steps, `costs.CostModel` or alike. Rows that still need many steps count more than others
     (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts
     some rows probe k = 1, or else 0 would be for ever, unless less than that is left to write; if more than half of a
-    probe is accepted, what was known before counts little. Where costs promise little even if all drafts were accepted (`costs.WORTH`), nothing is tried.
+    probe is accepted, what was known before counts little. Where costs promise little even if all drafts were accepted
+    (`costs.WORTH`), nothing is tried. A session's later rows begin with what its earlier ones have shown: where these
+    did not draft, with a probe.
     """
 
     cost: Cost = field(repr=False)
@@ -87,11 +101,10 @@ class Goodput(DraftLengthPolicy):
     def __post_init__(self):
         if self.limit < 1 or self.probe < 1:
             raise ValueError(f"needs limit >= 1 and probe >= 1, got {self}")
-        self.seconds = StepSeconds(self.cost, self.limit)
+        self.seconds, self.alphas = StepSeconds(self.cost, self.limit), RowAlphas()
         self._reset()
 
     def _reset(self) -> None:
-        self.alphas = RowAlphas()
         self.k = self.zeros = 0  # draft length of the last step, and for how many steps it has been 0
         self.next_probe, self.probing, self.batch = self.probe, False, 0
         self.joined = False  # whether rows came while others were decoded
@@ -99,8 +112,12 @@ class Goodput(DraftLengthPolicy):
     def start(self, rows: RowsView) -> None:
         if rows.steps.any():
             self.joined = True
+            return
+        self._reset()
+        if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():
+            self.zeros = self.probe  # the same session goes on: where its rows did not draft, these try at once
         else:
-            self._reset()
+            self.alphas = RowAlphas()
 
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.zeros % SAME and self.zeros < self.next_probe and len(rows.ids) == self.batch:
@@ -117,6 +134,7 @@ class Goodput(DraftLengthPolicy):
             self.zeros, self.next_probe = 0, 2 * self.next_probe
         else:
             self.zeros = self.zeros + 1 if may_pay else 1  # 1: no probe is ever due
+            self.alphas.fade()
             return 0
         self.wanted = np.minimum(self.k, rows.remaining - 1)
         if self.probing:

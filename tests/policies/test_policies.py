@@ -24,9 +24,9 @@ from bass_lab.study.replay import Replay, decode, step_seconds
 from bass_lab.study.simulator import simulate
 
 
-def rows(remaining=(99, 99), steps=0):
+def rows(remaining=(99, 99), steps=0, first=0):
     n = len(remaining)
-    return RowsView(np.arange(n), np.full(n, steps), np.full(n, 10), np.full(n, 5), np.array(remaining))
+    return RowsView(np.arange(first, first + n), np.full(n, steps), np.full(n, 10), np.full(n, 5), np.array(remaining))
 
 
 def taught(policy, accepted, of, steps=50):
@@ -113,11 +113,11 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
 
 
-def decided(policy, rooms, accept, steps):
-    """What the policy planned, [steps, B], when drafts are all accepted or all refused."""
+def decided(policy, rooms, accept, steps, first=0):
+    """What it planned, [steps, B], when drafts are all accepted or all refused. first: number of the first row."""
     planned = []
     for step in range(steps):
-        view = rows(rooms, steps=step)
+        view = rows(rooms, steps=step, first=first)
         k, _ = planned_lengths(policy.plan(view), view)
         policy.update(torch.from_numpy(k.copy()), torch.from_numpy(k * accept))
         planned.append(k)
@@ -173,6 +173,15 @@ def test_a_probe_that_is_accepted_makes_what_was_known_before_count_little(polic
     assert policy.alphas().min() > 0.8
 
 
+def test_rows_begin_with_what_those_before_them_have_shown():
+    alphas = after([([3, 0, 0], [0, 1, 1])] * 20)
+    shown = alphas.kept.sum() / (alphas.kept.sum() + alphas.lost.sum())
+    alphas.follow(np.array([3]))
+    assert alphas().item() == pytest.approx(shown, abs=0.05) and alphas.former.sum() == pytest.approx(goodput.FORMER)
+    alphas.follow(np.array([4]))  # a row that ended at once has shown nothing
+    assert alphas().item() == pytest.approx(shown, abs=0.05)
+
+
 def test_rows_of_one_number_do_not_add_up():
     alphas = after([([3, 3], [1, 1])] * 9, ids=(0, 0))
     kept = alphas.kept[0]
@@ -207,6 +216,26 @@ def test_goodput_learns_that_a_lookup_finds_nothing():
         policy.update(torch.tensor([4, 0]), torch.tensor([4, 0]))
     found, missing = policy.alphas()
     assert found > 0.95 and missing < 0.3
+
+
+def test_a_session_remembers_a_useless_draft_and_asks_it_once_per_decode():
+    policy = bass.Goodput(Line(0.2, 0.1))
+    policy.start(rows([99]))
+    assert decided(policy, [99], accept=0, steps=30).any(1).sum() >= 2
+    for number in (1, 2):  # rows come one after the other
+        policy.start(rows([99], first=number))
+        assert decided(policy, [99], accept=0, steps=30, first=number)[:, 0].tolist() == [1] + 29 * [0]
+    policy.start(rows([99], first=3))
+    assert decided(policy, [99], accept=1, steps=4, first=3)[-1, 0] > 1  # what is accepted is asked for again
+
+
+def test_what_ended_rows_have_shown_fades_while_nothing_is_drafted():
+    alphas = after([([0, 0, 0], [1, 1, 1])] * 20)
+    alphas.follow(np.array([3]))
+    assert alphas().item() < 0.1
+    for _ in range(200):
+        alphas.fade()
+    assert alphas().item() == pytest.approx(after([], ids=[3])().item(), abs=0.01)
 
 
 def test_a_new_decode_starts_afresh_and_joining_rows_do_not():
@@ -334,8 +363,8 @@ def test_marginal_value_draws_what_its_pass_has_paid_for_and_stops_there():
     policy = bass.MarginalValue(CHEAP, trusted=1.0)
     policy.start(rows())
     policy.plan(rows())
-    # the goodput is 3.9 tokens in the time of a regular step: a slot has to bring 0.59 tokens, its verification 0.20
-    assert policy.price[0] == pytest.approx(0.59, abs=0.01) and policy.verify_price[0] == pytest.approx(0.20, abs=0.01)
+    # the goodput is 3.9 tokens in the time of a regular step: a slot has to bring 0.58 tokens, its verification 0.19
+    assert policy.price[0] == pytest.approx(0.58, abs=0.01) and policy.verify_price[0] == pytest.approx(0.19, abs=0.01)
     policy.calibration = lambda maximum: maximum  # at its word
     assert policy.keep_drafting(signals(0, [0.9, 0.9])).tolist() == [16, 16]  # slot 2: 2 · 0.9² = 1.62
     assert policy.keep_drafting(signals(1, [0.4, 0.4])).tolist() == [2, 2]  # 2 · 0.36 are drawn; slot 3: 2 · 0.14
