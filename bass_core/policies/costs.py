@@ -189,6 +189,11 @@ class CostModel:
         return passes + self.overhead(batch, k)
 
     @property
+    def acceptance(self) -> Sequence[int] | None:
+        """Drafts that were accepted, and steps that ended with one refused, where a calibration has looked at texts."""
+        return self.measured.get("acceptance")
+
+    @property
     def kv_of_rows(self) -> str:
         """What stands for rows of different KV lengths: "max" where attention pads to the longest, else "mean"."""
         return "max" if self.models["target"]["attention"] in ("pad", "eager") else "mean"
@@ -224,6 +229,9 @@ class CostModel:
                 raise ValueError(f"it is not of schema {SCHEMA}, the one that is read here")
             for role in ("target", "draft"):
                 inputs.check_fields(document["models"].get(role), MODEL_FIELDS, ())
+            seen = document["measured"].get("acceptance")
+            if seen is not None and not (np.shape(seen) == (2,) and np.all(np.greater_equal(seen, 0)) and np.any(seen)):
+                raise ValueError(f"acceptance must be how many drafts were accepted and refused, got {seen!r}")
             draft = document["draft_phases"]
             tables = {
                 "target_passes": Table.from_dict(document["target_passes"], PASS_AXES),

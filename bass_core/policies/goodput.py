@@ -27,8 +27,8 @@ STRAGGLING = 8  # power of the steps that a row still needs by which it counts
 LIMIT = 16  # drafts per step: what calibrated grids reach
 DECAY = 0.96  # of the weight of what was seen, per step
 LEAN = 12.0  # drafts of its own after which a row is judged as much by them as by all rows
-PRIOR = 2.0, 0.7  # drafts accepted and refused, before anything was seen
-FORMER = 8.0  # drafts that all those of rows that ended count as at most
+PRIOR = 2.0, 0.7  # drafts accepted and refused, where nothing was ever seen
+FORMER = 8.0  # drafts that all those of rows that ended count as at most, and all that a calibration has seen
 FADING = 0.96  # of which so much stays, each time that costs are looked at and nothing is drafted
 OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
 SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
@@ -42,10 +42,10 @@ class RowAlphas:
     rows that ended, and what is expected before anything was seen.
     """
 
-    def __init__(self):
+    def __init__(self, expected: tuple[float, float] = PRIOR):
         self.ids = np.zeros(0, np.int64)
         self.kept, self.lost = np.zeros(0), np.zeros(0)
-        self.former = np.array(PRIOR)
+        self.expected = self.former = np.array(expected)
 
     def follow(self, ids: np.ndarray) -> None:
         """These rows are live now, in this order: what those that ended have shown goes to `former`, new ones have
@@ -74,7 +74,7 @@ class RowAlphas:
 
     def fade(self) -> None:
         """Time goes by in which nothing is drafted: what rows that ended have shown counts less."""
-        self.former = PRIOR + FADING * (self.former - PRIOR)
+        self.former = self.expected + FADING * (self.former - self.expected)
 
     def forget(self) -> None:
         """Let all drafts that live rows have shown count as `OLD` at most, those of rows that ended not at all."""
@@ -90,8 +90,8 @@ class Goodput(DraftLengthPolicy):
     (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts
     some rows probe k = 1, or else 0 would be for ever, unless less than that is left to write; if more than half of a
     probe is accepted, what was known before counts little. Where costs promise little even if all drafts were accepted
-    (`costs.WORTH`), nothing is tried. A session's later rows begin with what its earlier ones have shown: where these
-    did not draft, with a probe.
+    (`costs.WORTH`), nothing is tried. What a pair's first rows begin with is what its calibration has seen, and a
+    session's later rows with what its earlier ones have shown: where these did not draft, with a probe.
     """
 
     cost: Cost = field(repr=False)
@@ -101,7 +101,7 @@ class Goodput(DraftLengthPolicy):
     def __post_init__(self):
         if self.limit < 1 or self.probe < 1:
             raise ValueError(f"needs limit >= 1 and probe >= 1, got {self}")
-        self.seconds, self.alphas = StepSeconds(self.cost, self.limit), RowAlphas()
+        self.seconds, self.alphas = StepSeconds(self.cost, self.limit), RowAlphas(_expected(self.cost))
         self._reset()
 
     def _reset(self) -> None:
@@ -117,7 +117,7 @@ class Goodput(DraftLengthPolicy):
         if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():
             self.zeros = self.probe  # the same session goes on: where its rows did not draft, these try at once
         else:
-            self.alphas = RowAlphas()
+            self.alphas = RowAlphas(_expected(self.cost))
 
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.zeros % SAME and self.zeros < self.next_probe and len(rows.ids) == self.batch:
@@ -176,6 +176,13 @@ class Goodput(DraftLengthPolicy):
             self.alphas.forget()
             self.next_probe = self.probe
         self.alphas.update(kept, kept < tried)
+
+
+def _expected(cost: Cost) -> tuple[float, float]:
+    """Drafts accepted and refused that are expected of a pair with these costs: as it was calibrated, or `PRIOR`."""
+    kept, lost = getattr(cost, "acceptance", None) or PRIOR
+    share = min(1.0, FORMER / (kept + lost))
+    return share * kept, share * lost
 
 
 def require_draft_passes(policy: Goodput) -> None:

@@ -132,7 +132,9 @@ def load_panel(
     """
     inputs.one_of("policy", policy, tuple(policies))
     if not (0 < rate <= most and 0.05 <= deadline <= 10):
-        raise ValueError(f"needs 0 < rate <= {most:.3g} per second and 0.05 <= deadline <= 10 s, got {rate}, {deadline}")
+        raise ValueError(
+            f"needs 0 < rate <= {most:.3g} per second and 0.05 <= deadline <= 10 s, got {rate}, {deadline}"
+        )
 
     def draw(rate: float, deadline: float, policy: str) -> tuple[str, go.Figure]:
         run = serve(with_deadline(asked.at_rate(rate), deadline), policies[policy])

@@ -49,6 +49,7 @@ REPLAYS = 3  # timed steps of each draft length, where steps are recorded
 RECORDING = 2  # steps before them: the first is launched, the second recorded
 QUIET = 0.25  # spread of the samples
 OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
+LOOKED_AT, WRITTEN, ASKED = 4, 32, 4  # prompts of each set, tokens of each row, drafts per step: what is accepted
 MEASURING = "timing passes and steps"
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
@@ -79,11 +80,12 @@ def calibrate(
     seconds: until no point is measured any more; each is at least once, whatever it takes. Steps are greedy.
 
     `measured` of the result has the samples per point and their spread: the interquartile range by the median, of the
-    median point. Above `QUIET` the machine had other things to do.
+    median point. Above `QUIET` the machine had other things to do. And `acceptance`, see `_acceptance`.
 
     Raises ValueError for a grid that is beyond the context or not increasing.
     """
     end = time.perf_counter() + seconds
+    accepted = _acceptance(pair)
     with Session(pair, max_batch_size=1) as session:
         recorded = session.device_step.records
     axes = _axes(pair, batches, query_lengths, kv_lengths, recorded)
@@ -103,6 +105,7 @@ def calibrate(
     by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
     how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": 0.0}
     how["dtype"] = str(pair.target.dtype).removeprefix("torch.")
+    how["acceptance"] = accepted
     how["samples"] = {"least": int(by_point.size().min()), "most": int(by_point.size().max())}
     spreads = (by_point.quantile(0.75) - by_point.quantile(0.25)) / by_point.median()
     how["spread"] = float(spreads.median())
@@ -112,6 +115,21 @@ def calibrate(
         measured=describe_environment() | how,
         **{"draft_phases": None} | tables,
     )
+
+
+def _acceptance(pair: ModelPair) -> list[int] | None:
+    """Drafts accepted, and steps that ended with one refused, greedily on prompts of both sets; None for a pair that
+    reads no text or has no room for these."""
+    if pair.tokenizer is None:
+        return None
+    prompts = [*prompt_set("mini", LOOKED_AT), *prompt_set("library", LOOKED_AT)]
+    fitting = [ids for ids in inputs.token_ids(pair, prompts) if len(ids) + WRITTEN <= context_of(pair)]
+    if not fitting:
+        return None
+    options = {"draft_length": ASKED, "max_new_tokens": WRITTEN, "temperature": 0.0, "eos_token_id": ()}
+    steps = generate(pair, fitting, **options).trace.steps.query("drafted > 0")
+    found = [int(steps.accepted.sum()), int((steps.accepted < steps.drafted).sum())]
+    return found if any(found) else None
 
 
 def _axes(
