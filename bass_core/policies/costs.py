@@ -230,7 +230,9 @@ class CostModel:
             for role in ("target", "draft"):
                 inputs.check_fields(document["models"].get(role), MODEL_FIELDS, ())
             seen = document["measured"].get("acceptance")
-            if seen is not None and not (np.shape(seen) == (2,) and np.all(np.greater_equal(seen, 0)) and np.any(seen)):
+            if seen is not None and not (
+                isinstance(seen, list) and [type(each) for each in seen] == [int, int] and min(seen) >= 0 < max(seen)
+            ):
                 raise ValueError(f"acceptance must be how many drafts were accepted and refused, got {seen!r}")
             draft = document["draft_phases"]
             tables = {

@@ -153,7 +153,8 @@ def calibrate(
     """Measure once what steps cost here, for the default policy.
 
     From then on the draft length of these models on this device is the one with the most expected tokens per second.
-    The fields of --json: saved (the file), device, models, batches and, after --check, check: what the tables show.
+    The fields of --json: saved (the file), device, models, acceptance (drafts accepted and refused in a few texts;
+    null without a tokenizer), batches and, after --check, check: what the tables show.
     """
     from bass_core.policies import costs
     from bass_lab.named_pairs import named_pair
@@ -174,7 +175,8 @@ def calibrate(
     found = calibration.summary(cost)
     if (spread := cost.measured["spread"]) > calibration.QUIET:
         typer.echo(f"warning: times varied by {spread:.0%}; measure again when the machine is idle", err=True)
-    document = {"saved": str(path), "device": cost.device, "models": cost.models, "batches": found.to_dict("records")}
+    document = {"saved": str(path), "device": cost.device, "models": cost.models}
+    document |= {"acceptance": cost.acceptance, "batches": found.to_dict("records")}
     document |= {} if compared is None else {"check": compared.to_dict("records")}
     if as_json:
         common.print_json(document)
@@ -182,6 +184,9 @@ def calibrate(
     tables.show_table(document["batches"], f"{cost.device}, {calibration.SHOWN_KV} cached positions")
     if check:
         tables.show_table(document["check"], "\npredicted and real decode time")
+    if cost.acceptance is not None:
+        kept, lost = cost.acceptance
+        typer.echo(f"α {kept / (kept + lost):.2f} in a few texts, with which the default policy begins")
     typer.echo(f"saved {path}")
 
 

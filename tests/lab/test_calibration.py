@@ -37,9 +37,19 @@ def test_calibration_measures_every_point(pair):
     for found in (measured.target_passes, measured.draft_phases, measured.overheads):
         assert (found.seconds > 0).all()
     measured.check_pair(pair)
-    assert measured.measured["dtype"] == "float32"
+    assert measured.measured["dtype"] == "float32" and measured.acceptance is None  # it reads no text
     assert not measured.is_synthetic and measured.kv_of_rows == "max"
     assert measured.models["target"]["attention"] == "pad" and measured.measured["samples"]["least"] >= 1
+
+
+def test_calibration_counts_the_drafts_that_are_accepted(monkeypatch):
+    pair = bass.load_pair(dtype="float32")
+    kept, lost = calibration._acceptance(pair)
+    assert 0.6 < kept / (kept + lost) < 0.9  # mini is easy for this draft and library is not
+    perfect = bass.ModelPair(pair.target, pair.target, pair.tokenizer)
+    assert calibration._acceptance(perfect) == [2 * calibration.LOOKED_AT * 24, 0]  # 32 tokens: 1, 6 times 5, 1
+    monkeypatch.setattr(calibration, "context_of", lambda pair: 40)
+    assert calibration._acceptance(pair) is None  # no room for these texts
 
 
 def test_where_steps_are_recorded_their_phases_are_timed(pair, monkeypatch):

@@ -1,6 +1,7 @@
 """The policies that adapt: each rule against cases worked by hand, and what each is for against the simulator."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -216,6 +217,20 @@ def test_goodput_learns_that_a_lookup_finds_nothing():
         policy.update(torch.tensor([4, 0]), torch.tensor([4, 0]))
     found, missing = policy.alphas()
     assert found > 0.95 and missing < 0.3
+
+
+def test_goodput_begins_with_what_the_pairs_calibration_has_seen():
+    known = CostModel.load(next(costs.SHIPPED.glob("*.json")))
+    views = rows([99])
+    first = {}
+    for seen in (None, (0, 50), (50, 0), (5000, 0), (2, 0)):
+        policy = bass.Goodput(replace(known, measured={"acceptance": seen}))
+        policy.start(views)
+        first[seen] = policy.plan(views), policy.alphas.former.tolist()
+    assert first[(0, 50)] == (0, [0, goodput.FORMER])  # nothing is tried, until a probe is due
+    assert first[(50, 0)] == first[(5000, 0)] and first[(50, 0)][1] == [goodput.FORMER, 0]
+    assert first[(50, 0)][0] > first[None][0] > 0
+    assert first[(2, 0)][1] == [2, 0]
 
 
 def test_a_session_remembers_a_useless_draft_and_asks_it_once_per_decode():
