@@ -170,6 +170,7 @@ def test_a_notebook_refuses_names_and_values_that_it_does_not_know():
         run_cells("size = 3")
 
 
+@pytest.mark.slow
 def test_papermill_alone_cannot_set_a_name_that_is_not_there(tmp_path):
     import papermill
 
