@@ -119,7 +119,7 @@ def calibrate(
 
 def _acceptance(pair: ModelPair) -> list[int] | None:
     """Drafts accepted, and steps that ended with one refused, greedily on prompts of both sets; None for a pair that
-    reads no text or has no room for these."""
+    reads no text or has no room for these. What was wanted and not drafted counts as refused."""
     if pair.tokenizer is None:
         return None
     prompts = [*prompt_set("mini", LOOKED_AT), *prompt_set("library", LOOKED_AT)]
@@ -127,8 +127,10 @@ def _acceptance(pair: ModelPair) -> list[int] | None:
     if not fitting:
         return None
     options = {"draft_length": ASKED, "max_new_tokens": WRITTEN, "temperature": 0.0, "eos_token_id": ()}
-    steps = generate(pair, fitting, **options).trace.steps.query("drafted > 0")
-    found = [int(steps.accepted.sum()), int((steps.accepted < steps.drafted).sum())]
+    steps = generate(pair, fitting, **options).trace.steps
+    remaining = WRITTEN - steps.groupby("row").emitted.cumsum() + steps.emitted
+    wanted = steps.k.clip(upper=remaining - 1)
+    found = [int(steps.accepted.sum()), int((steps.accepted < wanted).sum())]
     return found if any(found) else None
 
 

@@ -11,6 +11,7 @@ from tiny import tiny_model
 from typer.testing import CliRunner
 
 import bass_core as bass
+from bass_core.drafters import NgramDrafter
 from bass_core.policies.costs import costs_for
 from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
@@ -48,6 +49,8 @@ def test_calibration_counts_the_drafts_that_are_accepted(monkeypatch):
     assert 0.6 < kept / (kept + lost) < 0.9  # mini is easy for this draft and library is not
     perfect = bass.ModelPair(pair.target, pair.target, pair.tokenizer)
     assert calibration._acceptance(perfect) == [2 * calibration.LOOKED_AT * 24, 0]  # 32 tokens: 1, 6 times 5, 1
+    nothing = bass.ModelPair(pair.target, NgramDrafter(longest=60, shortest=50), pair.tokenizer)
+    assert calibration._acceptance(nothing) == [0, 2 * calibration.LOOKED_AT * 30]  # wanted in all steps but the last
     monkeypatch.setattr(calibration, "context_of", lambda pair: 40)
     assert calibration._acceptance(pair) is None  # no room for these texts
 
