@@ -13,7 +13,7 @@ when its last row is, but all alike once rows have joined: then others come and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,11 +38,11 @@ PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed
 class RowAlphas:
     """α of each live row, from the drafts that were accepted and the steps that ended with one refused.
 
-    kept, lost: float [B], accepted and refused drafts of each row, older ones counting less. former: float [2], of all
-    rows that ended, and what is expected before anything was seen.
+    expected: float [2], drafts accepted and refused before anything was seen. kept, lost: float [B], of each row, older
+    ones counting less. former: float [2], of all rows that ended, and `expected`.
     """
 
-    def __init__(self, expected: tuple[float, float] = PRIOR):
+    def __init__(self, expected: Sequence[float] | np.ndarray = PRIOR):
         self.ids = np.zeros(0, np.int64)
         self.kept, self.lost = np.zeros(0), np.zeros(0)
         self.expected = self.former = np.array(expected)
@@ -115,9 +115,10 @@ class Goodput(DraftLengthPolicy):
             return
         self._reset()
         if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():
-            self.zeros = self.probe  # the same session goes on: where its rows did not draft, these try at once
+            # Numbers go on upwards, as a session's do: where its earlier rows did not draft, these try at once.
+            self.zeros = self.probe
         else:
-            self.alphas = RowAlphas(_expected(self.cost))
+            self.alphas = RowAlphas(self.alphas.expected)
 
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.zeros % SAME and self.zeros < self.next_probe and len(rows.ids) == self.batch:

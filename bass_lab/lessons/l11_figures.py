@@ -153,7 +153,7 @@ def _sentence(run: LoadRun, deadline: float) -> str:
     found = run.summary(resamples=2).value
     in_time = answered_in_time(run, deadline)
     return (
-        f"<b>{in_time:.0%}</b> of {len(run.requests)} requests were answered within {deadline:.2g} s, at "
+        f"<b>{in_time:.0%}</b> of {len(run.requests)} requests were answered within {deadline:g} s, at "
         f"{found['tokens_per_s', 'mean']:.0f} tokens per second, with {found['batch', 'mean']:.1f} rows at work on "
         f"average and {planned(run):.1f} tokens drafted per step."
     )
