@@ -6,6 +6,7 @@ never a drafted token before it is submitted. The engine passes nothing else.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -157,18 +158,22 @@ class BassHeuristic(DraftLengthPolicy):
             self.length, self.shrinking = max(1, most_accepted, shorter), 1
 
 
-def expected_tokens(alpha: float | np.ndarray, most: int, seen: float | np.ndarray = np.inf) -> np.ndarray:
+def expected_tokens(alpha: float | np.ndarray, most: int, seen: float = math.inf) -> np.ndarray:
     """Tokens that a step with 0, 1, … `most` drafts yields on average, the target's own included: [..., most + 1].
 
     alpha [...]: chance that a draft is accepted if all before it in the step were (Leviathan et al. 2023, equation 1).
-    seen [...]: of how many drafts that is known. The fewer, the likelier is a long run against α^k: its first drafts,
-    accepted, speak for the others (α is Beta distributed; infinite: it is certain).
+    seen: of how many drafts that is known, or how alike steps are. The fewer, the likelier is a long run against α^k:
+    its first drafts, accepted, speak for the others (α is Beta distributed; infinite: it is certain).
     """
-    more = np.arange(most) / np.asarray(seen, dtype=float)[..., None]
-    runs = np.cumprod((np.asarray(alpha, dtype=float)[..., None] + more) / (1 + more), axis=-1)
-    tokens = np.ones((*runs.shape[:-1], most + 1))
-    tokens[..., 1:] += np.cumsum(runs, axis=-1)
-    return tokens
+    own, others = _shares(most, seen)
+    return (np.asarray(alpha)[..., None] * own + others).cumprod(-1).cumsum(-1)
+
+
+@functools.lru_cache
+def _shares(most: int, seen: float) -> tuple[np.ndarray, np.ndarray]:
+    """Of 1 and the chances of drafts 1 … `most` if all before were accepted: how much of each is α, and how much 1."""
+    before = np.arange(most) / seen
+    return np.append(0, 1 / (1 + before)), np.append(1, before / (1 + before))
 
 
 def as_policy(draft_length: int | DraftLengthPolicy | None) -> DraftLengthPolicy:

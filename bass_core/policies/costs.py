@@ -353,8 +353,9 @@ class StepSeconds:
 
     def look_up(self, rows: RowsView) -> LookedUp:
         """All that is known of steps of these rows."""
-        batch = len(rows.ids)
-        kv_length = rows.lengths.max() if self.by_longest else rows.lengths.sum() / batch
+        lengths = rows.lengths.tolist()
+        batch = len(lengths)
+        kv_length = max(lengths) if self.by_longest else sum(lengths) / batch
         key = batch, round(kv_length / KV_STEP)
         if key not in self._known:
             self._known[key] = self._computed(batch, key[1] * KV_STEP)

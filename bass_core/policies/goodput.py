@@ -27,6 +27,7 @@ STRAGGLING = 8  # power of the steps that a row still needs by which it counts
 LIMIT = 16  # drafts per step: what calibrated grids reach
 DECAY = 0.96  # of the weight of what was seen, per step
 LEAN = 12.0  # drafts of its own after which a row is judged as much by them as by all rows
+SPREAD = 24.0  # of how many drafts α is known at most: some places of a text are easy, others are hard
 PRIOR = 2.0, 0.7  # drafts accepted and refused, where nothing was ever seen
 FORMER = 8.0  # drafts that all those of rows that ended count as at most, and all that a calibration has seen
 FADING = 0.96  # of which so much stays, each time that costs are looked at and nothing is drafted
@@ -61,12 +62,7 @@ class RowAlphas:
     def __call__(self) -> np.ndarray:
         """float [B]"""
         kept, lost = self.kept.sum() + self.former[0], self.lost.sum() + self.former[1]
-        return (self.kept + LEAN * kept / (kept + lost)) / self.seen
-
-    @property
-    def seen(self) -> np.ndarray:
-        """float [B], of how many drafts each α is known."""
-        return self.kept + self.lost + LEAN
+        return (self.kept + LEAN * kept / (kept + lost)) / (self.kept + self.lost + LEAN)
 
     def update(self, kept: np.ndarray, lost: np.ndarray) -> None:
         """One step: drafts of each row that were accepted, and whether one was refused, [B] each."""
@@ -149,11 +145,13 @@ class Goodput(DraftLengthPolicy):
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
-        tokens = expected_tokens(self.alphas(), self.limit, self.alphas.seen)  # [B, limit + 1]
-        most = min(int(rows.remaining.max()), self.limit + 1)  # of the tokens to go one is the target's own
-        if rows.remaining.min() <= self.limit:
+        tokens = expected_tokens(self.alphas(), self.limit, SPREAD)  # [B, limit + 1]
+        seconds, remaining = self.seconds(rows), rows.remaining.tolist()
+        if min(remaining) <= self.limit:
+            most = min(max(remaining), self.limit + 1)  # of the tokens to go one is the target's own
             tokens = np.take_along_axis(tokens, np.minimum(np.arange(most), rows.remaining[:, None] - 1), 1)
-        return self.weigh(rows, tokens) @ tokens[:, :most] / self.seconds(rows)[:most]
+            seconds = seconds[:most]
+        return self.weigh(rows, tokens) @ tokens / seconds
 
     def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
         """How much each row's tokens count, [B]; their sum is B.
@@ -161,7 +159,7 @@ class Goodput(DraftLengthPolicy):
         tokens [B, K]: what a step with each draft length is expected to yield. Rows count by the steps that they still
         need if all of them draft as far as the last one did.
         """
-        if self.joined:
+        if self.joined or len(tokens) == 1:
             return np.ones(len(tokens))
         steps = rows.remaining / tokens[:, min(max(self.k, 1), tokens.shape[1] - 1)]
         weights = (steps / steps.max()) ** STRAGGLING

@@ -46,7 +46,7 @@ def taught(policy, accepted, of, steps=50):
 
 def test_goodput_takes_the_length_of_most_expected_tokens_per_second():
     policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
-    tokens, k = expected_tokens(policy.alphas(), 16, policy.alphas.seen), np.arange(17)
+    tokens, k = expected_tokens(policy.alphas(), 16, goodput.SPREAD), np.arange(17)
     expected = policy.weigh(rows([99] * 4), tokens) @ tokens / CHEAP.step(4, k, 0)
     assert policy.goodputs(rows([99] * 4)) == pytest.approx(expected)
     assert policy.plan(rows([99] * 4)) == expected.argmax()
@@ -65,7 +65,7 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
     policy = taught(bass.Goodput(CHEAP, limit=2), [2, 2], of=2)
     policy.k = 1
     found = policy.goodputs(rows([7, 1]))
-    longer, ending = expected_tokens(policy.alphas(), 2, policy.alphas.seen)[0], np.ones(3)  # two more drafts, and none
+    longer, ending = expected_tokens(policy.alphas(), 2, goodput.SPREAD)[0], np.ones(3)  # two more drafts, and none
     weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
     tokens = weights @ [longer, ending] * 2 / weights.sum()
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
