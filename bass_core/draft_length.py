@@ -162,8 +162,8 @@ def expected_tokens(alpha: float | np.ndarray, most: int, seen: float = math.inf
     """Tokens that a step with 0, 1, … `most` drafts yields on average, the target's own included: [..., most + 1].
 
     alpha [...]: chance that a draft is accepted if all before it in the step were (Leviathan et al. 2023, equation 1).
-    seen: of how many drafts that is known, or how alike steps are. The fewer, the likelier is a long run against α^k:
-    its first drafts, accepted, speak for the others (α is Beta distributed; infinite: it is certain).
+    seen: α is Beta distributed as if it were known of so many drafts, since it is, or since it varies along a text;
+    infinite: it is certain. The fewer, the likelier is a long run against α^k: its first drafts speak for the others.
     """
     own, others = _shares(most, seen)
     return (np.asarray(alpha)[..., None] * own + others).cumprod(-1).cumsum(-1)
