@@ -20,13 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.functional import linear, silu
 
 SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 BUSY = 0.5  # CPUs missing to our threads beside other programs; above this, some often wait for one
-MARGIN, BESIDE = 1.3, 1.05  # how much faster one thread has to be on an idle machine, and beside other programs: there
-# threads wait for each other more often in a decode, whose operations are short, than in the products that are timed
+MARGIN, BESIDE = 1.3, 0.9  # how much faster one thread has to be on an idle machine, and beside other programs: there
+# a decode, which is longer, meets them more often than what is timed here
 LOOK = 0.25  # seconds to watch the others
-PASS = 0.05  # seconds to multiply matrices with each number of threads
+PASS = 0.1  # seconds to compute with each number of threads
+ROWS, WIDTH = 48, 192  # of what is computed: eight rows of six tokens, in layers as short as the embedded pair's
 TICKS = Path("/proc/stat")
 
 
@@ -98,15 +100,17 @@ def _busy_seconds() -> float:
 
 
 def speed(threads: int) -> float:
-    """Matrix products per second with so many threads."""
+    """Layers per second with so many threads: a decode's operations are as short, and threads meet after each."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        matrix = torch.ones(256, 256)
-        matrix @ matrix  # which starts the threads
+        states, inwards, outwards = (
+            torch.ones(shape) for shape in ((ROWS, WIDTH), (3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH))
+        )
+        linear(states, inwards)  # which starts the threads
         count, start = 0, time.monotonic()
         while (taken := time.monotonic() - start) < PASS:
-            matrix @ matrix
+            linear(silu(linear(states, inwards)), outwards) + states
             count += 1
         return count / taken
     finally:

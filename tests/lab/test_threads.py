@@ -47,7 +47,8 @@ def machine(monkeypatch):
         (0.1, 1.0, 0.3, 1, "Threads: 1, faster here than 2; other programs use 0.1 of 2 CPUs."),
         (0.1, 1.0, 0.9, 2, "Threads: 2, awake while they wait; other programs use 0.1 of 2 CPUs."),
         (1.9, 1.0, 0.9, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
-        (1.9, 1.0, 1.0, 2, f"Threads: 2, asleep while they wait; other programs use 1.9 of 2 CPUs{WARNING}."),
+        (1.9, 1.0, 1.0, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
+        (1.9, 1.0, 1.2, 2, f"Threads: 2, asleep while they wait; other programs use 1.9 of 2 CPUs{WARNING}."),
         (1.9, 1.0, 0.6, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
     ],
 )
