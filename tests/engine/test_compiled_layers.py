@@ -49,9 +49,11 @@ def test_compiled_equals_eager():
 @pytest.mark.parametrize(
     "architecture",
     [
-        "gemma2",
         "gpt2",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "mistral", "phi3", "opt", "codegen")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gemma2", "qwen2", "mistral", "phi3", "opt", "codegen")
+        ),
     ],
 )
 @pytest.mark.usefixtures("traced_only")
@@ -94,6 +96,7 @@ def graphs(traced_only, monkeypatch):
     return layers, around
 
 
+@pytest.mark.slow
 def test_eight_graphs_serve_every_batch_draft_length_and_cache(graphs):
     """The shapes of the GPU benchmark's quick plan, and rows that end one after the other."""
     room = {"max_position_embeddings": 1024}

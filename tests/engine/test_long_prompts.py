@@ -25,6 +25,7 @@ DRAFTS = {
 WAYS = [{}, *({"temperature": 0.8, "verification": rule} for rule in ("coupled", "token", "block"))]
 # Sampled text with suffix drafts depends on what else was decoded before it, but for coupled verification.
 CASES = [(draft, way) for draft in DRAFTS for way in (WAYS[:2] if draft == "suffix" else WAYS)]
+RECORDED = [pytest.param(*case, "graphs", marks=[pytest.mark.slow] * (case[1] in WAYS[2:])) for case in CASES]
 
 
 def texts(**options) -> list[list[int]]:
@@ -43,8 +44,7 @@ def texts(**options) -> list[list[int]]:
 # --- the same texts -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compile", ["off", "graphs"])
-@pytest.mark.parametrize(("draft", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("draft", "options", "compile"), [*((*case, "off") for case in CASES), *RECORDED], ids=str)
 def test_chunks_change_no_text(monkeypatch, draft, options, compile):
     use_on_cpu(monkeypatch)
     options = options | {"pair": DRAFTS[draft], "compile": compile}

@@ -160,10 +160,11 @@ def test_weights_that_are_one_already_are_left_alone(architecture):
     assert arrange(model(architecture)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced_only")
 @pytest.mark.parametrize(
     "touch",
-    [hook, *(pytest.param(each, marks=pytest.mark.slow) for each in (tie, widen))],
+    [hook, tie, widen],
     ids=lambda touch: touch.__name__,
 )
 def test_texts_are_right_whatever_was_left_alone(touch):

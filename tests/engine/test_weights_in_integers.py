@@ -123,7 +123,7 @@ def test_quantized_models_are_verified_in_half_precision_too(kind):
     assert report.passed and len(report.checks) == 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.slow), "int4"])
 def test_a_quantized_draft_keeps_the_law(kind):
     small = tiny_model(vocab_size=3, dtype="float64", pad_token_id=None, bos_token_id=None, eos_token_id=None)
     report = check_drafter(

@@ -19,7 +19,7 @@ def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> 
     assert error(found, arguments.expected) <= TOLERANCE[arguments.query.dtype], described
 
 
-@pytest.mark.parametrize("part", [0, 1, *(pytest.param(part, marks=slow) for part in (2, 3, 4, 5))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=slow) for part in (1, 2, 3, 4, 5))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_ragged_attention_equals_the_reference_over_poisoned_memory(dtype, part):
     for described, arguments in itertools.islice(fuzz(24, dtype), part, None, 6):

@@ -1,16 +1,18 @@
 """Kernels compiled for GPUs that are not here: what each tile costs, and that the right instructions come out."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import triton
 
 SUPPORT = Path(__file__).parents[1] / "support"
-ARCHITECTURES = {"sm_80": 80, "sm_90": 90}
+ARCHITECTURES = [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90"]
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # of a multiprocessor, what its programs can share
 REGISTERS = 65536
 ATTENTION = ("_attend_pieces", "_attend_rows")
@@ -28,25 +30,15 @@ OTHERS = {75: (64, {"_attend_pieces", "_multiply"}), 89: (99, set()), 100: (227,
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, list[dict]]:
-    """What kernel_compiler.py prints, by architecture; in processes of their own, side by side."""
+def compiled() -> Callable[[str], list[dict]]:
+    """What kernel_compiler.py prints for an architecture, in a process of its own."""
+    return functools.cache(lambda architecture: compile_for(architecture.removeprefix("sm_")))
+
+
+def compile_for(*arguments: str) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, SUPPORT / "kernel_compiler.py", str(capability)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for name, capability in ARCHITECTURES.items()
-    }
-    found = {}
-    for name, process in running.items():
-        output, errors = process.communicate()
-        assert process.returncode == 0, errors
-        found[name] = [json.loads(line) for line in output.splitlines()]
-    return found
+    command = [sys.executable, SUPPORT / "kernel_compiler.py", *arguments]
+    return [json.loads(line) for line in subprocess.check_output(command, env=environment).splitlines()]
 
 
 def faulty(kernels: list[dict], right) -> list[dict]:
@@ -63,7 +55,7 @@ def half_precision(kernel: dict) -> bool:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_nothing_spills(compiled, architecture):
-    kernels = compiled[architecture]
+    kernels = compiled(architecture)
     assert {kernel["kernel"] for kernel in kernels} >= {
         *ATTENTION,
         "_plan",
@@ -82,9 +74,7 @@ def test_nothing_spills(compiled, architecture):
 @pytest.mark.parametrize("capability", OTHERS)
 def test_kernels_compile_for_other_gpus(capability):
     room, spilling = OTHERS[capability]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, SUPPORT / "kernel_compiler.py", str(capability), "few"]
-    kernels = [json.loads(line) for line in subprocess.check_output(command, env=environment).splitlines()]
+    kernels = compile_for(str(capability), "few")
     assert {kernel["kernel"] for kernel in kernels} >= {"_attend_pieces", "_plan", "_write_token", "finish"}
     assert {kernel["kernel"] for kernel in faulty(kernels, in_registers)} == spilling
     assert faulty(kernels, lambda kernel: kernel["shared"] <= room * 1024) == []
@@ -92,7 +82,7 @@ def test_kernels_compile_for_other_gpus(capability):
 
 def test_the_plan_counts_on_no_more_programs_than_fit(compiled):
     """On sm_90, which the counts in tiles.py are for; they are register caps too."""
-    kernels = [kernel for kernel in compiled["sm_90"] if kernel["kernel"] == "_attend_pieces"]
+    kernels = [kernel for kernel in compiled("sm_90") if kernel["kernel"] == "_attend_pieces"]
 
     def fit(kernel: dict) -> bool:
         registers = -(-kernel["registers"] // 8) * 8 * kernel["warps"] * 32  # given out in eights
@@ -103,26 +93,26 @@ def test_the_plan_counts_on_no_more_programs_than_fit(compiled):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prompts_of_any_length_share_what_was_compiled(compiled, architecture):
-    prompts = [kernel for kernel in compiled[architecture] if kernel.get("prompt")]
+    prompts = [kernel for kernel in compiled(architecture) if kernel.get("prompt")]
     assert len({kernel["query_length"] for kernel in prompts}) <= 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_program_fits_its_multiprocessor(compiled, architecture):
-    assert faulty(compiled[architecture], lambda kernel: kernel["shared"] <= SHARED[architecture]) == []
-    assert faulty(compiled[architecture], lambda kernel: kernel["registers"] <= 255) == []
+    assert faulty(compiled(architecture), lambda kernel: kernel["shared"] <= SHARED[architecture]) == []
+    assert faulty(compiled(architecture), lambda kernel: kernel["registers"] <= 255) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_keys_and_values_come_in_loads_of_128_bits(compiled, architecture):
-    kernels = [kernel for kernel in compiled[architecture] if kernel["kernel"] in ATTENTION]
+    kernels = [kernel for kernel in compiled(architecture) if kernel["kernel"] in ATTENTION]
     assert faulty(kernels, lambda kernel: kernel["wide_loads"] > 0 and kernel["narrow_copies"] == 0) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_pieces_are_stored_by_all_threads_before_they_are_counted(compiled, architecture):
     """A barrier, a count that releases what was stored and acquires what others did, a barrier, and loads from L2."""
-    kernels = [kernel for kernel in compiled[architecture] if kernel["kernel"] == "_attend_pieces"]
+    kernels = [kernel for kernel in compiled(architecture) if kernel["kernel"] == "_attend_pieces"]
     split = [kernel for kernel in kernels if kernel["count"]]
     assert len(split) > 20
     assert faulty(split, lambda kernel: kernel["count"] == "store barrier acq_rel.gpu barrier load.cg") == []
@@ -130,26 +120,26 @@ def test_pieces_are_stored_by_all_threads_before_they_are_counted(compiled, arch
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_products_are_matrix_instructions(compiled, architecture):
-    kernels = list(filter(half_precision, compiled[architecture]))
+    kernels = list(filter(half_precision, compiled(architecture)))
     assert len(kernels) > 20
     assert faulty(kernels, lambda kernel: kernel["matrix"] > 0) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_codes_come_in_loads_of_128_bits_and_are_multiplied_by_matrix_instructions(compiled, architecture):
-    kernels = [kernel for kernel in compiled[architecture] if kernel["kernel"] == "_multiply"]
+    kernels = [kernel for kernel in compiled(architecture) if kernel["kernel"] == "_multiply"]
     assert len(kernels) > 20
     assert faulty(kernels, lambda kernel: kernel["matrix"] > 0) == []
     assert faulty(kernels, lambda kernel: kernel["wide_loads"] > 0) == []
 
 
 def test_blocks_of_64_rows_use_warpgroup_instructions(compiled):
-    wide = [kernel for kernel in filter(half_precision, compiled["sm_90"]) if kernel.get("block_m") == 64]
+    wide = [kernel for kernel in filter(half_precision, compiled("sm_90")) if kernel.get("block_m") == 64]
     assert len(wide) >= 4
     assert faulty(wide, lambda kernel: kernel["warpgroup"] == kernel["matrix"] > 0) == []
 
 
 def test_full_precision_is_not_rounded(compiled):
     """Matrix units would round float32 to tf32."""
-    kernels = [kernel for kernel in compiled["sm_90"] if kernel.get("dtype") == "float32"]
+    kernels = [kernel for kernel in compiled("sm_90") if kernel.get("dtype") == "float32"]
     assert faulty(kernels, lambda kernel: kernel["matrix"] == 0) == []

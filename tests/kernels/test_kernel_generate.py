@@ -34,7 +34,7 @@ def same(first, second) -> bool:
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral", "gpt2"))]
+    "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "gpt2"))]
 )
 def test_ragged_text_is_that_of_pad_and_of_transformers(architecture, in_plain_torch):
     models = pair(architecture)

@@ -187,6 +187,7 @@ def test_pages_that_cannot_be_written_are_refused_first(lessons, tmp_path, comma
     assert lessons == []
 
 
+@pytest.mark.slow
 def test_demo_works_outside_the_repository_without_a_lesson(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     result = run("demo", "--rows", "2")

@@ -76,7 +76,7 @@ def trained(target, texts, folder, steps) -> tuple[FeatureHead, dict]:
         name="feature_head",
         data=(),
         seed=0,
-        threads=2,
+        threads=1,
         folder=folder,
     )
     return head, report

@@ -50,19 +50,19 @@ def click(figure, row, nth):
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("draft_length", 2),
         ("draft_length", 0),
         ("batch_size", 2),
         ("temperature", 0.0),
         ("drafter", "suffix"),
-        ("drafter", "feature head"),
-        ("policy", "default"),
         ("policy", "Algorithm 1"),
-        ("policy", "transformers"),
         ("verification", "block"),
-        ("verification", "coupled"),
         ("prompt_set", "library"),
         ("seed", 7),
+        pytest.param("draft_length", 2, marks=pytest.mark.slow),
+        pytest.param("drafter", "feature head", marks=pytest.mark.slow),
+        pytest.param("policy", "default", marks=pytest.mark.slow),
+        pytest.param("policy", "transformers", marks=pytest.mark.slow),
+        pytest.param("verification", "coupled", marks=pytest.mark.slow),
     ],
 )
 def test_setting_decodes_and_redraws(pair, name, value):

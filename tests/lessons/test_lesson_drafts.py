@@ -275,6 +275,7 @@ class DrawsAgain(Bigram):
         return super().draft(context, lengths, policy)
 
 
+@pytest.mark.slow  # the lesson itself has its solution checked
 def test_exercise_takes_the_solution_and_a_stub_is_not_solved(capsys):
     lesson_runs.accepted_and_stub_is_not(exercises.check_bigram, Bigram, capsys)
 

@@ -38,7 +38,7 @@ def test_the_default_policy_is_ahead_of_no_drafting_and_near_the_best_length_at_
 
 
 @pytest.mark.parametrize("where", LOADS)
-@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("alpha", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 0.3])
 def test_bad_drafts_are_no_loss_at_any_load(where, alpha):
     trace = AcceptanceTrace.synthetic(alpha=alpha, length=128, sequences=64, prompt_length=100)
     found = under_load(trace, where, {"k=5": 5})

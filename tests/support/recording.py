@@ -27,15 +27,19 @@ class Recorder(NothingReadByHost):
         before = len(self.calls)
         result = super().__torch_dispatch__(operator, types, args, kwargs)
         if len(self.calls) == before:  # else the operators that this one consists of were noted
-            self.calls.append((operator, args, kwargs or {}, result))
+            given = {storage(tensor) for tensor in tensors((args, kwargs))}
+            # A view or an argument changes with what it shows; into what is new the next result is copied.
+            found = [tensor if storage(tensor) not in given else None for tensor in tensors(result)]
+            self.calls.append((operator, args, kwargs or {}, found))
         return result
 
     def replay(self) -> None:
-        for operator, args, kwargs, result in self.calls:
-            given = {storage(tensor) for tensor in tensors((args, kwargs))}
-            for old, new in zip(tensors(result), tensors(operator(*args, **kwargs)), strict=True):
-                if storage(old) not in given:  # a view or an argument has changed with what it shows
-                    old.copy_(new)
+        for operator, args, kwargs, found in self.calls:
+            result = operator(*args, **kwargs)
+            if any(old is not None for old in found):
+                for old, new in zip(found, tensors(result), strict=True):
+                    if old is not None:
+                        old.copy_(new)
 
 
 def tensors(values) -> list[torch.Tensor]:
