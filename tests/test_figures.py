@@ -150,12 +150,14 @@ def test_the_number_of_models_is_that_of_their_page():
 
 
 def test_load_that_keeps_its_latencies_is_the_record():
-    (line,) = records.read(RECORDS / "load_embedded_cpu.jsonl")
-    told, target, highest = said("docs/LOAD.md"), line["target"], line["highest"]
-    assert f"keeps {target['between_ms']:.1f} ms between tokens and {target['first_ms']:.0f} ms to the first" in told
-    assert f"up to {highest['none']:.1f} requests/s without drafting and up to {highest['default']:.1f} with" in told
-    assert f"**{line['ratio']:.2f}×**" in told and f"least {line['least_over_none']:.2f} times as soon" in told
-    rates = [each["rate"] for each in line["tried"]]
-    assert (len(rates), f"{min(rates):.0f} to {max(rates):.0f} requests/s") == (11, "12 to 48 requests/s")
-    assert "12 to 48 requests/s" in told and f"{line['requests']} requests" in told
-    assert f"up to {line['ratio']:.2f} times as many requests per second" in said("docs/BENCHMARKS.md")
+    runs, told = records.read(RECORDS / "load_embedded_cpu.jsonl"), said("docs/LOAD.md")
+    for run in runs:
+        target, highest = run["target"], run["highest"]
+        kept = f"| {target['between_ms']:.1f}, {target['first_ms']:.0f} | {highest['none']:.1f} "
+        line = f"{kept}| {highest['default']:.1f} | {run['ratio']:.2f}× | {run['least_over_none']:.2f}× |"
+        assert line in told
+        assert f"{run['requests']} requests" in told
+    rates = [each["rate"] for run in runs for each in run["tried"]]
+    assert len(runs) == 3 and f"from {min(rates):.0f} to {max(rates):.0f} requests/s" in told
+    ratios = sorted(run["ratio"] for run in runs)
+    assert f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as many requests per second" in said("docs/BENCHMARKS.md")
