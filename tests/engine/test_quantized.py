@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from decoded import by_transformers, greedy
 from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
-from test_support import by_transformers, greedy
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 

@@ -13,28 +13,12 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
+from decoded import PROMPTS, by_transformers, greedy, with_adapter
 from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
-from tiny import BYTES, greedy_alone, ragged_prompts, tiny_model
+from tiny import BYTES, tiny_model
 
 import bass_core as bass
 from bass_lab.named_pairs import named_pair
-
-PROMPTS = ragged_prompts(3, 9, 5)
-
-
-def greedy(pair):
-    return [row.tolist() for row in bass.generate(pair, PROMPTS, max_new_tokens=16, eos_token_id=()).sequences]
-
-
-def by_transformers(model):
-    return [greedy_alone(model, prompt, 16).tolist() for prompt in PROMPTS]
-
-
-def with_adapter(config=None):
-    """A tiny model in a PeftModel, with an adapter that changes its text."""
-    torch.manual_seed(1)
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(copy.deepcopy(tiny_model(vocab_size=BYTES)), config or lora).eval()
 
 
 def prompt_tuning():

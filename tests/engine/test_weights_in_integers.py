@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
+from decoded import by_transformers, greedy, with_adapter
 from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
-from test_support import by_transformers, greedy, with_adapter
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
