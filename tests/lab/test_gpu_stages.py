@@ -27,6 +27,14 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd):
     assert not [line for file in tmp_path.glob("*.jsonl") for line in lines(file) if "failed" in line]
 
 
+def test_the_gpu_tests_are_collected_without_what_draws_and_runs_notebooks(monkeypatch, tmp_path):
+    """Where these are missing: `make test-oldest` has this test, too."""
+    command = gpu.STAGES["tests"].command
+    collect = replace(gpu.STAGES["tests"], command=lambda *given: [*command(*given), "--collect-only"])
+    monkeypatch.setitem(gpu.STAGES, "tests", collect)
+    assert gpu.run("tests", tmp_path, rehearse=True)["code"] == 0
+
+
 def test_a_stage_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path):
     mark = tmp_path / "process"
     code = f"import os, time; os.fork() or open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
