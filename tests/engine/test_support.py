@@ -13,9 +13,9 @@ import peft
 import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
-from decoded import PROMPTS, by_transformers, greedy, with_adapter
+from decoded import PROMPTS, by_transformers, greedy
 from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
-from tiny import BYTES, tiny_model
+from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
 from bass_lab.named_pairs import named_pair

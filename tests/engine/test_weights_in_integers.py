@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from decoded import by_transformers, greedy, with_adapter
+from decoded import by_transformers, greedy
 from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
-from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
+from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
 from bass_core.models import ASSETS, fingerprint

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,11 @@ KNOWN = SPILLED if triton.__version__.startswith("3.6.") else {}
 OTHERS = {75: (64, {"_attend_pieces", "_multiply"}), 89: (99, set()), 100: (227, {"finish"}), 120: (99, set())}
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Callable[[str], list[dict]]:
-    """What kernel_compiler.py prints for an architecture, in a process of its own."""
-    return functools.cache(lambda architecture: compile_for(architecture.removeprefix("sm_")))
-
-
-def compile_for(*arguments: str) -> list[dict]:
+@functools.cache
+def compiled(architecture: str, *few: str) -> list[dict]:
+    """What kernel_compiler.py prints, in a process of its own."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, SUPPORT / "kernel_compiler.py", *arguments]
+    command = [sys.executable, SUPPORT / "kernel_compiler.py", architecture.removeprefix("sm_"), *few]
     return [json.loads(line) for line in subprocess.check_output(command, env=environment).splitlines()]
 
 
@@ -54,7 +49,7 @@ def half_precision(kernel: dict) -> bool:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nothing_spills(compiled, architecture):
+def test_nothing_spills(architecture):
     kernels = compiled(architecture)
     assert {kernel["kernel"] for kernel in kernels} >= {
         *ATTENTION,
@@ -74,13 +69,13 @@ def test_nothing_spills(compiled, architecture):
 @pytest.mark.parametrize("capability", OTHERS)
 def test_kernels_compile_for_other_gpus(capability):
     room, spilling = OTHERS[capability]
-    kernels = compile_for(str(capability), "few")
+    kernels = compiled(f"sm_{capability}", "few")
     assert {kernel["kernel"] for kernel in kernels} >= {"_attend_pieces", "_plan", "_write_token", "finish"}
     assert {kernel["kernel"] for kernel in faulty(kernels, in_registers)} == spilling
     assert faulty(kernels, lambda kernel: kernel["shared"] <= room * 1024) == []
 
 
-def test_the_plan_counts_on_no_more_programs_than_fit(compiled):
+def test_the_plan_counts_on_no_more_programs_than_fit():
     """On sm_90, which the counts in tiles.py are for; they are register caps too."""
     kernels = [kernel for kernel in compiled("sm_90") if kernel["kernel"] == "_attend_pieces"]
 
@@ -92,25 +87,25 @@ def test_the_plan_counts_on_no_more_programs_than_fit(compiled):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prompts_of_any_length_share_what_was_compiled(compiled, architecture):
+def test_prompts_of_any_length_share_what_was_compiled(architecture):
     prompts = [kernel for kernel in compiled(architecture) if kernel.get("prompt")]
     assert len({kernel["query_length"] for kernel in prompts}) <= 1
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_program_fits_its_multiprocessor(compiled, architecture):
+def test_a_program_fits_its_multiprocessor(architecture):
     assert faulty(compiled(architecture), lambda kernel: kernel["shared"] <= SHARED[architecture]) == []
     assert faulty(compiled(architecture), lambda kernel: kernel["registers"] <= 255) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_keys_and_values_come_in_loads_of_128_bits(compiled, architecture):
+def test_keys_and_values_come_in_loads_of_128_bits(architecture):
     kernels = [kernel for kernel in compiled(architecture) if kernel["kernel"] in ATTENTION]
     assert faulty(kernels, lambda kernel: kernel["wide_loads"] > 0 and kernel["narrow_copies"] == 0) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_pieces_are_stored_by_all_threads_before_they_are_counted(compiled, architecture):
+def test_pieces_are_stored_by_all_threads_before_they_are_counted(architecture):
     """A barrier, a count that releases what was stored and acquires what others did, a barrier, and loads from L2."""
     kernels = [kernel for kernel in compiled(architecture) if kernel["kernel"] == "_attend_pieces"]
     split = [kernel for kernel in kernels if kernel["count"]]
@@ -119,27 +114,27 @@ def test_pieces_are_stored_by_all_threads_before_they_are_counted(compiled, arch
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_products_are_matrix_instructions(compiled, architecture):
+def test_products_are_matrix_instructions(architecture):
     kernels = list(filter(half_precision, compiled(architecture)))
     assert len(kernels) > 20
     assert faulty(kernels, lambda kernel: kernel["matrix"] > 0) == []
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_codes_come_in_loads_of_128_bits_and_are_multiplied_by_matrix_instructions(compiled, architecture):
+def test_codes_come_in_loads_of_128_bits_and_are_multiplied_by_matrix_instructions(architecture):
     kernels = [kernel for kernel in compiled(architecture) if kernel["kernel"] == "_multiply"]
     assert len(kernels) > 20
     assert faulty(kernels, lambda kernel: kernel["matrix"] > 0) == []
     assert faulty(kernels, lambda kernel: kernel["wide_loads"] > 0) == []
 
 
-def test_blocks_of_64_rows_use_warpgroup_instructions(compiled):
+def test_blocks_of_64_rows_use_warpgroup_instructions():
     wide = [kernel for kernel in filter(half_precision, compiled("sm_90")) if kernel.get("block_m") == 64]
     assert len(wide) >= 4
     assert faulty(wide, lambda kernel: kernel["warpgroup"] == kernel["matrix"] > 0) == []
 
 
-def test_full_precision_is_not_rounded(compiled):
+def test_full_precision_is_not_rounded():
     """Matrix units would round float32 to tf32."""
     kernels = [kernel for kernel in compiled("sm_90") if kernel.get("dtype") == "float32"]
     assert faulty(kernels, lambda kernel: kernel["matrix"] == 0) == []

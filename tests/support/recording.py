@@ -35,11 +35,9 @@ class Recorder(NothingReadByHost):
 
     def replay(self) -> None:
         for operator, args, kwargs, found in self.calls:
-            result = operator(*args, **kwargs)
-            if any(old is not None for old in found):
-                for old, new in zip(found, tensors(result), strict=True):
-                    if old is not None:
-                        old.copy_(new)
+            for old, new in zip(found, tensors(operator(*args, **kwargs)), strict=True):
+                if old is not None:
+                    old.copy_(new)
 
 
 def tensors(values) -> list[torch.Tensor]:

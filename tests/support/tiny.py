@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import pytest
 import tokenizers
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -158,6 +160,14 @@ def tiny_model(
                 parameter.mul_(10)
                 parameter.add_(torch.randn_like(parameter), alpha=noise * parameter.std().item())
     return model.to(getattr(torch, dtype))
+
+
+def with_adapter(config=None):
+    """A tiny model in a PeftModel, with an adapter that changes its text."""
+    peft = pytest.importorskip("peft")  # here: a GPU box may be without it
+    torch.manual_seed(1)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(copy.deepcopy(tiny_model(vocab_size=BYTES)), config or lora).eval()
 
 
 @functools.cache
