@@ -14,6 +14,7 @@ from bass_core import __version__
 from bass_core.environment import processor
 
 HERE = "bass_lab/provenance.py"  # in this project's own repository
+COMMIT = "BASS_COMMIT"  # of a tree that came without its repository
 
 
 def describe_environment(device: torch.device | None = None) -> dict[str, str | int]:
@@ -32,15 +33,16 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 
 def _commit() -> str:
-    """The commit of this project's own repository, with + if the tree differs from it; empty outside of it, also where
-    the package is installed in a folder of somebody else's repository."""
+    """The commit of this project's own repository, with + if the tree differs from it. Outside of it, also where the
+    package is installed in a folder of somebody else's repository: what BASS_COMMIT says, since a tree may be copied to
+    a GPU box without its repository; or empty."""
     try:
         if _git("ls-files", "--full-name", Path(__file__).name) != HERE:
-            return ""
+            return os.environ.get(COMMIT, "")
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if head and _git("status", "--porcelain", "--untracked-files=no") else "")
-    except OSError:
-        return ""
+    except OSError:  # no git
+        return os.environ.get(COMMIT, "")
 
 
 def _git(*arguments: str) -> str:

@@ -44,7 +44,7 @@ class Stage:
 
 
 def _tests(folder: str, seconds: str, rehearse: bool) -> list[str]:
-    at_once = ["-n", "8"] if _installed("xdist") and not rehearse else []
+    at_once = ["-n", "auto", "--maxprocesses", "16"] if _installed("xdist") and not rehearse else []
     each = ["--timeout", "300"] if _installed("pytest_timeout") else []
     files = sorted((records.ROOT / "tests").rglob("test_*.py"))  # others import what a GPU box may lack
     marked = [str(file) for file in files if "pytest.mark.gpu" in file.read_text("utf-8")]
@@ -68,7 +68,7 @@ def _part(name: str) -> Command:
 
 BENCHMARK = "bass_lab.measure.gpu_benchmark"
 STAGES = {
-    "tests": Stage("the GPU tests, eight at a time", 400, ("tests.jsonl",), _tests),
+    "tests": Stage("the GPU tests, as many at a time as there are cores", 400, ("tests.jsonl",), _tests),
     "kernels": Stage("kernels and their peers", 460, ("kernels.jsonl",), _timed("bench", "kernels.jsonl")),
     "decode": Stage(
         "7.8B + 310M: regular, batched, useless drafts", 460, ("gpu.jsonl",), _timed(BENCHMARK, "gpu.jsonl", "--quick")

@@ -30,7 +30,6 @@ def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser
         size.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=meaning)
     found.add_argument("--seconds", type=float, help="begin nothing new after this time (else as the size says)")
     found.add_argument("--resume", action="store_true", help="leave out what the output has, of this device and commit")
-    found.add_argument("--commit", default="", help="of this tree, where it came without its repository")
     file = f"bass_lab/assets/records/{kind}_<device>.jsonl"
     found.add_argument("--output", type=Path, help=f"JSON lines go here ({file}; none in a dry run)")
     return found
@@ -43,7 +42,6 @@ class Lines:
         """limit: seconds, unless the options have others."""
         self.check, self.limit, self.started = check, options.seconds or limit, time.monotonic()
         self.environment = describe_environment()  # of it, records take what they need
-        self.environment["commit"] = self.environment["commit"] or options.commit
         device = self.environment["device"]
         self.output = options.output or (None if options.dry_run else records.device_file(kind, device))
         self.written: list[dict] = []

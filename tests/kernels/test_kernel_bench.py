@@ -257,7 +257,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2(monkeypatch, capsys):
 
 def test_dry_run_writes_valid_lines_for_every_kernel_and_ends_in_one_document(tmp_path, capsys):
     path = tmp_path / "lines.jsonl"
-    assert command.main(["--dry-run", "--output", str(path), "--commit", "abc"]) == 0
+    assert command.main(["--dry-run", "--output", str(path)]) == 0
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     for line in lines:
         schema.check(line)
@@ -298,7 +298,7 @@ def test_products_dry_run_checks_every_kernel_and_writes_its_lines(tmp_path, cap
 def test_products_that_are_measured_are_left_out_when_a_run_is_resumed(tmp_path):
     output = tmp_path / "products.jsonl"
     for _ in range(2):
-        assert products.main(["--dry-run", "--resume", "--commit", "some", "--output", str(output)]) == 0
+        assert products.main(["--dry-run", "--resume", "--output", str(output)]) == 0
     assert len(output.read_text().splitlines()) == len(products.PEERS)
 
 
