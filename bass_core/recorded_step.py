@@ -86,7 +86,8 @@ class RecordedStep(EagerStep):
         # Drafts that each place submits; -1: no row lives there.
         self.planned = torch.full((places,), NOBODY, dtype=torch.int64, device=device)
         self._staged = torch.empty(places, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._finite = torch.ones(places, dtype=torch.bool, device=device)
+        self._announced: np.ndarray | None = None  # what stands in `planned`, where the host knows it
+        self._finite, self._all_finite = torch.ones(places, dtype=torch.bool, device=device), True
         self._drafted = torch.zeros(places, 0, dtype=torch.int64, device=device)
         self._q: Tensor | None = None  # float [places, K, V], once a draft has shown that it has one
         self._memory: tuple[int, ...] = ()
@@ -104,18 +105,21 @@ class RecordedStep(EagerStep):
         if alone:
             most = self._width(places, most, int(planned.max()))
         self._settle(most)
-        self._announce(lengths)
         if not alone and most > 0:
             draft = self.drafted(self.context(context.places, most), lengths, policy)
             self._store(draft)
             self._announce(draft.lengths_host)
+            self._all_finite = False
             return draft
+        self._announce(lengths)
         if lengths.any():
+            self._all_finite = False  # as far as the host knows
             self.drafter.catch_up(context, lengths, most)
             extent = self.drafter.runner.extent(int((context.lengths_host + lengths).max()))
             self._run(("draft", places, most, extent), lambda: self._draft_phase(places, most, extent))
-        else:
+        elif not self._all_finite:
             self._finite.fill_(True)
+            self._all_finite = True
         q = None if self._q is None or most == 0 else self._q[:rows, :most]
         return Draft(self._drafted[:rows, :most], self.planned[:rows], lengths, q, self._finite[:rows])
 
@@ -180,11 +184,15 @@ class RecordedStep(EagerStep):
             self.graphs.clear()
 
     def _announce(self, lengths: np.ndarray) -> None:
-        """Tell the device what each place submits. The copy runs beside the host, which next writes here after the
-        step's one copy back."""
+        """Tell the device what each place submits, unless it is what the step before did. The copy runs beside the
+        host, which next writes here after the step's one copy back."""
+        if self._announced is not None and np.array_equal(self._announced, lengths):
+            return
+        self._announced = None  # an interrupted copy leaves nothing known
         self._staged.fill_(NOBODY)
         self._staged[: len(lengths)] = torch.from_numpy(lengths)
         self.planned.copy_(self._staged, non_blocking=True)
+        self._announced = lengths.copy()
 
     def _store(self, draft: Draft) -> None:
         """Keep a draft where the next phase finds it."""
@@ -198,9 +206,11 @@ class RecordedStep(EagerStep):
 
     def _run(self, key: tuple, function: Callable[[], Tensor | None]) -> Tensor | None:
         if self.graphs.due(key):
+            announced, self._announced = self._announced, None
             self.planned.fill_(NOBODY)  # recording may call the function, and then no row may move
             self.graphs.record(key, function)
             self.planned.copy_(self._staged, non_blocking=True)
+            self._announced = announced
         return self.graphs.run(key, function)
 
     def _as_usual(self, context: Context) -> bool:

@@ -14,7 +14,6 @@ from bass_core import __version__
 from bass_core.environment import processor
 
 HERE = "bass_lab/provenance.py"  # in this project's own repository
-COMMIT = "BASS_COMMIT"  # of a tree that came without its repository
 
 
 def describe_environment(device: torch.device | None = None) -> dict[str, str | int]:
@@ -33,16 +32,18 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 
 def _commit() -> str:
-    """The commit of this project's own repository, with + if the tree differs from it. Outside of it, also where the
-    package is installed in a folder of somebody else's repository: what BASS_COMMIT says, since a tree may be copied to
-    a GPU box without its repository; or empty."""
+    """What BASS_COMMIT says, of a tree that was copied without its history, to a GPU box say; else the commit of this
+    project's own repository, with + if the tree differs from it. Empty outside of it, also where the package is
+    installed in a folder of somebody else's repository."""
+    if told := os.environ.get("BASS_COMMIT"):
+        return told
     try:
         if _git("ls-files", "--full-name", Path(__file__).name) != HERE:
-            return os.environ.get(COMMIT, "")
+            return ""
         head = _git("rev-parse", "--short=12", "HEAD")
         return head + ("+" if head and _git("status", "--porcelain", "--untracked-files=no") else "")
-    except OSError:  # no git
-        return os.environ.get(COMMIT, "")
+    except OSError:
+        return ""
 
 
 def _git(*arguments: str) -> str:

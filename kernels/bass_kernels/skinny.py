@@ -270,7 +270,7 @@ def _multiply(
     if SPLITS == 1:
         _store(acc, acc_gate, scale, gate_scale, bias, out, n, m, rows, columns, GATED, BIAS, ACTIVATION, GROUPED)
     else:
-        each = columns.to(tl.int64) * BLOCK_M
+        each = tl.cast(columns, tl.int64) * BLOCK_M
         at = split * each * (2 if GATED else 1) + n[:, None] * BLOCK_M + m[None, :]
         tl.store(sums + at, acc, mask=(n < columns)[:, None])
         if GATED:
@@ -286,7 +286,7 @@ def _add_up(
     """The pieces of a block of columns, in order."""
     n, m = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     acc, acc_gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32), tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    each = columns.to(tl.int64) * BLOCK_M
+    each = tl.cast(columns, tl.int64) * BLOCK_M
     for split in range(SPLITS):
         at = split * (2 if GATED else 1) * each + n[:, None] * BLOCK_M + m[None, :]
         acc += tl.load(sums + at, mask=(n < columns)[:, None], other=0.0)

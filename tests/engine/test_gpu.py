@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import greedy_alone, ragged_prompts, tiny_model
-from trial_policies import Line
+from trial_policies import TakingTurns
 
 import bass_core as bass
 from bass_core.runner import packs
@@ -56,10 +56,10 @@ def test_the_embedded_pair_decodes_in_bf16():
 
 
 def test_packed_passes_of_ragged_lengths_give_the_same_text():
-    """RaggedBudget submits another number of drafts per row: verification is packed, and rounded up on a GPU."""
-    pair, cost = pair_on_gpu(), Line(draft=0.01, verify=0.2)
+    """One row of four drafts in each step: verification is packed, and rounded up on a GPU."""
+    pair = pair_on_gpu()
     options = {"max_new_tokens": 24, "eos_token_id": (), "compile": "off"}  # recorded passes have fixed shapes
-    out = bass.generate(pair, PROMPTS, draft_length=bass.RaggedBudget(cost, reach=0.5), **options)
+    out = bass.generate(pair, PROMPTS, draft_length=TakingTurns(5), **options)
     for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
         assert sequence.tolist() == greedy_alone(pair.target, prompt.cuda(), 24).tolist()
     steps = out.trace.steps[out.trace.steps.kind == "decode"]

@@ -142,8 +142,8 @@ def test_recordings_survive_rows_that_come_and_go():
     with bass.Session(pair_on_gpu(), compile="graphs", draft_length=3, eos_token_id=(), max_batch_size=4) as session:
         session.reserve(80)
         handles = []
-        for turn in range(4):
-            handles += [session.submit(prompt, max_new_tokens=20 + turn) for prompt in PROMPTS]
+        for more in (0, 1, 2, 3, 1):  # the last once more: a shape is recorded when it is met for the second time
+            handles += [session.submit(prompt, max_new_tokens=20 + more) for prompt in PROMPTS]
             while not session.idle:
                 session.step()
         made = session.device_step.recordings
@@ -151,7 +151,7 @@ def test_recordings_survive_rows_that_come_and_go():
         while not session.idle:
             session.step()
         assert session.device_step.recordings == made
-        for handle, prompt in zip(handles, PROMPTS * 5, strict=True):
+        for handle, prompt in zip(handles, PROMPTS * 6, strict=True):
             tokens = session.result(handle).sequence.tolist()
             assert tokens == greedy_alone(session.pair.target, prompt.cuda(), len(tokens)).tolist()
 
