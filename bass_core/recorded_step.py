@@ -229,28 +229,28 @@ class RecordedStep(EagerStep):
 
 
 class RecordedPasses:
-    """Passes of a runner over the last one or two tokens of each row, recorded once per shape."""
+    """Passes of a runner over the last tokens of each row, recorded once per shape."""
 
     def __init__(self, runner: Runner, graphs: Graphs):
         self.runner, self.graphs = runner, graphs
-        self._inputs: tuple[Tensor, Tensor, Tensor] | None = None  # the memory that recordings read
+        self._inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by width, the memory that recordings read
 
     def __call__(self, ids: Tensor, starts: Tensor, query_lengths: Sequence[int], starts_host: Sequence[int]) -> Tensor:
         """Logits [B, V] after the last of ids [B, Q], Q <= 2, as `Runner.feed` would give. The next pass overwrites
         them."""
         rows, width = ids.shape
         most = self.runner.cache.max_rows
-        if self._inputs is None:
-            self._inputs = ids.new_zeros(most, 2), starts.new_zeros(most), starts.new_zeros(most)
+        if width not in self._inputs:
+            self._inputs[width] = ids.new_zeros(most, width), starts.new_zeros(most), starts.new_zeros(most)
         places, extent = fixed_places(rows, most), self.runner.extent(max(starts_host) + width)
-        fed, first, counts = (buffer[:places] for buffer in self._inputs)
-        fed[:rows, :width], first[:rows] = ids, starts
+        fed, first, counts = (buffer[:places] for buffer in self._inputs[width])
+        fed[:rows], first[:rows] = ids, starts
         counts.zero_()
         counts[:rows] = torch.as_tensor(query_lengths, device=ids.device)
         key = ("pass", places, width, extent)
 
         def fixed() -> Tensor:
-            return self.runner.feed(fed[:, :width], first, counts, extent=extent, last_only=True)
+            return self.runner.feed(fed, first, counts, extent=extent, last_only=True)
 
         if self.graphs.due(key):
             self.graphs.record(key, fixed)

@@ -21,6 +21,7 @@ from bass_core.runner import Runner
 from bass_core.sources import Encoded, Source
 
 CATCH_UP = 8  # tokens to which what a row missed is rounded up
+RECORDED = 256  # missed tokens up to which that is a recorded pass: of a power of two of them, shapes repeat
 
 
 class ModelDrafter(Drafter):
@@ -171,9 +172,10 @@ class ModelDrafter(Drafter):
         draft: what they missed is not fed."""
         missed = self._missed(context, slice(rows))
         lengths = context.lengths_host[:rows]
-        if self.recorded is not None and missed <= 2:
-            fed, starts = self._last_two(context)
-            logits = self.recorded(fed[:rows], starts[:rows], [2] * rows, lengths - 2)
+        if self.recorded is not None and missed <= RECORDED:
+            count = 1 << max(missed - 1, 1).bit_length()
+            fed = self._known(_last_tokens(context.tokens[:rows], context.lengths[:rows], count))
+            logits = self.recorded(fed, context.lengths[:rows] - count, [count] * rows, lengths - count)
         else:
             # Longer gaps are rounded up, so that shapes repeat.
             count = max(missed, 2) if missed <= CATCH_UP else -(-missed // CATCH_UP) * CATCH_UP
@@ -209,10 +211,6 @@ class ModelDrafter(Drafter):
     def _missed(self, context: Context, rows: slice | np.ndarray) -> int:
         """How many tokens these rows have at most that the draft model has not seen."""
         return int((context.lengths_host[rows] - self.cached[rows]).max())
-
-    def _last_two(self, context: Context) -> tuple[Tensor, Tensor]:
-        """The last two committed tokens of each row [B, 2] and where they begin [B]."""
-        return self._known(_last_tokens(context.tokens, context.lengths, 2)), context.lengths - 2
 
     def _feed(self, token: Tensor, context: Context, slot: int, lengths: np.ndarray) -> Tensor:
         """Logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""

@@ -63,6 +63,7 @@ def test_every_way_to_choose_tokens(sampling, k):
 POLICIES = {
     "per row": lambda: PerRow(most=3),
     "alternating": lambda: Alternating(k=3, zeros=3),
+    "seldom": lambda: Alternating(k=3, zeros=9),
     "taking turns": lambda: TakingTurns(k=3),
     "stop when unsure": lambda: StopWhenUnsure(most=4, at_least=0.3),
     **library_policies(limit=4),
@@ -174,6 +175,43 @@ def test_rows_near_their_end_need_no_recordings_of_their_own(options):
             running.step()
         decoded = running.trace.steps.query("kind == 'decode'")
         assert decoded.drafted.iloc[-1] < 5 and running.device_step.graphs.made == 4  # each phase: met, and recorded
+
+
+def test_what_a_draft_model_has_missed_for_long_is_fed_by_recorded_passes(monkeypatch):
+    with session(draft_length=Alternating(k=3, zeros=9)) as running:
+        texts(running, [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS])
+        handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS]
+        running.step()
+        monkeypatch.setattr(running.drafter.runner, "feed", pytest.fail)  # a pass that is launched
+        assert all(len(text) >= 60 for text in texts(running, handles))
+
+
+def test_a_step_interrupted_after_a_recording_is_told_its_drafts_again(monkeypatch):
+    with session(temperature=0.8) as running:
+        undisturbed = texts(running, [running.submit(prompt, max_new_tokens=20) for prompt in PROMPTS])
+    with session(temperature=0.8) as running:
+        handles = [running.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
+        running.step()
+        running.step()  # the first with drafts: the next is recorded
+        record = running.device_step.graphs.record
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(running.device_step.graphs, "record", lambda *given: interrupt(record(*given)))
+            running.step()
+        assert texts(running, handles) == undisturbed
+
+
+def test_a_place_is_sound_again_for_a_row_without_drafts():
+    """The row before there ended because its draft was not numbers."""
+    models = bass.ModelPair(tiny_model.__wrapped__(dtype="float64"), tiny_model.__wrapped__(dtype="float64", noise=0.1))
+    with session(models, on_row_error="finish", draft_length=Alternating(k=3, zeros=3), max_batch_size=1) as running:
+        spoil(models.draft, 0)
+        handles = [
+            running.submit(prompt, max_new_tokens=3 + 17 * first)
+            for first, prompt in ((1, PROMPTS[0]), (0, PROMPTS[1]))
+        ]
+        found = texts(running, handles)
+        assert [handle.finish_reason for handle in handles] == ["error", "length"]
+        assert found[1] == greedy_alone(models.target, PROMPTS[1], 3).tolist()
 
 
 def test_drafts_that_were_never_this_long_are_not_made_so():
