@@ -136,18 +136,29 @@ class RepeatedWay:
 
 
 def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
-    """What steps that draft took beyond these costs: seconds per pass of either model and per step, as
-    `modelled_costs` takes them. Medians over the steps."""
+    """What regular and drafting steps took beyond these costs: seconds per pass of either model, per token that is
+    verified and per step, as `modelled_costs` takes them. Medians over the steps."""
     times = {name: (name, "first") for name in ("draft_ms", "verify_ms", "other_ms")}
-    drafting = steps[steps.kind == "decode"].groupby("step").agg(
+    decode = steps[steps.kind == "decode"].groupby("step").agg(
         batch=("row", "size"), k=("drafted", "max"), keys=("kv_length", "mean"), **times
-    ).query("k > 0")  # fmt: skip
-    rows, k, keys = drafting.batch, drafting.k, drafting["keys"] - 1  # the last token is not cached yet
+    )  # fmt: skip
+    keys = decode["keys"] - 1  # the last token is not cached yet
+    verifying = decode.verify_ms / 1e3 - roof.target(decode.batch, decode.k + 1, keys)
+    launch = max(float(verifying[decode.k == 0].median()), 0.0)
+    drafting = decode[decode.k > 0]
+    tokens = (verifying[decode.k > 0] - launch) / drafting.k
+    passes = (drafting.draft_ms / 1e3 - roof.draft(drafting.batch, drafting.k, drafting["keys"] - 1)) / drafting.k
     return {
-        "target_launch": max(float((drafting.verify_ms / 1e3 - roof.target(rows, k + 1, keys)).median()), 0.0),
-        "draft_launch": max(float(((drafting.draft_ms / 1e3 - roof.draft(rows, k, keys)) / k).median()), 0.0),
+        "target_launch": launch,
+        "target_token": max(float(tokens.median()), 0.0),
+        "draft_launch": max(float(passes.median()), 0.0),
         "overhead": float(drafting.other_ms.median() / 1e3),
     }
+
+
+def _one_after_the_other(runs: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """Steps of several runs, each with a number of its own."""
+    return pd.concat([part.assign(step=part.step + 10**6 * number) for number, part in enumerate(runs)])
 
 
 def decoding_seconds(clock: Clock, one_by_one: bool = False) -> float:
@@ -196,7 +207,7 @@ class GpuBenchmark:
                 try:
                     regular = regular or RepeatedWay(pair, self._here(pair, REGULAR), prompts, None, self.new)
                     if isinstance(way.draft, str):
-                        cost = cost or self._costs(pair, prompts, work)
+                        cost = cost or self._costs(pair, prompts, work, regular)
                     runs = RepeatedWay(pair, self._here(pair, way), prompts, cost, self.new)
                     line = self._line(group, runs, *self._paired(runs, regular), work, way)
                 except Exception as error:  # memory, compilers, drivers: the other ways go on
@@ -214,16 +225,21 @@ class GpuBenchmark:
             if regular is not None:
                 regular.close()
 
-    def _costs(self, pair: ModelPair, prompts: Sequence[Tensor], work: tuple[Workload, Workload | None]) -> CostModel:
-        """The roofline's, and what steps of `PROBE` take beyond it: with neither could a best length be told."""
+    def _costs(
+        self, pair: ModelPair, prompts: Sequence[Tensor], work: tuple[Workload, Workload | None], regular: RepeatedWay
+    ) -> CostModel:
+        """The roofline's, and what regular steps and those of `PROBE` take beyond it: with neither could a best length
+        be told."""
         bounds = [each and Roofline(each, self.device) for each in work]
         runs = RepeatedWay(pair, self._here(pair, PROBE), prompts, None, self.new)
         try:
-            for _ in range(3):  # the first compiles, the second records
-                runs.once()
+            for each in (regular, runs):
+                while len(each.done) < 3:  # the first compiles, the second records
+                    each.once()
         finally:
             runs.close()
-        return modelled_costs(*bounds, **beyond(modelled_costs(*bounds), runs.done[-1][1]))
+        steps = _one_after_the_other([each.done[-1][1] for each in (regular, runs)])
+        return modelled_costs(*bounds, **beyond(modelled_costs(*bounds), steps))
 
     @staticmethod
     def _require_device(pair: ModelPair) -> None:
@@ -306,7 +322,7 @@ class GpuBenchmark:
         }
         if runs.session is None:
             return line
-        steps = pd.concat([part.assign(step=part.step + 10**6 * n) for n, (_, part) in enumerate(done)])
+        steps = _one_after_the_other([part for _, part in done])
         decode = steps[steps.kind == "decode"]
         used = asdict(utilisation(steps, work[0], None if way.draft == 0 else work[1], self.device))
         return line | {

@@ -22,13 +22,18 @@ def modelled_costs(
     draft: Roofline | None = None,
     *,
     target_launch: float = 0.0,
+    target_token: float = 0.0,
     draft_launch: float = 0.0,
     overhead: float = 0.0,
 ) -> CostModel:
     """Costs that nobody measured: the roofline's bound for every pass, with seconds to launch it on top.
 
-    draft: None for drafts without a model. overhead: seconds of every step outside the passes.
+    draft: None for drafts without a model. target_token: seconds of every token of a row beyond the first. overhead:
+    seconds of every step outside the passes.
     """
+
+    def verify(batch: int, query_length: int, kv_length: int) -> float:
+        return target_launch + target_token * (query_length - 1) + target.seconds(batch, query_length, kv_length)
 
     def phase(batch: int, k: int, kv_length: int) -> float:
         first, later = draft.seconds(batch, 2, kv_length), draft.seconds(batch, 1, kv_length + k / 2)
@@ -48,7 +53,7 @@ def modelled_costs(
     return CostModel(
         device=target.device.name,
         models={"target": model(target), "draft": model(draft)},
-        target_passes=Table.of(passes, lambda *shape: target_launch + target.seconds(*shape)),
+        target_passes=Table.of(passes, verify),
         draft_phases=None if draft is None else Table.of(phases, phase),
         overheads=Table.of(host, lambda *_: overhead),
         is_synthetic=True,

@@ -148,7 +148,7 @@ def test_what_a_session_drafts_with():
 
 def test_costs_have_what_real_steps_take_beyond_the_roofline():
     """So the best length is shorter: at α 0.8 the roofline alone would draft 8."""
-    launches = {"target_launch": 1.5e-3, "draft_launch": 5e-4, "overhead": 3e-4}
+    launches = {"target_launch": 1.5e-3, "target_token": 1e-4, "draft_launch": 5e-4, "overhead": 3e-4}
     roof, real = roofline_costs(), roofline_costs(**launches)
     lines = [
         {"step": step, "kind": kind, "row": row, "drafted": k, "kv_length": 577 + 8 * step}
