@@ -4,6 +4,7 @@ import re
 from itertools import groupby
 
 import numpy as np
+import pandas as pd
 import pytest
 from documents import ROOT
 
@@ -161,3 +162,40 @@ def test_load_that_keeps_its_latencies_is_the_record():
     assert len(runs) == 3 and f"from {min(rates):.0f} to {max(rates):.0f} requests/s" in told
     ratios = sorted(run["ratio"] for run in runs)
     assert f"{ratios[0]:.2f} to {ratios[-1]:.2f} times as many requests per second" in said("docs/BENCHMARKS.md")
+
+
+# --- one GPU --------------------------------------------------------------------------------------
+
+
+def test_the_table_of_real_sizes_is_the_record():
+    lines = records.read(RECORDS / "gpu_h200.jsonl")
+    for line in lines:
+        drafts = line["method"] == "batched"
+        cells = [
+            str(line["batch"]),
+            ", ".join(filter(None, (line["method"], line["policy"]))),
+            f"{line['alpha']:g}" if drafts else "",
+            f"{line['mean_ms']:.2f}",
+            with_interval(Ratio(**line["over_regular"])) if drafts else "",
+            f"{line['tokens_per_step']:.2f}",
+            f"{line['utilisation']['bandwidth']:.0%}",
+        ]
+        row = re.sub(" +", " ", f"| {' | '.join(cells)} |")
+        assert row in said("docs/BENCHMARKS.md"), row
+        assert line["exactness"]["passed"] and line["synthetic"] and line["repeats"] == 5
+    eight = next(line for line in lines if (line["batch"], line["alpha"]) == (8, 0.8))
+    ours = f"{eight['mean_ms']:.2f} ms per token, {eight['over_regular']['median']:.2f}× our regular decoding"
+    assert ours in said("README.md")
+
+
+def test_the_table_of_attention_is_the_record():
+    by_case = pd.DataFrame(records.read(RECORDS / "kernels_h200.jsonl")).dropna(subset="us")
+    for (model, batch, queries, keys, lengths), lines in by_case.groupby(
+        ["model", "batch", "query_length", "kv_length", "distribution"]
+    ):
+        ours = lines[lines.kernel == "ragged"].iloc[0]
+        peer = lines[~lines.kernel.isin(["ragged", "pad", "split"])].us.min()
+        shape = f"{queries} {'query' if queries == 1 else 'queries'}, {keys:,} keys{' ragged' * (lengths == 'ragged')}"
+        cells = [f"{model}, batch {batch}, {shape}", f"{1e3 * ours.gb:,.0f} MB", f"{ours.us:.1f} µs"]
+        cells += [f"{ours.percent_of_copy:.0f}%", f"{peer:.1f} µs"]
+        assert f"| {' | '.join(cells)} |" in said("docs/BENCHMARKS.md"), cells

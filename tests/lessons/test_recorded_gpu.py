@@ -18,9 +18,11 @@ from bass_lab.lessons import (
     l07_figures,
     l08_demonstrations,
     l08_figures,
+    l14_demonstrations,
 )
 from bass_lab.lessons.l04_explorer import MODELLED, LengthExplorer
 from bass_lab.measure import gpu_benchmark
+from bass_lab.measure.gpu_plan import USELESS
 from bass_lab.measure.gpu_records import NONE, gpu_record
 from bass_lab.measure.roofline import H100, MODELS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -153,6 +155,13 @@ def test_the_figure_of_real_sizes_says_that_it_is_synthetic(record):
     drawn = {label: ms for bar in figure.data for label, ms in zip(bar.y, bar.x, strict=True)}
     assert len(drawn) == len(table) and drawn["batch 8: batched (paper)"] == 5.8
     assert drawn["batch 8: batched k=best, α 0.8"] == 3
+
+
+def test_the_papers_claims_stand_beside_the_recorded_way_that_is_nearest(record):
+    line = l14_demonstrations.on_a_gpu(record("gpu"))
+    assert (line["shape"], line.batch, line.method, line.device) == ("paper-7.8b", 8, "batched", gpu_box.DEVICE)
+    assert line.mean_ms == gpu_box.MS["batched"] and line.alpha != USELESS  # a useless draft takes twice as long
+    assert l14_demonstrations.on_a_gpu(None) is None
 
 
 def test_the_papers_figure_is_scaled_to_the_recorded_gpu(record):
