@@ -5,23 +5,21 @@ import warnings
 
 import pytest
 import torch
+from gpu_rehearsal import DEVICE, compiled, gpu, only_there, recorder  # noqa: F401 (a fixture of each test)
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
 from bass_lab.named_pairs import SHAPES, named_pair
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = gpu
 PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
-WAYS = ("graphs", "compiled", "compiled+graphs")
+WAYS = ["graphs", pytest.param("compiled", marks=compiled), pytest.param("compiled+graphs", marks=compiled)]
 
 
 def pair_on_gpu(architecture="llama", dtype="float64", **changes):
-    models = (tiny_model.__wrapped__(architecture, dtype=dtype, noise=noise, **changes).cuda() for noise in (0.0, 0.1))
-    return bass.ModelPair(*models)
+    models = (tiny_model.__wrapped__(architecture, dtype=dtype, noise=noise, **changes) for noise in (0.0, 0.1))
+    return bass.ModelPair(*(model.to(DEVICE) for model in models))
 
 
 def decode(pair, compile, **options):
@@ -36,7 +34,7 @@ def test_greedy_text_is_transformers(architecture, way):
     out = decode(pair, way)
     assert out.trace.meta["compile"] == way
     for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(pair.target, prompt.cuda(), 32).tolist()
+        assert sequence.tolist() == greedy_alone(pair.target, prompt.to(DEVICE), 32).tolist()
 
 
 SAMPLING = {
@@ -59,7 +57,7 @@ def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("drafter", ["suffix", "layers", "features"])
 def test_drafts_by_other_means_give_the_text_of_launched_steps(drafter, way):
-    target = tiny_model.__wrapped__(dtype="float64").cuda()
+    target = tiny_model.__wrapped__(dtype="float64").to(DEVICE)
     made = {"suffix": bass.SuffixDrafter, "layers": lambda: bass.LayerSkipDrafter(1)}
     made["features"] = lambda: bass.FeatureDrafter(feature_head(target))
     pair = bass.ModelPair(target, made[drafter]())
@@ -88,12 +86,14 @@ def test_coupled_text_is_that_of_regular_decoding():
     assert [s.tolist() for s in drafted.sequences] == [s.tolist() for s in regular.sequences]
 
 
+@only_there
 def test_auto_records_where_it_can():
     assert decode(pair_on_gpu(), "auto").trace.meta["compile"] == "graphs"
     assert decode(pair_on_gpu("mixtral"), "auto").trace.meta["compile"] == "off"
 
 
-@pytest.mark.parametrize("way", ["graphs", "compiled+graphs"])
+@only_there
+@pytest.mark.parametrize("way", WAYS[::2])
 def test_the_host_waits_once_per_step(way):
     with bass.Session(pair_on_gpu(), compile=way, draft_length=3, eos_token_id=()) as session, session.prepared():
         for prompt in PROMPTS[:4]:
@@ -112,6 +112,7 @@ def test_the_host_waits_once_per_step(way):
         assert len([wait for wait in waits if "synchroniz" in str(wait.message)]) == 5
 
 
+@only_there
 def test_a_session_gives_its_memory_back():
     pair = pair_on_gpu()
     decode(pair, "graphs")  # what libraries keep
@@ -123,6 +124,7 @@ def test_a_session_gives_its_memory_back():
     assert torch.cuda.memory_allocated() <= before
 
 
+@only_there
 def test_recordings_survive_that_others_free_the_workspaces_of_products():
     """As transformers' compiled `generate` does, the benchmark's peer."""
     with bass.Session(pair_on_gpu(dtype="bfloat16"), compile="graphs", draft_length=3, eos_token_id=()) as session:
@@ -153,10 +155,11 @@ def test_recordings_survive_rows_that_come_and_go():
         assert session.device_step.recordings == made
         for handle, prompt in zip(handles, PROMPTS * 6, strict=True):
             tokens = session.result(handle).sequence.tolist()
-            assert tokens == greedy_alone(session.pair.target, prompt.cuda(), len(tokens)).tolist()
+            assert tokens == greedy_alone(session.pair.target, prompt.to(DEVICE), len(tokens)).tolist()
 
 
-@pytest.mark.parametrize("way", ["graphs", "compiled+graphs"])
+@only_there
+@pytest.mark.parametrize("way", WAYS[::2])
 def test_the_embedded_pair_is_exact_on_the_recorded_path(way):
     report = lab.verify(bass.load_pair(), compile=way)
     assert report.passed, report.table()
@@ -180,6 +183,7 @@ def test_recordings_are_made_anew_when_memory_has_moved():
         assert found["graphs"] == found["off"]
 
 
+@only_there
 def test_dummy_weights_are_made_on_the_gpu_and_once(monkeypatch):
     shape = SHAPES["paper-7.8b"]
     monkeypatch.setitem(

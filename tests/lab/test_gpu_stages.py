@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +24,8 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd):
     assert [summary["stage"] for summary in summaries] == list(gpu.STAGES)
     for summary in summaries:
         assert summary["code"] == 0 and "missing" not in summary["files"].values()
-    assert {line["outcome"] for line in lines(tmp_path / "tests.jsonl")} == {"skipped"}
+    outcomes = Counter(line["outcome"] for line in lines(tmp_path / "tests.jsonl"))
+    assert set(outcomes) == {"passed", "skipped"} and outcomes["passed"] > 30  # those that a CPU can rehearse
     assert not [line for file in tmp_path.glob("*.jsonl") for line in lines(file) if "failed" in line]
 
 

@@ -1,0 +1,27 @@
+"""GPU tests rehearsed on a CPU: `BASS_REHEARSE=1 pytest -m gpu tests/engine`.
+
+GPU time is dear, and a test that asks for what its own prompts and policy never bring about fails there as it would
+here. In a rehearsal models are on the CPU, and a recorder stands in for CUDA graphs; layers are not compiled.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from recording import use_on_cpu
+
+HERE = torch.cuda.is_available()
+REHEARSED = not HERE and os.environ.get("BASS_REHEARSE") == "1"
+DEVICE = "cpu" if REHEARSED else "cuda"
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not (HERE or REHEARSED), reason="needs a CUDA GPU")]
+only_there = pytest.mark.skipif(not HERE, reason="looks at what a CUDA GPU alone has")
+compiled = pytest.mark.skipif(not HERE, reason="layers are compiled in tests of their own")
+
+
+@pytest.fixture(autouse=True)
+def recorder(monkeypatch):
+    if REHEARSED:
+        use_on_cpu(monkeypatch)
