@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from gpu_rehearsal import DEVICE, HERE, gpu, only_there
+from gpu_rehearsal import DEVICE, HERE, only_there, there_or_rehearsed
 from tiny import greedy_alone, ragged_prompts, tiny_model
 from trial_policies import TakingTurns
 
 import bass_core as bass
 from bass_core.runner import packs
 
-pytestmark = gpu
+pytestmark = [pytest.mark.gpu, there_or_rehearsed]
 PROMPTS = ragged_prompts(5, 11, 3, 17)
 
 

@@ -5,14 +5,14 @@ import warnings
 
 import pytest
 import torch
-from gpu_rehearsal import DEVICE, compiled, gpu, only_there, recorder  # noqa: F401 (a fixture of each test)
+from gpu_rehearsal import DEVICE, compiled, only_there, recorder, there_or_rehearsed  # noqa: F401 (a fixture of each test)
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
 from bass_lab.named_pairs import SHAPES, named_pair
 
-pytestmark = gpu
+pytestmark = [pytest.mark.gpu, there_or_rehearsed]
 PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
 WAYS = ["graphs", pytest.param("compiled", marks=compiled), pytest.param("compiled+graphs", marks=compiled)]
 

@@ -35,6 +35,7 @@ def test_the_gpu_tests_are_collected_without_what_draws_and_runs_notebooks(monke
     collect = replace(gpu.STAGES["tests"], command=lambda *given: [*command(*given), "--collect-only"])
     monkeypatch.setitem(gpu.STAGES, "tests", collect)
     assert gpu.run("tests", tmp_path, rehearse=True)["code"] == 0
+    assert {"test_gpu_steps.py", "test_gpu_attention.py"} <= {Path(name).name for name in command("", "", True)}
 
 
 def test_a_stage_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path):

@@ -16,7 +16,7 @@ HERE = torch.cuda.is_available()
 REHEARSED = not HERE and os.environ.get("BASS_REHEARSE") == "1"
 DEVICE = "cpu" if REHEARSED else "cuda"
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not (HERE or REHEARSED), reason="needs a CUDA GPU")]
+there_or_rehearsed = pytest.mark.skipif(not (HERE or REHEARSED), reason="needs a CUDA GPU")
 only_there = pytest.mark.skipif(not HERE, reason="looks at what a CUDA GPU alone has")
 compiled = pytest.mark.skipif(not HERE, reason="layers are compiled in tests of their own")
 
