@@ -61,6 +61,7 @@ class Stopwatch:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._marks: list = []
+        self._events: list[torch.cuda.Event] = []  # of earlier steps: each is read before the next one begins
 
     def start(self) -> None:
         """The first mark; an interrupted step's are dropped."""
@@ -69,8 +70,12 @@ class Stopwatch:
 
     def mark(self) -> None:
         if self._on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
+            if not self._marks:
+                self._stream = torch.cuda.current_stream(self._device)
+            if len(self._events) == len(self._marks):
+                self._events.append(torch.cuda.Event(enable_timing=True))
+            event = self._events[len(self._marks)]
+            event.record(self._stream)
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())

@@ -2,7 +2,7 @@
 
 The choice balances three things on a multiprocessor: enough bytes in flight to keep memory busy (several programs, two
 stages of keys and values each), no register spills, and matrix instructions (16 rows at least). Figures per tile come
-from compiling, without a GPU (tests/kernels/test_kernel_compile.py holds them).
+from compiling (tests/kernels/test_kernel_compile.py holds them); blocks at head dimension 128 were timed on an H200.
 """
 
 from __future__ import annotations

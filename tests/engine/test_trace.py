@@ -6,7 +6,7 @@ import torch
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.trace import Trace
+from bass_core.trace import Stopwatch, Trace
 
 PROMPTS = ragged_prompts(5, 11, 3)
 
@@ -106,3 +106,37 @@ def test_recording_changes_no_text():
     for group in (texts[:3], texts[3:]):
         for other in group[1:]:
             assert all(torch.equal(a, b) for a, b in zip(group[0], other, strict=True))
+
+
+def test_a_gpus_stopwatch_uses_its_events_again(monkeypatch):
+    made, now = [], [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            made.append(self)
+
+        def record(self, stream):
+            now[0] += 1.5
+            self.at = (stream, now[0])
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, later):
+            assert later.at[0] == self.at[0]
+            return later.at[1] - self.at[1]
+
+    streams = iter("abcd")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    watch = Stopwatch(torch.device("cuda"))
+    watch.mark()  # nobody has started it
+    watch.start()
+    watch.mark()
+    watch.start()  # the step was interrupted
+    watch.mark()
+    watch.mark()
+    assert watch.intervals() == [1.5, 1.5] and len(made) == 3
+    watch.start()
+    watch.mark()
+    assert watch.intervals() == [1.5] and len(made) == 3 and next(streams, None) is None
