@@ -23,8 +23,13 @@ PAGE = 256  # slots come in whole pages, the smallest that the flash kernels of 
 
 
 MODELS = list(roofline.MODELS)
-# Of these, heads and layers count (a plan is made once for all layers); weights play no part. tiny: of a dry run.
-WORK = roofline.MODELS | {"tiny": Workload(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4)}
+# Of these, heads and layers count (a plan is made once for all layers); weights play no part. 310M, 0.5B: for tiles
+# alone, a draft of the paper's and heads of 64. tiny: of a dry run.
+WORK = roofline.MODELS | {
+    "310M": roofline.DRAFT_310M,
+    "0.5B": Workload(0, 0, layers=24, heads=14, kv_heads=2, head_dim=64, element=2),
+    "tiny": Workload(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4),
+}
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
 """`PYTHONPATH=.:kernels python -m bench.tune`: other tiles for `ragged_attention`, timed in turn on a few cases.
 
-What `bass_kernels.tiles` chooses comes from compiling alone; this asks a GPU. `ragged` is today's choice; a name such
-as `64x2 w8 p2` is blocks of 64 keys in two stages, eight warps, and a plan that counts on twice as many programs.
+`ragged` is today's choice; a name such as `64x3 p1/2` is blocks of 64 keys in three stages, and a plan that counts on
+half as many programs. On a GPU they are compiled first, by as many processes as there are cores: compiling takes most of
+the time. kernels/README.md has what came of it (change 17).
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
 from functools import partial
 from itertools import product
 
@@ -16,20 +21,22 @@ import bass_kernels
 from bass_kernels import plan, tiles
 from bass_lab.measure.roofline import copy_bandwidth
 from bass_lab.provenance import describe_environment
-from bench import cases, measure, report, schema
+from bench import cases, measure, report, schema, tensors
 from bench.__main__ import environment
+from bench.cases import Case
 from bench.peers import PEERS, Prepared
 from bench.tensors import Inputs
 from bench.timing import Timer
 
-BLOCKS = ((32, 3), (32, 4), (64, 2), (64, 3), (128, 2))  # keys and stages
+BLOCKS = ((32, 3), (64, 2), (64, 3), (64, 4))  # keys and stages
+SHARES = (Fraction(1, 2), Fraction(1), Fraction(3, 2))  # of today's programs
 
 
-def prepare(block_n: int, stages: int, warps: int, programs: int, inputs: Inputs) -> Prepared:
+def prepare(block_n: int, stages: int, share: Fraction, inputs: Inputs) -> Prepared:
     """`ragged` with another tile."""
     work, query_length = inputs.case.work, inputs.case.query_length
     tile = tiles.choose(query_length * work.group, work.head_dim, inputs.query.dtype, deterministic=False)
-    tile = tile._replace(block_n=block_n, stages=stages, warps=warps, programs=tile.programs * programs)
+    tile = tile._replace(block_n=block_n, stages=stages, programs=max(1, int(tile.programs * share)))
     shape = {"query_length": query_length, "kv_heads": work.kv_heads, "width": inputs.sets[0][0].shape[2]}
     lengths = (inputs.starts, inputs.kv_lengths)
     make = partial(plan.make_plan, *lengths, tile=tile, group=work.group, **shape)
@@ -38,22 +45,41 @@ def prepare(block_n: int, stages: int, warps: int, programs: int, inputs: Inputs
     return Prepared(calls, shared=make)
 
 
-def main(chosen: list[cases.Case], device: torch.device) -> None:
-    variants = {
-        f"{block_n}x{stages} w{warps} p{programs}": partial(prepare, block_n, stages, warps, programs)
-        for (block_n, stages), warps, programs in product(BLOCKS, (4, 8), (1, 2))
-    }
-    PEERS.update(variants)
+VARIANTS = {
+    f"{block_n}x{stages} p{share}": (block_n, stages, share) for (block_n, stages), share in product(BLOCKS, SHARES)
+}
+
+
+def chosen() -> list[Case]:
+    """The benchmark's quick ones, and rows as long as a decode's: of the target, of the draft, of heads of 64."""
+    rows = [Case(model, 8, 1, 576, "ragged") for model in ("MHA-7.8B", "310M", "0.5B")]
+    return [*cases.quick_cases(), *rows, Case("0.5B", 8, 5, 4096, "ragged")]
+
+
+def compile_ahead(case: Case, blocks: tuple[int, int]) -> None:
+    """In a process of its own: what is compiled stays in triton's cache."""
+    inputs = tensors.make(case, torch.device("cuda"), 0, sets=1)
+    prepare(*blocks, Fraction(1), inputs).calls[0]()
+    torch.cuda.synchronize()
+
+
+def main(found: list[Case], device: torch.device) -> None:
+    if device.type == "cuda":
+        spawned = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=spawned) as pool:
+            for done in [pool.submit(compile_ahead, *each) for each in product(found, BLOCKS)]:
+                done.exception()  # told when the variant is timed
+    PEERS.update({name: partial(prepare, *variant) for name, variant in VARIANTS.items()})
     timer, here, copy = Timer(device), environment(describe_environment()), copy_bandwidth(device)
-    for case in chosen:
-        outcomes = measure.measure(case, ["ragged", *variants], 0, timer)
+    for case in found:
+        outcomes = measure.measure(case, ["ragged", *VARIANTS], 0, timer)
         lines = [schema.line(case, outcome, copy, device.type, 0, here) for outcome in outcomes]
         print(report.table(case, lines), flush=True)
 
 
 if __name__ == "__main__":
     if torch.cuda.is_available():
-        main(cases.quick_cases(), torch.device("cuda"))
+        main(chosen(), torch.device("cuda"))
     elif bass_kernels.interpreted():
         main([cases.tiny_case()], torch.device("cpu"))
     else:
