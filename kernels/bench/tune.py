@@ -1,8 +1,8 @@
 """`PYTHONPATH=.:kernels python -m bench.tune`: other tiles for `ragged_attention`, timed in turn on a few cases.
 
 `ragged` is today's choice; a name such as `64x3 p1/2` is blocks of 64 keys in three stages, and a plan that counts on
-half as many programs. On a GPU they are compiled first, by as many processes as there are cores: compiling takes most of
-the time. kernels/README.md has what came of it (change 17).
+half as many programs. On a GPU they are compiled first, by as many processes as there are cores: that takes most of the
+time. kernels/README.md has what came of it (change 17).
 """
 
 from __future__ import annotations
