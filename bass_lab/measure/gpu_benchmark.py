@@ -261,12 +261,9 @@ class GpuBenchmark:
         recorded are made again, but not for ever, since policies may ask for a new length at any time: also returns
         how many such repeats were kept."""
         pairs, again, disturbed = [], 2 * self.repeats, 0
-        for way in (
-            runs,
-            runs,
-            *([] if regular.done else [regular, regular]),
-        ):  # the first compiles, the second records
-            way.once()
+        for each in (runs, regular):
+            while len(each.done) < 2:  # the first compiles, the second records
+                each.once()
         while len(pairs) < self.repeats:
             before = runs.recordings + regular.recordings
             pairs.append((runs.once(), regular.once()))
