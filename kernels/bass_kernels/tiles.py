@@ -52,8 +52,8 @@ def choose(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) ->
     # neighbours on the grid, so that the keys they share are read from L2. At head dimension 256, 64 rows would spill.
     most = 32 if block_d == 256 else 64
     block_m = most if deterministic else min(power_of_two(rows, least=16), most)
-    # 64 keys in three stages were the fastest of five on a GPU (kernels/README.md); tiles of 64 rows have no registers
-    # for as many.
+    # 64 keys in three stages, with few programs counted on, were the fastest on a GPU (kernels/README.md, change 17);
+    # tiles of 64 rows have no registers for as many.
     block_n = 16 if block_d == 256 else 64 if block_d == 128 and block_m < 64 else 32
     return Tile(block_m, block_n, block_d, 4, 3, _PROGRAMS[max(block_d, 64), block_m])
 
@@ -63,7 +63,7 @@ _PROGRAMS = {
     (64, 16): 7,  # eight fit, but for a softcap under triton 3.6
     (64, 32): 5,
     (64, 64): 4,
-    (128, 16): 2,  # three fit, and rows are cut into fewer pieces with two
+    (128, 16): 2,  # three fit; with two, rows are cut into fewer pieces, which is faster
     (128, 32): 2,
     (128, 64): 2,
     (256, 16): 3,
