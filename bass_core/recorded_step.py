@@ -105,15 +105,15 @@ class RecordedStep(EagerStep):
         if alone:
             most = self._width(places, most, int(planned.max()))
         self._settle(most)
+        drafts = bool(lengths.any())
+        self._all_finite &= not drafts  # as far as the host knows
         if not alone and most > 0:
             draft = self.drafted(self.context(context.places, most), lengths, policy)
             self._store(draft)
             self._announce(draft.lengths_host)
-            self._all_finite = False
             return draft
         self._announce(lengths)
-        if lengths.any():
-            self._all_finite = False  # as far as the host knows
+        if drafts:
             self.drafter.catch_up(context, lengths, most)
             extent = self.drafter.runner.extent(int((context.lengths_host + lengths).max()))
             self._run(("draft", places, most, extent), lambda: self._draft_phase(places, most, extent))
@@ -236,8 +236,7 @@ class RecordedPasses:
         self._inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by width, the memory that recordings read
 
     def __call__(self, ids: Tensor, starts: Tensor, query_lengths: Sequence[int], starts_host: Sequence[int]) -> Tensor:
-        """Logits [B, V] after the last of ids [B, Q], Q <= 2, as `Runner.feed` would give. The next pass overwrites
-        them."""
+        """Logits [B, V] after the last of ids [B, Q], as `Runner.feed` would give. The next pass overwrites them."""
         rows, width = ids.shape
         most = self.runner.cache.max_rows
         if width not in self._inputs:

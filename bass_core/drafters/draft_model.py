@@ -21,7 +21,7 @@ from bass_core.runner import Runner
 from bass_core.sources import Encoded, Source
 
 CATCH_UP = 8  # tokens to which what a row missed is rounded up
-RECORDED = 256  # missed tokens up to which that is a recorded pass: of a power of two of them, shapes repeat
+RECORDED = 256  # up to so many, recorded passes feed them, a power of two of tokens at a time: few shapes to record
 
 
 class ModelDrafter(Drafter):

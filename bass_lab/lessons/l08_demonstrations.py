@@ -107,6 +107,14 @@ def gpu_of(record: GpuRecord | None) -> Device:
     return Device(name, bandwidth=1e9 * line.copy_gb_per_s, flops=1e12 * line.matrix_tflops)
 
 
+def nearest_to_the_paper(record: GpuRecord | None) -> pd.Series | None:
+    """The fastest batched line of a GPU's record at the paper's sizes and batch. None where nobody has recorded one."""
+    if record is None:
+        return None
+    lines = record.content.query("shape == @SHAPE and batch == @PAPER['batch'] and method == 'batched'")
+    return None if lines.empty else lines.loc[lines.mean_ms.idxmin()]
+
+
 def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
     """The paper's 7.8B + 310M, by batch size: what a GPU recorded, if one did (`gpu_record("gpu")`), beside the least
     time of regular decoding by the roofline, which is a model, and the paper's figure.

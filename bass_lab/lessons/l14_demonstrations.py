@@ -22,7 +22,6 @@ from bass_core import attention, inputs
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.policies.costs import CostModel
 from bass_lab.evaluation import Evaluation
-from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
 from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Device, Roofline, Workload, utilisation
 from bass_lab.named_pairs import SHAPES, named_config
@@ -184,15 +183,6 @@ def utilisations(
             used = utilisation(steps, *PAPER_PAIR, A100)
             lines.append({"method": method, "batch": batch, "verified": used.verified, "emitted": used.emitted})
     return pd.DataFrame(lines)
-
-
-def on_a_gpu(record: GpuRecord | None) -> pd.Series | None:
-    """The line of a GPU's record (`gpu_record("gpu")`) that is nearest to the paper's: its sizes, eight rows, batched
-    decoding, the fastest. None where nobody has recorded one."""
-    if record is None:
-        return None
-    lines = record.content.query("shape == 'paper-7.8b' and batch == 8 and method == 'batched'")
-    return None if lines.empty else lines.loc[lines.mean_ms.idxmin()]
 
 
 # --- PAD and SPLIT as in the paper ----------------------------------------------------------------

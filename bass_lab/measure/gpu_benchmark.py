@@ -46,6 +46,7 @@ from bass_lab.texts.prompt_sets import prompt_set
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
 NEW = 128  # tokens per row
 CYCLES = 2e9  # of a GPU in a second, at most
+WARM_UPS = 2  # of a way: the first time compiles, the second records
 PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: its 7.8B model, batch 8, an A100
 
 UNCHECKED = {"passed": None}
@@ -133,6 +134,12 @@ class RepeatedWay:
     def close(self) -> None:
         if self.session is not None:
             self.session.close()
+
+
+def repeat(runs: RepeatedWay, times: int) -> None:
+    """Decode until it was done so often."""
+    while len(runs.done) < times:
+        runs.once()
 
 
 def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
@@ -234,8 +241,7 @@ class GpuBenchmark:
         runs = RepeatedWay(pair, self._here(pair, PROBE), prompts, None, self.new)
         try:
             for each in (regular, runs):
-                while len(each.done) < 3:  # the first compiles, the second records
-                    each.once()
+                repeat(each, WARM_UPS + 1)
         finally:
             runs.close()
         steps = _one_after_the_other([each.done[-1][1] for each in (regular, runs)])
@@ -262,8 +268,7 @@ class GpuBenchmark:
         how many such repeats were kept."""
         pairs, again, disturbed = [], 2 * self.repeats, 0
         for each in (runs, regular):
-            while len(each.done) < 2:  # the first compiles, the second records
-                each.once()
+            repeat(each, WARM_UPS)
         while len(pairs) < self.repeats:
             before = runs.recordings + regular.recordings
             pairs.append((runs.once(), regular.once()))

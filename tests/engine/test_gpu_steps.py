@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 import torch
-from gpu_rehearsal import DEVICE, compiled, only_there, recorder, there_or_rehearsed  # noqa: F401 (a fixture of each test)
+from gpu_rehearsal import DEVICE, REHEARSED, compiled, only_there, there_or_rehearsed
+from recording import use_on_cpu
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -15,6 +16,12 @@ from bass_lab.named_pairs import SHAPES, named_pair
 pytestmark = [pytest.mark.gpu, there_or_rehearsed]
 PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
 WAYS = ["graphs", pytest.param("compiled", marks=compiled), pytest.param("compiled+graphs", marks=compiled)]
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    if REHEARSED:
+        use_on_cpu(monkeypatch)
 
 
 def pair_on_gpu(architecture="llama", dtype="float64", **changes):

@@ -18,7 +18,6 @@ from bass_lab.lessons import (
     l07_figures,
     l08_demonstrations,
     l08_figures,
-    l14_demonstrations,
 )
 from bass_lab.lessons.l04_explorer import MODELLED, LengthExplorer
 from bass_lab.measure import gpu_benchmark
@@ -158,10 +157,10 @@ def test_the_figure_of_real_sizes_says_that_it_is_synthetic(record):
 
 
 def test_the_papers_claims_stand_beside_the_recorded_way_that_is_nearest(record):
-    line = l14_demonstrations.on_a_gpu(record("gpu"))
+    line = l08_demonstrations.nearest_to_the_paper(record("gpu"))
     assert (line["shape"], line.batch, line.method, line.device) == ("paper-7.8b", 8, "batched", gpu_box.DEVICE)
     assert line.mean_ms == gpu_box.MS["batched"] and line.alpha != USELESS  # a useless draft takes twice as long
-    assert l14_demonstrations.on_a_gpu(None) is None
+    assert l08_demonstrations.nearest_to_the_paper(None) is None
 
 
 def test_the_papers_figure_is_scaled_to_the_recorded_gpu(record):

@@ -10,7 +10,6 @@ import os
 
 import pytest
 import torch
-from recording import use_on_cpu
 
 HERE = torch.cuda.is_available()
 REHEARSED = not HERE and os.environ.get("BASS_REHEARSE") == "1"
@@ -19,9 +18,3 @@ DEVICE = "cpu" if REHEARSED else "cuda"
 there_or_rehearsed = pytest.mark.skipif(not (HERE or REHEARSED), reason="needs a CUDA GPU")
 only_there = pytest.mark.skipif(not HERE, reason="looks at what a CUDA GPU alone has")
 compiled = pytest.mark.skipif(not HERE, reason="layers are compiled in tests of their own")
-
-
-@pytest.fixture(autouse=True)
-def recorder(monkeypatch):
-    if REHEARSED:
-        use_on_cpu(monkeypatch)
