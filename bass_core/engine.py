@@ -23,8 +23,8 @@ from transformers import GenerationConfig
 
 from bass_core import inputs, kernel_ops, probe, recorded_step
 from bass_core.batch import Batch
-from bass_core.draft_length import DraftLengthPolicy, planned_lengths
-from bass_core.drafters import Context, Draft, Setting
+from bass_core.draft_length import DraftLengthPolicy, FixedLength, planned_lengths
+from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.eager_step import Decided, StepOptions
 from bass_core.models import ModelPair
 from bass_core.policies import policy_for
@@ -124,10 +124,12 @@ class Session:
 
         never, first = inputs.suppressed(own, self.vocabulary)
         self._not_first = torch.tensor(first, dtype=torch.int64, device=pair.device)
-        keeps = {"keeps_hidden": pair.drafter.wants_hidden, "suppressed": never}
+        # Regular decoding asks no drafter: one that keeps nothing of rows stands for it.
+        drafter = NgramDrafter() if self.policy == FixedLength(0) else pair.drafter
+        keeps = {"keeps_hidden": drafter.wants_hidden, "suppressed": never}
         self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
         options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
-        self.drafter = pair.drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
+        self.drafter = drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
         self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos)
         self.batch = Batch(self.rows, self.target, self.drafter, chunk)
         self.trace = Trace(

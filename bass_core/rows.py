@@ -218,13 +218,15 @@ class Rows:
         """
         rows = slice(places.start, places.stop)
         new, lengths = verified.tokens, self.lengths[rows]
-        slots = torch.arange(new.shape[1], device=self.device)
         moved = (verified.accepted + 1) * fine
-        kept = slots < moved[:, None]
+        at, kept = lengths[:, None], fine[:, None]
+        if new.shape[1] > 1:
+            slots = torch.arange(new.shape[1], device=self.device)
+            at, kept = at + slots, slots < moved[:, None]
         if self.seen is not None:
             known = self.tokens[rows].gather(1, (lengths[:, None] - 1).clamp(min=0))  # [B, 1], seen already
             self.seen[rows].scatter_(1, torch.where(kept, new, known), True)
-        at = torch.where(kept, lengths[:, None] + slots, self.capacity)
+        at = torch.where(kept, at, self.capacity)
         self.tokens[rows].scatter_(1, at, new)
         self.logprobs[rows].scatter_(1, at, verified.logprobs.to(self.logprobs.dtype))
         lengths += moved

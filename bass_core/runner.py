@@ -35,6 +35,12 @@ def _places(ids: Tensor, starts: Tensor, counts: Tensor, scratch_slot: int) -> t
     return *_within(wanted, ends, scratch_slot), ends
 
 
+def _following(starts: Tensor, width: int) -> Tensor:
+    """start, start + 1, … of each row: [B, width]."""
+    first = starts[:, None]
+    return first if width == 1 else first + torch.arange(width, device=starts.device)
+
+
 def _within(wanted: Tensor, ends: Tensor, scratch_slot: int) -> tuple[Tensor, Tensor]:
     """Positions and slots [B, Q] of tokens at the wanted positions, of which those from `ends` [B] on are padding."""
     # A padding query repeats its row's last valid position: at the end of the context there is no next one.
@@ -71,14 +77,18 @@ class Runner:
             self.cache.sources = Sources(self.cache, config.hidden_size)
         self.compiled = compiled
         # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
-        self._siblings = []
+        self._siblings, lean = [], []
         if compiled or model.device.type == "cuda":
             from bass_core import side_by_side
 
             self._siblings = side_by_side.arrange(model)
+        else:
+            from bass_core import cpu_layers
+
+            lean = cpu_layers.changes(model)
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self._context = attention.context_length(model)
-        self._switch = attention.Switch(model, path, self.cache.hidden)
+        self._switch = attention.Switch(model, path, self.cache.hidden, lean)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
     def __enter__(self) -> Runner:
@@ -126,7 +136,7 @@ class Runner:
         places = range(rows) if places is None else places
         kv_lengths, flat = None, None
         if known:
-            wanted = positions = slots = starts[:, None] + torch.arange(width, device=ids.device)  # [B, Q]
+            wanted = positions = slots = _following(starts, width)
             full = min(query_lengths) == width
             ends = starts + (width if full else torch.tensor(query_lengths, device=ids.device))  # [B]
             kv_lengths = [int(start + length) for start, length in zip(starts_host, query_lengths, strict=True)]

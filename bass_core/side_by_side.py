@@ -30,7 +30,7 @@ def arrange(model: nn.Module) -> list[Group]:
     for module in model.modules():
         for names in SIBLINGS:
             group = [getattr(module, name, None) for name in names]
-            if all(map(_is_plain, group)) and _arranged(group, users):
+            if all(map(is_plain, group)) and _arranged(group, users):
                 found.append(group)
     return found
 
@@ -55,7 +55,8 @@ def _part(self: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, *self._whole)[..., self._first : self._first + self.out_features]
 
 
-def _is_plain(part: nn.Module | None) -> bool:
+def is_plain(part: nn.Module | None) -> bool:
+    """Whether a module is a product of torch's own, of weights like any others, and nobody stands in for it."""
     if type(part) is not nn.Linear or "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
         return False
     tensors = [part.weight] if part.bias is None else [part.weight, part.bias]

@@ -112,9 +112,11 @@ def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor)
     if drafted.shape[1]:
         tokens = torch.cat([drafted, tokens], 1).scatter(1, accepted[:, None], tokens)
     logprobs = sampling.wide(logits).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]  # [B, K + 1]
-    slots = torch.arange(tokens.shape[1], device=tokens.device)
     # One logit that is NaN or +inf, or none that is finite, makes all of a distribution NaN.
-    finite = (~logprobs.isnan() | (slots > lengths[:, None])).all(1)
+    finite = ~logprobs.isnan()
+    if drafted.shape[1]:
+        finite |= torch.arange(tokens.shape[1], device=tokens.device) > lengths[:, None]
+    finite = finite.all(1)
     return Verified(accepted, tokens, logprobs, finite)
 
 

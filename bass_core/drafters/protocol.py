@@ -110,6 +110,8 @@ class Draft(NamedTuple):
 
     def distributions(self, vocabulary: int) -> Tensor:
         """probs, or one-hot where the tokens were certain: [B, K, V]."""
+        if self.probs is None and self.tokens.shape[1] == 0:
+            return torch.empty(*self.tokens.shape, vocabulary, device=self.tokens.device)
         if self.probs is None:
             return sampling.one_hot(self.tokens, vocabulary).float()
         return self.probs

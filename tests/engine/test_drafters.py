@@ -78,6 +78,14 @@ def test_draft_knows_what_was_committed_while_it_did_not_draft():
         assert session.rows.lengths_host[0] - session.drafter.cached[0] <= 2
 
 
+def test_regular_decoding_leaves_the_draft_model_alone(monkeypatch):
+    models = bass.ModelPair(tiny_model(), tiny_model.__wrapped__(noise=0.1))
+    bass.Session(models, draft_length=0).close()  # the first session tries how the models run
+    monkeypatch.setattr(models.draft, "forward", pytest.fail)
+    out = bass.generate(models, ragged_prompts(5, 9), draft_length=0, max_new_tokens=8, eos_token_id=())
+    assert [len(sequence) for sequence in out.sequences] == [8, 8]
+
+
 # --- the session's texts ---
 
 

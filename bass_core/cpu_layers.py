@@ -1,0 +1,106 @@
+"""What a model's layers do on a CPU, in fewer and faster operators, where they run operator by operator.
+
+A decode pass has few tokens, and reads every weight for a handful of products each. MKL, which torch's `linear` asks
+for float32, takes long over few rows; weights times tokens instead of tokens times weights is up to twice as fast, and
+so is oneDNN, where a product is large enough to repay its call. Norms are six operators where one does the same.
+
+What the layers compute is the same; where it is a sum, its terms may be added up in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bass_core import side_by_side
+
+STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
+SMALL = 2**16  # numbers of a weight up to which `linear` is the fastest for one row
+LARGE = 2**20  # products of two numbers from which on oneDNN repays what its call takes
+FASTER = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+
+
+def changes(model: nn.Module) -> list[tuple[dict, str, Any]]:
+    """The changes (`attention.changed`) under which the layers do so. Modules of other types than float32 stay as they
+    are, and so do those that somebody wraps, hooks or stands in for."""
+    streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
+    found = []
+    for module in model.modules():
+        if _is_rms_norm(module):
+            found.append((vars(module), "forward", _whole_norm(module)))
+        elif streamed and side_by_side.is_plain(module):
+            found.append((vars(module), "forward", _product_of(module)))
+    return found
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of few rows. x [..., N], weight [M, N], bias [M] -> [..., M]."""
+    many, size = weight.shape
+    rows = x.numel() // size
+    if x.dtype != torch.float32 or rows == 0 or (rows == 1 and many * size < SMALL):
+        return F.linear(x, weight, bias)
+    if rows * many * size >= LARGE:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    flat = x.reshape(rows, size)
+    if rows == 1:  # for which MKL has a function of its own, that is slower than two rows
+        flat = flat.repeat(2, 1)
+    out = torch.mm(weight, flat.T).T[:rows].contiguous().view(*x.shape[:-1], many)
+    return out if bias is None else out + bias
+
+
+def _product_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:
+    parameters = module._parameters
+
+    def forward(input: Tensor) -> Tensor:
+        return product(input, parameters["weight"], parameters["bias"])
+
+    return forward
+
+
+# --- norms ----------------------------------------------------------------------------------------
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether a module in float32 is what `F.rms_norm` is, to the bit."""
+    weight, forward = module._parameters.get("weight"), type(module).forward
+    if weight is None or weight.dtype != torch.float32 or not hasattr(module, "variance_epsilon"):
+        return False
+    if forward not in _is_rms_norm_of:
+        _is_rms_norm_of[forward] = _agrees_with_rms_norm(module)
+    return _is_rms_norm_of[forward] and "forward" not in vars(module)
+
+
+_is_rms_norm_of: dict[Callable, bool] = {}  # by the forward of its class
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _agrees_with_rms_norm(module: nn.Module) -> bool:
+    twin, size = copy.deepcopy(module), module.weight.shape
+    numbers = torch.Generator().manual_seed(0)
+    twin.weight.data = torch.randn(size, generator=numbers)
+    x = torch.randn(16, *size, generator=numbers) * 10.0 ** torch.arange(-8, 8).view(16, *[1] * len(size))
+    try:
+        return torch.equal(twin.forward(x), F.rms_norm(x, size, twin.weight, twin.variance_epsilon))
+    except (AttributeError, RuntimeError, TypeError):  # it takes more than this
+        return False
+
+
+def _whole_norm(module: nn.Module) -> Callable:
+    """Such a norm as one operator, in two thirds of the time of six."""
+    forward, parameters, shape = module.forward, module._parameters, module.weight.shape
+
+    def whole(x: Tensor, *more, **options) -> Tensor:
+        if x.dtype != torch.float32 or more or options:
+            return forward(x, *more, **options)
+        return F.rms_norm(x, shape, parameters["weight"], module.variance_epsilon)
+
+    return whole

@@ -1,0 +1,203 @@
+"""What layers do on a CPU in fewer operators is what they do, and their owner sees no difference."""
+
+import pytest
+import torch
+from tiny import ragged_prompts, tiny_model
+from torch import nn
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+import bass_core as bass
+from bass_core import cpu_layers
+from bass_core.attention import changed
+from bass_core.cpu_layers import changes, product
+
+PROMPTS = ragged_prompts(5, 11)
+
+
+@pytest.fixture
+def of_any_size(monkeypatch):
+    """Models of few weights count as such that are read anew in each pass."""
+    monkeypatch.setattr(cpu_layers, "STREAMED", 0)
+    monkeypatch.setattr(cpu_layers, "SMALL", 0)
+
+
+def model(architecture="llama", **changes):
+    return tiny_model.__wrapped__(architecture, **changes)
+
+
+def texts(models, **options):
+    options = {"draft_length": 2, "max_new_tokens": 12, "eos_token_id": ()} | options
+    return [s.tolist() for s in bass.generate(models, PROMPTS, **options).sequences]
+
+
+# --- products ---
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("large", [0, 2**60], ids=["oneDNN", "MKL"])
+@pytest.mark.parametrize("shape", [(1,), (2,), (5,), (1, 1), (3, 1), (2, 7), (1, 48), (0,), (2, 0)], ids=str)
+def test_products_of_few_rows_are_products(monkeypatch, shape, large, bias):
+    monkeypatch.setattr(cpu_layers, "LARGE", large)
+    monkeypatch.setattr(cpu_layers, "SMALL", 0)
+    part = nn.Linear(24, 15, bias=bias)  # an odd number
+    x = torch.randn(*shape, 24)
+    found = product(x, part.weight, part.bias)
+    assert found.shape == (*shape, 15) and found.is_contiguous()
+    torch.testing.assert_close(found, part(x))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_products_of_what_lies_scattered_are_products(rows):
+    x = torch.randn(24, rows).T
+    part = nn.Linear(24, 16)
+    torch.testing.assert_close(product(x, part.weight, part.bias), part(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_products_of_other_types_are_torchs_own(dtype):
+    part, x = nn.Linear(24, 16, dtype=dtype), torch.randn(3, 24, dtype=dtype)
+    assert torch.equal(product(x, part.weight, part.bias), part(x))
+
+
+@pytest.mark.usefixtures("of_any_size")
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "opt", "mixtral"])
+def test_texts_are_those_of_the_layers_as_they_are(monkeypatch, architecture):
+    models = bass.ModelPair(model(architecture), model(noise=0.1))
+    found = texts(models), texts(models, draft_length=0), texts(models, temperature=0.7, draft_length=0)
+    monkeypatch.setattr(cpu_layers, "changes", lambda model: [])
+    assert found == (texts(models), texts(models, draft_length=0), texts(models, temperature=0.7, draft_length=0))
+
+
+def test_a_model_that_stays_in_a_cpus_cache_keeps_torchs_products(monkeypatch):
+    monkeypatch.setattr(cpu_layers, "product", pytest.fail)
+    texts(bass.ModelPair(model(), model(noise=0.1)))
+
+
+def test_half_precision_is_left_as_it_is():
+    own = model(dtype="bfloat16")
+    replaced = {id(table) for table, _, _ in changes(own)}
+    assert not any(id(vars(norm)) in replaced for norm in norms_of(own))
+
+
+# --- the owner's model ---
+
+
+@pytest.mark.usefixtures("of_any_size")
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "input_layernorm"])
+@pytest.mark.parametrize("how", ["in place", "data", "parameter"])
+def test_weights_that_change_between_two_steps_count_at_once(monkeypatch, name, how):
+    def decoded():
+        own = model()
+        part = own.model.layers[1].get_submodule(name)
+        with bass.Session(bass.ModelPair(own, model(noise=0.1)), draft_length=2, eos_token_id=()) as session:
+            handle = session.submit(PROMPTS[1], max_new_tokens=24)
+            for _ in range(3):
+                session.step()
+            other = torch.randn(part.weight.shape, generator=torch.Generator().manual_seed(1))
+            if how == "in place":
+                part.weight.data.copy_(other)
+            elif how == "data":
+                part.weight.data = other
+            else:
+                part.weight = nn.Parameter(other)
+            while not session.idle:
+                session.step()
+            return session.result(handle).sequence.tolist()
+
+    found = decoded()
+    monkeypatch.setattr(cpu_layers, "changes", lambda model: [])
+    assert found == decoded()
+
+
+# --- norms ---
+
+
+def norms_of(own):
+    return [module for module in own.modules() if "Norm" in type(module).__name__]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3", "mixtral", "olmo2"])
+def test_norms_have_the_bits_that_they_had(architecture):
+    own = model(architecture)
+    before = [norm.forward for norm in norms_of(own)]
+    with changed(changes(own)):
+        for norm, forward in zip(norms_of(own), before, strict=True):
+            x = torch.randn(2, 3, *norm.weight.shape) * 10 ** torch.randn(2, 3, 1)
+            assert torch.equal(norm(x), forward(x))
+            assert torch.equal(norm(x.double()), forward(x.double()))
+
+
+def test_norms_are_one_operator():
+    own = model()
+    with changed(changes(own)):
+        assert all("forward" in vars(norm) for norm in norms_of(own))
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "gemma3"])
+def test_norms_of_other_arithmetic_are_left_alone(architecture):
+    own = model(architecture)
+    with changed(changes(own)):
+        assert not any("forward" in vars(norm) for norm in norms_of(own))
+
+
+class Gated(T5LayerNorm):
+    def forward(self, hidden_states, gate=None):
+        normed = super().forward(hidden_states)
+        return normed if gate is None else normed * gate
+
+
+class OfTwo(T5LayerNorm):
+    def forward(self, hidden_states, gate):
+        return super().forward(hidden_states) * gate
+
+
+class Shifted(T5LayerNorm):
+    def forward(self, hidden_states):
+        return super().forward(hidden_states + 1e-3)
+
+
+@pytest.mark.parametrize("kind", [Gated, OfTwo, Shifted])
+def test_norms_that_take_or_do_more_do_it(kind):
+    norm = kind(32)
+    x, gate = torch.randn(3, 32), torch.randn(3, 32)
+    arguments = (x,) if kind is Shifted else (x, gate)
+    expected = norm(*arguments)
+    with changed(changes(nn.ModuleList([norm]))):
+        assert torch.equal(norm(*arguments), expected)
+
+
+# --- afterwards ---
+
+
+@pytest.mark.usefixtures("of_any_size")
+def test_a_session_leaves_nothing_of_it_in_the_modules():
+    models = bass.ModelPair(model(), model(noise=0.1))
+    before = [set(vars(module)) for part in (models.target, models.draft) for module in part.modules()]
+    texts(models)
+    assert [set(vars(module)) for part in (models.target, models.draft) for module in part.modules()] == before
+
+
+@pytest.mark.usefixtures("of_any_size")
+def test_hooks_run_whenever_they_were_set():
+    own, seen = model(), []
+    layer = own.model.layers[0]
+    for part in (layer.input_layernorm, layer.self_attn.k_proj, layer.mlp.down_proj):
+        part.register_forward_hook(lambda module, args, out: seen.append(module))
+    texts(bass.ModelPair(own, model(noise=0.1)), max_new_tokens=1)
+    assert set(seen) == {layer.input_layernorm, layer.self_attn.k_proj, layer.mlp.down_proj}
+
+
+@pytest.mark.usefixtures("of_any_size")
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj", "input_layernorm"])
+def test_what_stands_in_for_a_module_is_asked(name):
+    own = model()
+    part = own.model.layers[0].get_submodule(name)
+    forward, asked = part.forward, []
+
+    def stand_in(x):
+        asked.append(x)
+        return forward(x)
+
+    part.forward = stand_in
+    texts(bass.ModelPair(own, model(noise=0.1)), max_new_tokens=1)
+    assert asked and part.forward is stand_in
