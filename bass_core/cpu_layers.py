@@ -45,7 +45,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of few rows. x [..., N], weight [M, N], bias [M] -> [..., M]."""
     many, size = weight.shape
     rows = x.numel() // size
-    if x.dtype != torch.float32 or rows == 0 or (rows == 1 and many * size < SMALL):
+    if x.dtype != torch.float32 or rows == 0 or (rows == 1 and many * size < SMALL) or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if rows * many * size >= LARGE:
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -82,7 +82,7 @@ class Runner:
             from bass_core import side_by_side
 
             self._siblings = side_by_side.arrange(model)
-        else:
+        elif model.device.type == "cpu":
             from bass_core import cpu_layers
 
             lean = cpu_layers.changes(model)

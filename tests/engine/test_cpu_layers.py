@@ -33,6 +33,7 @@ def texts(models, **options):
 # --- products ---
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("large", [0, 2**60], ids=["oneDNN", "MKL"])
 @pytest.mark.parametrize("shape", [(1,), (2,), (5,), (1, 1), (3, 1), (2, 7), (1, 48), (0,), (2, 0)], ids=str)
@@ -46,11 +47,22 @@ def test_products_of_few_rows_are_products(monkeypatch, shape, large, bias):
     torch.testing.assert_close(found, part(x))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("large", [0, 2**60], ids=["oneDNN", "MKL"])
 @pytest.mark.parametrize("rows", [1, 4])
-def test_products_of_what_lies_scattered_are_products(rows):
+def test_products_of_what_lies_scattered_are_products(monkeypatch, rows, large):
+    monkeypatch.setattr(cpu_layers, "LARGE", large)
+    monkeypatch.setattr(cpu_layers, "SMALL", 0)
     x = torch.randn(24, rows).T
     part = nn.Linear(24, 16)
     torch.testing.assert_close(product(x, part.weight, part.bias), part(x))
+
+
+def test_products_have_gradients_where_these_are_wanted(monkeypatch):
+    monkeypatch.setattr(cpu_layers, "LARGE", 0)
+    part = nn.Linear(24, 16)
+    product(torch.randn(3, 24), part.weight, part.bias).sum().backward()
+    assert part.weight.grad is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
