@@ -312,7 +312,8 @@ def test_draining_is_bounded():
 ENDLESS = """
 import httpx
 with httpx.stream("POST", "{address}/v1/completions", timeout=60, trust_env=False,
-                  json=dict(prompt="x = ", n=8, max_tokens=450, stream=True, temperature=1.5, ignore_eos=True)) as answer:
+                  json=dict(prompt="x = ", n=8, max_tokens=450, stream=True, temperature=1.5,
+                            ignore_eos=True)) as answer:
     for line in answer.iter_lines():
         print(line[:20], flush=True)
 """
