@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bass_core import side_by_side
+from bass_core.attention import Change
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
 SMALL = 2**16  # numbers of a weight up to which `linear` is the fastest for one row
@@ -25,7 +25,7 @@ LARGE = 2**20  # products of two numbers from which on oneDNN repays what its ca
 FASTER = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 
 
-def changes(model: nn.Module) -> list[tuple[dict, str, Any]]:
+def changes(model: nn.Module) -> list[Change]:
     """The changes (`attention.changed`) under which the layers do so. Modules of other types than float32 stay as they
     are, and so do those that somebody wraps, hooks or stands in for."""
     streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
