@@ -1,8 +1,9 @@
 """What a model's layers do on a CPU, in fewer and faster operators, where they run operator by operator.
 
-A decode pass has few tokens, and reads every weight for a handful of products each. MKL, which torch's `linear` asks
-for float32, takes long over few rows; weights times tokens instead of tokens times weights is up to twice as fast, and
-so is oneDNN, where a product is large enough to repay its call. Norms are six operators where one does the same.
+A decode pass has few tokens, and reads every weight for a handful of products each. On processors that are not its
+maker's, MKL, which torch's `linear` asks for float32, takes long over few rows; weights times tokens instead of tokens
+times weights is up to twice as fast, and so is oneDNN, where a product is large enough to repay its call. (On Intel's
+`linear` is the fastest of the three, by up to a half.) Norms are six operators where one does the same.
 
 What the layers compute is the same; where it is a sum, its terms may be added up in another order.
 """
@@ -16,13 +17,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bass_core import side_by_side
+from bass_core import environment, side_by_side
 from bass_core.attention import Change
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
 SMALL = 2**16  # numbers of a weight up to which `linear` is the fastest for one row
 LARGE = 2**20  # products of two numbers from which on oneDNN repays what its call takes
-FASTER = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+
+
+def faster_than_linear(processor: str) -> bool:
+    """Whether `product` is, on the processor of that name."""
+    return torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and "Intel" not in processor
+
+
+FASTER = faster_than_linear(environment.processor())
 
 
 def changes(model: nn.Module) -> list[Change]:
@@ -47,13 +55,22 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows = x.numel() // size
     if x.dtype != torch.float32 or rows == 0 or (rows == 1 and many * size < SMALL) or torch.is_grad_enabled():
         return F.linear(x, weight, bias)
-    if rows * many * size >= LARGE:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     flat = x.reshape(rows, size)
+    if rows * many * size >= LARGE:
+        out = torch.ops.mkldnn._linear_pointwise(_to_a_round_number(flat), weight, bias, "none", [], "")
+        return out[:rows].view(*x.shape[:-1], many)
     if rows == 1:  # for which MKL has a function of its own, that is slower than two rows
         flat = flat.repeat(2, 1)
     out = torch.mm(weight, flat.T).T[:rows].contiguous().view(*x.shape[:-1], many)
     return out if bias is None else out + bias
+
+
+def _to_a_round_number(x: Tensor) -> Tensor:
+    """x [rows, N] with further rows up to one of few numbers (8, 16, … 128, 144, … 256, 288, …), an eighth more at most
+    from 64 rows on: oneDNN keeps compiled code of every shape that it has met, a third of a megabyte and more."""
+    rows = len(x)
+    more = -rows % (1 << max(3, rows.bit_length() - 4))
+    return F.pad(x, (0, 0, 0, more)) if more else x
 
 
 def _product_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:

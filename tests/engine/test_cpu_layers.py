@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import ragged_prompts, tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import bass_core as bass
@@ -16,7 +17,8 @@ PROMPTS = ragged_prompts(5, 11)
 
 @pytest.fixture
 def of_any_size(monkeypatch):
-    """Models of few weights count as such that are read anew in each pass."""
+    """Models of few weights count as such that are read anew in each pass, by a processor whose `linear` is slow."""
+    monkeypatch.setattr(cpu_layers, "FASTER", True)
     monkeypatch.setattr(cpu_layers, "STREAMED", 0)
     monkeypatch.setattr(cpu_layers, "SMALL", 0)
 
@@ -58,6 +60,29 @@ def test_products_of_what_lies_scattered_are_products(monkeypatch, rows, large):
     torch.testing.assert_close(product(x, part.weight, part.bias), part(x))
 
 
+class ShapesOfOneDNN(TorchDispatchMode):
+    """Notes the shape of each product that oneDNN is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.met = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "_linear_pointwise" in str(function):
+            self.met.add(args[0].shape)
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_one_dnn_which_keeps_code_for_every_shape_meets_few(monkeypatch):
+    monkeypatch.setattr(cpu_layers, "LARGE", 0)
+    part = nn.Linear(16, 16)
+    with ShapesOfOneDNN() as shapes:
+        for rows in range(1, 1201):
+            assert len(product(torch.randn(rows, 16), part.weight)) == rows
+    assert 10 < len(shapes.met) < 50
+
+
 def test_products_have_gradients_where_these_are_wanted(monkeypatch):
     monkeypatch.setattr(cpu_layers, "LARGE", 0)
     part = nn.Linear(24, 16)
@@ -81,8 +106,30 @@ def test_texts_are_those_of_the_layers_as_they_are(monkeypatch, architecture):
 
 
 def test_a_model_that_stays_in_a_cpus_cache_keeps_torchs_products(monkeypatch):
+    monkeypatch.setattr(cpu_layers, "FASTER", True)
     monkeypatch.setattr(cpu_layers, "product", pytest.fail)
     texts(bass.ModelPair(model(), model(noise=0.1)))
+
+
+@pytest.mark.usefixtures("of_any_size")
+def test_a_processor_whose_linear_is_fast_keeps_torchs_products(monkeypatch):
+    monkeypatch.setattr(cpu_layers, "FASTER", False)
+    monkeypatch.setattr(cpu_layers, "product", pytest.fail)
+    texts(bass.ModelPair(model(), model(noise=0.1)))
+
+
+@pytest.mark.parametrize(
+    ("processor", "faster"),
+    [
+        ("AMD EPYC 9B14", True),
+        ("AMD64 Family 25 Model 97 Stepping 2, AuthenticAMD", True),
+        ("Intel(R) Xeon(R) Processor", False),
+        ("Intel64 Family 6 Model 154 Stepping 3, GenuineIntel", False),
+    ],
+)
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
+def test_mkl_is_fast_on_its_makers_processors(processor, faster):
+    assert cpu_layers.faster_than_linear(processor) is faster
 
 
 def test_half_precision_is_left_as_it_is():
