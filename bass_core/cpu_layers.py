@@ -52,8 +52,10 @@ def changes(model: nn.Module) -> list[Change]:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of few rows. x [..., N], weight [M, N], bias [M] -> [..., M]."""
     many, size = weight.shape
-    rows = x.numel() // size
-    if x.dtype != torch.float32 or rows == 0 or (rows == 1 and many * size < SMALL) or torch.is_grad_enabled():
+    rows = x.shape[:-1].numel()
+    if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+        return F.linear(x, weight, bias)
+    if rows == 0 or (rows == 1 and many * size < SMALL):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, size)
     if rows * many * size >= LARGE:

@@ -9,6 +9,7 @@ import pytest
 from documents import ROOT
 
 from bass_lab import evaluation
+from bass_lab.lessons.l04_explorer import measured_cpu
 from bass_lab.measure import benchmark, records
 from bass_lab.measure.ratios import Ratio
 
@@ -73,6 +74,36 @@ def test_the_table_of_speeds_is_the_record(speeds, prompts, batch):
         re.sub(r"^(\S+)", r"**\1**", with_interval(over_the_faster(lines, default))),
     ]
     assert f"| {' | '.join(cells)} |" in said("docs/BENCHMARKS.md")
+
+
+@pytest.mark.parametrize("prompts", ["mini", "library"])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_table_of_another_processor_is_its_record(prompts, batch):
+    lines = by_setting("embedded_intel_cpu.jsonl")[prompts, batch]
+    ours = [one(lines, "batched", 5), one(lines, "batched")]
+    baselines = [speed(one(lines, method)) for method in ("regular", "transformers")]
+    cells = [prompts, str(batch), *baselines, *(with_interval(over_the_faster(lines, line)) for line in ours)]
+    assert f"| {' | '.join(cells)} |" in said("docs/BENCHMARKS.md")
+
+
+def test_the_readme_tells_of_another_processor():
+    record = by_setting("embedded_intel_cpu.jsonl")
+    lines = [record["mini", batch] for batch in (1, 8)]
+    alone, eight = (f"{over_the_faster(each, one(each, 'batched')).median:.2f}×" for each in lines)
+    assert f"on an Intel Xeon, there are {alone} and {eight} for one row and for eight (mini)" in said("README.md")
+
+
+def test_what_limits_eight_rows_is_told_by_the_costs_that_ship():
+    cost = measured_cpu()
+    passes = [1e3 * cost.target_passes(8, queries, 160) for queries in (6, 1)]
+    drafts, around, alone = 1e3 * cost.draft_phases(8, 5, 160), *(1e3 * cost.overheads(8, k) for k in (5, 0))
+    steps = (passes[0] + drafts + around) / (passes[1] + alone)
+    without = (passes[0] + around) / (passes[1] + alone)
+    assert (
+        f"{passes[0]:.1f} ms, where one over 8 takes {passes[1]:.1f}; the five draft passes take {drafts:.1f}, all "
+        f"else {around:.1f} ({alone:.1f} without drafts). So 4.7 tokens take as long as {steps:.1f} regular steps: "
+        f"{4.7 / steps:.1f} times as fast at most, and {4.7 / without:.1f} times if drafts cost nothing"
+    ) in said("docs/BENCHMARKS.md")
 
 
 @pytest.mark.parametrize("batch", BATCHES)

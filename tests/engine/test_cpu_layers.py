@@ -96,6 +96,21 @@ def test_products_of_other_types_are_torchs_own(dtype):
     assert torch.equal(product(x, part.weight, part.bias), part(x))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("large", [0, 2**60], ids=["oneDNN", "MKL"])
+def test_under_autocast_products_are_torchs_own(monkeypatch, large):
+    monkeypatch.setattr(cpu_layers, "LARGE", large)
+    part, x = nn.Linear(24, 16), torch.randn(3, 24)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(product(x, part.weight, part.bias), part(x))
+
+
+@torch.no_grad()
+def test_a_layer_without_inputs_gives_its_bias():
+    bias = torch.randn(3)
+    assert torch.equal(product(torch.randn(2, 0), torch.randn(3, 0), bias), bias.expand(2, 3))
+
+
 @pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox", "opt", "mixtral"])
 def test_texts_are_those_of_the_layers_as_they_are(monkeypatch, architecture):
