@@ -90,7 +90,7 @@ def test_the_readme_tells_of_another_processor():
     record = by_setting("embedded_intel_cpu.jsonl")
     lines = [record["mini", batch] for batch in (1, 8)]
     alone, eight = (f"{over_the_faster(each, one(each, 'batched')).median:.2f}×" for each in lines)
-    assert f"on an Intel Xeon, there are {alone} and {eight} for one row and for eight (mini)" in said("README.md")
+    assert f"Intel Xeon, *mini* gained {alone} with one row and {eight} with eight" in said("README.md")
 
 
 def test_what_limits_eight_rows_is_told_by_the_costs_that_ship():
