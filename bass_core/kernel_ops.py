@@ -200,6 +200,12 @@ def draw(
     return load().draw(logits, streams, steps, slot, temperature, width)
 
 
+@torch.library.custom_op("bass::largest", mutates_args=())
+def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`bass_kernels.largest`: the largest logit of each row and its id, as `logits.max(-1)` gives them."""
+    return load().largest(logits)
+
+
 @torch.library.custom_op("bass::commit", mutates_args=("row_tokens", "row_logprobs", "row_lengths", "row_steps"))
 def commit(
     logits: Tensor,

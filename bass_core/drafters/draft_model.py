@@ -231,10 +231,11 @@ class ModelDrafter(Drafter):
         """The next draft token [B], the distribution it came from [B, V] over the target's ids, and the largest logit
         [B]: NaN or infinite if one of them is."""
         params, seen = context.params, context.seen
-        if verification.can_fuse(logits, None) and _is_tempered(context):
+        fuses = verification.can_fuse(logits, None)
+        if fuses and _is_tempered(context):
             keys = context.keys.stream, context.keys.counter
             return kernel_ops.draw(logits, *keys, slot, params.temperature, self.vocabulary)
-        peak, best = logits.max(-1)
+        peak, best = kernel_ops.largest(logits) if fuses else logits.max(-1)
         if params.greedy:
             shown = context._replace(params=params.at_temperature_one)
             q = self._q(shown, logits) if self.show_q else None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -111,13 +112,13 @@ class RepeatedWay:
         """Of the last run's decode time: the part in which the device works on no pass.
 
         Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from one more such run,
-        in which it rests at the beginning of every step until the host has launched all of it.
+        in which it rests at the beginning of every step until the host has launched all of it: not longer, since
+        after a rest it is faster than it was (`Rest`).
         """
         clock, steps = self.done[-1]
         taken = decoding_seconds(clock, one_by_one=self.way.method == "single")
         if self.pair.device.type == "cuda":
-            cycles = int(2 * taken / steps.step.nunique() * CYCLES)
-            Session.on_phase = lambda session, number, phase: phase == "plan" and torch.cuda._sleep(cycles)
+            Session.on_phase = Rest(2 * taken / steps.step.nunique(), lambda s: torch.cuda._sleep(int(s * CYCLES)))
             try:
                 self.once()
             finally:
@@ -134,6 +135,23 @@ class RepeatedWay:
     def close(self) -> None:
         if self.session is not None:
             self.session.close()
+
+
+class Rest:
+    """Told of a session's phases: at the beginning of a step lets the device rest for twice as long as the host took to
+    launch the last one; at first, and at most, for `longest` seconds."""
+
+    def __init__(self, longest: float, sleep: Callable[[float], None], clock: Callable[[], float] = time.perf_counter):
+        self.longest = self.seconds = longest
+        self._sleep, self._clock = sleep, clock
+        self._began: float | None = None  # a prefill has no plan
+
+    def __call__(self, session: Session, step: int, phase: str) -> None:
+        if phase == "plan":
+            self._sleep(self.seconds)
+            self._began = self._clock()
+        elif phase == "commit" and self._began is not None:
+            self.seconds, self._began = min(2 * (self._clock() - self._began), self.longest), None
 
 
 def repeat(runs: RepeatedWay, times: int) -> None:

@@ -46,16 +46,11 @@ PROBE = batched(0.8, 5)  # from whose steps the costs are taken
 
 def plan(quick: bool) -> list[Group]:
     """What is measured, the figures that matter most first: a run that is short of time leaves out the end."""
-    eight = (
-        REGULAR,
-        batched(0.8),
-        batched(USELESS, "goodput"),
-        batched(0.8, "goodput"),
-        batched(0.8, attention="pad"),
-    )
-    many = (REGULAR, batched(0.8), batched(0.7), batched(USELESS, "goodput"), batched(0.8, attention="pad"))
+    several = (REGULAR, batched(0.8), batched(USELESS, "goodput"))
     few = (REGULAR, batched(0.8))
     also = (
+        batched(0.8, "goodput"),
+        batched(0.8, attention="pad"),
         batched(0.8, attention="split", compile="off"),
         batched(0.8, compile="off"),
         Way("regular", compile="graphs"),
@@ -65,8 +60,9 @@ def plan(quick: bool) -> list[Group]:
         batched(0.9),
         batched(0.8, "algorithm 1"),
     )
-    first = {8: eight, 32: many, 1: few}
-    groups = [Group("paper-7.8b", batch, ways) for batch, ways in first.items()] + [Group("paper-7.8b", 8, also)]
+    also_many = (batched(0.7), batched(0.8, attention="pad"))
+    first, then = {8: several, 32: several, 1: few}, {8: also, 32: also_many}
+    groups = [Group("paper-7.8b", batch, ways) for order in (first, then) for batch, ways in order.items()]
     if quick:
         return groups
     middle = (REGULAR, batched(0.8), batched(0.8, "goodput"))

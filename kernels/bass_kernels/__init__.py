@@ -3,6 +3,7 @@
 from bass_kernels.draft_draw import draw
 from bass_kernels.fused_verification import RowMemory, VerifyOutput, commit, verify
 from bass_kernels.kv_write import write_kv
+from bass_kernels.largest import largest
 from bass_kernels.launching import interpreted, runs_on
 from bass_kernels.paper import pad_attention, split_attention
 from bass_kernels.plan import Plan
@@ -17,6 +18,7 @@ __all__ = [
     "commit",
     "draw",
     "interpreted",
+    "largest",
     "make_plan",
     "pad_attention",
     "ragged_attention",

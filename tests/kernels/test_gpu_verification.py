@@ -1,6 +1,7 @@
 """Fused verification on a CUDA device, and inside a CUDA graph: `pytest -m gpu`."""
 
 import pytest
+import test_kernel_largest
 import torch
 from test_kernel_draw import drawn, is_right
 from test_kernel_verification import COMMITS, assert_same_bits, committing, differing, disagreements
@@ -140,3 +141,12 @@ def test_a_draw_on_the_gpu_is_that_of_its_q(dtype, temperature):
         logits = (3 * torch.randn(rows, vocabulary, generator=generator, device="cuda")).to(dtype)
         token, q, peak = (each.cpu() for each in drawn(logits, temperature, width=vocabulary + 7))
         assert is_right(logits.cpu(), temperature, 1, (token, q, peak))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_logit_on_the_gpu_is_what_torch_finds(dtype):
+    for rows, vocabulary in ((1, 1), (3, 4095), (8, 51200), (32, 128256)):
+        generator = torch.Generator("cuda").manual_seed(vocabulary)
+        logits = torch.randn(rows, vocabulary, generator=generator, device="cuda").to(dtype)
+        found = [each.cpu() for each in test_kernel_largest.found_in(logits)]
+        assert test_kernel_largest.is_right(logits.cpu(), found)

@@ -57,6 +57,7 @@ def test_nothing_spills(architecture):
         "_write_token",
         "finish",
         "_draw",
+        "_largest",
         "_multiply",
         "_add_up",
     }

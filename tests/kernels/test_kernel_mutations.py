@@ -174,6 +174,16 @@ BUGS["draft_draw"] = {
     "NaN counts as a number": ("tl.where(total > 0, top,", "tl.where(total != 0, top,"),
     "rows lie close together": ("logits += row * stride_b", "logits += row * vocabulary"),
 }
+BUGS["largest"] = {
+    "of equal ones it is the last": ("at = tl.where(x > best,", "at = tl.where(x >= best,"),
+    "of equal lanes it is the last": (
+        "tl.min(tl.where(best == top, at, vocabulary - 1))",
+        "tl.max(tl.where(best == top, at, 0))",
+    ),
+    "every other block is left out": ("first + part * BLOCK", "first + part * 2 * BLOCK"),
+    "NaN counts as a number": ("tl.where(tl.min(numbers) > 0, top,", "tl.where(tl.min(numbers) > -1, top,"),
+    "ids lie close together": ("logits += row * stride_b", "logits += row * vocabulary"),
+}
 CASES = [(module, bug) for module, bugs in BUGS.items() for bug in bugs]
 
 
@@ -281,8 +291,22 @@ def draw_is_wrong(package) -> bool:
     return bool(drawn(broken, 0.7, draw=package.draw)[2].isfinite())
 
 
+def largest_is_wrong(package) -> bool:
+    """Whether the largest logit or its id is not what torch finds, or NaN goes unseen."""
+    generator = torch.Generator().manual_seed(0)
+    for numbers in (torch.randn(6, 9000, generator=generator), torch.randint(3, (6, 9000), generator=generator)):
+        logits = numbers.float()[::2, :8500]
+        peak, token = package.largest(logits)
+        if not (torch.equal(peak, logits.amax(-1)) and torch.equal(token, logits.argmax(-1))):
+            return True
+    broken = logits[:1].clone()
+    broken[0, 5000] = math.nan
+    return bool(package.largest(broken)[0].isfinite())
+
+
 CHECKS = {
     "draft_draw": draw_is_wrong,
+    "largest": largest_is_wrong,
     "skinny": products_are_wrong,
     "verification_kernels": verification_is_wrong,
     "uniform": verification_is_wrong,
@@ -291,7 +315,15 @@ CHECKS = {
 
 
 @pytest.mark.parametrize(
-    "is_wrong", [attention_is_wrong, verification_is_wrong, write_is_wrong, products_are_wrong, draw_is_wrong]
+    "is_wrong",
+    [
+        attention_is_wrong,
+        verification_is_wrong,
+        write_is_wrong,
+        products_are_wrong,
+        draw_is_wrong,
+        largest_is_wrong,
+    ],
 )
 def test_without_a_bug_nothing_is_caught(is_wrong):
     assert not is_wrong(bass_kernels)

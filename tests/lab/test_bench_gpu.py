@@ -211,6 +211,15 @@ def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monke
     assert Session.on_phase is None
 
 
+def test_the_rest_is_twice_what_the_host_took_to_launch_the_step_before():
+    now, rests = iter([10.0, 10.25, 20.0, 22.0, 30.0, 30.5]), []
+    rest = gpu_benchmark.Rest(3.0, rests.append, clock=lambda: next(now))
+    for phases in (("prefill", "commit", ""), *3 * [("plan", "draft", "verify", "commit", "")]):
+        for phase in phases:
+            rest(None, 0, phase)
+    assert rests == [3.0, 0.5, 3.0]  # 4.0 would be longer than at most
+
+
 def test_time_counts_from_the_last_rows_prefill():
     assert gpu_benchmark.decoding_seconds(clock([1.0, 1.5], [3.0, 4.0])) == 2.5
     assert gpu_benchmark.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0

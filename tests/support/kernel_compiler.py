@@ -193,7 +193,9 @@ def others(half: torch.dtype = torch.bfloat16) -> None:
     bass_kernels.write_kv(states, states, cache, cache, make(8, 5, dtype=torch.int64))
     streams = make(8, dtype=torch.int64)
     for dtype in (half, torch.float32):
-        bass_kernels.draw(make(8, 128256, dtype=dtype), streams, streams, 1, 0.8, 128256)
+        logits = make(8, 128256, dtype=dtype)
+        bass_kernels.draw(logits, streams, streams, 1, 0.8, 128256)
+        bass_kernels.largest(logits)
     for temperature, dtype in ((0.0, half), (0.8, half), (1.0, torch.float32)):
         logits, q = make(8, 6, 128256, dtype=dtype), make(8, 5, 128256)
         drafted, lengths = make(8, 5, dtype=torch.int64), make(8, dtype=torch.int64)
