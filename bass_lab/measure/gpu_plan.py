@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy
 from bass_core.policies.costs import CostModel
@@ -80,4 +80,9 @@ def policy_of(way: Way, batch: int, cost: CostModel | None, keys: float) -> int 
     if way.draft == "best":
         rows = 1 if way.method == "single" else batch
         return best_fixed_length(cost, rows, way.alpha, keys)[0] or 1
-    return POLICIES[way.draft](cost) if way.draft in POLICIES else way.draft
+    return POLICIES[way.draft](as_calibrated(cost, way.alpha)) if way.draft in POLICIES else way.draft
+
+
+def as_calibrated(cost: CostModel, alpha: float) -> CostModel:
+    """These costs with the acceptance that `bass calibrate` would have seen of a pair whose drafts are accepted so."""
+    return replace(cost, measured=cost.measured | {"acceptance": [round(1000 * alpha), round(1000 * (1 - alpha))]})

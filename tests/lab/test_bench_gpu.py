@@ -139,7 +139,9 @@ def test_what_a_session_drafts_with():
     cost = roofline_costs()
     assert policy_of(REGULAR, 8, cost, 576) == 0
     assert policy_of(Way("batched", 3, 0.8), 8, cost, 576) == 3
-    assert isinstance(policy_of(batched(0.8, "goodput"), 8, cost, 576), Goodput)
+    useless, right = (policy_of(batched(alpha, "goodput"), 8, cost, 576) for alpha in (USELESS, 0.8))
+    assert isinstance(right, Goodput)
+    assert useless.alphas.expected[0] < 0.2 < 5 < right.alphas.expected[0]  # as it was calibrated: nothing to find out
     assert isinstance(policy_of(batched(0.8, "algorithm 1"), 8, cost, 576), BassHeuristic)
     best = [policy_of(batched(alpha), 8, cost, 576) for alpha in (0.7, 0.8, 0.9)]
     assert best == sorted(best) and len(set(best)) == 3
