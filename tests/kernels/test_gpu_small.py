@@ -1,0 +1,62 @@
+"""Every kernel once, on small shapes and with no kernel of torch's that does much: what compute-sanitizer can go through
+in a minute (kernels/README.md). `pytest -m gpu`."""
+
+import pytest
+import torch
+from kernel_cases import TOLERANCE, case, error, fuzz
+from test_gpu_verification import assert_agrees, step
+from test_kernel_draw import keys
+from test_kernel_skinny import FORMS, activations, codes
+from test_kernel_verification import COMMITS, committing
+
+import bass_kernels
+from bass_kernels import Codes, reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+BF16 = torch.bfloat16
+
+
+def test_attention():
+    cases = [arguments for _, arguments in fuzz(4, BF16, "cuda", 7)]
+    cases.append(case([1500, 33, 700, 1], 5, group=4, kv_heads=2, head_dim=128, dtype=BF16, device="cuda"))
+    for arguments in (each.filled(0.0) for each in cases):
+        found = bass_kernels.ragged_attention(*arguments.arguments, **arguments.flags)
+        assert error(found.cpu(), arguments.expected.cpu()) <= TOLERANCE[BF16]
+    work = bass_kernels.make_plan(*cases[-1][:2], *cases[-1][3:5])
+    assert (work.rows[:, 1] > 1).any()  # rows that are cut
+
+
+def test_writes():
+    states = [torch.randn(4, 6, 8, 128, device="cuda").to(BF16).transpose(1, 2) for _ in range(2)]
+    found, expected = ([torch.zeros(9, 8, 50, 128, device="cuda", dtype=BF16) for _ in range(2)] for _ in range(2))
+    slots = torch.stack([torch.randperm(50, device="cuda")[:6] for _ in range(4)])
+    bass_kernels.write_kv(*states, *found, slots, first_place=3)
+    reference.write_kv(*states, *expected, slots, first_place=3)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(("temperature", "certain"), [(0, True), (0.7, False)])
+def test_verification(temperature, certain):
+    arguments = step(5, 3, 9001, BF16, temperature, certain, seed=1)
+    assert_agrees(bass_kernels.verify(*arguments), reference.verify(*arguments), arguments)
+
+
+@pytest.mark.parametrize("changes", COMMITS[:3], ids=str)
+def test_commits(changes):
+    assert committing(**changes, device="cuda").by_the_kernels().shape[0] == 6
+
+
+def test_drafts():
+    logits, key = torch.randn(4, 9001, device="cuda").to(BF16), keys(4, 1, device="cuda")
+    token, q, _ = bass_kernels.draw(logits, key.stream, key.counter, 1, 0.8, 9005)
+    peak, best = bass_kernels.largest(logits)
+    assert (q.gather(1, token[:, None]) > 0).all() and torch.equal(logits.gather(1, best[:, None])[:, 0].float(), peak)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products(form):
+    for (rows, columns, inputs), splits in (((3, 100, 320), None), ((17, 130, 512), 3)):
+        weight, scale, group = codes(columns, inputs, dtype=BF16, **FORMS[form])
+        x = activations(rows, inputs, BF16)
+        found = bass_kernels.skinny_linear(x.cuda(), Codes(weight.cuda(), scale.cuda(), group), splits=splits)
+        assert error(found.cpu(), reference.skinny_linear(x, Codes(weight, scale, group))) < TOLERANCE[BF16]
