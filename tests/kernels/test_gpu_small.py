@@ -1,5 +1,4 @@
-"""Every kernel once, on small shapes and with no kernel of torch's that does much: what compute-sanitizer can go through
-in a minute (kernels/README.md). `pytest -m gpu`."""
+"""Every kernel on small shapes, beside no kernel of torch's that does much: for compute-sanitizer (kernels/README.md)."""
 
 import pytest
 import torch

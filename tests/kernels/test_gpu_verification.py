@@ -1,7 +1,7 @@
 """Fused verification on a CUDA device, and inside a CUDA graph: `pytest -m gpu`."""
 
 import pytest
-import test_kernel_largest
+import test_kernel_peaks
 import torch
 from test_kernel_draw import drawn, is_right
 from test_kernel_verification import COMMITS, assert_same_bits, committing, differing, disagreements
@@ -148,5 +148,5 @@ def test_the_largest_logit_on_the_gpu_is_what_torch_finds(dtype):
     for rows, vocabulary in ((1, 1), (3, 4095), (8, 51200), (32, 128256)):
         generator = torch.Generator("cuda").manual_seed(vocabulary)
         logits = torch.randn(rows, vocabulary, generator=generator, device="cuda").to(dtype)
-        found = [each.cpu() for each in test_kernel_largest.found_in(logits)]
-        assert test_kernel_largest.is_right(logits.cpu(), found)
+        found = [each.cpu() for each in test_kernel_peaks.found_in(logits)]
+        assert test_kernel_peaks.is_right(logits.cpu(), found)

@@ -174,7 +174,7 @@ BUGS["draft_draw"] = {
     "NaN counts as a number": ("tl.where(total > 0, top,", "tl.where(total != 0, top,"),
     "rows lie close together": ("logits += row * stride_b", "logits += row * vocabulary"),
 }
-BUGS["largest"] = {
+BUGS["peaks"] = {
     "of equal ones it is the last": ("at = tl.where(x > best,", "at = tl.where(x >= best,"),
     "of equal lanes it is the last": (
         "tl.min(tl.where(best == top, at, vocabulary - 1))",
@@ -306,7 +306,7 @@ def largest_is_wrong(package) -> bool:
 
 CHECKS = {
     "draft_draw": draw_is_wrong,
-    "largest": largest_is_wrong,
+    "peaks": largest_is_wrong,
     "skinny": products_are_wrong,
     "verification_kernels": verification_is_wrong,
     "uniform": verification_is_wrong,

@@ -1,7 +1,7 @@
 """The most likely token of each row: the largest logit and where it stands.
 
-One program per row, whose lanes each keep the largest of what they have met: a row's logits are few hundred kilobytes,
-and torch's own reduction cuts them for more threads than there are loads to wait for.
+One program per row, whose lanes each keep the largest of what they have met, with many loads under way: a row's logits
+are few hundred kilobytes. For few rows torch's `max` takes a GPU three times as long (kernels/README.md, change 21).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernel_cases import poisoned_memory
 
-from bass_kernels import largest
+from bass_kernels import largest, peaks
 
-BLOCK = largest.__globals__["BLOCK"]
+BLOCK = peaks.BLOCK
 pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, where NaN is meant
