@@ -1,4 +1,4 @@
-"""Every kernel on small shapes, beside no kernel of torch's that does much: for compute-sanitizer (kernels/README.md)."""
+"""Every kernel on small shapes, beside no kernel of torch that does much: for compute-sanitizer (kernels/README.md)."""
 
 import pytest
 import torch
