@@ -202,7 +202,7 @@ def draw(
 
 @torch.library.custom_op("bass::largest", mutates_args=())
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """`bass_kernels.largest`: the largest logit of each row and its id, as `logits.max(-1)` gives them."""
+    """`bass_kernels.largest`: the largest logit of each row, in float32, and its id."""
     return load().largest(logits)
 
 

@@ -48,6 +48,7 @@ CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie f
 NEW = 128  # tokens per row
 CYCLES = 2e9  # of a GPU in a second, at most
 WARM_UPS = 2  # of a way: the first time compiles, the second records
+RESTED = 3  # runs in which the device rests before it works
 PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: its 7.8B model, batch 8, an A100
 
 UNCHECKED = {"passed": None}
@@ -108,24 +109,25 @@ class RepeatedWay:
         self.done.append((clock, trace.steps))
         return decoding_seconds(clock, one_by_one=self.way.method == "single")
 
-    def host_share(self) -> float:
-        """Of the last run's decode time: the part in which the device works on no pass.
+    def host_share(self, repeats: int) -> float:
+        """Of the decode time, the median of the last repeats: the part in which the device works on no pass.
 
-        Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from one more such run,
-        in which it rests at the beginning of every step until the host has launched all of it: not longer, since
-        after a rest it is faster than it was (`Rest`).
+        Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from further such runs,
+        the median of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it:
+        not longer, since after a rest it is faster than it was (`Rest`).
         """
-        clock, steps = self.done[-1]
-        taken = decoding_seconds(clock, one_by_one=self.way.method == "single")
+        one_by_one, done = self.way.method == "single", self.done[-repeats:]
+        taken = float(np.median([decoding_seconds(clock, one_by_one) for clock, _ in done]))
         if self.pair.device.type == "cuda":
-            Session.on_phase = Rest(2 * taken / steps.step.nunique(), lambda s: torch.cuda._sleep(int(s * CYCLES)))
+            longest = 2 * taken / done[-1][1].step.nunique()
+            Session.on_phase = Rest(longest, lambda seconds: torch.cuda._sleep(int(seconds * CYCLES)))
             try:
-                self.once()
+                for _ in range(RESTED):
+                    self.once()
             finally:
                 Session.on_phase = None
-            _, steps = self.done.pop()
-        decode = steps[steps.kind == "decode"].drop_duplicates("step")
-        return 1 - float(decode[["draft_ms", "verify_ms"]].to_numpy().sum()) / 1e3 / taken
+            done, self.done = self.done[-RESTED:], self.done[:-RESTED]
+        return 1 - float(np.median([_pass_seconds(steps) for _, steps in done])) / taken
 
     @property
     def recordings(self) -> int:
@@ -152,6 +154,12 @@ class Rest:
             self._began = self._clock()
         elif phase == "commit" and self._began is not None:
             self.seconds, self._began = min(2 * (self._clock() - self._began), self.longest), None
+
+
+def _pass_seconds(steps: pd.DataFrame) -> float:
+    """What the spans of both models' passes take in the decode steps of a run."""
+    decode = steps[steps.kind == "decode"].drop_duplicates("step")
+    return float(decode[["draft_ms", "verify_ms"]].to_numpy().sum()) / 1e3
 
 
 def repeat(runs: RepeatedWay, times: int) -> None:
@@ -350,7 +358,7 @@ class GpuBenchmark:
             "tokens_per_step": float(decode.emitted.mean()),
             "k": float(decode.k.mean()),
             "utilisation": {name: used[name] for name in ("verified", "emitted", "draft", "bandwidth")},
-            "host_share": runs.host_share(),
+            "host_share": runs.host_share(count),
         }
 
 

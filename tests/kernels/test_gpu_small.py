@@ -21,6 +21,12 @@ def test_attention():
     for arguments in (each.filled(0.0) for each in cases):
         found = bass_kernels.ragged_attention(*arguments.arguments, **arguments.flags)
         assert error(found.cpu(), arguments.expected.cpu()) <= TOLERANCE[BF16]
+        lengths = arguments.kv_lengths.tolist()
+        for found in (
+            bass_kernels.split_attention(*arguments.arguments, lengths=lengths, **arguments.flags),
+            bass_kernels.pad_attention(*arguments.arguments, extent=max(lengths), **arguments.flags),
+        ):
+            assert error(found.cpu(), arguments.expected.cpu()) <= TOLERANCE[BF16]
     work = bass_kernels.make_plan(*cases[-1][:2], *cases[-1][3:5])
     assert (work.rows[:, 1] > 1).any()  # rows that are cut
 
