@@ -14,8 +14,8 @@ import torch
 import bass_core as bass
 from bass_lab.checks import exactness
 from bass_lab.measure import records
-from bass_lab.measure.gpu_benchmark import WARM_UPS
 from bass_lab.measure.profiling import profile
+from bass_lab.measure.repeated_way import WARM_UPS
 from bass_lab.provenance import describe_environment
 from bass_lab.study import calibration, recording
 from bass_lab.texts.prompt_sets import prompt_set

@@ -226,8 +226,7 @@ def test_the_table_of_real_sizes_is_the_record(name, card):
         eight = next(line for line in lines if (line["batch"], line["alpha"]) == (8, 0.8))
         ours = f"{eight['mean_ms']:.2f} ms per token ({eight['last_ms']:.2f} until the last row is done, "
         assert f"{ours}{eight['over_regular']['median']:.2f}× our regular decoding)" in said("README.md")
-    assert said("docs/BENCHMARKS.md").count(f"| {name} | 8 | ") == sum(line["batch"] == 8 for line in lines)
-    assert said("docs/BENCHMARKS.md").count(f"| {name} | 32 | ") == sum(line["batch"] == 32 for line in lines)
+    assert len(re.findall(rf"\| {name} \| \d+ \| ", said("docs/BENCHMARKS.md"))) == len(lines)
 
 
 def test_the_peer_on_a_gpu_is_the_record():

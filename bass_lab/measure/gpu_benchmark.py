@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -24,31 +23,25 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import StaticCache
 
 from bass_core import inputs
-from bass_core.engine import Session
 from bass_core.environment import synchronize
 from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
-from bass_core.trace import Trace
 from bass_lab.measure import gpu_command, records
-from bass_lab.measure.benchmark import greedy_alone, transformers_generate
-from bass_lab.measure.clocks import Clock
+from bass_lab.measure.benchmark import greedy_alone
 from bass_lab.measure.gpu_command import DeviceLost
-from bass_lab.measure.gpu_plan import DRY, PEERS, PROBE, REGULAR, Group, Way, plan, policy_of
+from bass_lab.measure.gpu_plan import DRY, PEERS, PROBE, REGULAR, Group, Way, plan
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.ratios import Ratio
+from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay, repeat
 from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
 from bass_lab.named_pairs import named_pair
 from bass_lab.texts.prompt_sets import prompt_set
 
 CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie from it: ragged from the start
 NEW = 128  # tokens per row
-CYCLES = 2e9  # of a GPU in a second, at most
-WARM_UPS = 2  # of a way: the first time compiles, the second records
-RESTED = 3  # runs in which the device rests before it works
 PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: its 7.8B model, batch 8, an A100
 
 UNCHECKED = {"passed": None}
@@ -59,113 +52,7 @@ def check(line: dict) -> None:
     records.check(line, "gpu_speed", "gpu_failure")
 
 
-# --- one way ------------------------------------------------------------------------------------------------
-
-
-class RepeatedWay:
-    """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings.
-
-    Times are of decoding: from the first tokens, which the prefill gives, to the last.
-    """
-
-    def __init__(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel | None, new: int):
-        """cost: of the policies that go by it, and of the best fixed length."""
-        self.pair, self.way, self.prompts, self.new = pair, way, prompts, new
-        policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)
-        self.policy = f"k={policy}" if isinstance(policy, int) else str(way.draft)
-        self.done: list[tuple[Clock, pd.DataFrame]] = []  # of each repeat that counts, with the steps of its trace
-        self.session: Session | None = None
-        if way.method == "transformers":  # generate would make a cache each time, and record the passes over it anew
-            room = max(map(len, prompts)) + new
-            self.cache = StaticCache(config=pair.target.config, max_cache_len=room)
-        else:
-            self.session = Session(
-                pair,
-                max_batch_size=1 if way.method == "single" else len(prompts),
-                draft_length=policy,
-                attention=way.attention,
-                compile=way.compile,
-                acceptance=None if way.alpha is None else f"synthetic:{way.alpha}",
-                eos_token_id=(),
-            )
-            self.session.reserve(max(map(len, prompts)) + new)
-
-    def once(self) -> float:
-        """Decode; the seconds that it took."""
-        clock, trace = Clock(), Trace("steps")
-        if self.session is None:
-            with torch.inference_mode():
-                self.cache.reset()
-            options = {"max_new_tokens": self.new, "temperature": 0.0, "seed": 0, "clock": clock}
-            transformers_generate(self.pair, self.prompts, **options, past_key_values=self.cache)
-        else:
-            self.session.trace = trace
-            for row, prompt in enumerate(self.prompts):  # the same numbers each time: the same counts, the same shapes
-                self.session.submit(prompt, max_new_tokens=self.new, row=row)
-            with self.session.prepared():
-                while not self.session.idle:
-                    event = self.session.step()
-                    clock.tick(event.rows, emitted=1)
-        self.done.append((clock, trace.steps))
-        return decoding_seconds(clock, one_by_one=self.way.method == "single")
-
-    def host_share(self, repeats: int) -> float:
-        """Of the decode time, the median of the last repeats: the part in which the device works on no pass.
-
-        Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from further such runs,
-        the median of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it:
-        not longer, since after a rest it is faster than it was (`Rest`).
-        """
-        one_by_one, done = self.way.method == "single", self.done[-repeats:]
-        taken = float(np.median([decoding_seconds(clock, one_by_one) for clock, _ in done]))
-        if self.pair.device.type == "cuda":
-            longest = 2 * taken / done[-1][1].step.nunique()
-            Session.on_phase = Rest(longest, lambda seconds: torch.cuda._sleep(int(seconds * CYCLES)))
-            try:
-                for _ in range(RESTED):
-                    self.once()
-            finally:
-                Session.on_phase = None
-            done, self.done = self.done[-RESTED:], self.done[:-RESTED]
-        return 1 - float(np.median([_pass_seconds(steps) for _, steps in done])) / taken
-
-    @property
-    def recordings(self) -> int:
-        """How many functions were recorded so far: a repeat that made one does not count."""
-        return 0 if self.session is None else self.session.device_step.recordings
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
-
-
-class Rest:
-    """Told of a session's phases: at the beginning of a step lets the device rest for twice as long as the host took to
-    launch the last one; at first, and at most, for `longest` seconds."""
-
-    def __init__(self, longest: float, sleep: Callable[[float], None], clock: Callable[[], float] = time.perf_counter):
-        self.longest = self.seconds = longest
-        self._sleep, self._clock = sleep, clock
-        self._began: float | None = None  # a prefill has no plan
-
-    def __call__(self, session: Session, step: int, phase: str) -> None:
-        if phase == "plan":
-            self._sleep(self.seconds)
-            self._began = self._clock()
-        elif phase == "commit" and self._began is not None:
-            self.seconds, self._began = min(2 * (self._clock() - self._began), self.longest), None
-
-
-def _pass_seconds(steps: pd.DataFrame) -> float:
-    """What the spans of both models' passes take in the decode steps of a run."""
-    decode = steps[steps.kind == "decode"].drop_duplicates("step")
-    return float(decode[["draft_ms", "verify_ms"]].to_numpy().sum()) / 1e3
-
-
-def repeat(runs: RepeatedWay, times: int) -> None:
-    """Decode until it was done so often."""
-    while len(runs.done) < times:
-        runs.once()
+# --- costs and prompts --------------------------------------------------------------------------------------
 
 
 def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
@@ -192,13 +79,6 @@ def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
 def _one_after_the_other(runs: Sequence[pd.DataFrame]) -> pd.DataFrame:
     """Steps of several runs, each with a number of its own."""
     return pd.concat([part.assign(step=part.step + 10**6 * number) for number, part in enumerate(runs)])
-
-
-def decoding_seconds(clock: Clock, one_by_one: bool = False) -> float:
-    """From the first tokens to the last; of rows that take turns, the sum."""
-    if one_by_one:
-        return sum(clock.last[row] - start for row, (start, _) in clock.first.items())
-    return max(clock.last.values()) - max(start for start, _ in clock.first.values())
 
 
 def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int = SPREAD) -> list[Tensor]:
@@ -358,7 +238,7 @@ class GpuBenchmark:
             "tokens_per_step": float(decode.emitted.mean()),
             "k": float(decode.k.mean()),
             "utilisation": {name: used[name] for name in ("verified", "emitted", "draft", "bandwidth")},
-            "host_share": runs.host_share(count),
+            "host_share": runs.host_share(seconds),
         }
 
 

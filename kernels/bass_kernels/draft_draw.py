@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bass_kernels.fused_verification import BLOCK, DTYPES
-from bass_kernels.launching import check_device, on, require
+from bass_kernels.fused_verification import BLOCK
+from bass_kernels.launching import check_logits, on, require
 from bass_kernels.uniform import uniform
 from bass_kernels.verification_kernels import first_above
 
@@ -39,10 +39,7 @@ def draw(
     on have probability zero. An id of probability zero is never drawn; a row whose logits are not numbers gets some id
     below V. Raises ValueError for logits of another type or layout.
     """
-    check_device(logits.device)
-    is_laid_out = logits.dtype in DTYPES and logits.stride(-1) == 1
-    require(is_laid_out, "logits must be float32, bfloat16 or float16 with stride 1 along the vocabulary, got "
-            f"{logits.dtype} with strides {logits.stride()}")  # fmt: skip
+    check_logits(logits)
     rows, vocabulary = logits.shape
     require(width >= vocabulary, f"width must be at least the vocabulary's {vocabulary}, got {width}")
     blocks = triton.cdiv(width, BLOCK)

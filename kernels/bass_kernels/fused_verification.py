@@ -24,12 +24,11 @@ import torch
 import triton
 from torch import Tensor
 
-from bass_kernels.launching import check_device, on
+from bass_kernels.launching import check_logits, on
 from bass_kernels.verification_kernels import block_masses, block_statistics, decide, finish
 
 BLOCK = 4096  # vocabulary ids per program
 WARPS = 8  # with half of them `finish` spills registers
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class VerifyOutput(NamedTuple):
@@ -180,12 +179,7 @@ def _launch(
 
 
 def _check(logits: Tensor, q: Tensor | None) -> None:
-    check_device(logits.device)
-    if logits.dtype not in DTYPES or logits.stride(-1) != 1:
-        raise ValueError(
-            f"logits must be float32, bfloat16 or float16 with stride 1 along the vocabulary, got {logits.dtype} "
-            f"with strides {logits.stride()}"
-        )
+    check_logits(logits)
     if q is not None and (q.dtype != torch.float32 or q.shape[-1] != logits.shape[-1] or q.stride(-1) != 1):
         raise ValueError(
             f"q must be float32 with {logits.shape[-1]} ids and stride 1 along them, got {q.dtype} of shape "

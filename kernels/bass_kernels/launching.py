@@ -11,6 +11,8 @@ from torch import Tensor
 from bass_kernels.online_softmax import LOG2_E
 from bass_kernels.tiles import DTYPES, HEAD_DIMS
 
+LOGITS = (torch.float32, torch.bfloat16, torch.float16)  # their dtypes
+
 
 def interpreted() -> bool:
     """Whether Triton runs kernels in its CPU interpreter: TRITON_INTERPRET=1, set before triton was imported."""
@@ -55,6 +57,14 @@ def check_device(device: torch.device) -> None:
     """ValueError where kernels cannot run on it."""
     require(runs_on(device), f"the Triton kernels need a CUDA GPU, got tensors on {device} (on a CPU they run in "
             "Triton's interpreter: set TRITON_INTERPRET=1 before Python starts)")  # fmt: skip
+
+
+def check_logits(logits: Tensor) -> None:
+    """ValueError for logits that the kernels over the vocabulary do not take."""
+    check_device(logits.device)
+    is_laid_out = logits.dtype in LOGITS and logits.stride(-1) == 1
+    require(is_laid_out, "logits must be float32, bfloat16 or float16 with stride 1 along the vocabulary, got "
+            f"{logits.dtype} with strides {logits.stride()}")  # fmt: skip
 
 
 def check(

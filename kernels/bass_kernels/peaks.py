@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bass_kernels.fused_verification import DTYPES
-from bass_kernels.launching import check_device, on, require
+from bass_kernels.launching import check_logits, on
 
 BLOCK = 2048  # ids at a time
 AT_ONCE = 8  # blocks whose loads wait for nothing
@@ -25,10 +24,7 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     logits [B, V] in float32, bfloat16 or float16, ids adjacent in memory. A row with NaN gets some id below V. Raises
     ValueError for logits of another type or layout.
     """
-    check_device(logits.device)
-    is_laid_out = logits.dtype in DTYPES and logits.stride(-1) == 1
-    require(is_laid_out, "logits must be float32, bfloat16 or float16 with stride 1 along the vocabulary, got "
-            f"{logits.dtype} with strides {logits.stride()}")  # fmt: skip
+    check_logits(logits)
     rows, vocabulary = logits.shape
     peaks = logits.new_empty(rows, dtype=torch.float32)
     tokens = logits.new_empty(rows, dtype=torch.int64)

@@ -146,13 +146,15 @@ def test_deterministic_queries_have_the_same_bits_alone_and_together(dtype):
         assert torch.equal(alone[0, 0], expected[row, token])
 
 
+def assert_written_as_by_the_reference(dtype, head_dim):
+    states = [torch.randn(4, 6, 8, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(2)]
+    found, expected = ([torch.zeros(9, 8, 50, head_dim, device="cuda", dtype=dtype) for _ in range(2)] for _ in "ab")
+    slots = torch.stack([torch.randperm(50, device="cuda")[:6] for _ in range(4)])
+    bass_kernels.write_kv(*states, *found, slots, first_place=3)
+    reference.write_kv(*states, *expected, slots, first_place=3)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_write_kv_equals_the_reference():
     for dtype, head_dim in itertools.product(DTYPES, (64, 80, 128, 256)):
-        states = [torch.randn(4, 6, 8, head_dim, device="cuda").to(dtype).transpose(1, 2) for _ in range(2)]
-        found, expected = (
-            [torch.zeros(9, 8, 50, head_dim, device="cuda", dtype=dtype) for _ in range(2)] for _ in "ab"
-        )
-        slots = torch.stack([torch.randperm(50, device="cuda")[:6] for _ in range(4)])
-        bass_kernels.write_kv(*states, *found, slots, first_place=3)
-        reference.write_kv(*states, *expected, slots, first_place=3)
-        assert all(map(torch.equal, found, expected))
+        assert_written_as_by_the_reference(dtype, head_dim)

@@ -16,17 +16,22 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 DTYPES = [torch.bfloat16, torch.float16]
 
 
+def assert_multiplied_as_by_the_reference(shape, splits, dtype, form):
+    rows, columns, inputs = shape
+    x = activations(rows, inputs, dtype)
+    weight, scale, group = codes(columns, inputs, dtype=dtype, **FORMS[form])
+    on_gpu = Codes(weight.cuda(), scale.cuda(), group)
+    found = bass_kernels.skinny_linear(x.cuda(), on_gpu, splits=splits)
+    again = bass_kernels.skinny_linear(x.cuda(), on_gpu, splits=splits)
+    assert torch.equal(found, again)
+    assert error(found.cpu(), reference.skinny_linear(x, Codes(weight, scale, group))) < TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_are_those_of_the_reference(dtype, form):
-    for (rows, columns, inputs), splits in itertools.product([*SHAPES, (16, 1024, 4096)], (None, 1, 3)):
-        x = activations(rows, inputs, dtype)
-        weight, scale, group = codes(columns, inputs, dtype=dtype, **FORMS[form])
-        on_gpu = Codes(weight.cuda(), scale.cuda(), group)
-        found = bass_kernels.skinny_linear(x.cuda(), on_gpu, splits=splits)
-        again = bass_kernels.skinny_linear(x.cuda(), on_gpu, splits=splits)
-        assert torch.equal(found, again)
-        assert error(found.cpu(), reference.skinny_linear(x, Codes(weight, scale, group))) < TOLERANCE[dtype]
+    for shape, splits in itertools.product([*SHAPES, (16, 1024, 4096)], (None, 1, 3)):
+        assert_multiplied_as_by_the_reference(shape, splits, dtype, form)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

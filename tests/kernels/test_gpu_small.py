@@ -3,13 +3,15 @@
 import pytest
 import torch
 from kernel_cases import TOLERANCE, case, error, fuzz
+from test_gpu_attention import assert_written_as_by_the_reference
+from test_gpu_skinny import assert_multiplied_as_by_the_reference
 from test_gpu_verification import assert_agrees, step
 from test_kernel_draw import keys
-from test_kernel_skinny import FORMS, activations, codes
+from test_kernel_skinny import FORMS
 from test_kernel_verification import COMMITS, committing
 
 import bass_kernels
-from bass_kernels import Codes, reference
+from bass_kernels import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 BF16 = torch.bfloat16
@@ -32,12 +34,7 @@ def test_attention():
 
 
 def test_writes():
-    states = [torch.randn(4, 6, 8, 128, device="cuda").to(BF16).transpose(1, 2) for _ in range(2)]
-    found, expected = ([torch.zeros(9, 8, 50, 128, device="cuda", dtype=BF16) for _ in range(2)] for _ in range(2))
-    slots = torch.stack([torch.randperm(50, device="cuda")[:6] for _ in range(4)])
-    bass_kernels.write_kv(*states, *found, slots, first_place=3)
-    reference.write_kv(*states, *expected, slots, first_place=3)
-    assert all(map(torch.equal, found, expected))
+    assert_written_as_by_the_reference(BF16, 128)
 
 
 @pytest.mark.parametrize(("temperature", "certain"), [(0, True), (0.7, False)])
@@ -60,8 +57,5 @@ def test_drafts():
 
 @pytest.mark.parametrize("form", FORMS)
 def test_products(form):
-    for (rows, columns, inputs), splits in (((3, 100, 320), None), ((17, 130, 512), 3)):
-        weight, scale, group = codes(columns, inputs, dtype=BF16, **FORMS[form])
-        x = activations(rows, inputs, BF16)
-        found = bass_kernels.skinny_linear(x.cuda(), Codes(weight.cuda(), scale.cuda(), group), splits=splits)
-        assert error(found.cpu(), reference.skinny_linear(x, Codes(weight, scale, group))) < TOLERANCE[BF16]
+    for shape, splits in (((3, 100, 320), None), ((17, 130, 512), 3)):
+        assert_multiplied_as_by_the_reference(shape, splits, BF16, form)

@@ -14,7 +14,7 @@ from bass_core.draft_length import BassHeuristic
 from bass_core.engine import Session
 from bass_core.policies.goodput import Goodput
 from bass_lab.checks import plain_decoding
-from bass_lab.measure import gpu_benchmark, gpu_command, records
+from bass_lab.measure import gpu_benchmark, gpu_command, records, repeated_way
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import DRY, PEER, PEERS, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.modelled_costs import modelled_costs
@@ -175,15 +175,15 @@ def clock(first, last):
 
 def peer():
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    return gpu_benchmark.RepeatedWay(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
+    return repeated_way.RepeatedWay(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
 
 
 def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
     """A cache per call would be recorded anew in each."""
     written = []
-    generate = gpu_benchmark.transformers_generate
+    generate = repeated_way.transformers_generate
     monkeypatch.setattr(
-        gpu_benchmark, "transformers_generate", lambda *given, **options: written.append(generate(*given, **options))
+        repeated_way, "transformers_generate", lambda *given, **options: written.append(generate(*given, **options))
     )
     runs = peer()
     runs.once()
@@ -198,24 +198,24 @@ def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
 def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     way = replace(batched(0.8, 3), attention="pad", compile="off")
-    runs = gpu_benchmark.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
+    runs = repeated_way.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
     seconds = runs.once()
     announced = []
     monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
     monkeypatch.setattr(type(pair), "device", torch.device("cuda"))
     try:
-        runs.host_share(1)
+        runs.host_share([seconds])
     finally:
         runs.close()
-    steps, runs_with_rests = runs.done[0][1], gpu_benchmark.RESTED
+    steps, runs_with_rests = runs.done[0][1], repeated_way.RESTED
     assert len(announced) == runs_with_rests * steps[steps.kind == "decode"].step.nunique() and len(runs.done) == 1
-    assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * gpu_benchmark.CYCLES, rel=0.01)
+    assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * repeated_way.CYCLES, rel=0.01)
     assert Session.on_phase is None
 
 
 def test_the_rest_is_twice_what_the_host_took_to_launch_the_step_before():
     now, rests = iter([10.0, 10.25, 20.0, 22.0, 30.0, 30.5]), []
-    rest = gpu_benchmark.Rest(3.0, rests.append, clock=lambda: next(now))
+    rest = repeated_way.Rest(3.0, rests.append, clock=lambda: next(now))
     for phases in (("prefill", "commit", ""), *3 * [("plan", "draft", "verify", "commit", "")]):
         for phase in phases:
             rest(None, 0, phase)
@@ -223,8 +223,8 @@ def test_the_rest_is_twice_what_the_host_took_to_launch_the_step_before():
 
 
 def test_time_counts_from_the_last_rows_prefill():
-    assert gpu_benchmark.decoding_seconds(clock([1.0, 1.5], [3.0, 4.0])) == 2.5
-    assert gpu_benchmark.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0
+    assert repeated_way.decoding_seconds(clock([1.0, 1.5], [3.0, 4.0])) == 2.5
+    assert repeated_way.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0
 
 
 def test_repeats_in_which_something_was_recorded_are_made_again():
@@ -253,14 +253,14 @@ class CompilationError(Exception):
 def second_of_three_fails(monkeypatch):
     ways = (REGULAR, batched(0.8, "goodput"), batched(0.8, 3))
     monkeypatch.setattr(gpu_benchmark, "DRY", replace(DRY, ways=ways))
-    once = gpu_benchmark.RepeatedWay.once
+    once = repeated_way.RepeatedWay.once
 
     def failing(self):
         if self.way.draft == "goodput":
             raise CompilationError("no room in registers\nand more")
         return once(self)
 
-    monkeypatch.setattr(gpu_benchmark.RepeatedWay, "once", failing)
+    monkeypatch.setattr(repeated_way.RepeatedWay, "once", failing)
 
 
 def test_a_way_that_cannot_be_gone_leaves_the_others_and_its_reason(second_of_three_fails, capsys, tmp_path):

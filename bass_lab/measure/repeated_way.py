@@ -1,0 +1,137 @@
+"""One way to decode, again and again on the same prompts: what it took, and which part of that the host had alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from bass_core.engine import Session
+from bass_core.models import ModelPair
+from bass_core.policies.costs import CostModel
+from bass_core.trace import Trace
+from bass_lab.measure.benchmark import transformers_generate
+from bass_lab.measure.clocks import Clock
+from bass_lab.measure.gpu_plan import Way, policy_of
+
+CYCLES = 2e9  # of a GPU in a second, at most
+WARM_UPS = 2  # of a way: the first time compiles, the second records
+RESTED = 3  # runs in which the device rests before it works
+
+
+class RepeatedWay:
+    """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings.
+
+    Times are of decoding: from the first tokens, which the prefill gives, to the last.
+    """
+
+    def __init__(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel | None, new: int):
+        """cost: of the policies that go by it, and of the best fixed length."""
+        self.pair, self.way, self.prompts, self.new = pair, way, prompts, new
+        policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)
+        self.policy = f"k={policy}" if isinstance(policy, int) else str(way.draft)
+        self.done: list[tuple[Clock, pd.DataFrame]] = []  # of each repeat that counts, with the steps of its trace
+        self.session: Session | None = None
+        if way.method == "transformers":  # generate would make a cache each time, and record the passes over it anew
+            room = max(map(len, prompts)) + new
+            self.cache = StaticCache(config=pair.target.config, max_cache_len=room)
+        else:
+            self.session = Session(
+                pair,
+                max_batch_size=1 if way.method == "single" else len(prompts),
+                draft_length=policy,
+                attention=way.attention,
+                compile=way.compile,
+                acceptance=None if way.alpha is None else f"synthetic:{way.alpha}",
+                eos_token_id=(),
+            )
+            self.session.reserve(max(map(len, prompts)) + new)
+
+    def once(self) -> float:
+        """Decode; the seconds that it took."""
+        clock, trace = Clock(), Trace("steps")
+        if self.session is None:
+            with torch.inference_mode():
+                self.cache.reset()
+            options = {"max_new_tokens": self.new, "temperature": 0.0, "seed": 0, "clock": clock}
+            transformers_generate(self.pair, self.prompts, **options, past_key_values=self.cache)
+        else:
+            self.session.trace = trace
+            for row, prompt in enumerate(self.prompts):  # the same numbers each time: the same counts, the same shapes
+                self.session.submit(prompt, max_new_tokens=self.new, row=row)
+            with self.session.prepared():
+                while not self.session.idle:
+                    event = self.session.step()
+                    clock.tick(event.rows, emitted=1)
+        self.done.append((clock, trace.steps))
+        return decoding_seconds(clock, one_by_one=self.way.method == "single")
+
+    def host_share(self, seconds: Sequence[float]) -> float:
+        """Of the decode time, the median of the last repeats: the part in which the device works on no pass.
+        seconds: what these have taken.
+
+        Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from further such runs,
+        the median of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it:
+        not longer, since after a rest it is faster than it was (`Rest`).
+        """
+        done, taken = self.done[-len(seconds) :], float(np.median(seconds))
+        if self.pair.device.type == "cuda":
+            longest = 2 * taken / done[-1][1].step.nunique()
+            Session.on_phase = Rest(longest, lambda seconds: torch.cuda._sleep(int(seconds * CYCLES)))
+            try:
+                for _ in range(RESTED):
+                    self.once()
+            finally:
+                Session.on_phase = None
+            done, self.done = self.done[-RESTED:], self.done[:-RESTED]
+        return 1 - float(np.median([_pass_seconds(steps) for _, steps in done])) / taken
+
+    @property
+    def recordings(self) -> int:
+        """How many functions were recorded so far: a repeat that made one does not count."""
+        return 0 if self.session is None else self.session.device_step.recordings
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+class Rest:
+    """Told of a session's phases: at the beginning of a step lets the device rest for twice as long as the host took to
+    launch the last one; at first, and at most, for `longest` seconds."""
+
+    def __init__(self, longest: float, sleep: Callable[[float], None], clock: Callable[[], float] = time.perf_counter):
+        self.longest = self.seconds = longest
+        self._sleep, self._clock = sleep, clock
+        self._began: float | None = None  # a prefill has no plan
+
+    def __call__(self, session: Session, step: int, phase: str) -> None:
+        if phase == "plan":
+            self._sleep(self.seconds)
+            self._began = self._clock()
+        elif phase == "commit" and self._began is not None:
+            self.seconds, self._began = min(2 * (self._clock() - self._began), self.longest), None
+
+
+def _pass_seconds(steps: pd.DataFrame) -> float:
+    """What the spans of both models' passes take in the decode steps of a run."""
+    decode = steps[steps.kind == "decode"].drop_duplicates("step")
+    return float(decode[["draft_ms", "verify_ms"]].to_numpy().sum()) / 1e3
+
+
+def repeat(runs: RepeatedWay, times: int) -> None:
+    """Decode until it was done so often."""
+    while len(runs.done) < times:
+        runs.once()
+
+
+def decoding_seconds(clock: Clock, one_by_one: bool = False) -> float:
+    """From the first tokens to the last; of rows that take turns, the sum."""
+    if one_by_one:
+        return sum(clock.last[row] - start for row, (start, _) in clock.first.items())
+    return max(clock.last.values()) - max(start for start, _ in clock.first.values())
