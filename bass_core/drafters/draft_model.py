@@ -235,15 +235,15 @@ class ModelDrafter(Drafter):
         if fuses and _is_tempered(context):
             keys = context.keys.stream, context.keys.counter
             return kernel_ops.draw(logits, *keys, slot, params.temperature, self.vocabulary)
+        if not params.greedy:
+            q = self._q(context, logits)
+            return context.draw(q, slot), q, kernel_ops.largest(logits)[0] if fuses else logits.amax(-1)
         peak, best = kernel_ops.largest(logits) if fuses else logits.max(-1)
-        if params.greedy:
-            shown = context._replace(params=params.at_temperature_one)
-            q = self._q(shown, logits) if self.show_q else None
-            if seen is not None:
-                best = sampling.penalise(logits, params, seen[:, : logits.shape[-1]]).argmax(-1)
-            return best, q, peak
-        q = self._q(context, logits)
-        return context.draw(q, slot), q, peak
+        shown = context._replace(params=params.at_temperature_one)
+        q = self._q(shown, logits) if self.show_q else None
+        if seen is not None:
+            best = sampling.penalise(logits, params, seen[:, : logits.shape[-1]]).argmax(-1)
+        return best, q, peak
 
     def _keeps_q(self, context: Context) -> bool:
         return self.show_q or not (self.coupled or context.params.greedy)
