@@ -91,10 +91,22 @@ def test_the_table_of_another_processor_is_its_record(speeds_elsewhere, prompts,
     assert f"| {' | '.join(cells)} |" in said("docs/BENCHMARKS.md")
 
 
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_table_of_the_feature_head_there_is_its_record(batch):
+    lines = by_setting("feature_head_intel_cpu.jsonl")["mini", batch]
+    baselines = [speed(one(lines, method)) for method in ("regular", "transformers")]
+    ratios = [with_interval(over_the_faster(lines, one(lines, "batched", k))) for k in (5, 6, 8, None)]
+    assert f"| {' | '.join([str(batch), *baselines, *ratios])} |" in said("docs/BENCHMARKS.md")
+    assert all(line["exactness"]["identical"] == line["exactness"]["rows"] for line in lines)
+
+
 def test_the_readme_tells_of_another_processor(speeds_elsewhere):
     lines = [speeds_elsewhere["mini", batch] for batch in (1, 8)]
     alone, eight = (f"{over_the_faster(each, one(each, 'batched')).median:.2f}×" for each in lines)
     assert f"Intel Xeon, *mini* gained {alone} with one row and {eight} with eight" in said("README.md")
+    lines = [by_setting("feature_head_intel_cpu.jsonl")["mini", batch] for batch in (1, 8)]
+    alone, eight = (f"{over_the_faster(each, one(each, 'batched', 8)).median:.2f}×" for each in lines)
+    assert f"with the pair's feature head and drafts of 8 {alone} and {eight}" in said("README.md")
 
 
 def test_what_limits_eight_rows_is_told_by_the_costs_that_ship():
