@@ -230,7 +230,7 @@ class ModelDrafter(Drafter):
     def _next_token(self, logits: Tensor, context: Context, slot: int) -> tuple[Tensor, Tensor | None, Tensor]:
         """The next draft token [B], the distribution it came from [B, V] over the target's ids, and the largest logit
         [B]: NaN or infinite if one of them is."""
-        params, seen = context.params, context.seen
+        params = context.params
         fuses = verification.can_fuse(logits, None)
         if fuses and _is_tempered(context):
             keys = context.keys.stream, context.keys.counter
@@ -241,7 +241,7 @@ class ModelDrafter(Drafter):
         peak, best = kernel_ops.largest(logits) if fuses else logits.max(-1)
         shown = context._replace(params=params.at_temperature_one)
         q = self._q(shown, logits) if self.show_q else None
-        if seen is not None:
+        if (seen := context.seen) is not None:
             best = sampling.penalise(logits, params, seen[:, : logits.shape[-1]]).argmax(-1)
         return best, q, peak
 
