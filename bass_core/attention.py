@@ -157,8 +157,7 @@ def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> 
     alike = current.kv_lengths is not None and min(current.kv_lengths) == current.extent
     if alike and current.positions.shape[1] == 1 and (window is None or current.extent <= window):
         return None  # one token each, after texts of one length: regular decoding of a single row, above all
-    hidden = ~current.visible(window)[:, None]
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+    bias = torch.where(current.visible(window), 0.0, -torch.inf).to(dtype)[:, None]
     return bias.expand(-1, -1, group, -1) if bias.shape[2] == 1 else bias.repeat(1, 1, group, 1)
 
 
@@ -269,7 +268,7 @@ class Switch:
                 from bass_core import short_convolution
 
                 self._forwards.append((vars(module), "forward", short_convolution.by_position(module)))
-            elif hasattr(module, "compute_bias") and module.is_decoder:
+            elif hasattr(type(module), "compute_bias") and module.is_decoder:
                 self._forwards.append((vars(module), "compute_bias", _bias_by_row(module)))
         self._kept = [] if hidden is None else [(vars(model.get_decoder()), "forward", _keeping(model, hidden))]
 

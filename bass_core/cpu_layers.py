@@ -3,7 +3,9 @@
 A decode pass has few tokens, and reads every weight for a handful of products each. On processors that are not its
 maker's, MKL, which torch's `linear` asks for float32, takes long over few rows; weights times tokens instead of tokens
 times weights is up to twice as fast, and so is oneDNN, where a product is large enough to repay its call. (On Intel's
-`linear` is the fastest of the three, by up to a half.) Norms are six operators where one does the same.
+`linear` is the fastest of the three, by up to a half.) Where weights are small, most of a pass is what surrounds its
+products: norms are six operators where one does the same, rotary positions sixteen where eight do, and a module of
+torch's looks for its weight for longer than a microsecond.
 
 What the layers compute is the same; where it is a sum, its terms may be added up in another order.
 """
@@ -11,6 +13,7 @@ What the layers compute is the same; where it is a sum, its terms may be added u
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 
 import torch
@@ -34,15 +37,18 @@ FASTER = faster_than_linear(environment.processor())
 
 
 def changes(model: nn.Module) -> list[Change]:
-    """The changes (`attention.changed`) under which the layers do so. Modules of other types than float32 stay as they
-    are, and so do those that somebody wraps, hooks or stands in for."""
+    """The changes (`attention.changed`) under which the layers do so. Modules of other types than float32 do what they
+    did, and so do those that somebody wraps, hooks or stands in for."""
     streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
-    found = []
+    multiply = product if streamed else F.linear
+    found, rotating = [], {}
     for module in model.modules():
         if _is_rms_norm(module):
             found.append((vars(module), "forward", _whole_norm(module)))
-        elif streamed and side_by_side.is_plain(module):
-            found.append((vars(module), "forward", _product_of(module)))
+        elif side_by_side.is_plain(module) and module.weight.dtype == torch.float32:
+            found.append((vars(module), "forward", _product_of(module, multiply)))
+        elif (forward := _rotating(module, rotating)) is not None:
+            found.append((vars(module), "forward", types.MethodType(forward, module)))
     return found
 
 
@@ -75,11 +81,11 @@ def _to_a_round_number(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, more)) if more else x
 
 
-def _product_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:
-    parameters = module._parameters
+def _product_of(module: nn.Linear, multiply: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    parameters = module._parameters  # from which a module finds its weight as its last resort
 
     def forward(input: Tensor) -> Tensor:
-        return product(input, parameters["weight"], parameters["bias"])
+        return multiply(input, parameters["weight"], parameters["bias"])
 
     return forward
 
@@ -90,7 +96,7 @@ def _product_of(module: nn.Linear) -> Callable[[Tensor], Tensor]:
 def _is_rms_norm(module: nn.Module) -> bool:
     """Whether a module in float32 is what `F.rms_norm` is, to the bit."""
     weight, forward = module._parameters.get("weight"), type(module).forward
-    if weight is None or weight.dtype != torch.float32 or not hasattr(module, "variance_epsilon"):
+    if weight is None or weight.dtype != torch.float32 or "variance_epsilon" not in vars(module):
         return False
     if forward not in _is_rms_norm_of:
         _is_rms_norm_of[forward] = _agrees_with_rms_norm(module)
@@ -123,3 +129,74 @@ def _whole_norm(module: nn.Module) -> Callable:
         return F.rms_norm(x, shape, parameters["weight"], module.variance_epsilon)
 
     return whole
+
+
+# --- rotary positions -----------------------------------------------------------------------------
+
+ROTATE = "apply_rotary_pos_emb"  # what attention modules of transformers call
+
+
+def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Callable | None:
+    """The forward of an attention module's class, with queries and keys rotated in eight operators; None of any other
+    module. known: those made so far."""
+    forward = type(module).forward
+    if "forward" in vars(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        return None
+    if forward not in known:
+        theirs = forward.__globals__.get(ROTATE)
+        if theirs not in _rotates_halves:
+            _rotates_halves[theirs] = _agrees_with_rotation(theirs)
+        known[forward] = _calling(forward, ROTATE, _rotation(theirs)) if _rotates_halves[theirs] else None
+    return known[forward]
+
+
+_rotates_halves: dict[Callable, bool] = {}  # by what `ROTATE` is where an attention module is written
+
+
+def _calling(forward: types.FunctionType, name: str, function: Callable) -> types.FunctionType:
+    """A function of the same code that finds another one under that name; where it is written, nothing changes."""
+    where = forward.__globals__ | {name: function}
+    own = types.FunctionType(forward.__code__, where, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return own
+
+
+def _rotation(theirs: Callable) -> Callable:
+    """`rotated` for what it takes, `theirs` for everything else; layers of one pass share the factors."""
+    factors = (None, None, None)
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more, **options) -> tuple[Tensor, Tensor]:
+        nonlocal factors
+        takes = q.dtype == k.dtype == cos.dtype == torch.float32 and cos.shape[-1] == q.shape[-1]
+        if more or options or not takes:
+            return theirs(q, k, cos, sin, *more, **options)
+        if factors[0] is not sin:
+            factors = sin, cos.unsqueeze(1), _signed(sin).unsqueeze(1)
+        return rotated(q, *factors[1:]), rotated(k, *factors[1:])
+
+    return rotate
+
+
+def rotated(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
+    """x cos + (-x2, x1) sin for x = (x1, x2), as x cos + (x2, x1) (-sin1, sin2): the same bits. x [B, H, Q, D]; cos,
+    signed (-sin1, sin2) [B, 1, Q, D]."""
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed))
+
+
+def _signed(sin: Tensor) -> Tensor:
+    first, second = sin.chunk(2, -1)
+    return torch.cat([-first, second], -1)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _agrees_with_rotation(theirs: Callable) -> bool:
+    numbers = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16)
+    q, k, cos, sin = (torch.randn(shape, generator=numbers, device="cpu", dtype=torch.float32) for shape in shapes)
+    factors = cos.unsqueeze(1), _signed(sin).unsqueeze(1)
+    try:
+        found_q, found_k = theirs(q, k, cos, sin)
+        return torch.equal(found_q, rotated(q, *factors)) and torch.equal(found_k, rotated(k, *factors))
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes something else
+        return False

@@ -81,9 +81,10 @@ def _refuse_stateful(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    convolves = has_short_convolutions(model)
-    unknown -= {"conv"} if convolves else set()
-    if (getattr(model, "_is_stateful", False) and not convolves) or unknown:
+    stateful = getattr(model, "_is_stateful", False)
+    if (stateful or unknown) and has_short_convolutions(model):
+        stateful, unknown = False, unknown - {"conv"}
+    if stateful or unknown:
         detail = f" (layer types {', '.join(sorted(map(str, unknown)))})" if unknown else ""
         raise ValueError(
             f"{type(model).__name__} keeps more of a text than the keys and values of its tokens, such as a recurrent "

@@ -20,7 +20,7 @@ from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 from bass_core.runner import Runner
 from bass_core.sources import Encoded, Source
 
-CATCH_UP = 8  # tokens to which what a row missed is rounded up
+CATCH_UP = 16  # up to so many tokens that rows missed are fed as they are, more rounded up to as many again
 RECORDED = 256  # up to so many, recorded passes feed them, a power of two of tokens at a time: few shapes to record
 
 

@@ -1,10 +1,13 @@
 """What layers do on a CPU in fewer operators is what they do, and their owner sees no difference."""
 
+import threading
+
 import pytest
 import torch
-from tiny import ragged_prompts, tiny_model
+from tiny import REFUSED, SUPPORTED, ragged_prompts, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama import modeling_llama
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import bass_core as bass
@@ -60,27 +63,32 @@ def test_products_of_what_lies_scattered_are_products(monkeypatch, rows, large):
     torch.testing.assert_close(product(x, part.weight, part.bias), part(x))
 
 
-class ShapesOfOneDNN(TorchDispatchMode):
-    """Notes the shape of each product that oneDNN is asked for."""
+class Operators(TorchDispatchMode):
+    """Notes each operator, by name, with the shape of its first tensor."""
 
     def __init__(self):
         super().__init__()
-        self.met = set()
+        self.met = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "_linear_pointwise" in str(function):
-            self.met.add(args[0].shape)
+        self.met.append((function._schema.name.split("::")[-1], getattr(args[0], "shape", None) if args else None))
         return function(*args, **(kwargs or {}))
+
+    def shapes(self, name):
+        return {shape for each, shape in self.met if each == name}
+
+    def count(self, *names):
+        return sum(each in names for each, _ in self.met)
 
 
 @torch.no_grad()
 def test_one_dnn_which_keeps_code_for_every_shape_meets_few(monkeypatch):
     monkeypatch.setattr(cpu_layers, "LARGE", 0)
     part = nn.Linear(16, 16)
-    with ShapesOfOneDNN() as shapes:
+    with Operators() as operators:
         for rows in range(1, 1201):
             assert len(product(torch.randn(rows, 16), part.weight)) == rows
-    assert 10 < len(shapes.met) < 50
+    assert 10 < len(operators.shapes("_linear_pointwise")) < 50
 
 
 def test_products_have_gradients_where_these_are_wanted(monkeypatch):
@@ -147,10 +155,12 @@ def test_mkl_is_fast_on_its_makers_processors(processor, faster):
     assert cpu_layers.faster_than_linear(processor) is faster
 
 
-def test_half_precision_is_left_as_it_is():
-    own = model(dtype="bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_norms_and_products_of_other_types_are_left_as_they_are(dtype):
+    own = model(dtype=str(dtype).removeprefix("torch."))
     replaced = {id(table) for table, _, _ in changes(own)}
-    assert not any(id(vars(norm)) in replaced for norm in norms_of(own))
+    products = [module for module in own.modules() if type(module) is nn.Linear]
+    assert not any(id(vars(module)) in replaced for module in [*norms_of(own), *products])
 
 
 # --- the owner's model ---
@@ -240,6 +250,119 @@ def test_norms_that_take_or_do_more_do_it(kind):
         assert torch.equal(norm(*arguments), expected)
 
 
+# --- rotary positions ---
+
+
+@torch.no_grad()
+def logits(own):
+    return own(torch.stack(ragged_prompts(9, 9))).logits
+
+
+def rotating(own):
+    return [module for module in own.modules() if "Attention" in type(module).__name__ and "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("architecture", [*SUPPORTED, *REFUSED])
+def test_layers_have_the_bits_that_they_had(monkeypatch, architecture):
+    monkeypatch.setattr(cpu_layers, "FASTER", False)
+    own = model(architecture)
+    expected = logits(own)
+    with changed(changes(own)):
+        assert torch.equal(logits(own), expected)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "mistral", "olmo2", "falcon"])
+def test_rotary_positions_take_half_of_the_operators(architecture):
+    def rotations():
+        with Operators() as operators:
+            logits(own)
+        return operators.count("neg", "cat", "unsqueeze"), operators.count("roll")
+
+    own = model(architecture)
+    before, layers = rotations(), 2
+    with changed(changes(own)):
+        assert len(rotating(own)) == layers
+        after = rotations()
+    assert after[1] - before[1] == 2 * layers
+    assert before[0] - after[0] >= 5 * layers - 4  # of the layers' six, less those that work the factors out once
+
+
+@pytest.mark.parametrize("architecture", ["gptj", "codegen"])  # they rotate neighbours
+def test_rotations_of_other_arithmetic_are_left_alone(architecture):
+    own = model(architecture)
+    with changed(changes(own)):
+        assert not rotating(own)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "share"), [("phi3", {"partial_rotary_factor": 0.5}), ("gpt_neox", {"rotary_pct": 0.5})]
+)
+def test_heads_that_are_rotated_in_part_are(architecture, share):
+    own = model(architecture, **share)
+    expected = logits(own)
+    with changed(changes(own)):
+        assert len(rotating(own)) == 2
+        assert torch.equal(logits(own), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_rotations_of_other_types_are_those_of_the_model(dtype):
+    own = model(dtype=dtype)
+    expected = logits(own)
+    with changed(changes(own)), Operators() as operators:
+        assert torch.equal(logits(own), expected)
+    assert not operators.count("roll")
+
+
+def twisted(q, k, cos, sin, unsqueeze_dim=1):
+    return q * cos.unsqueeze(unsqueeze_dim), k * cos.unsqueeze(unsqueeze_dim)
+
+
+def of_one(x, cos, sin, unsqueeze_dim=1):
+    return twisted(x, x, cos, sin)[0]
+
+
+def failing(*arguments):
+    raise RuntimeError("0 active drivers")
+
+
+@pytest.mark.parametrize("function", [twisted, of_one, failing])
+def test_a_rotation_that_its_owner_has_put_in_its_place_is_asked(monkeypatch, function):
+    monkeypatch.setattr(modeling_llama, cpu_layers.ROTATE, function)
+    own = model()
+    with changed(changes(own)):
+        assert not rotating(own)
+
+
+def test_positions_count_anew_in_every_pass():
+    own = model()
+    positions = torch.arange(9), torch.arange(9) + 30, torch.arange(9)
+    with torch.no_grad():
+        expected = [own(PROMPTS[1][None, :9], position_ids=each[None]).logits for each in positions]
+        with changed(changes(own)):
+            found = [own(PROMPTS[1][None, :9], position_ids=each[None]).logits for each in positions]
+    assert all(map(torch.equal, found, expected)) and not torch.equal(found[0], found[1])
+
+
+def test_layers_that_rotate_so_can_be_trained():
+    own = model()
+    expected = torch.autograd.grad(own(PROMPTS[0][None]).logits.logsumexp(-1).sum(), list(own.parameters()))
+    with changed(changes(own)):
+        found = torch.autograd.grad(own(PROMPTS[0][None]).logits.logsumexp(-1).sum(), list(own.parameters()))
+    torch.testing.assert_close(found, expected)
+
+
+def test_other_threads_find_the_module_as_it_was():
+    own, seen = model(), []
+    before = getattr(modeling_llama, cpu_layers.ROTATE)
+    with changed(changes(own)):
+        thread = threading.Thread(target=lambda: seen.append(getattr(modeling_llama, cpu_layers.ROTATE)))
+        thread.start()
+        thread.join()
+        assert len(rotating(own)) == 2
+    assert seen == [before] and not rotating(own)
+
+
 # --- afterwards ---
 
 
@@ -255,22 +378,23 @@ def test_a_session_leaves_nothing_of_it_in_the_modules():
 def test_hooks_run_whenever_they_were_set():
     own, seen = model(), []
     layer = own.model.layers[0]
-    for part in (layer.input_layernorm, layer.self_attn.k_proj, layer.mlp.down_proj):
+    parts = {layer.input_layernorm, layer.self_attn, layer.self_attn.k_proj, layer.mlp.down_proj}
+    for part in parts:
         part.register_forward_hook(lambda module, args, out: seen.append(module))
     texts(bass.ModelPair(own, model(noise=0.1)), max_new_tokens=1)
-    assert set(seen) == {layer.input_layernorm, layer.self_attn.k_proj, layer.mlp.down_proj}
+    assert set(seen) == parts
 
 
 @pytest.mark.usefixtures("of_any_size")
-@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj", "input_layernorm"])
+@pytest.mark.parametrize("name", ["self_attn", "self_attn.q_proj", "self_attn.o_proj", "input_layernorm"])
 def test_what_stands_in_for_a_module_is_asked(name):
     own = model()
     part = own.model.layers[0].get_submodule(name)
     forward, asked = part.forward, []
 
-    def stand_in(x):
-        asked.append(x)
-        return forward(x)
+    def stand_in(*args, **options):
+        asked.append(args)
+        return forward(*args, **options)
 
     part.forward = stand_in
     texts(bass.ModelPair(own, model(noise=0.1)), max_new_tokens=1)
