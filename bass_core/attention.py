@@ -44,6 +44,11 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def pass_at_hand() -> Pass | None:
+    """The pass over a ragged cache that this thread runs a model for; None outside of one."""
+    return _thread.current
+
+
 def _prefixed(name: str) -> str:
     return name if name == "eager" else f"bass_{name}"
 

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bass_core import environment, side_by_side
-from bass_core.attention import Change
+from bass_core.attention import Change, pass_at_hand
+from bass_core.cache import Pass
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
 SMALL = 2**16  # numbers of a weight up to which `linear` is the fastest for one row
@@ -163,16 +164,14 @@ def _calling(forward: types.FunctionType, name: str, function: Callable) -> type
 
 def _rotation(theirs: Callable) -> Callable:
     """`rotated` for what it takes, `theirs` for everything else; layers of one pass share the factors."""
-    factors = (None, None, None)
 
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more, **options) -> tuple[Tensor, Tensor]:
-        nonlocal factors
         takes = q.dtype == k.dtype == cos.dtype == torch.float32 and cos.shape[-1] == q.shape[-1]
         if more or options or not takes:
             return theirs(q, k, cos, sin, *more, **options)
-        if factors[0] is not sin:
-            factors = sin, cos.unsqueeze(1), _signed(sin).unsqueeze(1)
-        return rotated(q, *factors[1:]), rotated(k, *factors[1:])
+        current = pass_at_hand()
+        factors = _factors(current, cos, sin) if current is None else current.once(_factors, cos, sin)
+        return rotated(q, *factors), rotated(k, *factors)
 
     return rotate
 
@@ -183,9 +182,10 @@ def rotated(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed))
 
 
-def _signed(sin: Tensor) -> Tensor:
+def _factors(current: Pass | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What `rotated` takes, for cos and sin [B, Q, D]."""
     first, second = sin.chunk(2, -1)
-    return torch.cat([-first, second], -1)
+    return cos.unsqueeze(1), torch.cat([-first, second], -1).unsqueeze(1)
 
 
 @torch.inference_mode(False)
@@ -194,7 +194,7 @@ def _agrees_with_rotation(theirs: Callable) -> bool:
     numbers = torch.Generator().manual_seed(0)
     shapes = (2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16)
     q, k, cos, sin = (torch.randn(shape, generator=numbers, device="cpu", dtype=torch.float32) for shape in shapes)
-    factors = cos.unsqueeze(1), _signed(sin).unsqueeze(1)
+    factors = _factors(None, cos, sin)
     try:
         found_q, found_k = theirs(q, k, cos, sin)
         return torch.equal(found_q, rotated(q, *factors)) and torch.equal(found_k, rotated(k, *factors))
