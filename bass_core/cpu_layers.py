@@ -39,9 +39,9 @@ FASTER = faster_than_linear(environment.processor())
 
 def changes(model: nn.Module) -> list[Change]:
     """The changes (`attention.changed`) under which the layers do so. Modules of other types than float32 do what they
-    did, and so do those that somebody wraps, hooks or stands in for."""
+    did, and so do those that somebody, at this moment, wraps, hooks, stands in for or has changed the class of."""
     streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
-    multiply = product if streamed else F.linear
+    multiply = product if streamed else _linear
     found, rotating = [], {}
     for module in model.modules():
         if _is_rms_norm(module):
@@ -54,6 +54,10 @@ def changes(model: nn.Module) -> list[Change]:
 
 
 # --- products -------------------------------------------------------------------------------------
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)  # whatever that is now
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -86,7 +90,11 @@ def _product_of(module: nn.Linear, multiply: Callable[..., Tensor]) -> Callable[
     parameters = module._parameters  # from which a module finds its weight as its last resort
 
     def forward(input: Tensor) -> Tensor:
-        return multiply(input, parameters["weight"], parameters["bias"])
+        try:
+            weight, bias = parameters["weight"], parameters["bias"]
+        except KeyError:  # somebody computes one of them now
+            return type(module).forward(module, input)
+        return multiply(input, weight, bias)
 
     return forward
 
@@ -143,42 +151,64 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
     forward = type(module).forward
     if "forward" in vars(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
     if forward not in known:
-        theirs = forward.__globals__.get(ROTATE)
-        if theirs not in _rotates_halves:
-            _rotates_halves[theirs] = _agrees_with_rotation(theirs)
-        known[forward] = _calling(forward, ROTATE, _rotation(theirs)) if _rotates_halves[theirs] else None
+        known[forward] = _calling(forward, ROTATE, _rotation(forward)) if _rotates_halves(forward) else None
     return known[forward]
 
 
-_rotates_halves: dict[Callable, bool] = {}  # by what `ROTATE` is where an attention module is written
+def _rotates_halves(forward: types.FunctionType) -> bool:
+    """Whether what it calls to rotate is transformers' own, written beside it, and what `rotated` is, to the bit."""
+    theirs, place = forward.__globals__.get(ROTATE), side_by_side.written_in(forward)
+    if not (forward.__module__ or "").startswith("transformers.models.") or side_by_side.written_in(theirs) != place:
+        return False
+    if theirs not in _rotates_halves_of:
+        _rotates_halves_of[theirs] = _agrees_with_rotation(theirs)
+    return _rotates_halves_of[theirs]
+
+
+_rotates_halves_of: dict[Callable, bool] = {}
 
 
 def _calling(forward: types.FunctionType, name: str, function: Callable) -> types.FunctionType:
     """A function of the same code that finds another one under that name; where it is written, nothing changes."""
     where = forward.__globals__ | {name: function}
+    del where["__name__"]  # under which compilers would look for the function in transformers' module
     own = types.FunctionType(forward.__code__, where, forward.__name__, forward.__defaults__, forward.__closure__)
     own.__kwdefaults__ = forward.__kwdefaults__
     return own
 
 
-def _rotation(theirs: Callable) -> Callable:
-    """`rotated` for what it takes, `theirs` for everything else; layers of one pass share the factors."""
+def _rotation(forward: types.FunctionType) -> Callable:
+    """`rotated` for what it takes, and what this forward calls for everything else; layers of one pass share the
+    factors."""
+    where = forward.__globals__
+    theirs = where[ROTATE]
 
-    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more, **options) -> tuple[Tensor, Tensor]:
-        takes = q.dtype == k.dtype == cos.dtype == torch.float32 and cos.shape[-1] == q.shape[-1]
-        if more or options or not takes:
-            return theirs(q, k, cos, sin, *more, **options)
-        current = pass_at_hand()
-        factors = _factors(current, cos, sin) if current is None else current.once(_factors, cos, sin)
-        return rotated(q, *factors), rotated(k, *factors)
+    def rotate(*arguments, **options) -> tuple[Tensor, Tensor]:
+        if torch.compiler.is_compiling():  # which fuses what there is
+            return theirs(*arguments, **options)
+        if where[ROTATE] is theirs and not options and len(arguments) == 4 and _all_float32(*arguments):
+            q, k, cos, sin = arguments
+            current = pass_at_hand()
+            try:
+                factors = _factors(current, cos, sin) if current is None else current.once(_factors, cos, sin)
+                return rotated(q, *factors), rotated(k, *factors)
+            except (RuntimeError, ValueError):  # of shapes: heads that are rotated in part, factors of four dimensions
+                pass
+        return where[ROTATE](*arguments, **options)
 
     return rotate
 
 
+def _all_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    return q.dtype == k.dtype == cos.dtype == sin.dtype == torch.float32
+
+
 def rotated(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
     """x cos + (-x2, x1) sin for x = (x1, x2), as x cos + (x2, x1) (-sin1, sin2): the same bits. x [B, H, Q, D]; cos,
-    signed (-sin1, sin2) [B, 1, Q, D]."""
+    signed (-sin1, sin2) [B, 1, Q, D]. Raises RuntimeError for other shapes, as operators in place do."""
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(signed))
 
 
@@ -198,5 +228,5 @@ def _agrees_with_rotation(theirs: Callable) -> bool:
     try:
         found_q, found_k = theirs(q, k, cos, sin)
         return torch.equal(found_q, rotated(q, *factors)) and torch.equal(found_k, rotated(k, *factors))
-    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # it takes something else
+    except Exception:  # whatever it raises: it takes something else
         return False

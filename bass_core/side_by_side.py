@@ -59,6 +59,8 @@ def is_plain(part: nn.Module | None) -> bool:
     """Whether a module is a product of torch's own, of weights like any others, and nobody stands in for it."""
     if type(part) is not nn.Linear or "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
         return False
+    if not part._parameters.keys() >= {"weight", "bias"} or written_in(nn.Linear.forward) != nn.modules.linear.__file__:
+        return False
     tensors = [part.weight] if part.bias is None else [part.weight, part.bias]
     return all(
         each.is_contiguous()
@@ -67,6 +69,11 @@ def is_plain(part: nn.Module | None) -> bool:
         and not is_traceable_wrapper_subclass(each)
         for each in tensors
     )
+
+
+def written_in(function: object) -> str | None:
+    """The file of a function's code; None of what has no code in Python. One that wraps another is of the wrapper's."""
+    return getattr(getattr(function, "__code__", None), "co_filename", None)
 
 
 def _arranged(group: Group, users: Counter) -> bool:

@@ -1,11 +1,13 @@
 """What layers do on a CPU in fewer operators is what they do, and their owner sees no difference."""
 
+import functools
 import threading
 
 import pytest
 import torch
-from tiny import REFUSED, SUPPORTED, ragged_prompts, tiny_model
+from tiny import REFUSED, SUPPORTED, greedy_alone, ragged_prompts, tiny_model
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama import modeling_llama
 from transformers.models.t5.modeling_t5 import T5LayerNorm
@@ -16,6 +18,7 @@ from bass_core.attention import changed
 from bass_core.cpu_layers import changes, product
 
 PROMPTS = ragged_prompts(5, 11)
+THEIRS = modeling_llama.apply_rotary_pos_emb
 
 
 @pytest.fixture
@@ -307,24 +310,109 @@ def test_rotations_of_other_types_are_those_of_the_model(dtype):
     assert not operators.count("roll")
 
 
-def twisted(q, k, cos, sin, unsqueeze_dim=1):
-    return q * cos.unsqueeze(unsqueeze_dim), k * cos.unsqueeze(unsqueeze_dim)
+def twice(q, k, cos, sin, unsqueeze_dim=1):
+    return tuple(2 * each for each in THEIRS(q, k, cos, sin, unsqueeze_dim))
 
 
-def of_one(x, cos, sin, unsqueeze_dim=1):
-    return twisted(x, x, cos, sin)[0]
+def agreeing(q, k, cos, sin, unsqueeze_dim=1):
+    return THEIRS(q, k, cos, sin, unsqueeze_dim)
 
 
-def failing(*arguments):
-    raise RuntimeError("0 active drivers")
-
-
-@pytest.mark.parametrize("function", [twisted, of_one, failing])
-def test_a_rotation_that_its_owner_has_put_in_its_place_is_asked(monkeypatch, function):
-    monkeypatch.setattr(modeling_llama, cpu_layers.ROTATE, function)
+@pytest.mark.parametrize("function", [twice, agreeing, functools.wraps(THEIRS)(agreeing)])
+def test_a_rotation_that_its_owner_has_put_in_place_is_asked(monkeypatch, function):
+    asked = []
+    monkeypatch.setattr(modeling_llama, cpu_layers.ROTATE, lambda *args: asked.append(args) or function(*args))
     own = model()
+    expected = logits(own)
+    asked.clear()
     with changed(changes(own)):
-        assert not rotating(own)
+        assert torch.equal(logits(own), expected)
+    assert len(asked) == 2  # layers
+
+
+def test_a_rotation_that_is_put_in_place_meanwhile_is_asked(monkeypatch):
+    own, before = model(), logits(model())
+    with changed(changes(own)):
+        assert torch.equal(logits(own), before)
+        monkeypatch.setattr(modeling_llama, cpu_layers.ROTATE, twice)
+        found = logits(own)
+    assert torch.equal(found, logits(own)) and not torch.equal(found, before)
+
+
+def test_the_product_of_a_class_that_is_changed_is_asked(monkeypatch):
+    own, before, forward = model(), logits(model()), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
+    expected = logits(own)
+    with changed(changes(own)):
+        assert torch.equal(logits(own), expected) and not torch.equal(expected, before)
+
+
+def test_weights_that_somebody_computes_meanwhile_count():
+    own = model()
+    with changed(changes(own)), torch.no_grad():
+        prune.l1_unstructured(own.model.layers[0].mlp.up_proj, "weight", 0.5)
+        parametrize.register_parametrization(own.model.layers[0].mlp.down_proj, "weight", Doubled())
+        found = logits(own)
+    assert torch.equal(found, logits(own)) and not torch.equal(found, logits(model()))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weights_that_are_no_parameters_count(name):
+    own = model("qwen2")
+    part = own.model.layers[0].self_attn.q_proj
+    kept = getattr(part, name).data
+    delattr(part, name)
+    part.register_buffer(name, kept)
+    expected = logits(own)
+    with changed(changes(own)):
+        assert torch.equal(logits(own), expected)
+
+
+STATES = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        STATES,
+        [each.double() for each in STATES],
+        (*STATES[:3], STATES[3].double()),
+        (*STATES[:2], *(each[:1] for each in STATES[2:])),
+        [each[:1] if each.ndim == 4 else each for each in STATES],
+        (*STATES[:2], *(each[:, None] for each in STATES[2:])),
+        [each[..., :1, :] if each.ndim == 4 else each for each in STATES],
+    ],
+    ids=["usual", "double", "mixed", "one for all", "many for one", "four dimensions", "of one"],
+)
+def test_rotations_of_all_shapes_are_those_of_the_model(states):
+    rotate = cpu_layers._rotation(modeling_llama.LlamaAttention.forward)
+    try:
+        expected = THEIRS(*states)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            rotate(*states)
+    else:
+        assert all(map(torch.equal, rotate(*states), expected))
+    q, k, cos, sin = STATES
+    for found in rotate(q=q, k=k, cos=cos, sin=sin), rotate(q, k, cos, sin, unsqueeze_dim=1), rotate(q, k, cos, sin, 1):
+        assert all(map(torch.equal, found, THEIRS(*STATES)))
+
+
+def test_attention_that_somebody_hooks_sees_what_he_does_to_its_factors():
+    def halve(module, args, options):
+        for each in options["position_embeddings"]:
+            each.mul_(0.5)
+
+    own = model()
+    own.model.layers[1].self_attn.register_forward_pre_hook(halve, with_kwargs=True)
+    found = texts(bass.ModelPair(own), draft_length=0)
+    with torch.no_grad():
+        assert found == [greedy_alone(own, prompt, 12).tolist() for prompt in PROMPTS]
 
 
 def test_factors_that_come_in_the_same_tensors_count_anew_in_every_pass(monkeypatch):
@@ -350,6 +438,15 @@ def test_positions_count_anew_in_every_pass():
         with changed(changes(own)):
             found = [own(PROMPTS[1][None, :9], position_ids=each[None]).logits for each in positions]
     assert all(map(torch.equal, found, expected)) and not torch.equal(found[0], found[1])
+
+
+def test_layers_that_their_owner_compiles_have_the_bits_that_they_had():
+    own = model()
+    for layer in own.model.layers:
+        layer.compile(backend="eager")
+    expected = logits(own)
+    with changed(changes(own)):
+        assert torch.equal(logits(own), expected) and len(rotating(own)) == 2
 
 
 def test_layers_that_rotate_so_can_be_trained():
