@@ -189,21 +189,22 @@ def _rotation(forward: types.FunctionType) -> Callable:
     def rotate(*arguments, **options) -> tuple[Tensor, Tensor]:
         if torch.compiler.is_compiling():  # which fuses what there is
             return theirs(*arguments, **options)
-        if where[ROTATE] is theirs and not options and len(arguments) == 4 and _all_float32(*arguments):
+        if where[ROTATE] is theirs and not options and len(arguments) == 4 and _knows(*arguments):
             q, k, cos, sin = arguments
             current = pass_at_hand()
             try:
                 factors = _factors(current, cos, sin) if current is None else current.once(_factors, cos, sin)
                 return rotated(q, *factors), rotated(k, *factors)
-            except (RuntimeError, ValueError):  # of shapes: heads that are rotated in part, factors of four dimensions
+            except (RuntimeError, ValueError):  # of shapes, as of factors of four dimensions
                 pass
         return where[ROTATE](*arguments, **options)
 
     return rotate
 
 
-def _all_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    return q.dtype == k.dtype == cos.dtype == sin.dtype == torch.float32
+def _knows(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether all is float32, and heads are rotated as a whole."""
+    return q.dtype == k.dtype == cos.dtype == sin.dtype == torch.float32 and q.shape[-1] == cos.shape[-1]
 
 
 def rotated(x: Tensor, cos: Tensor, signed: Tensor) -> Tensor:
