@@ -149,9 +149,7 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
     """The forward of an attention module's class, with queries and keys rotated in eight operators; None of any other
     module. known: those made so far."""
     forward = type(module).forward
-    if "forward" in vars(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
-        return None
-    if module._forward_hooks or module._forward_pre_hooks:
+    if side_by_side.is_touched(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
     if forward not in known:
         known[forward] = _calling(forward, ROTATE, _rotation(forward)) if _rotates_halves(forward) else None

@@ -57,7 +57,7 @@ def _part(self: nn.Linear, x: Tensor) -> Tensor:
 
 def is_plain(part: nn.Module | None) -> bool:
     """Whether a module is a product of torch's own, of weights like any others, and nobody stands in for it."""
-    if type(part) is not nn.Linear or "forward" in vars(part) or part._forward_hooks or part._forward_pre_hooks:
+    if type(part) is not nn.Linear or is_touched(part):
         return False
     if not part._parameters.keys() >= {"weight", "bias"} or written_in(nn.Linear.forward) != nn.modules.linear.__file__:
         return False
@@ -69,6 +69,11 @@ def is_plain(part: nn.Module | None) -> bool:
         and not is_traceable_wrapper_subclass(each)
         for each in tensors
     )
+
+
+def is_touched(module: nn.Module) -> bool:
+    """Whether somebody stands in for a module, or hooks it."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
 def written_in(function: object) -> str | None:

@@ -38,6 +38,11 @@ def texts(models, **options):
     return [s.tolist() for s in bass.generate(models, PROMPTS, **options).sequences]
 
 
+@torch.no_grad()
+def logits(own):
+    return own(torch.stack(ragged_prompts(9, 9))).logits
+
+
 # --- products ---
 
 
@@ -196,6 +201,40 @@ def test_weights_that_change_between_two_steps_count_at_once(monkeypatch, name, 
     assert found == decoded()
 
 
+def test_the_product_of_a_class_that_is_changed_is_asked(monkeypatch):
+    own, before, forward = model(), logits(model()), nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
+    expected = logits(own)
+    with changed(changes(own)):
+        assert torch.equal(logits(own), expected) and not torch.equal(expected, before)
+
+
+def test_weights_that_somebody_computes_meanwhile_count():
+    own = model()
+    with changed(changes(own)), torch.no_grad():
+        prune.l1_unstructured(own.model.layers[0].mlp.up_proj, "weight", 0.5)
+        parametrize.register_parametrization(own.model.layers[0].mlp.down_proj, "weight", Doubled())
+        found = logits(own)
+    assert torch.equal(found, logits(own)) and not torch.equal(found, logits(model()))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_weights_that_are_no_parameters_count(name):
+    own = model("qwen2")
+    part = own.model.layers[0].self_attn.q_proj
+    kept = getattr(part, name).data
+    delattr(part, name)
+    part.register_buffer(name, kept)
+    expected = logits(own)
+    with changed(changes(own)):
+        assert torch.equal(logits(own), expected)
+
+
 # --- norms ---
 
 
@@ -254,11 +293,6 @@ def test_norms_that_take_or_do_more_do_it(kind):
 
 
 # --- rotary positions ---
-
-
-@torch.no_grad()
-def logits(own):
-    return own(torch.stack(ragged_prompts(9, 9))).logits
 
 
 def rotating(own):
@@ -337,40 +371,6 @@ def test_a_rotation_that_is_put_in_place_meanwhile_is_asked(monkeypatch):
         monkeypatch.setattr(modeling_llama, cpu_layers.ROTATE, twice)
         found = logits(own)
     assert torch.equal(found, logits(own)) and not torch.equal(found, before)
-
-
-def test_the_product_of_a_class_that_is_changed_is_asked(monkeypatch):
-    own, before, forward = model(), logits(model()), nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
-    expected = logits(own)
-    with changed(changes(own)):
-        assert torch.equal(logits(own), expected) and not torch.equal(expected, before)
-
-
-def test_weights_that_somebody_computes_meanwhile_count():
-    own = model()
-    with changed(changes(own)), torch.no_grad():
-        prune.l1_unstructured(own.model.layers[0].mlp.up_proj, "weight", 0.5)
-        parametrize.register_parametrization(own.model.layers[0].mlp.down_proj, "weight", Doubled())
-        found = logits(own)
-    assert torch.equal(found, logits(own)) and not torch.equal(found, logits(model()))
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_weights_that_are_no_parameters_count(name):
-    own = model("qwen2")
-    part = own.model.layers[0].self_attn.q_proj
-    kept = getattr(part, name).data
-    delattr(part, name)
-    part.register_buffer(name, kept)
-    expected = logits(own)
-    with changed(changes(own)):
-        assert torch.equal(logits(own), expected)
 
 
 STATES = torch.randn(2, 4, 3, 16), torch.randn(2, 2, 3, 16), torch.randn(2, 3, 16), torch.randn(2, 3, 16)
