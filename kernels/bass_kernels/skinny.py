@@ -22,9 +22,33 @@ from bass_kernels.tiles import power_of_two
 
 MOST_ROWS = 128
 UNIT = 32  # inputs that are packed together: 16 bytes, the first 16 numbers in their low halves
-PROGRAMS = 132  # multiprocessors that are to be occupied
+WARPS = 132 * 8  # that are to be at work: eight on each multiprocessor
 ACTIVATIONS = ("none", "silu", "gelu", "gelu_tanh")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _unpacking(kind: str, one: int, top: int) -> tl.constexpr:
+    """PTX for four bytes: their codes times their scales, in half precision, two at a time.
+
+    A code with the first of its four bits turned over, put behind these top bits, is a number: 136 + code in bfloat16,
+    1032 + code in float16. It minus 136 is exact, and no integer is converted: that takes longer than the bytes take to
+    arrive. kind: of PTX; one, top: bits of 1, and of 136 or 1032.
+    """
+    pairs = "a", "b", "c", "d"  # bytes 0 and 1, 2 and 3; their high halves
+    turned = [f"lop3.b32 {p}, {p}, 0x000f000f, {top:#06x}{top:04x}, 0x6a;" for p in pairs]  # (p & 15) ^ top
+    less = [
+        f"fma.rn.{kind} {p}, {p}, one, minus;" for p in pairs
+    ]  # GPUs before Hopper have no other arithmetic of pairs
+    scaled = [f"fma.rn.{kind} ${at}, {p}, ${5 + at % 2}, nothing;" for at, p in enumerate(pairs)]
+    constants = {"one": one, "minus": top | 1 << 15, "nothing": 1 << 15}  # -0, which changes no sum
+    moved = [f"mov.b32 {name}, {bits:#06x}{bits:04x};" for name, bits in constants.items()]
+    apart = "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; shr.u32 c, a, 4; shr.u32 d, b, 4;"
+    lines = f"{{ .reg .b32 {', '.join([*pairs, *constants])};", *moved, apart, *turned, *less, *scaled, "}"
+    return tl.constexpr("\n".join(lines))
+
+
+BFLOAT16, FLOAT16 = _unpacking("bf16x2", one=0x3F80, top=0x4308), _unpacking("f16x2", one=0x3C00, top=0x6408)
+OPERANDS = tl.constexpr("=r,=r,=r,=r,r,r,r")  # low and high halves' numbers, of the bytes and four scales
 
 
 class Codes(NamedTuple):
@@ -53,9 +77,9 @@ def choose(rows: int, packed: bool) -> Tile:
 
 
 def pieces(columns: int, inputs: int, tile: Tile) -> int:
-    """Into how many pieces K is cut: more than one where half of the multiprocessors would be without a program."""
+    """Into how many pieces K is cut, for enough warps: their loads are what hides the time that memory takes."""
     programs, blocks = triton.cdiv(columns, tile.block_n), triton.cdiv(inputs, tile.block_k)
-    return max(1, min(PROGRAMS // programs, blocks // 4))
+    return max(1, min(WARPS // (programs * tile.warps), blocks // 4))
 
 
 def skinny_linear(
@@ -94,6 +118,8 @@ def skinny_linear(
     tile = choose(rows, packed)
     splits = pieces(columns, inputs, tile) if splits is None else splits
     second = gate or codes
+    halves = x.dtype in (torch.bfloat16, torch.float16) and codes.scale.dtype == x.dtype
+    by_bits = packed and codes.group is not None and halves and not launching.interpreted()
     sums = x.new_empty(splits, 2 if gate else 1, columns, tile.block_m, dtype=torch.float32) if splits > 1 else out
     flags = {
         "GATED": gate is not None, "BIAS": bias is not None, "ACTIVATION": activation,
@@ -121,6 +147,7 @@ def skinny_linear(
             GROUP=codes.group or 1,
             BLOCK_K=tile.block_k,
             WIDEN=launching.interpreted(),
+            BY_BITS=by_bits,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
@@ -179,15 +206,24 @@ def _store(
 
 
 @triton.jit
-def _scaled(
-    codes, scale, n, first, there, inputs, scales, GROUP: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr
-):
-    """codes [BLOCK_N, WIDTH · EACH] times the scale of each UNIT of inputs from `first` on, in float32."""
-    unit = first + tl.arange(0, WIDTH) * 32
-    at = n.to(tl.int64)[:, None] * scales + (unit // GROUP)[None, :]
-    s = tl.load(scale + at, mask=there[:, None] & (unit < inputs)[None, :], other=0.0).to(tl.float32)
-    s = tl.broadcast_to(s[:, :, None], (codes.shape[0], WIDTH, EACH))
-    return codes.to(tl.float32) * tl.reshape(s, (codes.shape[0], WIDTH * EACH))
+def _scales(scale, n, first, there, inputs, scales, GROUP: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr):
+    """The scale of each of WIDTH · EACH inputs from `first` on, [BLOCK_N, WIDTH · EACH]; EACH follow one another that
+    have the same."""
+    unit = first // 32 + tl.arange(0, WIDTH)
+    group = unit if GROUP == 32 else unit // (GROUP // 32)  # what is seen to be contiguous is fetched ahead
+    at = n.to(tl.int64)[:, None] * scales + group[None, :]
+    s = tl.load(scale + at, mask=there[:, None] & (group < scales)[None, :], other=0.0)
+    s = tl.broadcast_to(s[:, :, None], (n.shape[0], WIDTH, EACH))
+    return tl.reshape(s, (n.shape[0], WIDTH * EACH))
+
+
+@triton.jit
+def _unpacked(both, s, x):
+    """The numbers in the low and in the high halves of these bytes times their scales, all in x's dtype."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(BFLOAT16, OPERANDS, [both, s], (tl.bfloat16, tl.bfloat16), True, 4)
+    else:
+        return tl.inline_asm_elementwise(FLOAT16, OPERANDS, [both, s], (tl.float16, tl.float16), True, 4)
 
 
 @triton.jit
@@ -200,18 +236,24 @@ def _inputs(x_rows, k, m, rows, inputs):
 def _add_product(
     acc, weight, scale, x_low, x_high, n, first, columns, inputs, width, scales,
     PACKED: tl.constexpr, GROUPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    BY_BITS: tl.constexpr,
 ):  # fmt: skip
     """acc plus the product of a block of K, which begins at input `first`. x_high: of packed weights alone."""
     there = n < columns
     if PACKED:
         j = first // 2 + tl.arange(0, BLOCK_K // 2)
         at = n.to(tl.int64)[:, None] * width + j[None, :]
-        both = tl.load(weight + at, mask=there[:, None] & (j < width)[None, :], other=0).to(tl.int32)
-        low, high = (both << 28) >> 28, (both << 24) >> 28  # with their signs
-        if GROUPED:
-            low = _scaled(low, scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 16)
-            high = _scaled(high, scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 16)
-        low, high = low.to(tl.float32).to(x_low.dtype), high.to(tl.float32).to(x_low.dtype)
+        both = tl.load(weight + at, mask=there[:, None] & (j < width)[None, :], other=0)
+        if BY_BITS:
+            s = _scales(scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 16)
+            low, high = _unpacked(both, s, x_low)
+        else:
+            both = both.to(tl.int32)
+            low, high = (both << 28) >> 28, (both << 24) >> 28  # with their signs
+            if GROUPED:
+                s = _scales(scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 16).to(tl.float32)
+                low, high = low.to(tl.float32) * s, high.to(tl.float32) * s
+            low, high = low.to(tl.float32).to(x_low.dtype), high.to(tl.float32).to(x_low.dtype)
         if WIDEN:  # the interpreter multiplies bit patterns of bfloat16
             low, high, x_low, x_high = (
                 low.to(tl.float32),
@@ -226,7 +268,8 @@ def _add_product(
         at = n.to(tl.int64)[:, None] * width + k[None, :]
         codes = tl.load(weight + at, mask=there[:, None] & (k < inputs)[None, :], other=0)
         if GROUPED:
-            codes = _scaled(codes, scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 32)
+            s = _scales(scale, n, first, there, inputs, scales, GROUP, BLOCK_K // 32, 32)
+            codes = codes.to(tl.float32) * s.to(tl.float32)
         codes = codes.to(tl.float32).to(x_low.dtype)  # integers have no way to bfloat16 in the interpreter
         if WIDEN:
             codes, x_low = codes.to(tl.float32), x_low.to(tl.float32)
@@ -239,7 +282,7 @@ def _multiply(
     x, weight, scale, gate, gate_scale, bias, out, sums, rows, columns, inputs, stride_x, width, scales,
     GATED: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDEN: tl.constexpr,
+    WIDEN: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
     """A block of columns, a piece of K, all rows."""
     split = tl.program_id(1)
@@ -260,12 +303,12 @@ def _multiply(
             x_high = x_low
         acc = _add_product(
             acc, weight, scale, x_low, x_high, n, first, columns, inputs, width, scales,
-            PACKED, GROUPED, GROUP, BLOCK_K, WIDEN,
+            PACKED, GROUPED, GROUP, BLOCK_K, WIDEN, BY_BITS,
         )  # fmt: skip
         if GATED:
             acc_gate = _add_product(
                 acc_gate, gate, gate_scale, x_low, x_high, n, first, columns, inputs, width, scales,
-                PACKED, GROUPED, GROUP, BLOCK_K, WIDEN,
+                PACKED, GROUPED, GROUP, BLOCK_K, WIDEN, BY_BITS,
             )  # fmt: skip
     if SPLITS == 1:
         _store(acc, acc_gate, scale, gate_scale, bias, out, n, m, rows, columns, GATED, BIAS, ACTIVATION, GROUPED)

@@ -153,7 +153,7 @@ BUGS["skinny"] = {
     "pieces lie on each other": ("at = split * each * (2 if GATED else 1) + n", "at = n"),
     "activations beyond the last input are read": ("(k < inputs)[:, None]", "(k < inputs + 2)[:, None]"),
     "rows beyond the last are written": ("there[:, None] & (m < rows)", "there[:, None] & (m < rows + 1)"),
-    "the scale is that of the first group": ("(unit // GROUP)[None, :]", "(unit // GROUP * 0)[None, :]"),
+    "the scale is that of the first group": ("* scales + group[None, :]", "* scales + group[None, :] * 0"),
     "whole channels have no scale": ("if not GROUPED:\n        acc *=", "if not GROUPED:\n        acc += 0 *"),
     "the gate has the other's scale": ("acc_gate *= tl.load(gate_scale", "acc_gate *= tl.load(scale"),
     "both are activated": ("acc *= _activated(acc_gate,", "acc = _activated(acc * acc_gate,"),

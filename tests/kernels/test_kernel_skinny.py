@@ -1,8 +1,10 @@
 """Products with INT8 and INT4 weights in Triton's interpreter, against float64."""
 
 import itertools
+import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import TOLERANCE, poisoned_memory
@@ -128,9 +130,65 @@ def test_the_operator_is_the_kernel_for_few_rows_and_torch_for_many(kind):
 
 def test_narrow_outputs_are_cut_and_wide_ones_are_not():
     tile = skinny.choose(8, packed=False)
-    assert skinny.pieces(1024, 4096, tile) == 4
-    assert skinny.pieces(14336, 4096, tile) == skinny.pieces(4096, 4096, tile) == 1
+    assert skinny.pieces(4096, 4096, tile) == skinny.pieces(4096, 14336, tile) == 4
+    assert skinny.pieces(14336, 4096, tile) == 1
     assert skinny.pieces(32, 64, tile) == 1  # nothing to cut
+
+
+@pytest.mark.parametrize("ptx, dtype", [(skinny.BFLOAT16, torch.bfloat16), (skinny.FLOAT16, torch.float16)], ids=str)
+def test_the_ptx_that_unpacks_means_the_codes(ptx, dtype):
+    """Which the interpreter cannot run: all bytes, by hand."""
+    scales = torch.rand(64, 4).to(dtype)
+    found = np.array([by_hand(ptx.value, word, pair_bits(scale)) for word, scale in zip(words(), scales, strict=True)])
+    low, high = found[:, :2].reshape(-1), found[:, 2:].reshape(-1)
+    codes = torch.arange(256).to(torch.uint8).view(torch.int8)
+    for bits, wanted in ((low, codes << 4 >> 4), (high, codes >> 4)):
+        numbers = torch.from_numpy(bits.astype(np.uint32).view(np.int16).copy()).view(dtype)
+        assert torch.equal(numbers, (wanted.float() * scales.flatten().float()).to(dtype))
+
+
+def words() -> list[int]:
+    """All bytes, four to a register."""
+    return np.arange(256, dtype=np.uint8).view(np.uint32).tolist()
+
+
+def pair_bits(numbers: torch.Tensor) -> list[int]:
+    return numbers.view(torch.int16).numpy().view(np.uint32).tolist()
+
+
+def by_hand(ptx: str, word: int, scales: list[int]) -> list[int]:
+    """The registers $0 to $3 after a program of the instructions that are known here."""
+    registers = {"$4": word, "$5": scales[0], "$6": scales[1]}
+    value = lambda name: registers[name] if name in registers else int(name, 0)  # noqa: E731
+    for line in re.findall(r"(?<=[\s;])((?:mov|prmt|shr|lop3|fma)[^;]*);", ptx):
+        operator, operands = line.split(" ", 1)
+        to, *names = [name.strip() for name in operands.split(",")]
+        given, kind = [value(name) for name in names], operator.rpartition(".")[2]
+        match operator.partition(".")[0]:
+            case "mov":
+                (result,) = given
+            case "prmt":
+                both = given[0].to_bytes(4, "little") + given[1].to_bytes(4, "little")
+                result = int.from_bytes([both[given[2] >> 4 * at & 7] for at in range(4)], "little")
+            case "shr":
+                result = given[0] >> given[1]
+            case "lop3":
+                truth = given[3]
+                result = sum((truth >> (4 * _bit(given[0], at) + 2 * _bit(given[1], at) + _bit(given[2], at)) & 1) << at
+                             for at in range(32))  # fmt: skip
+            case "fma":
+                dtype = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
+                a, b, c = (
+                    torch.tensor([bits & 0xFFFF, bits >> 16], dtype=torch.int32).to(torch.int16).view(dtype).double()
+                    for bits in given
+                )
+                (result,) = pair_bits((a * b + c).to(dtype))
+        registers[to] = result
+    return [registers[f"${at}"] for at in range(4)]
+
+
+def _bit(number: int, at: int) -> int:
+    return number >> at & 1
 
 
 def test_no_rows_give_no_rows():

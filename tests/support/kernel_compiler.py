@@ -216,6 +216,7 @@ def products() -> Iterator[dict]:
         yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "gated": True}
         yield {"packed": packed, "group": 32 if packed else None, "rows": rows, "columns": 1024}  # cut along K
     yield {"packed": False, "group": None, "rows": 8, "half": "float16"}
+    yield {"packed": True, "group": 32, "rows": 8, "half": "float16"}
     yield {"packed": False, "group": None, "rows": 8, "columns": 1}  # triton takes a 1 for a constant
 
 
