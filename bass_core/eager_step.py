@@ -25,6 +25,7 @@ from bass_core.sampling import MixedParams, SamplingParams
 
 if TYPE_CHECKING:
     from bass_core.synthetic import SyntheticAcceptance
+    from bass_core.trace import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class StepOptions:
 
     rule: "token", "block" or "coupled". synthetic: draws accepted counts (None: they are earned). wants_p: steps return
     the target's distributions. all_or_none: where one row's logits are not numbers, no row moves (else only that one
-    stays). begin: told the names of the phases that begin inside a step.
+    stays). begin: told the names of the phases that begin inside a step. watch: the session's, where steps may be
+    launched ahead (None: somebody wants to be told of phases as they begin).
     """
 
     rule: str
@@ -41,6 +43,7 @@ class StepOptions:
     wants_p: bool
     all_or_none: bool
     begin: Callable[[str], None]
+    watch: Callable[[], Stopwatch | None] = lambda: None
 
     def is_fused(self, params: SamplingParams | MixedParams) -> bool:
         """Whether the fused kernels know this decision: greedy, or token verification of the models' own laws."""
@@ -52,16 +55,23 @@ class StepOptions:
 class Decided(NamedTuple):
     """What a step decided, still on the device. block: int64 [B, K + 4], per row the tokens, how many drafts it
     accepted, and whether the target's and the draft's logits were numbers. p: the target's distributions
-    [B, K + 1, V], where there are and the trace wants them."""
+    [B, K + 1, V], where there are and the trace wants them. fetched: waits for the block and returns it, where its
+    copy to the host is under way (then it may be None itself)."""
 
-    block: Tensor
+    block: Tensor | None
     p: Tensor | None = None
+    fetched: Callable[[], np.ndarray] | None = None
+
+    def on_host(self) -> np.ndarray:
+        """The block, on the host: the step's one wait."""
+        return self.block.cpu().numpy() if self.fetched is None else self.fetched()
 
 
 class EagerStep:
     """Steps of `rows`, operation by operation."""
 
     records = False  # whether steps are recorded and replayed
+    is_ahead = False  # whether a step is under way that the host has not asked for
     recordings = 0  # what was met for the first time or recorded so far: while it grows, steps take longer than later
 
     def __init__(self, rows: Rows, target: Runner, drafter: Drafter, options: StepOptions):
@@ -145,6 +155,11 @@ class EagerStep:
         self.rows.advance(context.places, verified, fine if live is None else fine & live)
         flags = verified.accepted, verified.finite, draft.finite
         return torch.cat([verified.tokens, *(each[:, None] for each in flags)], 1)
+
+    def take_back(self) -> None:
+        """Set the device's rows to what the host knows of them: what a step did that will not be committed, or is
+        interrupted, is as if it had not been."""
+        self.rows.rewind()
 
     def release(self) -> None:
         """Let go of memory of its own."""

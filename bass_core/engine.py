@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from bass_core import inputs, kernel_ops, probe, recorded_step
+from bass_core import inputs, kernel_ops, probe, recorded_step, step_ahead
 from bass_core.batch import Batch
 from bass_core.draft_length import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
@@ -145,9 +145,10 @@ class Session:
         )
         me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next looked for
         wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
-        options = StepOptions(self.rule, forced, wants_p, all_or_none, lambda phase: me()._enter(phase))
+        watch = lambda: me()._watch if Session.on_phase is None else None  # noqa: E731
+        options = StepOptions(self.rule, forced, wants_p, all_or_none, lambda phase: me()._enter(phase), watch)
         fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
-        self.device_step = recorded_step.make(way, fall_back, self.rows, self.target, self.drafter, options)
+        self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self._watch = Stopwatch(pair.device)
         self._count = itertools.count()
         self._chosen: set[int] = set()  # rows' numbers that callers chose
@@ -307,12 +308,16 @@ class Session:
         if self._committing:
             raise RuntimeError("an earlier step was interrupted while it committed; make a new session")
         if self._ahead:
-            self.rows.rewind()
+            self.device_step.take_back()
             self._ahead = False
         self.batch.compact()  # what an interrupted step may have left
         for request in self.rows.expired():
             self.batch.end(request, "budget")
         with self.target.cache.explaining(), self.target.prepared():
+            if self.device_step.is_ahead:
+                if self.rows.live:
+                    return self._decode()
+                self.device_step.take_back()  # all of its rows were ended
             starting, long = self.batch.starting() if self.rows.waiting else [], self.batch.long
             if self.rows.waiting and long.request and (long.turn or not (starting or self.rows.live)):
                 return self._read_chunk()
@@ -403,7 +408,7 @@ class Session:
 
     def _commit(self, context: Context, draft: Draft, decided: Decided) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
-        host = decided.block.cpu().numpy()  # [B, K + 4]
+        host = decided.on_host()  # [B, K + 4]
         failed = self._failed_rows(context, host[:, -2:] == 0)
         self._committing = True
         commit = self.rows.commit(context.places, host[:, :-2], draft.lengths_host, failed)

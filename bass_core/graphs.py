@@ -124,12 +124,19 @@ class Graphs:
         second time it is `due`.
         """
         if key in self._recordings:
-            self._recordings.move_to_end(key)
-            return self._recordings[key]()
+            return self.replay(key)
         if key not in self._met:
             self._met.add(key)
             self.made += 1
         return function()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._recordings
+
+    def replay(self, key: Hashable) -> Any:
+        """What a function that is recorded under this key returns."""
+        self._recordings.move_to_end(key)
+        return self._recordings[key]()
 
     def clear(self) -> None:
         """Forget all recordings: the memory that they stand for has moved, or is to be freed."""

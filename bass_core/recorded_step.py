@@ -18,8 +18,8 @@ from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter
 from bass_core.eager_step import Decided, EagerStep, StepOptions
-from bass_core.graphs import Graphs, captured, launched_each_time
-from bass_core.rows import Rows
+from bass_core.graphs import Graphs
+from bass_core.rows import Request, Rows
 from bass_core.runner import Runner
 
 NOBODY = -1
@@ -83,14 +83,16 @@ class RecordedStep(EagerStep):
         super().__init__(rows, target, drafter, options)
         self.graphs = graphs
         places, device = self.rows.max_rows, self.rows.device
-        # Drafts that each place submits; -1: no row lives there.
+        # Drafts that each place submits; -1: no row lives there. A step leaves there what the next one submits if that
+        # plans as many.
         self.planned = torch.full((places,), NOBODY, dtype=torch.int64, device=device)
         self._staged = torch.empty(places, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._announced: np.ndarray | None = None  # what stands in `planned`, where the host knows it
+        self._announced: Announced | None = None  # what stands in `planned`, where the host knows it
         self._finite, self._all_finite = torch.ones(places, dtype=torch.bool, device=device), True
         self._drafted = torch.zeros(places, 0, dtype=torch.int64, device=device)
         self._q: Tensor | None = None  # float [places, K, V], once a draft has shown that it has one
         self._memory: tuple[int, ...] = ()
+        self.replayed: list[tuple] | None = None  # the last step's functions by key; None: they are not all of it
         self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by places
         if isinstance(self.drafter, ModelDrafter) and not self.drafter.wants_hidden:
             self.drafter.recorded = RecordedPasses(self.drafter.runner, graphs)
@@ -105,6 +107,7 @@ class RecordedStep(EagerStep):
         if alone:
             most = self._width(places, most, int(planned.max()))
         self._settle(most)
+        self.replayed = [] if alone or most == 0 else None
         drafts = bool(lengths.any())
         self._all_finite &= not drafts  # as far as the host knows
         if not alone and most > 0:
@@ -116,7 +119,9 @@ class RecordedStep(EagerStep):
         if drafts:
             self.drafter.catch_up(context, lengths, most)
             extent = self.drafter.runner.extent(int((context.lengths_host + lengths).max()))
-            self._run(("draft", places, most, extent), lambda: self._draft_phase(places, most, extent))
+            key = ("draft", places, most, extent)
+            self._run(key, lambda: self._draft_phase(places, most, extent))
+            self.replayed.append(key)
         elif not self._all_finite:
             self._finite.fill_(True)
             self._all_finite = True
@@ -132,11 +137,14 @@ class RecordedStep(EagerStep):
             key = ("target", places, drafted, extent)
             logits = self._run(key, lambda: self._target_phase(places, drafted, extent))
             self.options.begin("commit")
+            self._announced = self.replayed = None  # rows' ends move, and `planned` stays
             return super().verify(self.context(context.places, drafted), draft, logits[:rows])
         certain = draft.probs is None
         key = ("verify", places, drafted, extent, certain)
         block = self._run(key, lambda: self._verify_phase(places, drafted, extent, certain))
         self.options.begin("commit")
+        if self.replayed is not None:
+            self.replayed.append(key)
         return Decided(block[:rows])
 
     # --- the two phases: nothing in them comes from the host --------------------------------------
@@ -149,7 +157,10 @@ class RecordedStep(EagerStep):
         context, planned = self.context(range(places), drafted), self.planned[:places]
         tokens, q = self._drafted[:places, :drafted], None if certain else self._q[:places, :drafted]
         draft = Draft(tokens, planned, None, q, self._finite[:places])
-        return super().verify(context, draft, self._target_phase(places, drafted, extent)).block
+        block = super().verify(context, draft, self._target_phase(places, drafted, extent)).block
+        ends = self.rows.lengths[:places], self.rows.limits[:places]
+        planned.copy_(self.target.fused(_submitted_next)(planned, *ends))
+        return block
 
     def _target_phase(self, places: int, drafted: int, extent: int) -> Tensor:
         """Target logits [B, K + 1, V]."""
@@ -178,21 +189,31 @@ class RecordedStep(EagerStep):
             self._drafted = self._drafted.new_zeros(self.rows.max_rows, room)
             self._q = None
             self.graphs.clear()
-        memory = self.rows.capacity, self.target.cache.slots, self.rows.seen is None
-        if memory != self._memory:
+        if (memory := self._stands_on()) != self._memory:
             self._memory = memory
             self.graphs.clear()
 
+    def _stands_on(self) -> tuple[int, ...]:
+        """What is another for other memory."""
+        return self.rows.capacity, self.target.cache.slots, self.rows.seen is None
+
     def _announce(self, lengths: np.ndarray) -> None:
-        """Tell the device what each place submits, unless it is what the step before did. The copy runs beside the
-        host, which next writes here after the step's one copy back."""
-        if self._announced is not None and np.array_equal(self._announced, lengths):
-            return
+        """Tell the device what each place submits, unless that is what the step before has left there. The copy runs
+        beside the host, which next writes here after the step's one copy back."""
+        rows, known, asked = self.rows, self._announced, Announced(list(self.rows.live), lengths.copy())
+        if known is not None and known.requests == asked.requests:
+            left = rows.limits_host[: len(lengths)] - rows.lengths_host[: len(lengths)] - 1
+            if np.array_equal(np.minimum(known.lengths, left), lengths):
+                self._announced = asked
+                return
+        self._tell(asked)
+
+    def _tell(self, announced: Announced) -> None:
         self._announced = None  # an interrupted copy leaves nothing known
         self._staged.fill_(NOBODY)
-        self._staged[: len(lengths)] = torch.from_numpy(lengths)
+        self._staged[: len(announced.lengths)] = torch.from_numpy(announced.lengths)
         self.planned.copy_(self._staged, non_blocking=True)
-        self._announced = lengths.copy()
+        self._announced = announced
 
     def _store(self, draft: Draft) -> None:
         """Keep a draft where the next phase finds it."""
@@ -209,8 +230,7 @@ class RecordedStep(EagerStep):
             announced, self._announced = self._announced, None
             self.planned.fill_(NOBODY)  # recording may call the function, and then no row may move
             self.graphs.record(key, function)
-            self.planned.copy_(self._staged, non_blocking=True)
-            self._announced = announced
+            self._tell(announced)
         return self.graphs.run(key, function)
 
     def _as_usual(self, context: Context) -> bool:
@@ -220,12 +240,29 @@ class RecordedStep(EagerStep):
     def _places(self, rows: int) -> int:
         return fixed_places(rows, self.rows.max_rows)
 
+    def take_back(self) -> None:
+        self._announced = None
+        super().take_back()
+
     @property
     def recordings(self) -> int:
         return self.graphs.made
 
     def release(self) -> None:
         self.graphs.clear()
+
+
+class Announced(NamedTuple):
+    """What `planned` says of these rows, in their places from the first on: how many drafts they submit [B] in a step;
+    after it, as many as then fit before their ends."""
+
+    requests: list[Request]
+    lengths: np.ndarray
+
+
+def _submitted_next(planned: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
+    """How many drafts rows submit at most that had planned so many, now that their ends are so near."""
+    return torch.minimum(planned, limits - lengths - 1).clamp(min=NOBODY)
 
 
 class RecordedPasses:
@@ -259,18 +296,3 @@ class RecordedPasses:
 def fixed_places(rows: int, most: int) -> int:
     """The rows of a fixed pass: rounded up to a power of two, since each number of them is another pass to record."""
     return min(1 << (rows - 1).bit_length(), most)
-
-
-def make(
-    way: Execution,
-    fall_back: Callable[[], None] | None,
-    rows: Rows,
-    target: Runner,
-    drafter: Drafter,
-    options: StepOptions,
-) -> EagerStep:
-    """The steps of `rows` in that way. fall_back: called if they cannot be recorded after all (None: that raises)."""
-    if way == Execution():
-        return EagerStep(rows, target, drafter, options)
-    record = captured(rows.device) if way.recorded else launched_each_time
-    return RecordedStep(rows, target, drafter, options, Graphs(record, fall_back=fall_back))

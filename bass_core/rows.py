@@ -133,13 +133,14 @@ class Rows:
         self.lengths = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.lengths)
         self.streams = torch.zeros_like(self.lengths)
+        self.limits = torch.zeros_like(self.lengths)  # lengths at which rows end
         self.seen: Tensor | None = None  # bool [max_rows, V]: ids that rows have had, once one has a repetition penalty
         # The host's side of it.
         self.tokens_host = np.zeros((max_rows, 1), dtype=np.int64)
         self.lengths_host = np.zeros(max_rows, dtype=np.int64)
         self.steps_host = np.zeros(max_rows, dtype=np.int64)
         self.prompt_lengths = np.zeros(max_rows, dtype=np.int64)
-        self.limits = np.zeros(max_rows, dtype=np.int64)
+        self.limits_host = np.zeros(max_rows, dtype=np.int64)
 
     # --- looking ----------------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class Rows:
             steps=self.steps_host[:b] - 1,
             lengths=lengths,
             generated=lengths - self.prompt_lengths[:b],
-            remaining=self.limits[:b] - lengths,
+            remaining=self.limits_host[:b] - lengths,
         )
 
     def context(self, places: range, most: int) -> Context:
@@ -189,7 +190,7 @@ class Rows:
         self.lengths[place] = self.lengths_host[place] = self.prompt_lengths[place] = len(ids)
         self.steps[place] = self.steps_host[place] = 0
         self.streams[place] = randomness.stream(request.seed, request.sample)
-        self.limits[place] = request.limit
+        self.limits[place] = self.limits_host[place] = request.limit
         if self.seen is None and request.params.needs_history:
             self.seen = torch.zeros(self.max_rows, self.vocabulary, dtype=torch.bool, device=self.device)
             self._recall(range(place))
@@ -233,7 +234,7 @@ class Rows:
         self.steps[rows] += fine
 
     def rewind(self) -> None:
-        """The device's side as the host knows it, after a step that was interrupted between `advance` and `commit`.
+        """The device's side as the host knows it, after a step whose `advance` no `commit` will follow.
 
         Nothing else is needed: what stands beyond a row's end is overwritten later.
         """
@@ -267,7 +268,7 @@ class Rows:
 
     def _ends(self, rows: slice, new: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
         """How many of each row's `counts` new tokens are kept, and why rows end there, by index."""
-        full = self.lengths_host[rows] + counts >= self.limits[rows]
+        full = self.lengths_host[rows] + counts >= self.limits_host[rows]
         reasons = dict.fromkeys(np.flatnonzero(full).tolist(), "length")
         if len(self.eos):
             is_eos = (new[..., None] == self.eos).any(-1) & (np.arange(new.shape[1]) < counts[:, None])
@@ -342,8 +343,8 @@ class Rows:
             self.live.pop()
 
     def _move(self, source: int, destination: int) -> None:
-        tables = [self.tokens, self.logprobs, self.lengths, self.steps, self.streams, self.seen]
-        tables += [self.tokens_host, self.lengths_host, self.steps_host, self.prompt_lengths, self.limits]
+        tables = [self.tokens, self.logprobs, self.lengths, self.steps, self.streams, self.limits, self.seen]
+        tables += [self.tokens_host, self.lengths_host, self.steps_host, self.prompt_lengths, self.limits_host]
         for table in tables:
             if table is not None:
                 table[destination] = table[source]

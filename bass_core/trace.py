@@ -10,6 +10,8 @@ import gzip
 import itertools
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -55,30 +57,48 @@ class Summary(TypedDict):
 
 
 class Stopwatch:
-    """Wall time between marks, in milliseconds. On CUDA by events, read after the step's one copy to the host."""
+    """Wall time between marks, in milliseconds. On CUDA by events, read after the step's one copy to the host.
+
+    A step that is launched ahead has its marks before it starts: those that it asks for then are there already.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._marks: list = []
-        self._events: list[torch.cuda.Event] = []  # of earlier steps: each is read before the next one begins
+        self._asked = 0  # for how many of them this step has asked
+        self._next: list = []  # the next step's, where it is under way
+        self._free: list[torch.cuda.Event] = []  # of earlier steps, read or dropped
 
     def start(self) -> None:
         """The first mark; an interrupted step's are dropped."""
-        self._marks = []
+        self._let_go(self._marks)
+        self._marks, self._next, self._asked = self._next, [], 0
         self.mark()
 
     def mark(self) -> None:
-        if self._on_cuda:
-            if not self._marks:
+        self._asked += 1
+        if self._asked > len(self._marks):
+            if self._on_cuda and not self._marks:
                 self._stream = torch.cuda.current_stream(self._device)
-            if len(self._events) == len(self._marks):
-                self._events.append(torch.cuda.Event(enable_timing=True))
-            event = self._events[len(self._marks)]
-            event.record(self._stream)
-            self._marks.append(event)
-        else:
-            self._marks.append(time.perf_counter())
+            self._marks.append(self._now())
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Marks made inside are those of the next step. Its first one is made here, and ends this step, too."""
+        now = self._now()
+        this, asked = [*self._marks, now], self._asked
+        self._marks, self._asked = [now], 1
+        try:
+            yield
+            self._next = self._marks
+        finally:
+            self._marks, self._asked = this, asked
+
+    def drop_ahead(self) -> None:
+        """The step that was launched ahead is none after all."""
+        del self._marks[self._asked :]
+        self._next = []  # their events are made anew: this is rare
 
     def intervals(self) -> list[float]:
         """Milliseconds between consecutive marks; starts over."""
@@ -86,8 +106,22 @@ class Stopwatch:
         pairs = itertools.pairwise(marks)
         if self._on_cuda:
             marks[-1].synchronize()
-            return [a.elapsed_time(b) for a, b in pairs]
+            found = [a.elapsed_time(b) for a, b in pairs]
+            self._let_go(marks)
+            return found
         return [(b - a) * 1e3 for a, b in pairs]
+
+    def _let_go(self, marks: list) -> None:
+        """Use their events again, but for one that the next step begins with."""
+        if self._on_cuda:
+            self._free += [mark for mark in marks if not any(mark is other for other in self._next)]
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
 
 
 class Trace:

@@ -10,7 +10,7 @@ from tiny import ragged_prompts, tiny_model
 from torch._dynamo.utils import counters
 
 import bass_core as bass
-from bass_core import attention, compiled_layers, randomness, recorded_step
+from bass_core import attention, compiled_layers, randomness, step_ahead
 from bass_core.graphs import NothingReadByHost, NotRecordable
 
 PROMPTS = ragged_prompts(5, 11)
@@ -42,8 +42,9 @@ def test_compiled_equals_eager():
             found[way] = session.result(handle)
     assert torch.equal(found["compiled"].sequence, found["off"].sequence)
     torch.testing.assert_close(found["compiled"].logprobs, found["off"].logprobs, rtol=0, atol=1e-5)
-    # One for layers; the norm, rotary factors, where tokens go (2), random numbers, the draw, whether all was finite.
-    assert counters["stats"]["unique_graphs"] == 8 and counters["inductor"]["extern_calls"] > 0
+    # One for layers; the norm, rotary factors, where tokens go (2), random numbers, the draw, whether all was finite,
+    # how many drafts fit before the rows' ends.
+    assert counters["stats"]["unique_graphs"] == 9 and counters["inductor"]["extern_calls"] > 0
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,7 @@ def watched(function):
 
 @pytest.mark.usefixtures("traced_only")
 def test_what_the_host_reads_outside_the_compiled_layers_is_noticed(monkeypatch):
-    monkeypatch.setattr(recorded_step, "launched_each_time", watched)
+    monkeypatch.setattr(step_ahead, "launched_each_time", watched)
     target = tiny_model.__wrapped__()
     models = bass.ModelPair(target, tiny_model(noise=0.1))
     decode(models, "compiled")

@@ -7,13 +7,16 @@ refuses what a capture refuses: values read by the host, and tensors made of the
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from tiny import ragged_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
 import bass_core as bass
-from bass_core import recorded_step
+from bass_core import recorded_step, step_ahead
 from bass_core.graphs import Graphs, NothingReadByHost, launched_each_time
+from bass_lab.checks.oracle import Oracle
 
 
 class Recorder(NothingReadByHost):
@@ -67,7 +70,7 @@ def recorded(device: torch.device):
 
 def use_on_cpu(monkeypatch) -> None:
     """compile="graphs" and "auto" mean this recorder from now on."""
-    monkeypatch.setattr(recorded_step, "captured", recorded)
+    monkeypatch.setattr(step_ahead, "captured", recorded)
     monkeypatch.setattr(
         recorded_step,
         "resolve",
@@ -75,13 +78,58 @@ def use_on_cpu(monkeypatch) -> None:
     )
 
 
+class Known(Graphs):
+    """Functions that count as recorded as soon as they are met."""
+
+    def run(self, key, function):
+        self._recordings[key] = function
+        return super().run(key, function)
+
+
 def use_fixed_steps(monkeypatch) -> None:
-    """Every session takes steps of fixed shapes from now on, launched each time."""
+    """Every session takes steps of fixed shapes from now on, launched each time, and ahead as soon as can be."""
 
     def make(way, fall_back, *arguments):
-        return recorded_step.RecordedStep(*arguments, Graphs(launched_each_time))
+        return step_ahead.StepAhead(*arguments, Known(launched_each_time))
 
-    monkeypatch.setattr(recorded_step, "make", make)
+    monkeypatch.setattr(step_ahead, "make", make)
+    monkeypatch.setattr(step_ahead, "ALIKE", 0)
+    _draw_again_what_is_taken_back(monkeypatch)
+
+
+def _draw_again_what_is_taken_back(monkeypatch) -> None:
+    """The oracle of `enumeration` gives a random number once; those of a step that is taken back decide nothing."""
+    oracles, use, take_back = [], Oracle._use, step_ahead.StepAhead.take_back
+
+    def noted(self, *key):
+        oracles[:] = [self]
+        use(self, *key)
+
+    def taken_back(self):
+        take_back(self)
+        taken = dict(zip(self.rows.streams.tolist(), self.rows.steps.tolist(), strict=True))
+        for oracle in oracles:
+            oracle._keys = {key for key in oracle._keys if key[1] < taken[key[0]]}
+
+    monkeypatch.setattr(Oracle, "_use", noted)
+    monkeypatch.setattr(step_ahead.StepAhead, "take_back", taken_back)
+
+
+def count_ahead(monkeypatch) -> Counter:
+    """How many steps are launched before the one before is read, from now on, and how many of them are taken back."""
+    seen, launch, take_back = Counter(), step_ahead.StepAhead._launch, step_ahead.StepAhead.take_back
+
+    def launched(self):
+        launch(self)
+        seen["launched"] += self.is_ahead
+
+    def taken_back(self):
+        seen["taken back"] += 1
+        take_back(self)
+
+    monkeypatch.setattr(step_ahead.StepAhead, "_launch", launched)
+    monkeypatch.setattr(step_ahead.StepAhead, "take_back", taken_back)
+    return seen
 
 
 # --- recorded against eager ---

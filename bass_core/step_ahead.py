@@ -1,0 +1,159 @@
+"""A step launched before the one before it is read: the device decodes on while the host takes in what was decided.
+
+What comes between two steps on the host (a copy, the rows' ends, a policy's plan, the caller) takes as long as a large
+model needs for a tenth of a step, and a small one for a whole one. Nothing of it is needed for the next step if that
+plans as many drafts as the last ones did: all that it reads stands on the device, where a row that has reached its
+limit submits nothing. So recordings are replayed once more, on that guess. The loop asks for the step as for any other,
+with what it has learnt meanwhile. If that is another step (another draft length, rows that were admitted), the rows are
+set back, and it is launched as if there had been none: random numbers go by a row's own steps, so texts are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bass_core.draft_length import DraftLengthPolicy
+from bass_core.drafters import Context, Draft, Drafter
+from bass_core.eager_step import Decided, EagerStep, StepOptions
+from bass_core.graphs import Graphs, captured, launched_each_time
+from bass_core.recorded_step import Announced, Execution, RecordedStep
+from bass_core.rows import Request, Rows
+from bass_core.runner import Runner
+
+ALIKE = 2  # steps that planned the same length as the one before them, until the next one is expected to do so
+
+
+class Ahead(NamedTuple):
+    """A step under way that nobody has asked for: its rows by place, how many drafts it plans for each, for how many
+    its recordings have room; fetched: waits for what it has decided, [places, K + 4]."""
+
+    requests: list[Request]
+    planned: int
+    room: int
+    fetched: Callable[[], np.ndarray]
+
+
+class StepAhead(RecordedStep):
+    """Recorded steps, of which one more is under way as often as can be."""
+
+    def __init__(self, rows: Rows, target: Runner, drafter: Drafter, options: StepOptions, graphs: Graphs):
+        super().__init__(rows, target, drafter, options, graphs)
+        self._under_way: Ahead | None = None
+        self._asked_for: Ahead | None = None  # the same, from its draft to its verification
+        self._planned: int | None = None  # by the last step, for every row
+        self._alike = 0  # how many steps in turn have planned what the one before had
+
+    @property
+    def is_ahead(self) -> bool:
+        return self._under_way is not None
+
+    def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
+        length = int(planned[0]) if (planned == planned[0]).all() else None
+        self._alike = self._alike + 1 if length is not None and length == self._planned else 0
+        self._planned = length
+        ahead, self._under_way, self._asked_for = self._under_way, None, None
+        if ahead is None or ahead.planned != length:
+            if ahead is not None:
+                self.take_back()
+            return super().draft(context, planned, lengths, policy)
+        self._asked_for = ahead
+        here = list(self.rows.live)
+        self._announced = Announced(here, lengths.copy()) if here == ahead.requests else None  # else rows have moved
+        if lengths.any():
+            self.drafter.catch_up(context, lengths, ahead.room)
+        rows = len(here)
+        return Draft(self._drafted[:rows, : ahead.room], self.planned[:rows], lengths, None, self._finite[:rows])
+
+    def verify(self, context: Context, draft: Draft, logits: Tensor | None = None) -> Decided:
+        ahead, self._asked_for = self._asked_for, None
+        if ahead is not None:
+            self.options.begin("commit")
+            decided = Decided(None, fetched=lambda: ahead.fetched()[self._places_of(ahead)])
+        else:
+            decided = super().verify(context, draft, logits)
+            if logits is not None or self.replayed is None:
+                return decided
+            decided = decided._replace(fetched=_fetched(decided.block))
+        if self._is_certain(context, draft.lengths_host):
+            self._launch()
+        return decided
+
+    def _places_of(self, ahead: Ahead) -> list[int]:
+        """Where the rows that live now were when it was launched: others have ended since, and some have moved."""
+        place_of = {request: place for place, request in enumerate(ahead.requests)}
+        return [place_of[request] for request in self.rows.live]
+
+    def _is_certain(self, context: Context, lengths: np.ndarray) -> bool:
+        """Whether the next step will be this one again, as far as can be known before this one is read."""
+        rows, replayed = self.rows, self.replayed
+        if self._alike < ALIKE or replayed is None or self._announced is None or self._memory != self._stands_on():
+            return False
+        goes_on = rows.limits_host[: len(lengths)] - context.lengths_host > lengths + 1  # [B], unless it ends on EOS
+        if not goes_on.any() or (rows.waiting and (rows.free or not goes_on.all())):
+            return False  # all may end; a place is or may become free for a row that waits
+        longest = int(context.lengths_host.max() + 2 * lengths.max()) + 1
+        places, runners = self._places(len(lengths)), (*([self.drafter.runner] if replayed[1:] else []), self.target)
+        return all(
+            key in self.graphs and key[1] == places and key[3] == runner.extent(longest)
+            for key, runner in zip(replayed, runners, strict=True)
+        )
+
+    def _launch(self) -> None:
+        """The recordings of the last step once more."""
+        watch = self.options.watch()
+        if watch is None:
+            return
+        with watch.ahead():
+            watch.mark()
+            *drafting, verifying = self.replayed
+            for key in drafting:
+                self.graphs.replay(key)
+            watch.mark()
+            block = self.graphs.replay(verifying)
+            watch.mark()
+            self._under_way = Ahead(list(self.rows.live), self._planned, verifying[2], _fetched(block))
+
+    def take_back(self) -> None:
+        self._under_way = self._asked_for = None
+        if (watch := self.options.watch()) is not None:
+            watch.drop_ahead()
+        super().take_back()
+
+    def release(self) -> None:
+        self._under_way = self._asked_for = None
+        super().release()
+
+
+def _fetched(block: Tensor) -> Callable[[], np.ndarray]:
+    """A copy to the host that begins now, before the next replay writes over the block: waits for it."""
+    if block.device.type != "cuda":
+        return block.clone().numpy
+    copied, arrived = block.to("cpu", non_blocking=True), torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(block.device))
+
+    def wait() -> np.ndarray:
+        arrived.synchronize()
+        return copied.numpy()
+
+    return wait
+
+
+def make(
+    way: Execution,
+    fall_back: Callable[[], None] | None,
+    rows: Rows,
+    target: Runner,
+    drafter: Drafter,
+    options: StepOptions,
+) -> EagerStep:
+    """The steps of `rows` in that way. fall_back: called if they cannot be recorded after all (None: that raises)."""
+    if way == Execution():
+        return EagerStep(rows, target, drafter, options)
+    if not way.recorded:
+        return RecordedStep(rows, target, drafter, options, Graphs(launched_each_time, fall_back=fall_back))
+    return StepAhead(rows, target, drafter, options, Graphs(captured(rows.device), fall_back=fall_back))

@@ -1,0 +1,150 @@
+"""A step is launched before the one before it is read, and nothing else of a session is another."""
+
+import pytest
+import torch
+from recording import PROMPTS, assert_same, count_ahead, pair, use_fixed_steps, use_on_cpu
+from trial_policies import Alternating
+
+import bass_core as bass
+from bass_core import step_ahead
+from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
+from bass_lab.checks.tabular import tabular, total_variation
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    use_on_cpu(monkeypatch)
+    return count_ahead(monkeypatch)
+
+
+def session(way="graphs", **options):
+    return bass.Session(pair(), compile=way, eos_token_id=(), **({"draft_length": 3, "temperature": 0.8} | options))
+
+
+def to_the_end(running):
+    while not running.idle:
+        running.step()
+
+
+def texts(running, handles):
+    to_the_end(running)
+    found = [running.result(handle) for handle in handles]
+    return [(each.sequence.tolist(), each.finish_reason) for each in found]
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_the_next_step_is_under_way_when_a_step_is_read(ahead, monkeypatch, k):
+    under_way, on_host = [], step_ahead.Decided.on_host
+    with session(draft_length=k) as running:
+        monkeypatch.setattr(
+            step_ahead.Decided,
+            "on_host",
+            lambda self: (under_way.append(running.device_step.is_ahead), on_host(self))[1],
+        )
+        handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:2]]
+        found = texts(running, handles)
+        steps = running.trace.steps.query("kind == 'decode'").step.nunique()
+    assert sum(under_way) == ahead["launched"] > steps / 2
+    assert ahead["taken back"] == 0
+    with session("off", draft_length=k) as running:
+        assert texts(running, [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:2]]) == found
+
+
+def test_rows_that_end_meanwhile_keep_nobody_waiting(ahead):
+    """They end on EOS, which nobody foresees; the others move up, and the step under way counts for them."""
+    recorded, _ = assert_same(pair(), draft_length=4, temperature=1.5, new=70, eos_token_id=range(3, 7))
+    assert set(recorded.finish_reasons) == {"eos", "length"} or recorded.finish_reasons.count("eos") > 2
+    assert ahead["launched"] > 5 and ahead["taken back"] <= 1  # under way when the last row ended
+
+
+def test_a_policy_that_changes_its_mind_has_its_way(ahead):
+    assert_same(pair(), draft_length=lambda: Alternating(k=3, zeros=4), temperature=0.8, new=60)
+    assert 0 < ahead["taken back"] <= ahead["launched"]
+
+
+def between_steps(way, act):
+    """Texts of rows, between whose steps something is done; steps are launched ahead by then."""
+    with session(way, max_batch_size=4) as running:
+        handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:3]]
+        for _ in range(6):
+            running.step()
+        assert running.device_step.is_ahead == (way == "graphs")
+        handles += act(running, handles) or []
+        return texts(running, handles)
+
+
+ACTS = {
+    "a row is submitted": lambda running, handles: [running.submit(PROMPTS[3], max_new_tokens=20)],
+    "a longer row is submitted": lambda running, handles: [running.submit(PROMPTS[3], max_new_tokens=78)],
+    "a row is cancelled": lambda running, handles: running.cancel(handles[0]),
+    "all rows are cancelled": lambda running, handles: [running.cancel(handle) for handle in handles] and None,
+    "all rows are cancelled, and others come": lambda running, handles: (
+        [running.cancel(handle) for handle in handles]
+        and [running.submit(prompt, max_new_tokens=20) for prompt in PROMPTS]
+    ),
+    "room is made": lambda running, handles: running.reserve(300),
+    "a row of other sampling comes": lambda running, handles: [
+        running.submit(PROMPTS[3], max_new_tokens=20, temperature=0.3, repetition_penalty=1.2)
+    ],
+}
+
+
+@pytest.mark.parametrize("what", ACTS)
+def test_what_is_done_between_two_steps_is_done_to_the_rows_that_were_read(ahead, what):
+    assert between_steps("graphs", ACTS[what]) == between_steps("off", ACTS[what])
+
+
+def test_cancelled_rows_leave_a_session_idle(ahead):
+    with session() as running:
+        handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:3]]
+        for _ in range(6):
+            running.step()
+        for handle in handles:
+            running.cancel(handle)
+        assert running.idle
+        assert running.step().rows == []
+
+
+def test_a_row_that_waits_comes_in_as_soon_as_one_ends_at_its_limit(ahead):
+    """The step under way would keep it waiting."""
+    recorded, eager = assert_same(pair(), draft_length=0, max_batch_size=2, new=30)
+    assert ahead["launched"] > 20
+    assert recorded.trace.steps.step.tolist() == eager.trace.steps.step.tolist()
+
+
+def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeypatch):
+    monkeypatch.setattr(bass.Session, "on_phase", lambda *_: None)
+    with session() as running:
+        texts(running, [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS])
+    assert ahead["launched"] == 0
+
+
+def test_times_of_steps_add_up(ahead):
+    """The end of a step is the beginning of the one that was launched ahead."""
+    with session() as running:
+        texts(running, [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS])
+        times = running.trace.steps[["draft_ms", "verify_ms", "other_ms"]]
+    assert ahead["launched"] > 5 and (times >= 0).all().all() and (times.sum(axis=1) > 0).all()
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_the_law_is_the_targets(monkeypatch, rule):
+    """Every random decision, of steps that are taken back, too."""
+    use_fixed_steps(monkeypatch)
+    ahead, target, draft = count_ahead(monkeypatch), tabular(2, seed=1), tabular(2, seed=2)
+    for policy in (lambda: 1, lambda: Alternating(k=1, zeros=1)):
+        found = law_of_engine(target, draft, 5, policy, verification=rule)
+        assert total_variation(found, exact_law(target, 5)) < EXACT
+    assert ahead["launched"] > ahead["taken back"] > 0
+
+
+def test_rows_set_back_are_those_that_were_read(ahead):
+    with session() as running:
+        for prompt in PROMPTS[:3]:
+            running.submit(prompt, max_new_tokens=60)
+        for _ in range(6):
+            running.step()
+        lengths = torch.from_numpy(running.rows.lengths_host)
+        assert running.device_step.is_ahead and not torch.equal(running.rows.lengths[:3], lengths[:3])
+        running.device_step.take_back()
+        assert torch.equal(running.rows.lengths[:3], lengths[:3])
