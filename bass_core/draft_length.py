@@ -104,6 +104,11 @@ class DraftLengthPolicy(ABC):
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         """What each row submitted and had accepted in this step, int64 [B] each, on the host."""
 
+    def foretell(self) -> int | None:
+        """Asked after `plan`: what it will say for the next step whatever this one brings, unless rows end; None: that
+        depends. On a GPU a step that is foretold begins before this one is read. One foretold wrongly is undone."""
+        return None
+
 
 @dataclass
 class FixedLength(DraftLengthPolicy):
@@ -116,6 +121,9 @@ class FixedLength(DraftLengthPolicy):
             raise ValueError(f"draft_length must be an integer >= 0 (0 = regular decoding), got {self.k!r}")
 
     def plan(self, rows: RowsView) -> int:
+        return self.k
+
+    def foretell(self) -> int:
         return self.k
 
 

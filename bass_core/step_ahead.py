@@ -1,11 +1,11 @@
 """A step launched before the one before it is read: the device decodes on while the host takes in what was decided.
 
 What comes between two steps on the host (a copy, the rows' ends, a policy's plan, the caller) takes as long as a large
-model needs for a tenth of a step, and a small one for a whole one. Nothing of it is needed for the next step if that
-plans as many drafts as the last ones did: all that it reads stands on the device, where a row that has reached its
-limit submits nothing. So recordings are replayed once more, on that guess. The loop asks for the step as for any other,
-with what it has learnt meanwhile. If that is another step (another draft length, rows that were admitted), the rows are
-set back, and it is launched as if there had been none: random numbers go by a row's own steps, so texts are the same.
+model needs for a tenth of a step, and a small one for a whole one. The next step needs nothing of it where the policy
+foretells that it drafts as many tokens: all else that it reads stands on the device, where a row that has reached its
+limit submits nothing. So recordings are replayed once more. The loop asks for that step as for any other, with what it
+has learnt meanwhile. If it asks for another one after all, the rows are set back, and that is launched as if there had
+been none: random numbers go by a row's own steps, so texts are the same.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter
 from bass_core.eager_step import Decided, EagerStep, StepOptions
 from bass_core.graphs import Graphs, captured, launched_each_time
-from bass_core.recorded_step import Announced, Execution, RecordedStep
+from bass_core.recorded_step import NOBODY, Announced, Execution, RecordedStep
 from bass_core.rows import Request, Rows
 from bass_core.runner import Runner
-
-ALIKE = 2  # steps that planned the same length as the one before them, until the next one is expected to do so
 
 
 class Ahead(NamedTuple):
@@ -45,25 +43,26 @@ class StepAhead(RecordedStep):
         super().__init__(rows, target, drafter, options, graphs)
         self._under_way: Ahead | None = None
         self._asked_for: Ahead | None = None  # the same, from its draft to its verification
-        self._planned: int | None = None  # by the last step, for every row
-        self._alike = 0  # how many steps in turn have planned what the one before had
+        self._foretold: int | None = None  # how many drafts all rows plan in the next step as in this; None: who knows
 
     @property
     def is_ahead(self) -> bool:
         return self._under_way is not None
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
-        length = int(planned[0]) if (planned == planned[0]).all() else None
-        self._alike = self._alike + 1 if length is not None and length == self._planned else 0
-        self._planned = length
         ahead, self._under_way, self._asked_for = self._under_way, None, None
-        if ahead is None or ahead.planned != length:
-            if ahead is not None:
-                self.take_back()
+        if ahead is not None and (planned != ahead.planned).any():
+            self.take_back()
+            ahead = None
+        foretold = policy.foretell()
+        self._foretold = foretold if foretold is not None and (planned == foretold).all() else None
+        if ahead is None:
             return super().draft(context, planned, lengths, policy)
         self._asked_for = ahead
         here = list(self.rows.live)
-        self._announced = Announced(here, lengths.copy()) if here == ahead.requests else None  # else rows have moved
+        if here != ahead.requests:
+            self._move_planned(self._places_of(ahead))
+        self._announced = Announced(here, lengths.copy())
         if lengths.any():
             self.drafter.catch_up(context, lengths, ahead.room)
         rows = len(here)
@@ -88,11 +87,20 @@ class StepAhead(RecordedStep):
         place_of = {request: place for place, request in enumerate(ahead.requests)}
         return [place_of[request] for request in self.rows.live]
 
+    def _move_planned(self, places: list[int]) -> None:
+        """What rows in these places submit next is said of the first places now: rows that ended have made room."""
+        on_cuda = self.planned.device.type == "cuda"
+        moved = torch.tensor(places, pin_memory=on_cuda).to(self.planned.device, non_blocking=True)
+        self.planned[: len(places)] = self.planned[moved]
+        self.planned[len(places) :] = NOBODY
+
     def _is_certain(self, context: Context, lengths: np.ndarray) -> bool:
         """Whether the next step will be this one again, as far as can be known before this one is read."""
         rows, replayed = self.rows, self.replayed
-        if self._alike < ALIKE or replayed is None or self._announced is None or self._memory != self._stands_on():
+        if self._foretold is None or replayed is None or self._announced is None:
             return False
+        if self._memory != self._stands_on():
+            return False  # recordings are of memory that has moved
         goes_on = rows.limits_host[: len(lengths)] - context.lengths_host > lengths + 1  # [B], unless it ends on EOS
         if not goes_on.any() or (rows.waiting and (rows.free or not goes_on.all())):
             return False  # all may end; a place is or may become free for a row that waits
@@ -116,7 +124,7 @@ class StepAhead(RecordedStep):
             watch.mark()
             block = self.graphs.replay(verifying)
             watch.mark()
-            self._under_way = Ahead(list(self.rows.live), self._planned, verifying[2], _fetched(block))
+            self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], _fetched(block))
 
     def take_back(self) -> None:
         self._under_way = self._asked_for = None

@@ -116,8 +116,11 @@ class Goodput(DraftLengthPolicy):
         else:
             self.alphas = RowAlphas(self.alphas.expected)
 
+    def foretell(self) -> int | None:
+        return 0 if self.zeros % SAME and self.zeros < self.next_probe else None
+
     def plan(self, rows: RowsView) -> int | Tensor:
-        if self.zeros % SAME and self.zeros < self.next_probe and len(rows.ids) == self.batch:
+        if self.foretell() == 0 and len(rows.ids) == self.batch:
             self.zeros += 1
             return 0
         self.alphas.follow(rows.ids)

@@ -324,7 +324,11 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
             yield "target_passes", (batch, k + 1, kv_length), verifying
             if k:
                 yield "draft_phases", (batch, k, kv_length), drafting
-            yield "overheads", (batch, k), max(wall - drafting - verifying, 0.0)  # launched ahead, passes begin before it
+            yield (
+                "overheads",
+                (batch, k),
+                max(wall - drafting - verifying, 0.0),
+            )  # launched ahead, passes begin before it
 
 
 def _prompts(batch: int, length: int) -> list[torch.Tensor]:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from recording import PROMPTS, assert_same, count_ahead, pair, use_fixed_steps, use_on_cpu
-from trial_policies import Alternating
+from tiny import tiny_model
+from trial_policies import DEAR, Alternating, library_policies
 
 import bass_core as bass
 from bass_core import step_ahead
@@ -57,9 +58,53 @@ def test_rows_that_end_meanwhile_keep_nobody_waiting(ahead):
     assert ahead["launched"] > 5 and ahead["taken back"] <= 1  # under way when the last row ended
 
 
+class Fickle(Alternating):
+    """It foretells that all stays as it is."""
+
+    def plan(self, rows):
+        self._last = super().plan(rows)
+        return self._last
+
+    def foretell(self):
+        return self._last
+
+
 def test_a_policy_that_changes_its_mind_has_its_way(ahead):
-    assert_same(pair(), draft_length=lambda: Alternating(k=3, zeros=4), temperature=0.8, new=60)
-    assert 0 < ahead["taken back"] <= ahead["launched"]
+    assert_same(pair(), draft_length=lambda: Fickle(k=3, zeros=4), temperature=0.8, new=60)
+    assert 0 < ahead["taken back"] < ahead["launched"]
+
+
+def test_a_policy_that_drafts_nothing_for_long_foretells_it(ahead):
+    useless = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", seed=1))
+    assert_same(useless, draft_length=lambda: bass.Goodput(DEAR), temperature=0.8, new=60)
+    assert ahead["launched"] > 20 and ahead["taken back"] == 0
+
+
+@pytest.mark.parametrize("policy", ["fixed", *library_policies(limit=4)])
+def test_what_is_foretold_comes_true_while_no_row_ends(policy):
+    made = bass.FixedLength(3) if policy == "fixed" else library_policies(limit=4)[policy]()
+    foretold, said = None, []
+
+    class Watched(bass.DraftLengthPolicy):
+        keep_drafting, choose = made.keep_drafting, made.choose
+
+        def start(self, rows):
+            made.start(rows)
+
+        def plan(self, rows):
+            nonlocal foretold
+            found = made.plan(rows)
+            if foretold is not None and said and said[-1][0] == rows.ids.tolist():
+                assert foretold == found
+            said.append((rows.ids.tolist(), foretold))
+            foretold = made.foretell()
+            return found
+
+        def update(self, drafted, accepted):
+            made.update(drafted, accepted)
+
+    bass.generate(pair(), PROMPTS, max_new_tokens=70, draft_length=Watched(), temperature=0.8, eos_token_id=())
+    assert all(told == 3 for _, told in said[1:]) if policy == "fixed" else len(said) > 10
 
 
 def between_steps(way, act):
@@ -112,6 +157,22 @@ def test_a_row_that_waits_comes_in_as_soon_as_one_ends_at_its_limit(ahead):
     assert recorded.trace.steps.step.tolist() == eager.trace.steps.step.tolist()
 
 
+def test_rows_that_end_one_by_one_leave_steps_under_way(ahead):
+    """Others have moved into their places, and what these submit has moved along."""
+    with session(max_batch_size=4, draft_length=2) as running:
+        for _ in range(3):  # what is met for the third time is recorded
+            handles = [running.submit(prompt, max_new_tokens=20 + 9 * at) for at, prompt in enumerate(PROMPTS[:4])]
+            ahead.clear()
+            found = texts(running, handles)
+        steps = running.trace.steps.query("kind == 'decode'").step.nunique() / 3
+    assert ahead["taken back"] == 0 and ahead["launched"] >= steps - 4  # the first, and those of fewer places
+    with session("off", max_batch_size=4, draft_length=2) as running:
+        for _ in range(3):
+            handles = [running.submit(prompt, max_new_tokens=20 + 9 * at) for at, prompt in enumerate(PROMPTS[:4])]
+            expected = texts(running, handles)
+    assert found == expected
+
+
 def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeypatch):
     monkeypatch.setattr(bass.Session, "on_phase", lambda *_: None)
     with session() as running:
@@ -132,7 +193,7 @@ def test_the_law_is_the_targets(monkeypatch, rule):
     """Every random decision, of steps that are taken back, too."""
     use_fixed_steps(monkeypatch)
     ahead, target, draft = count_ahead(monkeypatch), tabular(2, seed=1), tabular(2, seed=2)
-    for policy in (lambda: 1, lambda: Alternating(k=1, zeros=1)):
+    for policy in (lambda: 1, lambda: Fickle(k=1, zeros=1)):
         found = law_of_engine(target, draft, 5, policy, verification=rule)
         assert total_variation(found, exact_law(target, 5)) < EXACT
     assert ahead["launched"] > ahead["taken back"] > 0

@@ -93,7 +93,6 @@ def use_fixed_steps(monkeypatch) -> None:
         return step_ahead.StepAhead(*arguments, Known(launched_each_time))
 
     monkeypatch.setattr(step_ahead, "make", make)
-    monkeypatch.setattr(step_ahead, "ALIKE", 0)
     _draw_again_what_is_taken_back(monkeypatch)
 
 
