@@ -102,6 +102,7 @@ class Goodput(DraftLengthPolicy):
 
     def _reset(self) -> None:
         self.k = self.zeros = 0  # draft length of the last step, and for how many steps it has been 0
+        self.rest = 0  # for how many it will have been, whatever these bring
         self.next_probe, self.probing, self.batch = self.probe, False, 0
         self.joined = False  # whether rows came while others were decoded
 
@@ -117,11 +118,15 @@ class Goodput(DraftLengthPolicy):
             self.alphas = RowAlphas(self.alphas.expected)
 
     def foretell(self) -> int | None:
-        return 0 if self.zeros % SAME and self.zeros < self.next_probe else None
+        return 0 if 0 < self.zeros < self.rest else None
 
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.foretell() == 0 and len(rows.ids) == self.batch:
             self.zeros += 1
+            if self.zeros == self.rest < self.next_probe:  # looked at now, the next step can be foretold
+                may_pay = self.seconds.look_up(rows).may_pay
+                if not may_pay or self._best(rows) == 0:
+                    self._rest(may_pay)
             return 0
         self.alphas.follow(rows.ids)
         self.batch = len(rows.ids)
@@ -133,14 +138,21 @@ class Goodput(DraftLengthPolicy):
             self.k, self.probing = 1, True
             self.zeros, self.next_probe = 0, 2 * self.next_probe
         else:
-            self.zeros = self.zeros + 1 if may_pay else 1  # 1: no probe is ever due
-            self.alphas.fade()
+            self.zeros += 1
+            self._rest(may_pay)
             return 0
         self.wanted = np.minimum(self.k, rows.remaining - 1)
         if self.probing:
             self.wanted[-(-len(rows.ids) // PROBED) :] = 0
             return torch.from_numpy(self.wanted)
         return self.k
+
+    def _rest(self, may_pay: bool) -> None:
+        """Nothing is drafted in this step and some more."""
+        if not may_pay:
+            self.zeros = 1  # no probe is ever due
+        self.rest = min(self.zeros - self.zeros % SAME + SAME, self.next_probe)
+        self.alphas.fade()
 
     def _best(self, rows: RowsView) -> int:
         self.gains = self.goodputs(rows)
