@@ -344,6 +344,7 @@ class Session:
             try:
                 if self._stepping.setdefault("by", me) is not me:
                     raise StepRunning("a step of this session is running: wait until it has ended")
+                self.device_step.follow()
                 yield
             finally:
                 leave()

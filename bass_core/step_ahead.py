@@ -26,14 +26,38 @@ from bass_core.rows import Request, Rows
 from bass_core.runner import Runner
 
 
+class Fetched:
+    """A tensor on its way to the host: the copy begins now, before the next replay writes over it."""
+
+    def __init__(self, tensor: Tensor):
+        self._on_cuda, self._stream = tensor.device.type == "cuda", None
+        if self._on_cuda:
+            self._copied, self._arrived = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._stream = torch.cuda.current_stream(tensor.device)
+            self._arrived.record(self._stream)
+        else:
+            self._copied = tensor.clone()
+
+    def __call__(self) -> np.ndarray:
+        """Waits for it."""
+        if self._on_cuda:
+            self._arrived.synchronize()
+        return self._copied.numpy()
+
+    def before(self, stream: torch.cuda.Stream) -> None:
+        """Has this stream wait for it, if that is another one."""
+        if stream != self._stream:
+            stream.wait_event(self._arrived)
+
+
 class Ahead(NamedTuple):
     """A step under way that nobody has asked for: its rows by place, how many drafts it plans for each, for how many
-    its recordings have room; fetched: waits for what it has decided, [places, K + 4]."""
+    its recordings have room, and what it decides."""
 
     requests: list[Request]
     planned: int
     room: int
-    fetched: Callable[[], np.ndarray]
+    fetched: Fetched
 
 
 class StepAhead(RecordedStep):
@@ -77,7 +101,7 @@ class StepAhead(RecordedStep):
             decided = super().verify(context, draft, logits)
             if logits is not None or self.replayed is None:
                 return decided
-            decided = decided._replace(fetched=_fetched(decided.block))
+            decided = decided._replace(fetched=Fetched(decided.block))
         if self._is_certain(context, draft.lengths_host):
             self._launch()
         return decided
@@ -124,7 +148,12 @@ class StepAhead(RecordedStep):
             watch.mark()
             block = self.graphs.replay(verifying)
             watch.mark()
-            self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], _fetched(block))
+            self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], Fetched(block))
+
+    def follow(self) -> None:
+        device = self.rows.device
+        if self._under_way is not None and device.type == "cuda":
+            self._under_way.fetched.before(torch.cuda.current_stream(device))
 
     def take_back(self) -> None:
         self._under_way = self._asked_for = None
@@ -135,20 +164,6 @@ class StepAhead(RecordedStep):
     def release(self) -> None:
         self._under_way = self._asked_for = None
         super().release()
-
-
-def _fetched(block: Tensor) -> Callable[[], np.ndarray]:
-    """A copy to the host that begins now, before the next replay writes over the block: waits for it."""
-    if block.device.type != "cuda":
-        return block.clone().numpy
-    copied, arrived = block.to("cpu", non_blocking=True), torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(block.device))
-
-    def wait() -> np.ndarray:
-        arrived.synchronize()
-        return copied.numpy()
-
-    return wait
 
 
 def make(

@@ -122,6 +122,25 @@ def test_the_host_waits_for_what_a_step_has_decided_and_for_nothing_else(way):
 
 
 @only_there
+def test_steps_may_be_taken_on_any_stream():
+    """What follows waits for the step that is under way, wherever that was launched."""
+    streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for of_step in (lambda at: torch.cuda.current_stream(), lambda at: streams[at % 2]):
+        with bass.Session(pair_on_gpu(), compile="graphs", draft_length=3, eos_token_id=()) as session:
+            handles = [session.submit(prompt, max_new_tokens=60) for prompt in PROMPTS]
+            for at in range(200):
+                with torch.cuda.stream(of_step(at)):
+                    session.step()
+                    if at == 8:
+                        session.cancel(handles[1])
+                if session.idle:
+                    break
+            torch.cuda.synchronize()
+            found.append([session.result(handle).sequence.tolist() for handle in handles])
+    assert found[0] == found[1]
+
+
+@only_there
 def test_a_session_gives_its_memory_back():
     pair = pair_on_gpu()
     decode(pair, "graphs")  # what libraries keep

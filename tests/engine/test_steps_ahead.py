@@ -173,6 +173,18 @@ def test_rows_that_end_one_by_one_leave_steps_under_way(ahead):
     assert found == expected
 
 
+def test_what_comes_after_a_step_under_way_waits_for_it_on_other_streams_alone():
+    class Stream(list):
+        wait_event = list.append
+
+    here, elsewhere = Stream("a"), Stream("b")
+    fetched = step_ahead.Fetched(torch.ones(1))
+    fetched._stream, fetched._arrived = here, "arrived"
+    fetched.before(here)
+    fetched.before(elsewhere)
+    assert (here, elsewhere) == (["a"], ["b", "arrived"])
+
+
 def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeypatch):
     monkeypatch.setattr(bass.Session, "on_phase", lambda *_: None)
     with session() as running:
