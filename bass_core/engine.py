@@ -315,9 +315,11 @@ class Session:
             self.batch.end(request, "budget")
         with self.target.cache.explaining(), self.target.prepared():
             if self.device_step.is_ahead:
+                self._ahead = True
                 if self.rows.live:
                     return self._decode()
                 self.device_step.take_back()  # all of its rows were ended
+                self._ahead = False
             starting, long = self.batch.starting() if self.rows.waiting else [], self.batch.long
             if self.rows.waiting and long.request and (long.turn or not (starting or self.rows.live)):
                 return self._read_chunk()
@@ -424,6 +426,7 @@ class Session:
             index = int(failed.argmax())
             role, model = ("target", self.pair.target) if broken[index, 0] else ("draft", self.pair.draft)
             row = self.rows.live[context.places[index]]
+            self.device_step.take_back()
             raise FloatingPointError(
                 f"{role} model {type(model).__name__} gave NaN or infinite "
                 f"logits for row {row.row} at step {self._step}; nothing of this step was committed. "

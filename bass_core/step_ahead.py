@@ -11,6 +11,7 @@ been none: random numbers go by a row's own steps, so texts are the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from bass_core.graphs import Graphs, captured, launched_each_time
 from bass_core.recorded_step import NOBODY, Announced, Execution, RecordedStep
 from bass_core.rows import Request, Rows
 from bass_core.runner import Runner
+from bass_core.trace import Stopwatch
 
 
 class Fetched:
@@ -64,7 +66,10 @@ class StepAhead(RecordedStep):
     """Recorded steps, of which one more is under way as often as can be."""
 
     def __init__(self, rows: Rows, target: Runner, drafter: Drafter, options: StepOptions, graphs: Graphs):
-        super().__init__(rows, target, drafter, options, graphs)
+        # A row that has ended goes on in a step under way: what becomes of it there must not keep the others where they
+        # are. Where a row's logits are not numbers and that is raised, rows are set back instead.
+        super().__init__(rows, target, drafter, replace(options, all_or_none=False), graphs)
+        self._watch: Stopwatch | None = None  # that was told of the step under way
         self._under_way: Ahead | None = None
         self._asked_for: Ahead | None = None  # the same, from its draft to its verification
         self._foretold: int | None = None  # how many drafts all rows plan in the next step as in this; None: who knows
@@ -137,7 +142,7 @@ class StepAhead(RecordedStep):
 
     def _launch(self) -> None:
         """The recordings of the last step once more."""
-        watch = self.options.watch()
+        self._watch = watch = self.options.watch()
         if watch is None:
             return
         with watch.ahead():
@@ -157,8 +162,8 @@ class StepAhead(RecordedStep):
 
     def take_back(self) -> None:
         self._under_way = self._asked_for = None
-        if (watch := self.options.watch()) is not None:
-            watch.drop_ahead()
+        if self._watch is not None:
+            self._watch.drop_ahead()
         super().take_back()
 
     def release(self) -> None:

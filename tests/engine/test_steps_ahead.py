@@ -7,7 +7,7 @@ from tiny import tiny_model
 from trial_policies import DEAR, Alternating, library_policies
 
 import bass_core as bass
-from bass_core import step_ahead
+from bass_core import probe, step_ahead
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
 
@@ -137,6 +137,80 @@ ACTS = {
 @pytest.mark.parametrize("what", ACTS)
 def test_what_is_done_between_two_steps_is_done_to_the_rows_that_were_read(ahead, what):
     assert between_steps("graphs", ACTS[what]) == between_steps("off", ACTS[what])
+
+
+def after_an_error(way, raising, k):
+    """Texts of rows between whose steps something was raised once."""
+    with session(way, draft_length=raising(k)) as running:
+        handles, errors = [running.submit(prompt, max_new_tokens=40) for prompt in PROMPTS[:3]], 0
+        while not running.idle:
+            try:
+                running.step()
+            except ValueError:
+                errors += 1
+        return texts(running, handles), [(each.drafted, each.accepted) for each in handles], errors
+
+
+def raising(method):
+    """A fixed length, one of whose methods raises at its seventh call."""
+
+    def once(self, *given):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls == 7:
+            raise ValueError(method)
+        return getattr(bass.FixedLength, method)(self, *given)
+
+    return type("Raising", (bass.FixedLength,), {method: once})
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("method", ["foretell", "plan"])
+def test_an_error_on_the_way_to_a_step_loses_nothing(ahead, method, k):
+    found, counted, errors = after_an_error("graphs", raising(method), k)
+    assert errors == 1 and ahead["taken back"] == 1
+    assert (found, counted) == after_an_error("off", bass.FixedLength, k)[:2]
+
+
+@pytest.mark.parametrize("on_row_error", ["raise", "finish"])
+def test_what_becomes_of_a_row_behind_its_end_is_nobodys_matter(ahead, on_row_error):
+    """It goes on in the step under way, where its logits are not numbers; the others do not stay where they are."""
+    ends, found = torch.arange(3, 9), {}
+    prompts = [torch.where(torch.isin(prompt, ends), 50, prompt) for prompt in PROMPTS]
+    for way in ("off", "graphs"):
+        target = tiny_model.__wrapped__(dtype="float64")
+        probe.resolve(target)
+        target.register_forward_hook(lambda *given: spoilt_behind(ends, *given), with_kwargs=True)
+        options = {"draft_length": 0, "eos_token_id": ends.tolist(), "temperature": 0.8, "on_row_error": on_row_error}
+        with bass.Session(bass.ModelPair(target), compile=way, **options) as running:
+            found[way] = texts(running, [running.submit(prompt, max_new_tokens=60) for prompt in prompts])
+    assert found["graphs"] == found["off"] and "eos" in {reason for _, reason in found["off"]}
+    assert ahead["launched"] > 5
+
+
+def spoilt_behind(ends, model, args, given, output):
+    """NaN wherever one of these ids is fed."""
+    fed = torch.isin(given["input_ids"], ends)[:, -output.logits.shape[1] :]
+    output.logits = output.logits.masked_fill(fed[..., None], torch.nan)
+    return output
+
+
+def test_phases_are_watched_from_any_step_on(ahead, monkeypatch):
+    """Also from one that is under way, and is not wanted."""
+    with session() as running:
+        handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:3]]
+        while not running.device_step.is_ahead:
+            running.step()
+        for handle in handles:
+            running.cancel(handle)
+        handles.append(running.submit(PROMPTS[3], max_new_tokens=20))
+        monkeypatch.setattr(bass.Session, "on_phase", lambda *_: None)
+        found = texts(running, handles)
+        assert running.trace.steps.query("row == 3 and kind == 'prefill'").draft_ms.item() == 0
+    monkeypatch.setattr(bass.Session, "on_phase", None)
+    with session("off") as running:
+        for prompt in PROMPTS[:3]:
+            running.cancel(running.submit(prompt, max_new_tokens=60))
+        assert texts(running, [running.submit(PROMPTS[3], max_new_tokens=20)]) == found[3:]
 
 
 def test_cancelled_rows_leave_a_session_idle(ahead):
