@@ -156,9 +156,6 @@ class EagerStep:
         flags = verified.accepted, verified.finite, draft.finite
         return torch.cat([verified.tokens, *(each[:, None] for each in flags)], 1)
 
-    def follow(self) -> None:
-        """What this thread gives the device from now on comes after a step that is under way, on whatever stream."""
-
     def take_back(self) -> None:
         """Set the device's rows to what the host knows of them: what a step did that will not be committed, or is
         interrupted, is as if it had not been."""

@@ -150,6 +150,7 @@ class Session:
         fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
         self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self._watch = Stopwatch(pair.device)
+        self._stream: torch.cuda.Stream | None = None  # that rows were last changed on
         self._count = itertools.count()
         self._chosen: set[int] = set()  # rows' numbers that callers chose
         self._step = 0
@@ -258,6 +259,7 @@ class Session:
     def result(self, handle: Request) -> Result:
         """What a row has so far, or in the end. Raises as `cancel`."""
         self._check_own(handle)
+        self._follow()
         tokens, logprobs = self.rows.generated(handle)
         text = None
         if self.pair.tokenizer is not None:
@@ -346,12 +348,21 @@ class Session:
             try:
                 if self._stepping.setdefault("by", me) is not me:
                     raise StepRunning("a step of this session is running: wait until it has ended")
-                self.device_step.follow()
+                self._stream = self._follow()
                 yield
             finally:
                 leave()
         finally:
             leave()  # again: a Ctrl-C may have fallen into the first
+
+    def _follow(self) -> torch.cuda.Stream | None:
+        """This thread's stream. What is given to it from now on comes after what the session gave to another one."""
+        if self.pair.device.type != "cuda":
+            return None
+        stream = torch.cuda.current_stream(self.pair.device)
+        if self._stream not in (None, stream):
+            stream.wait_stream(self._stream)
+        return stream
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -32,24 +32,18 @@ class Fetched:
     """A tensor on its way to the host: the copy begins now, before the next replay writes over it."""
 
     def __init__(self, tensor: Tensor):
-        self._on_cuda, self._stream = tensor.device.type == "cuda", None
-        if self._on_cuda:
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
             self._copied, self._arrived = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
-            self._stream = torch.cuda.current_stream(tensor.device)
-            self._arrived.record(self._stream)
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
         else:
             self._copied = tensor.clone()
 
     def __call__(self) -> np.ndarray:
         """Waits for it."""
-        if self._on_cuda:
+        if self._arrived is not None:
             self._arrived.synchronize()
         return self._copied.numpy()
-
-    def before(self, stream: torch.cuda.Stream) -> None:
-        """Has this stream wait for it, if that is another one."""
-        if stream != self._stream:
-            stream.wait_event(self._arrived)
 
 
 class Ahead(NamedTuple):
@@ -154,11 +148,6 @@ class StepAhead(RecordedStep):
             block = self.graphs.replay(verifying)
             watch.mark()
             self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], Fetched(block))
-
-    def follow(self) -> None:
-        device = self.rows.device
-        if self._under_way is not None and device.type == "cuda":
-            self._under_way.fetched.before(torch.cuda.current_stream(device))
 
     def take_back(self) -> None:
         self._under_way = self._asked_for = None

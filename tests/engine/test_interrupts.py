@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from readers import tiny_reader
+from recording import count_ahead, use_fixed_steps
 from sessions import run_to_the_end
 from tiny import feature_head, ragged_prompts, tiny_model
+from trial_policies import Fickle
 
 import bass_core as bass
 from bass_core import attention
@@ -53,10 +55,16 @@ def logits_of(model) -> torch.Tensor:
 class Run:
     """A session in which rows wait, share a prompt, are cancelled, finish and move."""
 
+    ROWS = ((SHARED, 3), (OTHER, 6), (SHARED, 4), (OTHER, 5))
+    TEMPERATURE = 0.8
+
     def __init__(self, pair: bass.ModelPair):
-        self.session = bass.Session(pair, max_batch_size=2, temperature=0.8, draft_length=2, eos_token_id=())
-        rows = ((SHARED, 3), (OTHER, 6), (SHARED, 4), (OTHER, 5))
-        self.handles = [self.session.submit(prompt, max_new_tokens=new) for prompt, new in rows]
+        options = {"temperature": self.TEMPERATURE, "draft_length": self.policy(), "eos_token_id": ()}
+        self.session = bass.Session(pair, max_batch_size=2, **options)
+        self.handles = [self.session.submit(prompt, max_new_tokens=new) for prompt, new in self.ROWS]
+
+    def policy(self) -> bass.DraftLengthPolicy:
+        return bass.FixedLength(2)
 
     def to_the_end(self) -> None:
         self.session.step()
@@ -67,6 +75,16 @@ class Run:
     def results(self) -> list:
         found = [self.session.result(handle) for handle in self.handles]
         return [(each.sequence.tolist(), each.finish_reason) for each in found]
+
+
+class RunAhead(Run):
+    """Steps are launched before the ones before them are read, some of them in vain."""
+
+    ROWS = ((SHARED, 14), (OTHER, 18), (SHARED, 12), (OTHER, 5))
+    TEMPERATURE = 0.0  # what is planned changes with an interrupt, and texts do not
+
+    def policy(self) -> bass.DraftLengthPolicy:
+        return Fickle(k=2, zeros=3)
 
 
 def traced(function: Callable[[], None], met: Callable[[Line], None]) -> None:
@@ -114,22 +132,29 @@ def interrupted(run: Run, line: Line, occurrence: int) -> bool:
     ("which", "draft"),
     [
         ("first", "model"),
+        *(pytest.param(which, "model, launched ahead", marks=pytest.mark.slow) for which in ("first", "last")),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("last", "model"), ("last", "layers"))),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("first", "features"), ("last", "features"))),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("first", "reader"), ("last", "reader"))),
     ],
 )
-def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(which, draft):
+def test_interrupted_at_any_line_a_session_goes_on_or_says_that_it_cannot(monkeypatch, which, draft):
+    draft, _, ahead = draft.partition(", ")
+    make = RunAhead if ahead else Run
+    if ahead:
+        use_fixed_steps(monkeypatch)
+        seen = count_ahead(monkeypatch)
     pair = small_pair(draft)
     training = [module.training for module in pair.target.modules()]
-    undisturbed = Run(pair)
+    undisturbed = make(pair)
     undisturbed.to_the_end()
-    expected, lines = undisturbed.results(), lines_of_a_run(pair)
+    expected, lines = undisturbed.results(), lines_of_a_run(pair, make)
     assert len(lines) > 200
+    assert not ahead or seen["launched"] > seen["taken back"] > 0
     logits = [logits_of(model) for model in pair.models]
     gave_up = set()
     for line, count in lines.items():
-        run = Run(pair)
+        run = make(pair)
         assert interrupted(run, line, 1 if which == "first" else count), line
         assert all(attention.path_of(model) is None for model in pair.models), line
         assert [module.training for module in pair.target.modules()] == training, line

@@ -1,10 +1,12 @@
 """A step is launched before the one before it is read, and nothing else of a session is another."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from recording import PROMPTS, assert_same, count_ahead, pair, use_fixed_steps, use_on_cpu
 from tiny import tiny_model
-from trial_policies import DEAR, Alternating, library_policies
+from trial_policies import DEAR, Fickle, library_policies
 
 import bass_core as bass
 from bass_core import probe, step_ahead
@@ -56,17 +58,6 @@ def test_rows_that_end_meanwhile_keep_nobody_waiting(ahead):
     recorded, _ = assert_same(pair(), draft_length=4, temperature=1.5, new=70, eos_token_id=range(3, 7))
     assert set(recorded.finish_reasons) == {"eos", "length"} or recorded.finish_reasons.count("eos") > 2
     assert ahead["launched"] > 5 and ahead["taken back"] <= 1  # under way when the last row ended
-
-
-class Fickle(Alternating):
-    """It foretells that all stays as it is."""
-
-    def plan(self, rows):
-        self._last = super().plan(rows)
-        return self._last
-
-    def foretell(self):
-        return self._last
 
 
 def test_a_policy_that_changes_its_mind_has_its_way(ahead):
@@ -247,16 +238,22 @@ def test_rows_that_end_one_by_one_leave_steps_under_way(ahead):
     assert found == expected
 
 
-def test_what_comes_after_a_step_under_way_waits_for_it_on_other_streams_alone():
+def test_what_comes_on_another_stream_waits_for_what_is_under_way(monkeypatch):
     class Stream(list):
-        wait_event = list.append
+        wait_stream = list.append
 
-    here, elsewhere = Stream("a"), Stream("b")
-    fetched = step_ahead.Fetched(torch.ones(1))
-    fetched._stream, fetched._arrived = here, "arrived"
-    fetched.before(here)
-    fetched.before(elsewhere)
-    assert (here, elsewhere) == (["a"], ["b", "arrived"])
+    one, other = Stream("a"), Stream("b")
+    streams = iter((one, one, other, other, one))
+    with session("off") as running:
+        monkeypatch.setattr(bass.ModelPair, "device", SimpleNamespace(type="cuda"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+        for _ in range(3):
+            running._stream = running._follow()
+        assert (one, other) == (["a"], ["b", one])
+        running._follow()  # a look at a result, which changes nothing
+        running._stream = running._follow()
+        assert one == ["a", other]
+        monkeypatch.undo()
 
 
 def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeypatch):

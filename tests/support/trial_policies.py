@@ -40,7 +40,7 @@ class Alternating(DraftLengthPolicy):
     """`zeros` steps of regular decoding, then one with k: the draft has to catch up."""
 
     def __init__(self, k: int = 3, zeros: int = 1):
-        self.k, self.zeros = k, zeros
+        self.k, self.zeros, self._count = k, zeros, 0
 
     def start(self, rows):
         self._count = 0
@@ -48,6 +48,17 @@ class Alternating(DraftLengthPolicy):
     def plan(self, rows):
         self._count += 1
         return self.k if self._count % (self.zeros + 1) == 0 else 0
+
+
+class Fickle(Alternating):
+    """It foretells that all stays as it is."""
+
+    def plan(self, rows):
+        self._last = super().plan(rows)
+        return self._last
+
+    def foretell(self):
+        return self._last
 
 
 class TakingTurns(DraftLengthPolicy):
