@@ -35,7 +35,7 @@ class StepOptions:
     rule: "token", "block" or "coupled". synthetic: draws accepted counts (None: they are earned). wants_p: steps return
     the target's distributions. all_or_none: where one row's logits are not numbers, no row moves (else only that one
     stays). begin: told the names of the phases that begin inside a step. watch: the session's, where steps may be
-    launched ahead (None: somebody wants to be told of phases as they begin).
+    launched ahead.
     """
 
     rule: str

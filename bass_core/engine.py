@@ -145,8 +145,8 @@ class Session:
         )
         me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next looked for
         wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
-        watch = lambda: me()._watch if Session.on_phase is None else None  # noqa: E731
-        options = StepOptions(self.rule, forced, wants_p, all_or_none, lambda phase: me()._enter(phase), watch)
+        told = {"begin": lambda phase: me()._enter(phase), "watch": lambda: me()._watch_ahead()}
+        options = StepOptions(self.rule, forced, wants_p, all_or_none, **told)
         fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
         self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self._watch = Stopwatch(pair.device)
@@ -452,6 +452,10 @@ class Session:
         """Keep both models switched to this session's attention paths for many steps; nests."""
         with self.target.prepared(), self.drafter.prepared():
             yield
+
+    def _watch_ahead(self) -> Stopwatch | None:
+        """What takes the times of a step that is launched ahead; None: phases are to be told of as they begin."""
+        return self._watch if Session.on_phase is None else None
 
     def _enter(self, phase: str) -> None:
         """A phase of the step begins; "" ends the last one."""

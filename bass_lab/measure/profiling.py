@@ -181,7 +181,8 @@ def profile() -> Iterator[Profile]:
 
     Yields a Profile that can be used when the block has ended. Recording costs time (lesson 06 measures it) and
     memory: on a CPU a decode step of the embedded pair is some 7,000 events of 250 bytes. Profile tens of steps, not
-    thousands, and after a first call outside, which has costs of its own. Raises RuntimeError if a profiler runs.
+    thousands, and after a first call outside, which has costs of its own. On a GPU no step is launched before the last
+    one is read meanwhile, so that phases are told apart. Raises RuntimeError if a profiler runs.
     """
     if Session.on_phase is not None or torch.autograd._profiler_enabled():
         raise RuntimeError("a profiler is running already, and profiles do not nest: end its with block first")
