@@ -357,9 +357,10 @@ class Session:
 
     def _follow(self) -> torch.cuda.Stream | None:
         """This thread's stream. What is given to it from now on comes after what the session gave to another one."""
-        if self.pair.device.type != "cuda":
+        device = self.rows.device
+        if device.type != "cuda":
             return None
-        stream = torch.cuda.current_stream(self.pair.device)
+        stream = torch.cuda.current_stream(device)
         if self._stream not in (None, stream):
             stream.wait_stream(self._stream)
         return stream

@@ -245,7 +245,7 @@ def test_what_comes_on_another_stream_waits_for_what_is_under_way(monkeypatch):
     one, other = Stream("a"), Stream("b")
     streams = iter((one, one, other, other, one))
     with session("off") as running:
-        monkeypatch.setattr(bass.ModelPair, "device", SimpleNamespace(type="cuda"))
+        monkeypatch.setattr(running.rows, "device", SimpleNamespace(type="cuda"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
         for _ in range(3):
             running._stream = running._follow()
