@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from bass_core import inputs, kernel_ops, probe, recorded_step, step_ahead
+from bass_core import inputs, kernel_ops, probe, recorded_step
 from bass_core.batch import Batch
 from bass_core.draft_length import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
@@ -148,6 +148,8 @@ class Session:
         told = {"begin": lambda phase: me()._enter(phase), "watch": lambda: me()._watch_ahead()}
         options = StepOptions(self.rule, forced, wants_p, all_or_none, **told)
         fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
+        from bass_core import step_ahead  # not with the library: that stays quick to import
+
         self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self._watch = Stopwatch(pair.device)
         self._stream: torch.cuda.Stream | None = None  # that rows were last changed on

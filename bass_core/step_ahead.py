@@ -81,15 +81,14 @@ class StepAhead(RecordedStep):
         self._foretold = foretold if foretold is not None and (planned == foretold).all() else None
         if ahead is None:
             return super().draft(context, planned, lengths, policy)
-        self._asked_for = ahead
-        here = list(self.rows.live)
-        if here != ahead.requests:
-            self._move_planned(self._places_of(ahead))
+        self._asked_for, here = ahead, list(self.rows.live)
+        rows, room = len(here), ahead.room
+        at = slice(rows) if here == ahead.requests else self._up(self._places_of(ahead))
         self._announced = Announced(here, lengths.copy())
         if lengths.any():
-            self.drafter.catch_up(context, lengths, ahead.room)
-        rows = len(here)
-        return Draft(self._drafted[:rows, : ahead.room], self.planned[:rows], lengths, None, self._finite[:rows])
+            self.drafter.catch_up(context, lengths, room)
+        q = None if self._q is None or room == 0 else self._q[at, :room]
+        return Draft(self._drafted[at, :room], self.planned[:rows], lengths, q, self._finite[at])
 
     def verify(self, context: Context, draft: Draft, logits: Tensor | None = None) -> Decided:
         ahead, self._asked_for = self._asked_for, None
@@ -110,12 +109,14 @@ class StepAhead(RecordedStep):
         place_of = {request: place for place, request in enumerate(ahead.requests)}
         return [place_of[request] for request in self.rows.live]
 
-    def _move_planned(self, places: list[int]) -> None:
-        """What rows in these places submit next is said of the first places now: rows that ended have made room."""
-        on_cuda = self.planned.device.type == "cuda"
-        moved = torch.tensor(places, pin_memory=on_cuda).to(self.planned.device, non_blocking=True)
+    def _up(self, places: list[int]) -> Tensor:
+        """Rows have moved from these places to the first ones: what they submit next is said of those now. Returns the
+        places, on the device."""
+        device = self.planned.device
+        moved = torch.tensor(places, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self.planned[: len(places)] = self.planned[moved]
         self.planned[len(places) :] = NOBODY
+        return moved
 
     def _is_certain(self, context: Context, lengths: np.ndarray) -> bool:
         """Whether the next step will be this one again, as far as can be known before this one is read."""

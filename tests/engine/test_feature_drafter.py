@@ -9,7 +9,7 @@ import bass_core as bass
 from bass_core.cache import TokenStates
 from bass_core.drafters import FeatureHead
 from bass_core.eager_step import EagerStep
-from bass_core.recorded_step import RecordedStep
+from bass_core.step_ahead import StepAhead
 
 TEMPERATURE = 2.0  # random models: where p and q overlap enough for drafts to be accepted, and not always
 EXACT = 1e-6  # transformers' own code for the path "eager" rounds its softmax to float32
@@ -48,7 +48,7 @@ class Drafts(list):
 @pytest.fixture
 def drafts(monkeypatch) -> Drafts:
     noted = Drafts()
-    for kind in (EagerStep, RecordedStep):
+    for kind in (EagerStep, StepAhead):
         original = kind.draft
 
         def draft(self, context, *arguments, original=original):
