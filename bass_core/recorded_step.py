@@ -158,8 +158,8 @@ class RecordedStep(EagerStep):
         tokens, q = self._drafted[:places, :drafted], None if certain else self._q[:places, :drafted]
         draft = Draft(tokens, planned, None, q, self._finite[:places])
         block = super().verify(context, draft, self._target_phase(places, drafted, extent)).block
-        ends = self.rows.lengths[:places], self.rows.limits[:places]
-        planned.copy_(self.target.fused(_submitted_next)(planned, *ends))
+        left = self.rows.limits[:places] - self.rows.lengths[:places] - 1  # the last token is the target's own
+        planned.copy_(torch.minimum(planned, left).clamp(min=NOBODY))
         return block
 
     def _target_phase(self, places: int, drafted: int, extent: int) -> Tensor:
@@ -258,11 +258,6 @@ class Announced(NamedTuple):
 
     requests: list[Request]
     lengths: np.ndarray
-
-
-def _submitted_next(planned: Tensor, lengths: Tensor, limits: Tensor) -> Tensor:
-    """How many drafts rows submit at most that had planned so many, now that their ends are so near."""
-    return torch.minimum(planned, limits - lengths - 1).clamp(min=NOBODY)
 
 
 class RecordedPasses:
