@@ -65,7 +65,7 @@ class StepAhead(RecordedStep):
         super().__init__(rows, target, drafter, replace(options, all_or_none=False), graphs)
         self._watch: Stopwatch | None = None  # that was told of the step under way
         self._under_way: Ahead | None = None
-        self._asked_for: Ahead | None = None  # the same, from its draft to its verification
+        self._asked_for: Callable[[], np.ndarray] | None = None  # what it decides, from its draft to its verification
         self._foretold: int | None = None  # how many drafts all rows plan in the next step as in this; None: who knows
 
     @property
@@ -81,9 +81,10 @@ class StepAhead(RecordedStep):
         self._foretold = foretold if foretold is not None and (planned == foretold).all() else None
         if ahead is None:
             return super().draft(context, planned, lengths, policy)
-        self._asked_for, here = ahead, list(self.rows.live)
-        rows, room = len(here), ahead.room
-        at = slice(rows) if here == ahead.requests else self._up(self._places_of(ahead))
+        here, room = list(self.rows.live), ahead.room
+        rows, where = len(here), self._places_of(ahead)
+        self._asked_for = lambda: ahead.fetched()[where]
+        at = slice(rows) if here == ahead.requests else self._up(where)
         self._announced = Announced(here, lengths.copy())
         if lengths.any():
             self.drafter.catch_up(context, lengths, room)
@@ -91,10 +92,10 @@ class StepAhead(RecordedStep):
         return Draft(self._drafted[at, :room], self.planned[:rows], lengths, q, self._finite[at])
 
     def verify(self, context: Context, draft: Draft, logits: Tensor | None = None) -> Decided:
-        ahead, self._asked_for = self._asked_for, None
-        if ahead is not None:
+        asked_for, self._asked_for = self._asked_for, None
+        if asked_for is not None:
             self.options.begin("commit")
-            decided = Decided(None, fetched=lambda: ahead.fetched()[self._places_of(ahead)])
+            decided = Decided(None, fetched=asked_for)
         else:
             decided = super().verify(context, draft, logits)
             if logits is not None or self.replayed is None:

@@ -102,7 +102,7 @@ class Goodput(DraftLengthPolicy):
 
     def _reset(self) -> None:
         self.k = self.zeros = 0  # draft length of the last step, and for how many steps it has been 0
-        self.rest = 0  # for how many it will have been, whatever these bring
+        self.rest = 0  # nothing is drafted before the step in which it reaches this
         self.next_probe, self.probing, self.batch = self.probe, False, 0
         self.joined = False  # whether rows came while others were decoded
 
@@ -124,14 +124,13 @@ class Goodput(DraftLengthPolicy):
         if self.foretell() == 0 and len(rows.ids) == self.batch:
             self.zeros += 1
             if self.zeros == self.rest < self.next_probe:  # looked at now, the next step can be foretold
-                may_pay = self.seconds.look_up(rows).may_pay
-                if not may_pay or self._best(rows) == 0:
+                best, may_pay = self._best(rows)
+                if best == 0:
                     self._rest(may_pay)
             return 0
         self.alphas.follow(rows.ids)
         self.batch = len(rows.ids)
-        may_pay = self.seconds.look_up(rows).may_pay
-        self.k, self.probing = self._best(rows) if may_pay else 0, False
+        (self.k, may_pay), self.probing = self._best(rows), False
         if self.k > 0:
             self.zeros, self.next_probe = 0, self.probe
         elif may_pay and self.zeros >= self.next_probe <= rows.remaining.max():
@@ -154,9 +153,12 @@ class Goodput(DraftLengthPolicy):
         self.rest = min(self.zeros - self.zeros % SAME + SAME, self.next_probe)
         self.alphas.fade()
 
-    def _best(self, rows: RowsView) -> int:
+    def _best(self, rows: RowsView) -> tuple[int, bool]:
+        """The draft length of most expected tokens per second, and whether any promises enough to be tried."""
+        if not self.seconds.look_up(rows).may_pay:
+            return 0, False
         self.gains = self.goodputs(rows)
-        return int(self.gains.argmax())
+        return int(self.gains.argmax()), True
 
     def goodputs(self, rows: RowsView) -> np.ndarray:
         """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""

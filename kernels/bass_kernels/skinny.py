@@ -36,9 +36,8 @@ def _unpacking(kind: str, one: int, top: int) -> tl.constexpr:
     """
     pairs = "a", "b", "c", "d"  # bytes 0 and 1, 2 and 3; their high halves
     turned = [f"lop3.b32 {p}, {p}, 0x000f000f, {top:#06x}{top:04x}, 0x6a;" for p in pairs]  # (p & 15) ^ top
-    less = [
-        f"fma.rn.{kind} {p}, {p}, one, minus;" for p in pairs
-    ]  # GPUs before Hopper have no other arithmetic of pairs
+    # products, since GPUs before Hopper have no other arithmetic of pairs
+    less = [f"fma.rn.{kind} {p}, {p}, one, minus;" for p in pairs]
     scaled = [f"fma.rn.{kind} ${at}, {p}, ${5 + at % 2}, nothing;" for at, p in enumerate(pairs)]
     constants = {"one": one, "minus": top | 1 << 15, "nothing": 1 << 15}  # -0, which changes no sum
     moved = [f"mov.b32 {name}, {bits:#06x}{bits:04x};" for name, bits in constants.items()]

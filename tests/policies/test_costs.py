@@ -10,6 +10,7 @@ import torch
 from tiny import tiny_model
 
 import bass_core as bass
+from bass_core.models import fingerprints
 from bass_core.policies import costs
 from bass_core.policies.costs import CostModel, Table, costs_for, costs_like
 from bass_core.trace import Trace
@@ -296,6 +297,16 @@ def test_shipped_costs_of_the_pair_on_another_device_of_its_kind_are_better_than
     caches.mkdir(parents=True)
     measured.save(caches / measured.file_name)
     assert same(costs_like(pair), measured)
+
+
+@pytest.mark.parametrize("draft", ["draft", "feature_head"])
+def test_the_embedded_drafts_costs_ship_and_are_found_on_every_cpu(draft, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was measured
+    own = bass.load_pair(draft=draft, device="cpu")
+    cost = costs_like(own)
+    assert cost.models["draft"]["fingerprint"] == fingerprints(own)["draft"]
+    assert cost.measured["acceptance"] and not cost.is_synthetic
+    assert isinstance(bass.Session(own, max_batch_size=1).policy, bass.Goodput)
 
 
 def test_costs_that_were_measured_again_are_found_at_once(pair, measured, caches):

@@ -161,7 +161,7 @@ def test_goodput_learns_that_a_lookup_finds_nothing():
 
 
 def test_goodput_begins_with_what_the_pairs_calibration_has_seen():
-    known = CostModel.load(next(costs.SHIPPED.glob("*.json")))
+    known = CostModel.load(next(costs.SHIPPED.glob("amd-epyc-*.json")))
     views = rows([99])
     first = {}
     for seen in (None, (0, 50), (50, 0), (5000, 0), (2, 0)):
