@@ -15,7 +15,7 @@ def policy_for(pair: ModelPair, draft_length: int | DraftLengthPolicy | None) ->
     """The policy that `generate`'s argument means for this pair; raises as `as_policy` does.
 
     None: `Goodput` where the pair's costs are known (`bass calibrate` measures them, once per device; the embedded
-    pair's ship with the library), a fixed length elsewhere.
+    pair's, with its draft model or its feature head, ship with the library), a fixed length elsewhere.
     """
     cost = costs_like(pair) if draft_length is None else None
     return as_policy(draft_length) if cost is None else Goodput(cost)
