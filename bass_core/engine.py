@@ -440,6 +440,8 @@ class Session:
             index = int(failed.argmax())
             role, model = ("target", self.pair.target) if broken[index, 0] else ("draft", self.pair.draft)
             row = self.rows.live[context.places[index]]
+            self.device_step.take_back()
+            self._ahead = False
             raise FloatingPointError(
                 f"{role} model {type(model).__name__} gave NaN or infinite "
                 f"logits for row {row.row} at step {self._step}; nothing of this step was committed. "
