@@ -312,8 +312,7 @@ class Session:
         if self._committing:
             raise RuntimeError("an earlier step was interrupted while it committed; make a new session")
         if self._ahead:
-            self.device_step.take_back()
-            self._ahead = False
+            self._take_back()
         self.batch.compact()  # what an interrupted step may have left
         for request in self.rows.expired():
             self.batch.end(request, "budget")
@@ -322,8 +321,7 @@ class Session:
                 self._ahead = True
                 if self.rows.live:
                     return self._decode()
-                self.device_step.take_back()  # all of its rows were ended
-                self._ahead = False
+                self._take_back()  # all of its rows were ended
             starting, long = self.batch.starting() if self.rows.waiting else [], self.batch.long
             if self.rows.waiting and long.request and (long.turn or not (starting or self.rows.live)):
                 return self._read_chunk()
@@ -440,14 +438,18 @@ class Session:
             index = int(failed.argmax())
             role, model = ("target", self.pair.target) if broken[index, 0] else ("draft", self.pair.draft)
             row = self.rows.live[context.places[index]]
-            self.device_step.take_back()
-            self._ahead = False
+            self._take_back()
             raise FloatingPointError(
                 f"{role} model {type(model).__name__} gave NaN or infinite "
                 f"logits for row {row.row} at step {self._step}; nothing of this step was committed. "
                 "on_row_error='finish' ends such rows and goes on with the others"
             )
         return failed
+
+    def _take_back(self) -> None:
+        """The device's rows are what the host knows of them."""
+        self.device_step.take_back()
+        self._ahead = False
 
     # --- what the loop rests on -------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ import pytest
 from documents import ROOT
 
 from bass_lab import evaluation
-from bass_lab.lessons.l04_explorer import measured_cpu
 from bass_lab.measure import benchmark, records
+from bass_lab.measure.modelled_costs import measured_cpu
 from bass_lab.measure.ratios import Ratio
 
 RECORDS = ROOT / "bass_lab/assets/records"

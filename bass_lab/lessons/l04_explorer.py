@@ -6,7 +6,6 @@ best in hindsight?
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import pandas as pd
@@ -15,13 +14,13 @@ from ipywidgets import Box, Dropdown, FloatSlider, IntSlider, Widget
 
 from bass_core import inputs
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy
-from bass_core.policies.costs import SHIPPED, CostModel
+from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
 from bass_core.trace import Trace
 from bass_lab.measure.gpu_records import GpuRecord
-from bass_lab.measure.modelled_costs import modelled_h100
+from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
 from bass_lab.show import live_figures, token_views
 from bass_lab.show.live_figures import live
 from bass_lab.show.looks import bars, empty_figure
@@ -45,13 +44,6 @@ REGULAR = "regular"
 ALIKE, DRIFTING = "all alike", "easy and hard"
 MODELLED, CPU = "H100 (modelled)", "CPU (measured)"
 LENGTH, SEQUENCES, REPEATS = 128, 64, 8  # of what the explorer replays
-
-
-@functools.cache  # asked for at every move of a control
-def measured_cpu() -> CostModel:
-    """Costs of the embedded pair that ship with the library, measured on the CPU that `device` names."""
-    found = (CostModel.load(path) for path in sorted(SHIPPED.glob("*.json")))
-    return next(cost for cost in found if cost.measured.get("device_type") == "cpu" and cost.draft_phases is not None)
 
 
 def policies(cost: CostModel) -> dict[str, int | DraftLengthPolicy]:

@@ -1,13 +1,15 @@
-"""Costs that nobody measured, by the roofline; and what costs are for: a run's seconds, the best fixed length."""
+"""Costs that nobody measured, by the roofline, beside the CPU's that ship; and what costs are for: a run's seconds, the
+best fixed length."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 
 from bass_core.draft_length import expected_tokens
-from bass_core.policies.costs import PASS_AXES, PHASE_AXES, CostModel, Table
+from bass_core.policies.costs import PASS_AXES, PHASE_AXES, SHIPPED, CostModel, Table
 from bass_core.trace import Trace
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 
@@ -67,6 +69,13 @@ def modelled_h100(launch_ms: float = 0.5) -> CostModel:
     target, draft = Roofline(TARGET_8B, device), Roofline(DRAFT_310M, device)
     launch = launch_ms / 1e3
     return modelled_costs(target, draft, target_launch=launch, draft_launch=launch / 5, overhead=OVERHEAD)
+
+
+@functools.cache  # controls ask for it at every move
+def measured_cpu() -> CostModel:
+    """Costs of the embedded pair that ship with the library, measured on the CPU that `device` names."""
+    found = (CostModel.load(path) for path in sorted(SHIPPED.glob("*.json")))
+    return next(cost for cost in found if cost.measured.get("device_type") == "cpu" and cost.draft_phases is not None)
 
 
 def predict(cost: CostModel, trace: Trace) -> float:

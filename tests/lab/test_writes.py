@@ -26,6 +26,7 @@ from bass_core.policies import costs
 from bass_lab.evaluation import sample_file
 from bass_lab.evaluation.sample_file import SampleFile
 from bass_lab.measure import records
+from bass_lab.measure.modelled_costs import measured_cpu
 from bass_lab.measure.profiling import Profile
 from bass_lab.show import pages
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -54,7 +55,7 @@ def trace():
 
 
 WRITERS = {
-    "costs.json": lambda folder: costs.CostModel.load(next(costs.SHIPPED.glob("amd-epyc-*.json"))).save,
+    "costs.json": lambda folder: measured_cpu().save,
     "trace.json": lambda folder: trace().save,
     "trace.json.gz": lambda folder: trace().save,
     "profile.json": lambda folder: Profile.load(write_gpu_profile(folder / "gpu.json")).save,
@@ -260,7 +261,7 @@ def killed_at_random(turns, seconds, *actions):
 
 
 def test_calibrations_of_one_folder_leave_costs_of_one_of_them(tmp_path):
-    shipped = costs.CostModel.load(next(costs.SHIPPED.glob("amd-epyc-*.json")))
+    shipped = measured_cpu()
     path = tmp_path / shipped.file_name
 
     def calibrate(number):

@@ -14,9 +14,9 @@ from bass_lab import load
 from bass_lab.lessons import l11_demonstrations as demonstrations
 from bass_lab.lessons import l11_exercises as exercises
 from bass_lab.lessons import l11_figures as figures
-from bass_lab.lessons.l04_explorer import measured_cpu
 from bass_lab.load import LoadRun
 from bass_lab.load.result import STEPS
+from bass_lab.measure.modelled_costs import measured_cpu
 from bass_lab.study.recorded_acceptance import shipped
 from bass_lab.texts.prompt_sets import prompt_set
 

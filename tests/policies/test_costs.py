@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.models import fingerprints
-from bass_core.policies import costs
+from bass_core.policies import costs, policy_for
 from bass_core.policies.costs import CostModel, Table, costs_for, costs_like
 from bass_core.trace import Trace
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
@@ -306,7 +306,7 @@ def test_the_embedded_drafts_costs_ship_and_are_found_on_every_cpu(draft, tmp_pa
     cost = costs_like(own)
     assert cost.models["draft"]["fingerprint"] == fingerprints(own)["draft"]
     assert cost.measured["acceptance"] and not cost.is_synthetic
-    assert isinstance(bass.Session(own, max_batch_size=1).policy, bass.Goodput)
+    assert isinstance(policy_for(own, None), bass.Goodput)
 
 
 def test_costs_that_were_measured_again_are_found_at_once(pair, measured, caches):

@@ -18,7 +18,7 @@ from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import Calibration
 from bass_core.policies.goodput import deadlines, first_finished, last_finished
 from bass_lab.checks.tabular import tabular
-from bass_lab.measure.modelled_costs import modelled_costs
+from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
@@ -161,7 +161,7 @@ def test_goodput_learns_that_a_lookup_finds_nothing():
 
 
 def test_goodput_begins_with_what_the_pairs_calibration_has_seen():
-    known = CostModel.load(next(costs.SHIPPED.glob("amd-epyc-*.json")))
+    known = measured_cpu()
     views = rows([99])
     first = {}
     for seen in (None, (0, 50), (50, 0), (5000, 0), (2, 0)):

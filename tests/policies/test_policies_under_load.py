@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 import bass_core as bass
-from bass_core.policies.costs import SHIPPED, CostModel
 from bass_lab.load import Poisson, Workload, over_rates, simulate
-from bass_lab.measure.modelled_costs import modelled_h100
+from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
 
-CPU = CostModel.load(next(SHIPPED.glob("amd-epyc-*.json")))
+CPU = measured_cpu()
 H100 = modelled_h100()
 LOADS = {"cpu": (CPU, 16, (1, 8, 20)), "h100": (H100, 64, (4, 80, 400))}
 ASKED = Workload.draw(Poisson(1.0), 150, max_new_tokens=range(16, 129), seed=1)
