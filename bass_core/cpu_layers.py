@@ -25,8 +25,9 @@ from bass_core.attention import Change, pass_at_hand
 from bass_core.cache import Pass
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
-SMALL = 2**16  # numbers of a weight up to which `linear` is the fastest for one row
-LARGE = 2**20  # products of two numbers from which on oneDNN repays what its call takes
+SMALL = 2**15  # numbers of a weight up to which `linear` is the fastest for one row
+FEW = 12  # rows from which on `linear` is as fast as weights times tokens
+LARGE = 2**22  # products of two numbers from which on oneDNN repays what its call takes
 
 
 def faster_than_linear(processor: str) -> bool:
@@ -61,29 +62,32 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of few rows. x [..., N], weight [M, N], bias [M] -> [..., M]."""
+    """`F.linear` by what is fastest. x [..., N], weight [M, N], bias [M] -> [..., M]."""
     many, size = weight.shape
     rows = x.shape[:-1].numel()
-    if x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    if rows == 0 or x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
-    if rows == 0 or (rows == 1 and many * size < SMALL):
+    if rows * many * size >= LARGE:
+        return _by_onednn(x, weight, bias)
+    if rows >= FEW or (rows == 1 and many * size < SMALL):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, size)
-    if rows * many * size >= LARGE:
-        out = torch.ops.mkldnn._linear_pointwise(_to_a_round_number(flat), weight, bias, "none", [], "")
-        return out[:rows].view(*x.shape[:-1], many)
-    if rows == 1:  # for which MKL has a function of its own, that is slower than two rows
-        flat = flat.repeat(2, 1)
-    out = torch.mm(weight, flat.T).T[:rows].contiguous().view(*x.shape[:-1], many)
+    # For one row MKL has a function of its own, that is slower than two rows.
+    out = torch.mm(weight, flat.T).T if rows > 1 else torch.mm(weight, torch.cat((flat, flat)).T).T[:1]
+    out = out.contiguous().view(*x.shape[:-1], many)
     return out if bias is None else out + bias
 
 
-def _to_a_round_number(x: Tensor) -> Tensor:
-    """x [rows, N] with further rows up to one of few numbers (8, 16, … 128, 144, … 256, 288, …), an eighth more at most
-    from 64 rows on: oneDNN keeps compiled code of every shape that it has met, a third of a megabyte and more."""
-    rows = len(x)
+def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear` by oneDNN, which keeps compiled code of every shape that it has met, a third of a megabyte and more:
+    rows are rounded up to one of few numbers (8, 16, … 128, 144, … 256, 288, …), by an eighth at most from 64 on."""
+    rows = x.shape[:-1].numel()
     more = -rows % (1 << max(3, rows.bit_length() - 4))
-    return F.pad(x, (0, 0, 0, more)) if more else x
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    if not more:
+        return linear(x, weight, bias, "none", [], "")
+    out = linear(F.pad(x.reshape(rows, -1), (0, 0, 0, more)), weight, bias, "none", [], "")
+    return out[:rows].view(*x.shape[:-1], -1)
 
 
 def _product_of(module: nn.Linear, multiply: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import lesson_runs
 import nbformat
+import notebook_kernels
 import numpy as np
 import pytest
 
@@ -100,8 +101,9 @@ def folder(request, tmp_path):
 
 def test_every_cell_of_every_notebook_runs(folder):
     command = [sys.executable, "-m", "pytest", "--nbval-lax", "--nbval-cell-timeout", "600", "-q"]
-    command += ["-n", "2", "--dist", "loadscope"]  # a notebook is a scope
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=3000)
+    command += ["-n", "2", "--dist", "loadscope", "-p", "notebook_kernels"]  # a notebook is a scope
+    environment = os.environ | {"PYTHONPATH": str(Path(notebook_kernels.__file__).parent)}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=3000, env=environment)
     assert done.returncode == 0, done.stdout[-3000:]
     ran = int(re.search(r"(\d+) passed", done.stdout)[1])
     assert ran >= sum(cell.cell_type == "code" for path in NOTEBOOKS for cell in nbformat.read(path, 4).cells)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gpu_box
+import notebook_kernels
 import pytest
 
 from bass_lab.measure import records
@@ -172,7 +173,9 @@ def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.Notebook
 
 def _papermill(notebook: Path, copy: Path, parameters: dict, **options) -> nbformat.NotebookNode:
     import papermill  # here: exercises are tested without the packages that run notebooks, too
+    from jupyter_client import AsyncKernelManager
 
+    options["kernel_manager_class"] = notebook_kernels.through_files(AsyncKernelManager)
     return papermill.execute_notebook(notebook, copy, parameters=parameters, progress_bar=False, **options)
 
 
