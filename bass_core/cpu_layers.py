@@ -26,7 +26,7 @@ from bass_core.cache import Pass
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
 SMALL = 2**15  # numbers of a weight up to which `linear` is the fastest for one row
-FEW = 12  # rows from which on `linear` is as fast as weights times tokens
+FEW = (*range(1, 12), 16)  # rows of which weights times tokens are faster than `linear`; 12 to 15 take MKL longer than 16
 LARGE = 2**22  # products of two numbers from which on oneDNN repays what its call takes
 
 
@@ -69,7 +69,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if rows * many * size >= LARGE:
         return _by_onednn(x, weight, bias)
-    if rows >= FEW or (rows == 1 and many * size < SMALL):
+    if rows not in FEW or (rows == 1 and many * size < SMALL):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, size)
     # For one row MKL has a function of its own, that is slower than two rows.

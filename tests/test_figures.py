@@ -39,8 +39,8 @@ def speeds_elsewhere():
 
 
 @pytest.fixture(scope="module")
-def feature_heads_elsewhere():
-    return by_setting("feature_head_intel_cpu.jsonl")
+def feature_heads():
+    return {maker: by_setting(f"feature_head_{maker}_cpu.jsonl") for maker in ("amd", "intel")}
 
 
 def one(lines: list[dict], method: str, k: int | None = None) -> dict:
@@ -96,22 +96,26 @@ def test_the_table_of_another_processor_is_its_record(speeds_elsewhere, prompts,
     assert f"| {' | '.join(cells)} |" in said("docs/BENCHMARKS.md")
 
 
+@pytest.mark.parametrize("maker", ["amd", "intel"])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_the_table_of_the_feature_head_there_is_its_record(feature_heads_elsewhere, batch):
-    lines = feature_heads_elsewhere["mini", batch]
+def test_the_table_of_the_feature_head_is_its_record(feature_heads, batch, maker):
+    lines = feature_heads[maker]["mini", batch]
     baselines = [speed(one(lines, method)) for method in ("regular", "transformers")]
     ratios = [with_interval(over_the_faster(lines, one(lines, "batched", k))) for k in (5, 6, 8, None)]
     assert f"| {' | '.join([str(batch), *baselines, *ratios])} |" in said("docs/BENCHMARKS.md")
     assert all(line["exactness"]["identical"] == line["exactness"]["rows"] for line in lines)
 
 
-def test_the_readme_tells_of_another_processor(speeds_elsewhere, feature_heads_elsewhere):
-    lines = [speeds_elsewhere["mini", batch] for batch in (1, 8)]
-    alone, eight = (f"{over_the_faster(each, one(each, 'batched')).median:.2f}×" for each in lines)
-    assert f"Intel Xeon, *mini* gained {alone} with one row and {eight} with eight" in said("README.md")
-    lines = [feature_heads_elsewhere["mini", batch] for batch in (1, 8)]
-    alone, eight = (f"{over_the_faster(each, one(each, 'batched', 8)).median:.2f}×" for each in lines)
-    assert f"with the pair's feature head and drafts of 8 it was {alone} and {eight}" in said("README.md")
+def test_the_readme_tells_of_the_feature_head_and_of_another_processor(speeds_elsewhere, feature_heads):
+    def gained(lines: dict, k: int | None) -> list[str]:
+        each = (lines["mini", batch] for batch in (1, 8))
+        return [f"{over_the_faster(group, one(group, 'batched', k)).median:.2f}×" for group in each]
+
+    told = said("README.md")
+    drafts = "with the pair's feature head and drafts of 8 it {} {} with one row and {} with eight"
+    assert drafts.format("gained", *gained(feature_heads["amd"], 8)) in told
+    assert "Intel Xeon *mini* gained {} and {}".format(*gained(speeds_elsewhere, None)) in told
+    assert "with the feature head {} and {}".format(*gained(feature_heads["intel"], 8)) in told
 
 
 def test_what_limits_eight_rows_is_told_by_the_costs_that_ship():
