@@ -26,7 +26,7 @@ from bass_core.cache import Pass
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
 SMALL = 2**15  # numbers of a weight up to which `linear` is the fastest for one row
-FEW = (*range(1, 12), 16)  # rows of which weights times tokens are faster than `linear`; 12 to 15 take MKL longer than 16
+FEW = (*range(1, 12), 16)  # rows for which weights times tokens beat `linear`; 12 to 15 take longer than 16
 LARGE = 2**22  # products of two numbers from which on oneDNN repays what its call takes
 
 
