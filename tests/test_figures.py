@@ -112,8 +112,8 @@ def test_the_readme_tells_of_the_feature_head_and_of_another_processor(speeds_el
         return [f"{over_the_faster(group, one(group, 'batched', k)).median:.2f}×" for group in each]
 
     told = said("README.md")
-    drafts = "with the pair's feature head and drafts of 8 it {} {} with one row and {} with eight"
-    assert drafts.format("gained", *gained(feature_heads["amd"], 8)) in told
+    drafts = "with the pair's feature head and drafts of 8 it gained {} with one row and {} with eight"
+    assert drafts.format(*gained(feature_heads["amd"], 8)) in told
     assert "Intel Xeon *mini* gained {} and {}".format(*gained(speeds_elsewhere, None)) in told
     assert "with the feature head {} and {}".format(*gained(feature_heads["intel"], 8)) in told
 

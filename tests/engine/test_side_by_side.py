@@ -4,19 +4,14 @@ import copy
 
 import pytest
 import torch
-from tiny import ragged_prompts, tiny_model
+from cpu_models import PROMPTS, model
+from tiny import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import bass_core as bass
 from bass_core import compiled_layers, side_by_side
 from bass_core.side_by_side import SIBLINGS, arrange, together
-
-PROMPTS = ragged_prompts(5, 11)
-
-
-def model(architecture="llama", **changes):
-    return tiny_model.__wrapped__(architecture, **changes)
 
 
 def storages(model):
