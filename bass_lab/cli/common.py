@@ -191,7 +191,9 @@ def _check_folder(path: Path) -> None:
 
 def models_named(target: str | None, draft: str | None) -> str:
     """What records call the models of these options."""
-    return f"{target} + {draft or 'n-gram'}" if target else "embedded pair"
+    if target:
+        return f"{target} + {draft or 'n-gram'}"
+    return f"embedded pair, {draft}" if draft else "embedded pair"
 
 
 def kinds(written: str | None) -> str | dict[str, str] | None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_core import generation
 from bass_lab.checks import doctor
-from bass_lab.cli import decoding, main
+from bass_lab.cli import common, decoding, main
 from bass_lab.show import pages, terminal
 
 PROMPT = "def add(a, b):\n"
@@ -364,3 +364,16 @@ def test_models_are_quantized_by_name(target, draft):
     for wrong in ("int3", "draft=int4,target", "drafts=int4"):
         result = run("doctor", "-t", target, "-d", draft, "--quantize", wrong)
         assert result.exit_code == 1 and "quantize must be one of int8, int4" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ((None, None), "embedded pair"),
+        ((None, "feature_head"), "embedded pair, feature_head"),
+        (("mine", None), "mine + n-gram"),
+        (("mine", "layers:4"), "mine + layers:4"),
+    ],
+)
+def test_records_tell_what_drafts(options, name):
+    assert common.models_named(*options) == name
