@@ -68,7 +68,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if rows == 0 or x.dtype != torch.float32 or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     if rows * many * size >= LARGE:
-        return _by_onednn(x, weight, bias)
+        return _by_onednn(x, rows, weight, bias)
     if rows not in FEW or (rows == 1 and many * size < SMALL):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, size)
@@ -78,10 +78,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out if bias is None else out + bias
 
 
-def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _by_onednn(x: Tensor, rows: int, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` by oneDNN, which keeps compiled code of every shape that it has met, a third of a megabyte and more:
     rows are rounded up to one of few numbers (8, 16, … 128, 144, … 256, 288, …), by an eighth at most from 64 on."""
-    rows = x.shape[:-1].numel()
     more = -rows % (1 << max(3, rows.bit_length() - 4))
     linear = torch.ops.mkldnn._linear_pointwise.default
     if not more:
