@@ -233,18 +233,26 @@ def _no_pattern(path: Path) -> str:
     return str(path).replace("{", "{{").replace("}", "}}")
 
 
-def _kernel_manager(place: Path) -> type:
-    """A manager of kernels that die with this process and are spoken to through files, not ports that may be taken."""
-    from jupyter_client import AsyncKernelManager
+def through_files(manager: type, place: Path) -> type:
+    """A manager of kernels as the given one of jupyter_client, which speaks to them through files in `place`, not ports
+    that may be taken before a kernel has them."""
 
-    parent = os.getpid()
-
-    class Manager(AsyncKernelManager):
+    class ThroughFiles(manager):
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options)
             self.transport, self.ip = "ipc", str(place / "kernel")
             self.connection_file = str(place / "kernel.json")
 
+    return ThroughFiles
+
+
+def _kernel_manager(place: Path) -> type:
+    """A manager of kernels that die with this process."""
+    from jupyter_client import AsyncKernelManager
+
+    parent = os.getpid()
+
+    class Manager(through_files(AsyncKernelManager, place)):
         async def start_kernel(self, **options):
             await super().start_kernel(**options, preexec_fn=lambda: die_with(parent))
 

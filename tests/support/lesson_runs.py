@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gpu_box
-import notebook_kernels
 import pytest
 
 from bass_lab.measure import records
+from bass_lab.sweep.run_process import through_files
 
 if TYPE_CHECKING:
     import nbformat
@@ -175,8 +176,9 @@ def _papermill(notebook: Path, copy: Path, parameters: dict, **options) -> nbfor
     import papermill  # here: exercises are tested without the packages that run notebooks, too
     from jupyter_client import AsyncKernelManager
 
-    options["kernel_manager_class"] = notebook_kernels.through_files(AsyncKernelManager)
-    return papermill.execute_notebook(notebook, copy, parameters=parameters, progress_bar=False, **options)
+    with tempfile.TemporaryDirectory(prefix="kernel-") as place:  # pytest's own are too long for the name of a socket
+        options["kernel_manager_class"] = through_files(AsyncKernelManager, Path(place))
+        return papermill.execute_notebook(notebook, copy, parameters=parameters, progress_bar=False, **options)
 
 
 def chromium() -> str:

@@ -1,25 +1,17 @@
-"""Kernels of notebooks that are spoken to through files, also those of nbval: a plugin of pytest (-p notebook_kernels).
+"""A plugin of pytest (-p notebook_kernels): nbval speaks to the kernels of notebooks through files.
 
-Ports are chosen before a kernel takes them. Beside other tests somebody else may have one by then, and the kernel dies.
+Beside other tests somebody else may have a kernel's port before it has it, and then the kernel dies.
 """
 
 import tempfile
 from pathlib import Path
 
+from bass_lab.sweep.run_process import through_files
 
-def through_files(manager: type) -> type:
-    """A manager of kernels as the given one of jupyter_client, that needs no ports."""
-
-    class ThroughFiles(manager):
-        def __init__(self, *arguments, **options):
-            super().__init__(*arguments, **options)
-            self._folder = tempfile.TemporaryDirectory(prefix="kernel-")
-            self.transport, self.ip = "ipc", str(Path(self._folder.name) / "kernel")
-
-    return ThroughFiles
+PLACE = tempfile.TemporaryDirectory(prefix="kernel-")  # pytest's own are too long for the name of a socket
 
 
 def pytest_configure() -> None:
     from nbval import kernel
 
-    kernel.KernelManager = through_files(kernel.KernelManager)
+    kernel.KernelManager = through_files(kernel.KernelManager, Path(PLACE.name))
