@@ -1,9 +1,16 @@
-"""Stages of `gpu` that are neither tests nor benchmarks: exactness, costs, the lessons. Each adds case by case."""
+"""Stages of `gpu` that are neither tests nor benchmarks: exactness, costs, memory errors and races, the lessons.
+
+Each adds case by case.
+"""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +26,9 @@ from bass_lab.measure.repeated_way import WARM_UPS
 from bass_lab.provenance import describe_environment
 from bass_lab.study import calibration, recording
 from bass_lab.texts.prompt_sets import prompt_set
+
+
+SANITIZER = "compute-sanitizer"
 
 
 class Part:
@@ -105,6 +115,28 @@ def costs(folder: Path, rehearse: bool) -> Part:
     return part
 
 
+def sanitized(folder: Path, rehearse: bool) -> Part:
+    """Every kernel on small shapes, watched for wrong memory accesses and for races between threads."""
+    part, file = Part(folder / "sanitizers.jsonl"), records.ROOT / "tests/kernels/test_gpu_small.py"
+    tests = re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)
+    # Out of a pool an access behind a tensor's end would meet the next tensor.
+    surroundings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool, test in itertools.product(("memcheck", "racecheck"), tests):
+
+        def watched(tool: str = tool, test: str = test) -> dict:
+            pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"{file}::{test}"]
+            command = [SANITIZER, "--tool", tool, *pytest]
+            said = subprocess.run(command, cwd=records.ROOT, env=surroundings, capture_output=True, text=True)
+            summary = re.search(r"SUMMARY: (.*)", said.stdout)
+            ran = rehearse or re.search(r"\d+ passed", said.stdout)
+            if said.returncode != 0 or not ran or summary is None or not summary[1].startswith("0 "):
+                raise RuntimeError((said.stdout + said.stderr)[-1800:])
+            return {"summary": summary[1]}
+
+        part.add(f"{tool} {test}", watched)
+    return part
+
+
 def lessons(folder: Path, rehearse: bool) -> Part:
     """Every lesson by papermill, or the first alone."""
     import papermill
@@ -123,7 +155,7 @@ def lessons(folder: Path, rehearse: bool) -> Part:
     return part
 
 
-PARTS = {"exactness": check, "costs": costs, "notebooks": lessons}
+PARTS = {"exactness": check, "costs": costs, "sanitizers": sanitized, "notebooks": lessons}
 
 
 def main(given: list[str] | None = None) -> int:

@@ -34,7 +34,7 @@ Command = Callable[[str, str, bool], list[str]]  # of folder, seconds and whethe
 
 @dataclass(frozen=True)
 class Stage:
-    """seconds: its limit. files: what it writes. needs: a module without which it is left out."""
+    """seconds: its limit. files: what it writes. needs: a module or a program without which it is left out."""
 
     about: str
     seconds: int
@@ -85,6 +85,13 @@ STAGES = {
     ),
     "products": Stage(
         "products with INT8 and INT4 weights", 260, ("products.jsonl",), _timed("bench.products", "products.jsonl")
+    ),
+    "sanitizers": Stage(
+        "every kernel under compute-sanitizer, on small shapes",
+        460,
+        ("sanitizers.jsonl",),
+        _part("sanitizers"),
+        needs="compute-sanitizer",
     ),
     "notebooks": Stage("the lessons", 460, ("notebooks.jsonl",), _part("notebooks"), needs="papermill"),
 }
@@ -143,8 +150,8 @@ def collect(folder: Path) -> list[Path]:
     return written
 
 
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
 
 
 def main(given: list[str] | None = None) -> int:

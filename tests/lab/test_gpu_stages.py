@@ -1,6 +1,7 @@
 """`make gpu` rehearsed on a CPU: every stage and its files, its limit, and that it goes on where it was cut short."""
 
 import json
+import os
 import time
 from collections import Counter
 from dataclasses import replace
@@ -17,8 +18,23 @@ def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.fixture
+def sanitizer(tmp_path, monkeypatch):
+    """Puts a compute-sanitizer in front of all programs that runs these lines, with what it is given in "$@"."""
+
+    def put(script: str) -> None:
+        program = tmp_path / "bin" / gpu_parts.SANITIZER
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+
+    return put
+
+
 @pytest.mark.slow
-def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd):
+def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitizer):
+    sanitizer('shift 2; "$@"; code=$?; echo "========= ERROR SUMMARY: 0 errors"; exit $code')
     assert gpu.main([str(tmp_path), "--rehearse"]) == 0
     summaries = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"stage"')]
     assert [summary["stage"] for summary in summaries] == list(gpu.STAGES)
@@ -54,6 +70,31 @@ def test_a_stage_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_pat
 def test_a_stage_whose_packages_are_missing_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setitem(gpu.STAGES, "tests", replace(gpu.STAGES["tests"], needs="no_such_package"))
     assert gpu.run("tests", tmp_path)["left_out"] == "no_such_package is not installed here"
+
+
+@pytest.mark.parametrize(
+    ("says", "found"),
+    [
+        ("6 passed in 9s; ========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", None),
+        ("6 passed in 9s; ========= ERROR SUMMARY: 2 errors", "2 errors"),
+        ("6 skipped in 9s; ========= ERROR SUMMARY: 0 errors", "6 skipped"),
+        ("6 passed in 9s", "6 passed"),
+    ],
+)
+def test_a_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer, says, found):
+    sanitizer(f"echo '{says}'")
+    part = gpu_parts.sanitized(tmp_path, rehearse=False)
+    written = lines(tmp_path / "sanitizers.jsonl")
+    assert {line["case"].split()[0] for line in written} == {"memcheck", "racecheck"}
+    if found is None:
+        assert not part.failed and {line["summary"][0] for line in written} == {"0"}
+    else:
+        assert len(part.failed) == len(written) and all(found in line["failed"] for line in written)
+
+
+def test_a_test_that_fails_under_the_sanitizer_is_not_clean(tmp_path, sanitizer):
+    sanitizer("echo '1 passed, 1 failed; ========= ERROR SUMMARY: 0 errors'; exit 1")
+    assert gpu_parts.sanitized(tmp_path, rehearse=False).failed
 
 
 def test_without_a_gpu_it_says_so_and_ends(monkeypatch, capsys, tmp_path):
