@@ -27,7 +27,6 @@ from bass_lab.provenance import describe_environment
 from bass_lab.study import calibration, recording
 from bass_lab.texts.prompt_sets import prompt_set
 
-
 SANITIZER = "compute-sanitizer"
 
 
