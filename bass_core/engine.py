@@ -160,6 +160,7 @@ class Session:
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
         self._closed = self._committing = False
         self._ahead = False  # the device may have moved rows that the host has not
+        self._stream = self._follow()
 
     # --- rows come and go -------------------------------------------------------------------------
 
@@ -381,7 +382,7 @@ class Session:
         self._ahead = True
         decided = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
         commit = self._commit(context, draft, decided)
-        self.drafter.committed(context.lengths_host, draft, commit.accepted)
+        self.drafter.committed(context.lengths_host, draft.lengths_host, commit.accepted)
         self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
         self.batch.compact()
         self.batch.long.decoded()

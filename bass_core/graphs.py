@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -23,6 +24,7 @@ MOST = 64  # recordings kept: a batch's draft lengths, and what is left of earli
 WARM_UPS = 2  # calls beside the main stream before the recording: libraries make their workspaces there
 
 Function = Callable[[], Any]
+_RECORDING = threading.RLock()  # one at a time: they share a stream, and would record each other's launches
 
 
 class NotRecordable(ValueError):
@@ -94,6 +96,7 @@ class Graphs:
         self._record, self._most, self._fall_back = record, most, fall_back
         self._recordings: OrderedDict[Hashable, Function] = OrderedDict()
         self._met: set[Hashable] = set()
+        self.recorded = True  # until a function turns out not to be recordable
         self.made = 0  # functions met for the first time and recordings so far: what takes longer than it will again
 
     def due(self, key: Hashable) -> bool:
@@ -109,12 +112,13 @@ class Graphs:
         if len(self._recordings) >= self._most:
             self._recordings.popitem(last=False)
         try:
-            self._recordings[key] = self._record(function)
+            with _RECORDING:
+                self._recordings[key] = self._record(function)
         except NotRecordable:
             if self._fall_back is None:
                 raise
             self._fall_back()
-            self._record = launched_each_time
+            self._record, self.recorded = launched_each_time, False
             self._recordings[key] = self._record(function)
 
     def run(self, key: Hashable, function: Function) -> Any:

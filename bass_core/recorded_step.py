@@ -86,7 +86,6 @@ class RecordedStep(EagerStep):
         # Drafts that each place submits; -1: no row lives there. A step leaves there what the next one submits if that
         # plans as many.
         self.planned = torch.full((places,), NOBODY, dtype=torch.int64, device=device)
-        self._staged = torch.empty(places, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._announced: Announced | None = None  # what stands in `planned`, where the host knows it
         self._finite, self._all_finite = torch.ones(places, dtype=torch.bool, device=device), True
         self._drafted = torch.zeros(places, 0, dtype=torch.int64, device=device)
@@ -199,7 +198,7 @@ class RecordedStep(EagerStep):
 
     def _announce(self, lengths: np.ndarray) -> None:
         """Tell the device what each place submits, unless that is what the step before has left there. The copy runs
-        beside the host, which next writes here after the step's one copy back."""
+        beside the host."""
         rows, known, asked = self.rows, self._announced, Announced(list(self.rows.live), lengths.copy())
         if known is not None and known.requests == asked.requests:
             left = rows.limits_host[: len(lengths)] - rows.lengths_host[: len(lengths)] - 1
@@ -210,9 +209,9 @@ class RecordedStep(EagerStep):
 
     def _tell(self, announced: Announced) -> None:
         self._announced = None  # an interrupted copy leaves nothing known
-        self._staged.fill_(NOBODY)
-        self._staged[: len(announced.lengths)] = torch.from_numpy(announced.lengths)
-        self.planned.copy_(self._staged, non_blocking=True)
+        staged = torch.full(self.planned.shape, NOBODY, pin_memory=self.planned.device.type == "cuda")
+        staged[: len(announced.lengths)] = torch.from_numpy(announced.lengths)
+        self.planned.copy_(staged, non_blocking=True)  # pinned memory is kept until the copy is done
         self._announced = announced
 
     def _store(self, draft: Draft) -> None:

@@ -24,6 +24,25 @@ from bass_core.sources import Source
 from bass_core.verification import Verified
 
 
+class Fetched:
+    """A tensor as it is now, on its way to the host: the copy begins at once, and what the device is given next may
+    write over it."""
+
+    def __init__(self, tensor: Tensor):
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._copied, self._arrived = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._copied = tensor.clone()
+
+    def __call__(self) -> np.ndarray:
+        """Waits for it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copied.numpy()
+
+
 @dataclass(eq=False)
 class Prompt:
     """Token ids that one or more rows start from. Prefilled once; what that left is kept until no row waits for it."""
@@ -56,7 +75,7 @@ class Request:
     drafted: int = 0  # tokens that the row's steps have drafted so far, and accepted
     accepted: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    logprobs: Callable[[], np.ndarray] = lambda: np.zeros(0, np.float32)  # waits for them
 
     def __repr__(self) -> str:
         length, state = len(self.prompt.ids), self.finish_reason or "not ended"
@@ -291,13 +310,13 @@ class Rows:
     def generated(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
         """A row's generated ids and their log-probabilities, so far or in the end."""
         if request in self.live and request.finish_reason is None:
-            place = self.live.index(request)
-            return self._generated(place)
-        return request.tokens, request.logprobs
+            tokens, logprobs = self._generated(self.live.index(request))
+            return tokens, logprobs()
+        return request.tokens, request.logprobs()
 
-    def _generated(self, place: int) -> tuple[np.ndarray, np.ndarray]:
+    def _generated(self, place: int) -> tuple[np.ndarray, Fetched]:
         start, end = self.prompt_lengths[place], self.lengths_host[place]
-        return self.tokens_host[place, start:end].copy(), self.logprobs[place, start:end].cpu().numpy().copy()
+        return self.tokens_host[place, start:end].copy(), Fetched(self.logprobs[place, start:end])
 
     def _finish(self, place: int, reason: str) -> None:
         request = self.live[place]

@@ -23,27 +23,9 @@ from bass_core.drafters import Context, Draft, Drafter
 from bass_core.eager_step import Decided, EagerStep, StepOptions
 from bass_core.graphs import Graphs, captured, launched_each_time
 from bass_core.recorded_step import NOBODY, Announced, Execution, RecordedStep
-from bass_core.rows import Request, Rows
+from bass_core.rows import Fetched, Request, Rows
 from bass_core.runner import Runner
 from bass_core.trace import Stopwatch
-
-
-class Fetched:
-    """A tensor on its way to the host: the copy begins now, before the next replay writes over it."""
-
-    def __init__(self, tensor: Tensor):
-        self._arrived: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._copied, self._arrived = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._copied = tensor.clone()
-
-    def __call__(self) -> np.ndarray:
-        """Waits for it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._copied.numpy()
 
 
 class Ahead(NamedTuple):
@@ -122,7 +104,7 @@ class StepAhead(RecordedStep):
     def _is_certain(self, context: Context, lengths: np.ndarray) -> bool:
         """Whether the next step will be this one again, as far as can be known before this one is read."""
         rows, replayed = self.rows, self.replayed
-        if self._foretold is None or replayed is None or self._announced is None:
+        if self._foretold is None or replayed is None or self._announced is None or not self.graphs.recorded:
             return False
         if self._memory != self._stands_on():
             return False  # recordings are of memory that has moved
@@ -158,6 +140,8 @@ class StepAhead(RecordedStep):
         super().take_back()
 
     def release(self) -> None:
+        if self._under_way is not None:
+            self._under_way.fetched()  # it may run on another stream than the memory is from
         self._under_way = self._asked_for = None
         super().release()
 

@@ -74,6 +74,8 @@ class Stopwatch:
         """The first mark; an interrupted step's are dropped."""
         self._let_go(self._marks)
         self._marks, self._next, self._asked = self._next, [], 0
+        if self._on_cuda and self._marks:  # launched ahead, from what may have been another stream
+            self._stream = torch.cuda.current_stream(self._device)
         self.mark()
 
     def mark(self) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,9 @@ from bass_lab.provenance import describe_environment
 from bass_lab.study import calibration, recording
 from bass_lab.texts.prompt_sets import prompt_set
 
-SANITIZER = "compute-sanitizer"
+WATCHED = 120  # seconds for a test under compute-sanitizer
+# It gives up a program that has not come to the GPU within ten seconds, unless told.
+SANITIZER = ["compute-sanitizer", "--launch-timeout", str(WATCHED), "--show-backtrace", "no", "--tool"]
 
 
 class Part:
@@ -123,13 +126,19 @@ def sanitized(folder: Path, rehearse: bool) -> Part:
     for tool, test in itertools.product(("memcheck", "racecheck"), tests):
 
         def watched(tool: str = tool, test: str = test) -> dict:
-            pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", f"{file}::{test}"]
-            command = [SANITIZER, "--tool", tool, *pytest]
-            said = subprocess.run(command, cwd=records.ROOT, env=surroundings, capture_output=True, text=True)
-            summary = re.search(r"SUMMARY: (.*)", said.stdout)
-            ran = rehearse or re.search(r"\d+ passed", said.stdout)
-            if said.returncode != 0 or not ran or summary is None or not summary[1].startswith("0 "):
-                raise RuntimeError((said.stdout + said.stderr)[-1800:])
+            pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"{file}::{test}"]
+            with tempfile.TemporaryFile("w+") as output:  # a pipe would be held open by what is left of a program
+                how = {"cwd": records.ROOT, "env": surroundings, "stdout": output, "stderr": subprocess.STDOUT}
+                try:
+                    code = subprocess.run([*SANITIZER, tool, *pytest], timeout=WATCHED, **how).returncode
+                except subprocess.TimeoutExpired:
+                    code = f"none within {WATCHED} s"
+                output.seek(0)
+                said = output.read()
+            summary, ran = re.search(r"SUMMARY: (.*)", said), rehearse or re.search(r"\d+ passed", said)
+            if code != 0 or not ran or summary is None or not summary[1].startswith("0 "):
+                first = said[max(said.find("========= "), 0) :][:800]
+                raise RuntimeError(f"exit status {code}: {first}\n...\n{said[-800:]}")
             return {"summary": summary[1]}
 
         part.add(f"{tool} {test}", watched)

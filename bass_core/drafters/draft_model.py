@@ -270,11 +270,9 @@ class ModelDrafter(Drafter):
         """Logits over ids that the target has too: the others get probability 0 before the softmax."""
         return logits[:, : self.vocabulary]
 
-    def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
-        if draft.tokens.shape[1] == 0:
-            return  # nothing was fed
+    def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         # All drafted tokens but the last were fed; the accepted of these are right.
-        self.cached[: len(before)] += np.minimum(accepted, np.maximum(draft.lengths_host - 1, 0))
+        self.cached[: len(before)] += np.minimum(accepted, np.maximum(drafted - 1, 0))
 
 
 def _is_tempered(context: Context) -> bool:

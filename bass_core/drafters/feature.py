@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrained
 
 from bass_core.cache import RaggedCache
 from bass_core.drafters.draft_model import ModelDrafter
-from bass_core.drafters.protocol import Context, Draft, Setting
+from bass_core.drafters.protocol import Context, Setting
 
 
 class FeatureHeadConfig(LlamaConfig):
@@ -114,7 +114,7 @@ class FeatureDrafter(ModelDrafter):
     def first_pass(self, most: int) -> int:
         return most + 1  # as many as a step commits: none of them was read with the target's hidden states yet
 
-    def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
+    def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """What was drafted was read with predicted states, and is read again."""
 
     def _catch_up(self, context: Context, rows: int) -> Tensor:

@@ -197,8 +197,8 @@ class Drafter(ABC):
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] >= 0 tokens for row b; some row wants one. policy: may want to be asked in between."""
 
-    def committed(self, before: np.ndarray, draft: Draft, accepted: np.ndarray) -> None:
-        """Rows had `before` tokens and accepted that many of the draft."""
+    def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Rows had `before` tokens, drafted so many and had that many of these accepted: each int [B]."""
 
     def ended(self, place: int, tokens: np.ndarray) -> None:
         """The row at that place has ended with these tokens, prompt included. An interrupt may have it said again."""

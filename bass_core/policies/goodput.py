@@ -123,7 +123,8 @@ class Goodput(DraftLengthPolicy):
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.foretell() == 0 and len(rows.ids) == self.batch:
             self.zeros += 1
-            if self.zeros == self.rest < self.next_probe:  # looked at now, the next step can be foretold
+            if self.zeros == self.rest and not self._is_due(rows.remaining.max() - 1):
+                # Looked at now, the next step can be foretold.
                 best, may_pay = self._best(rows)
                 if best == 0:
                     self._rest(may_pay)
@@ -133,7 +134,7 @@ class Goodput(DraftLengthPolicy):
         (self.k, may_pay), self.probing = self._best(rows), False
         if self.k > 0:
             self.zeros, self.next_probe = 0, self.probe
-        elif may_pay and self.zeros >= self.next_probe <= rows.remaining.max():
+        elif may_pay and self._is_due(rows.remaining.max()):
             self.k, self.probing = 1, True
             self.zeros, self.next_probe = 0, 2 * self.next_probe
         else:
@@ -146,11 +147,17 @@ class Goodput(DraftLengthPolicy):
             return torch.from_numpy(self.wanted)
         return self.k
 
+    def _is_due(self, remaining: int) -> bool:
+        """Whether a probe is, of rows that may go so far; one that is due and has no room never comes."""
+        return self.zeros >= self.next_probe <= remaining
+
     def _rest(self, may_pay: bool) -> None:
         """Nothing is drafted in this step and some more."""
         if not may_pay:
             self.zeros = 1  # no probe is ever due
-        self.rest = min(self.zeros - self.zeros % SAME + SAME, self.next_probe)
+        self.rest = self.zeros - self.zeros % SAME + SAME
+        if self.zeros < self.next_probe:
+            self.rest = min(self.rest, self.next_probe)
         self.alphas.fade()
 
     def _best(self, rows: RowsView) -> tuple[int, bool]:

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,13 +35,14 @@ Command = Callable[[str, str, bool], list[str]]  # of folder, seconds and whethe
 
 @dataclass(frozen=True)
 class Stage:
-    """seconds: its limit. files: what it writes. needs: a module or a program without which it is left out."""
+    """seconds: its limit. files: what it writes. needs: a module without which it is left out; program: a program."""
 
     about: str
     seconds: int
     files: tuple[str, ...]
     command: Command
     needs: str | None = None
+    program: str | None = None
 
 
 def _tests(folder: str, seconds: str, rehearse: bool) -> list[str]:
@@ -91,7 +93,7 @@ STAGES = {
         460,
         ("sanitizers.jsonl",),
         _part("sanitizers"),
-        needs="compute-sanitizer",
+        program="compute-sanitizer",
     ),
     "notebooks": Stage("the lessons", 460, ("notebooks.jsonl",), _part("notebooks"), needs="papermill"),
 }
@@ -101,8 +103,11 @@ def run(name: str, folder: Path, rehearse: bool = False, seconds: float | None =
     """One stage, ended at its limit: a summary of what came of it, its files by lines or bytes."""
     stage, started = STAGES[name], time.monotonic()
     summary = {"stage": name, "about": stage.about}
-    if stage.needs and not _installed(stage.needs):
-        return summary | {"left_out": f"{stage.needs} is not installed here"}
+    missing = stage.needs if stage.needs and not _installed(stage.needs) else None
+    if stage.program and shutil.which(stage.program) is None:
+        missing = stage.program
+    if missing:
+        return summary | {"left_out": f"{missing} is not installed here"}
     folder.mkdir(parents=True, exist_ok=True)
     limit = seconds or stage.seconds
     command = [sys.executable, *stage.command(str(folder), f"{limit - 20:.0f}" if limit > 60 else f"{limit}", rehearse)]
@@ -116,12 +121,12 @@ def run(name: str, folder: Path, rehearse: bool = False, seconds: float | None =
     process = subprocess.Popen(command, cwd=records.ROOT, env=surroundings, start_new_session=True)
     try:
         code = process.wait(limit)
-    except BaseException as error:  # the limit, or a Ctrl-C: nothing it started is left
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
+    except subprocess.TimeoutExpired:
         code = None
+    finally:  # after a Ctrl-C, too: nothing it started is left
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     files = {file: _size(folder / file) for file in stage.files}
     return summary | {"code": code, "seconds": round(time.monotonic() - started, 1), "files": files}
 
@@ -150,8 +155,8 @@ def collect(folder: Path) -> list[Path]:
     return written
 
 
-def _installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
+def _installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def main(given: list[str] | None = None) -> int:

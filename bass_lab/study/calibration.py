@@ -13,6 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -268,16 +269,19 @@ def _feed(
 
 class _InTurn(Goodput):
     """Draft lengths one after the other. Before each but 0 the default policy makes a choice, since choosing is part of
-    steps that draft; what it goes by, and what it chooses, is of no consequence."""
+    steps that draft; what it goes by, and what it chooses, is of no consequence. It foretells what the default policy
+    does: that nothing is drafted."""
 
     def __init__(self, lengths: Sequence[int]):
         super().__init__(modelled_h100())
-        self.lengths = iter(lengths)
+        self.lengths = deque(lengths)
+
+    def foretell(self) -> int | None:
+        return 0 if self.last == 0 and self.lengths and self.lengths[0] == 0 else None
 
     def plan(self, rows: RowsView) -> int:
-        k = next(self.lengths)
+        k = self.last = self.lengths.popleft()
         if k > 0:
-            self.zeros = 0  # or it would not look again
             super().plan(rows)
             self.wanted = np.minimum(k, rows.remaining - 1)
         return k

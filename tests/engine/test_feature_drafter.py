@@ -208,7 +208,7 @@ def test_the_head_goes_where_the_target_is_and_stays_what_it_was():
 def test_features_of_rejected_tokens_are_caught(drafts, monkeypatch):
     """A head that takes what it predicted for drafted tokens to be what the target said of them."""
 
-    def committed(self, before, draft, accepted):
+    def committed(self, before, drafted, accepted):
         self.cached[: len(before)] += accepted
 
     monkeypatch.setattr(bass.FeatureDrafter, "committed", committed)

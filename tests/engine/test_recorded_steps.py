@@ -1,5 +1,7 @@
 """Steps of fixed shapes, recorded and replayed, give what steps launched one operator at a time give."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -362,6 +364,27 @@ def test_workspaces_of_products_are_made_inside_the_recording(monkeypatch):
     graphs.captured(torch.device("cuda"))(lambda: calls.append("run"))
     graphs._stream_beside.cache_clear()
     assert calls[-5:] == ["clear", "begin", "run", "end", "clear"]
+
+
+def test_threads_record_one_after_the_other():
+    """They share a stream, and a recording holds all that is launched there."""
+    running, most = [], []
+
+    def record(function):
+        running.append(function)
+        time.sleep(0.01)
+        most.append(len(running))
+        running.remove(function)
+        return function
+
+    def work(number):
+        graphs = Graphs(record)
+        for key in range(5):
+            graphs.record(key, lambda: number)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert most == [1] * 20
 
 
 def test_what_occurs_once_is_not_recorded():

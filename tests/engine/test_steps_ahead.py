@@ -68,7 +68,34 @@ def test_a_policy_that_changes_its_mind_has_its_way(ahead):
 def test_a_policy_that_drafts_nothing_for_long_foretells_it(ahead):
     useless = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", seed=1))
     assert_same(useless, draft_length=lambda: bass.Goodput(DEAR), temperature=0.8, new=60)
-    assert ahead["launched"] > 20 and ahead["taken back"] == 0
+    assert ahead["launched"] > 50 and ahead["taken back"] == 0
+
+
+def test_drafters_are_told_of_their_own_step(ahead, monkeypatch):
+    """The step under way has written over what was drafted."""
+    told, original = [], bass.ModelDrafter.committed
+
+    def committed(self, before, drafted, accepted):
+        told.append((before.tolist(), drafted.tolist(), accepted.tolist()))
+        original(self, before, drafted, accepted)
+
+    monkeypatch.setattr(bass.ModelDrafter, "committed", committed)
+    with session() as running:
+        texts(running, [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:3]])
+        steps = running.trace.steps.query("kind == 'decode'").groupby("step")
+        assert told == [
+            tuple(step[name].tolist() for name in ("kv_length", "drafted", "accepted")) for _, step in steps
+        ]
+    assert ahead["launched"] > 5
+
+
+def test_a_model_that_cannot_be_recorded_is_never_ahead(ahead):
+    """Launching its step takes until the step is done."""
+    mixtral = bass.ModelPair(tiny_model("mixtral"), tiny_model("mixtral", seed=1))
+    with bass.Session(mixtral, compile="auto", draft_length=3, eos_token_id=()) as running:
+        texts(running, [running.submit(prompt, max_new_tokens=40) for prompt in PROMPTS[:2]])
+        assert running.trace.meta["compile"] == "off"
+    assert ahead["launched"] == 0
 
 
 @pytest.mark.parametrize("policy", ["fixed", *library_policies(limit=4)])
@@ -254,6 +281,13 @@ def test_what_comes_on_another_stream_waits_for_what_is_under_way(monkeypatch):
         running._stream = running._follow()
         assert one == ["a", other]
         monkeypatch.undo()
+
+
+def test_what_makes_a_session_comes_before_its_first_step(monkeypatch):
+    """On whatever stream that is."""
+    monkeypatch.setattr(bass.Session, "_follow", lambda self: "here")
+    with session("off") as running:
+        assert running._stream == "here"
 
 
 def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeypatch):

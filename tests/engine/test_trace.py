@@ -1,5 +1,7 @@
 """The record of a run: counts that add up, files that come back."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -108,27 +110,33 @@ def test_recording_changes_no_text():
             assert all(torch.equal(a, b) for a, b in zip(group[0], other, strict=True))
 
 
-def test_a_gpus_stopwatch_uses_its_events_again(monkeypatch):
-    made, now = [], [0.0]
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """Its clock goes on by 1.5 ms with every event. streams: the caller's, as often as they are asked for."""
+    gpu = SimpleNamespace(made=0, now=0.0, recorded=[], streams=iter(()))
 
     class Event:
         def __init__(self, enable_timing):
-            made.append(self)
+            gpu.made += 1
 
         def record(self, stream):
-            now[0] += 1.5
-            self.at = (stream, now[0])
+            gpu.now += 1.5
+            gpu.recorded.append(stream)
+            self.at = gpu.now
 
         def synchronize(self):
             pass
 
         def elapsed_time(self, later):
-            assert later.at[0] == self.at[0]
-            return later.at[1] - self.at[1]
+            return later.at - self.at
 
-    streams = iter("abcd")
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(gpu.streams))
+    return gpu
+
+
+def test_a_gpus_stopwatch_uses_its_events_again(a_gpu):
+    a_gpu.streams = iter("abcd")
     watch = Stopwatch(torch.device("cuda"))
     watch.mark()  # nobody has started it
     watch.start()
@@ -136,7 +144,20 @@ def test_a_gpus_stopwatch_uses_its_events_again(monkeypatch):
     watch.start()  # the step was interrupted
     watch.mark()
     watch.mark()
-    assert watch.intervals() == [1.5, 1.5] and len(made) == 3
+    assert watch.intervals() == [1.5, 1.5]
     watch.start()
     watch.mark()
-    assert watch.intervals() == [1.5] and len(made) == 3 and next(streams, None) is None
+    assert watch.intervals() == [1.5]
+    assert a_gpu.made == 3 and "".join(a_gpu.recorded) == "abbcccdd"
+
+
+def test_a_stopwatch_goes_along_to_another_stream(a_gpu):
+    """Where steps are launched ahead, a step's first marks are there when it begins."""
+    a_gpu.streams = iter("abb")
+    watch = Stopwatch(torch.device("cuda"))
+    for stream in "abb":
+        watch.start()
+        with watch.ahead():
+            watch.mark()
+        watch.mark()
+        assert watch.intervals()[-1] > 0 and a_gpu.recorded[-1] == stream

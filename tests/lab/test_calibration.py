@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from recording import use_on_cpu
+from recording import count_ahead, use_on_cpu
 from tiny import tiny_model
 from typer.testing import CliRunner
 
@@ -81,6 +81,14 @@ def test_recorded_rows_stand_about_where_the_table_says(pair, monkeypatch):
     decoded = seen[1:]
     assert [planned for planned, _ in decoded] == [[k, k] for k in (0, 1, 3) for _ in range(5)]
     assert [rows[0] - 1 for _, rows in decoded] == list(range(34, 49))  # cached positions, 40 in the middle
+
+
+def test_steps_that_draft_nothing_are_timed_as_the_default_policy_has_them(pair, monkeypatch):
+    """Each launched before the one before it is read."""
+    use_on_cpu(monkeypatch)
+    ahead = count_ahead(monkeypatch)
+    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
+    assert ahead == {"launched": 3}  # from the recording on
 
 
 def test_calibration_times_the_passes_and_the_rest_of_a_step(pair, monkeypatch):

@@ -23,7 +23,7 @@ def sanitizer(tmp_path, monkeypatch):
     """Puts a compute-sanitizer in front of all programs that runs these lines, with what it is given in "$@"."""
 
     def put(script: str) -> None:
-        program = tmp_path / "bin" / gpu_parts.SANITIZER
+        program = tmp_path / "bin" / gpu_parts.SANITIZER[0]
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
@@ -34,7 +34,7 @@ def sanitizer(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitizer):
-    sanitizer('shift 2; "$@"; code=$?; echo "========= ERROR SUMMARY: 0 errors"; exit $code')
+    sanitizer('until [ "$1" = --tool ]; do shift; done; shift 2; "$@" && echo "========= ERROR SUMMARY: 0 errors"')
     assert gpu.main([str(tmp_path), "--rehearse"]) == 0
     summaries = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"stage"')]
     assert [summary["stage"] for summary in summaries] == list(gpu.STAGES)
@@ -70,6 +70,8 @@ def test_a_stage_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_pat
 def test_a_stage_whose_packages_are_missing_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setitem(gpu.STAGES, "tests", replace(gpu.STAGES["tests"], needs="no_such_package"))
     assert gpu.run("tests", tmp_path)["left_out"] == "no_such_package is not installed here"
+    monkeypatch.setitem(gpu.STAGES, "tests", replace(gpu.STAGES["tests"], program="no-such-program"))
+    assert gpu.run("tests", tmp_path)["left_out"] == "no-such-program is not installed here"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,14 @@ def test_a_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitiz
 def test_a_test_that_fails_under_the_sanitizer_is_not_clean(tmp_path, sanitizer):
     sanitizer("echo '1 passed, 1 failed; ========= ERROR SUMMARY: 0 errors'; exit 1")
     assert gpu_parts.sanitized(tmp_path, rehearse=False).failed
+
+
+def test_a_kernel_that_takes_too_long_leaves_the_others_their_time(tmp_path, sanitizer, monkeypatch):
+    monkeypatch.setattr(gpu_parts, "WATCHED", 1)
+    sanitizer('case "$*" in *test_writes) sleep 60 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
+    part = gpu_parts.sanitized(tmp_path, rehearse=False)
+    assert part.failed == ["memcheck test_writes", "racecheck test_writes"]
+    assert sum("summary" in line for line in lines(tmp_path / "sanitizers.jsonl")) == 10
 
 
 def test_without_a_gpu_it_says_so_and_ends(monkeypatch, capsys, tmp_path):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from bass_kernels import reference
 
@@ -33,6 +34,9 @@ class Case(NamedTuple):
     @property
     def expected(self) -> Tensor:
         return reference.attention(*self.arguments, **self.flags)
+
+    def on(self, device: str) -> Case:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self)
 
     def filled(self, value: float) -> Case:
         """With this number instead of NaN beyond the rows' lengths."""
