@@ -209,7 +209,7 @@ class RecordedStep(EagerStep):
 
     def _tell(self, announced: Announced) -> None:
         self._announced = None  # an interrupted copy leaves nothing known
-        staged = torch.full(self.planned.shape, NOBODY, pin_memory=self.planned.device.type == "cuda")
+        staged = torch.full(self.planned.shape, NOBODY, device="cpu", pin_memory=self.planned.device.type == "cuda")
         staged[: len(announced.lengths)] = torch.from_numpy(announced.lengths)
         self.planned.copy_(staged, non_blocking=True)  # pinned memory is kept until the copy is done
         self._announced = announced

@@ -38,8 +38,11 @@ class Fetched:
 
     def __call__(self) -> np.ndarray:
         """Waits for it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        arrived = self._arrived
+        if arrived is not None:
+            arrived.synchronize()
+            # Page-locked memory is dear. Two threads may ask: the event goes last.
+            self._copied, self._arrived = self._copied.clone(), None
         return self._copied.numpy()
 
 
@@ -75,11 +78,16 @@ class Request:
     drafted: int = 0  # tokens that the row's steps have drafted so far, and accepted
     accepted: int = 0
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
-    logprobs: Callable[[], np.ndarray] = lambda: np.zeros(0, np.float32)  # waits for them
+    fetched: Fetched | None = None  # their log-probabilities
 
     def __repr__(self) -> str:
         length, state = len(self.prompt.ids), self.finish_reason or "not ended"
         return f"Request(row {self.row}, prompt of {length}, up to {self.max_new_tokens} tokens, {state})"
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """Of `tokens`. Waits for them."""
+        return np.zeros(0, np.float32) if self.fetched is None else self.fetched()
 
     @property
     def limit(self) -> int:
@@ -312,7 +320,7 @@ class Rows:
         if request in self.live and request.finish_reason is None:
             tokens, logprobs = self._generated(self.live.index(request))
             return tokens, logprobs()
-        return request.tokens, request.logprobs()
+        return request.tokens, request.logprobs
 
     def _generated(self, place: int) -> tuple[np.ndarray, Fetched]:
         start, end = self.prompt_lengths[place], self.lengths_host[place]
@@ -320,7 +328,7 @@ class Rows:
 
     def _finish(self, place: int, reason: str) -> None:
         request = self.live[place]
-        request.tokens, request.logprobs = self._generated(place)
+        request.tokens, request.fetched = self._generated(place)
         request.finish_reason = reason
 
     def end(self, request: Request, reason: str) -> None:

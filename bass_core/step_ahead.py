@@ -11,6 +11,7 @@ been none: random numbers go by a row's own steps, so texts are the same.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -140,9 +141,10 @@ class StepAhead(RecordedStep):
         super().take_back()
 
     def release(self) -> None:
-        if self._under_way is not None:
-            self._under_way.fetched()  # it may run on another stream than the memory is from
         self._under_way = self._asked_for = None
+        if self.rows.device.type == "cuda":  # a step may be under way, on another stream than the memory is from
+            with suppress(RuntimeError):  # whoever asks the device next hears of it
+                torch.cuda.current_stream(self.rows.device).synchronize()
         super().release()
 
 

@@ -30,7 +30,7 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 WATCHED = 120  # seconds for a test under compute-sanitizer
 # It gives up a program that has not come to the GPU within ten seconds, unless told.
-SANITIZER = ["compute-sanitizer", "--launch-timeout", str(WATCHED), "--show-backtrace", "no", "--tool"]
+SANITIZER = ["compute-sanitizer", "--launch-timeout", str(WATCHED // 2), "--show-backtrace", "no", "--tool"]
 
 
 class Part:
@@ -123,7 +123,7 @@ def sanitized(folder: Path, rehearse: bool) -> Part:
     tests = re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)
     # Out of a pool an access behind a tensor's end would meet the next tensor.
     surroundings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for tool, test in itertools.product(("memcheck", "racecheck"), tests):
+    for test, tool in itertools.product(tests, ("memcheck", "racecheck")):
 
         def watched(tool: str = tool, test: str = test) -> dict:
             pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"{file}::{test}"]

@@ -123,11 +123,11 @@ class Goodput(DraftLengthPolicy):
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.foretell() == 0 and len(rows.ids) == self.batch:
             self.zeros += 1
-            if self.zeros == self.rest and not self._is_due(rows.remaining.max() - 1):
-                # Looked at now, the next step can be foretold.
+            left = rows.remaining.max() - 1  # in the next step
+            if self.zeros == self.rest and not self._is_due(left):  # looked at now, it can be foretold
                 best, may_pay = self._best(rows)
                 if best == 0:
-                    self._rest(may_pay)
+                    self._rest(may_pay, left)
             return 0
         self.alphas.follow(rows.ids)
         self.batch = len(rows.ids)
@@ -139,7 +139,7 @@ class Goodput(DraftLengthPolicy):
             self.zeros, self.next_probe = 0, 2 * self.next_probe
         else:
             self.zeros += 1
-            self._rest(may_pay)
+            self._rest(may_pay, rows.remaining.max() - 1)
             return 0
         self.wanted = np.minimum(self.k, rows.remaining - 1)
         if self.probing:
@@ -148,15 +148,17 @@ class Goodput(DraftLengthPolicy):
         return self.k
 
     def _is_due(self, remaining: int) -> bool:
-        """Whether a probe is, of rows that may go so far; one that is due and has no room never comes."""
+        """Whether a probe is, in a step of rows that may go so far."""
         return self.zeros >= self.next_probe <= remaining
 
-    def _rest(self, may_pay: bool) -> None:
-        """Nothing is drafted in this step and some more."""
+    def _rest(self, may_pay: bool, left: int) -> None:
+        """Nothing is drafted in this step and some more. left: how far rows may go in the next one."""
         if not may_pay:
             self.zeros = 1  # no probe is ever due
         self.rest = self.zeros - self.zeros % SAME + SAME
-        if self.zeros < self.next_probe:
+        if may_pay and self._is_due(left):
+            self.rest = self.zeros
+        elif self.zeros < self.next_probe:
             self.rest = min(self.rest, self.next_probe)
         self.alphas.fade()
 

@@ -54,13 +54,15 @@ def test_the_gpu_tests_are_collected_without_what_draws_and_runs_notebooks(monke
     assert {"test_gpu_steps.py", "test_gpu_attention.py"} <= {Path(name).name for name in command("", "", True)}
 
 
-def test_a_stage_ends_at_its_limit_with_all_that_it_started(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("seconds", "code"), [(60, None), (1, 0)], ids=["at its limit", "before"])
+def test_a_stage_ends_with_all_that_it_started(monkeypatch, tmp_path, seconds, code):
     mark = tmp_path / "process"
-    code = f"import os, time; os.fork() or open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    stage = replace(gpu.STAGES["tests"], command=lambda folder, seconds, rehearse: ["-c", code])
+    fork = f"child = os.fork(); child or open({str(mark)!r}, 'w').write(str(os.getpid()))"
+    program = f"import os, time; {fork}; time.sleep({seconds} if child else 60)"
+    stage = replace(gpu.STAGES["tests"], command=lambda folder, seconds, rehearse: ["-c", program])
     monkeypatch.setitem(gpu.STAGES, "tests", stage)
     summary = gpu.run("tests", tmp_path, seconds=5)
-    assert summary["code"] is None and summary["files"] == {"tests.jsonl": "missing"}
+    assert summary["code"] == code and summary["files"] == {"tests.jsonl": "missing"}
     until, child = time.monotonic() + 10, int(mark.read_text())
     while sweeps.alive(child) and time.monotonic() < until:  # a signal takes its moment
         time.sleep(0.01)
@@ -100,8 +102,8 @@ def test_a_test_that_fails_under_the_sanitizer_is_not_clean(tmp_path, sanitizer)
 
 
 def test_a_kernel_that_takes_too_long_leaves_the_others_their_time(tmp_path, sanitizer, monkeypatch):
-    monkeypatch.setattr(gpu_parts, "WATCHED", 1)
-    sanitizer('case "$*" in *test_writes) sleep 60 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
+    monkeypatch.setattr(gpu_parts, "WATCHED", 3)
+    sanitizer('case "$*" in *test_writes) sleep 9 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
     part = gpu_parts.sanitized(tmp_path, rehearse=False)
     assert part.failed == ["memcheck test_writes", "racecheck test_writes"]
     assert sum("summary" in line for line in lines(tmp_path / "sanitizers.jsonl")) == 10

@@ -82,14 +82,27 @@ def decided(policy, rooms, accept, steps, first=0):
     return np.array(planned)
 
 
-def test_goodput_falls_back_to_regular_decoding_and_probes():
-    policy = bass.Goodput(Line(0.3, 0.2))
+@pytest.mark.parametrize("probe", [32, 5, 1])
+def test_goodput_falls_back_to_regular_decoding_and_probes(probe):
+    policy = bass.Goodput(Line(0.3, 0.2), probe=probe)
     policy.start(rows([9999] * 2))
     planned = decided(policy, [9999] * 2, accept=0, steps=300)
     drafting = np.flatnonzero(planned.any(1))
     first = int((~planned.any(1)).argmax())
     probes = drafting[drafting > first]
-    assert first <= 3 and np.diff([first - 1, *probes]).tolist() == [33, 65, 129]  # 32, 64, 128 zeros
+    zeros = np.diff([first - 1, *probes]) - 1
+    assert first <= 3 and zeros.tolist() == [probe << at for at in range(len(zeros))] and len(zeros) >= 3
+
+
+@pytest.mark.parametrize("shrunk", range(26, 33))
+def test_a_batch_that_shrinks_puts_no_probe_off(shrunk):
+    policy = bass.Goodput(Line(0.3, 0.2))
+    policy.start(rows([9999] * 2))
+    first = int((~decided(policy, [9999] * 2, accept=0, steps=10).any(1)).argmax())
+    policy = bass.Goodput(Line(0.3, 0.2))
+    policy.start(rows([9999] * 2))
+    decided(policy, [9999] * 2, accept=0, steps=first + shrunk)
+    assert np.flatnonzero(decided(policy, [9999], accept=0, steps=40).any(1)).tolist()[:1] == [32 - shrunk]
 
 
 def test_a_probe_drafts_one_token_in_one_row_of_four():
