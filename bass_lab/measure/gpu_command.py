@@ -69,15 +69,16 @@ class Lines:
         return line
 
     def amend(self, change: Callable[[dict], dict]) -> None:
-        """Change the lines of this run, where they stand, too."""
-        changed = list(map(change, self.written))
+        """Change the lines of this run, and of the one that it resumes, where they stand, too."""
+        known = [*self.before, *self.written]
+        changed = list(map(change, known))
         for line in changed:
             self.check(line)
         if self.output is not None:
-            new = {json.dumps(old): json.dumps(line) for old, line in zip(self.written, changed, strict=True)}
+            new = {json.dumps(old): json.dumps(line) for old, line in zip(known, changed, strict=True)}
             stored = self.output.read_text(encoding="utf-8").splitlines()
             write_whole(self.output, "".join(f"{new.get(line, line)}\n" for line in stored).encode())
-        self.written = changed
+        self.before, self.written = changed[: len(self.before)], changed[len(self.before) :]
 
     def end(self, document: dict) -> None:
         """Print what came of it as one JSON object, the last line."""

@@ -77,18 +77,19 @@ class RepeatedWay:
 
         Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from further such runs,
         the median of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it:
-        not longer, since after a rest it is faster than it was (`Rest`).
+        not longer, since after a rest it is faster than it was (`Rest`). No step is launched ahead in them, and where
+        rows end one by one that takes other recordings: they are made in runs that do not count.
         """
         done, taken = self.done[-len(seconds) :], float(np.median(seconds))
         if self.pair.device.type == "cuda":
             longest = 2 * taken / done[-1][1].step.nunique()
             Session.on_phase = Rest(longest, lambda seconds: torch.cuda._sleep(int(seconds * CYCLES)))
             try:
-                for _ in range(RESTED):
+                for _ in range(WARM_UPS + RESTED):
                     self.once()
             finally:
                 Session.on_phase = None
-            done, self.done = self.done[-RESTED:], self.done[:-RESTED]
+            done, self.done = self.done[-RESTED:], self.done[: -WARM_UPS - RESTED]
         return 1 - float(np.median([_pass_seconds(steps) for _, steps in done])) / taken
 
     @property

@@ -33,7 +33,7 @@ from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostM
 from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
 from bass_core.sources import made_up
-from bass_core.trace import Stopwatch
+from bass_core.trace import Stopwatch, Trace
 from bass_lab.measure.clocks import passes_marked
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100, predict
 from bass_lab.pairs import context_of, name_of
@@ -395,29 +395,32 @@ def check(
     """Predicted and real decode time of greedy runs on the mini prompt set (ids for a pair without a tokenizer), all
     cases taking turns.
 
-    Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after one that warms up;
+    Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after two that warm up;
     relative: the ratio by the median of all ratios, which a machine that is busier or idler than when it was calibrated
     leaves alone, as it does the lengths that policies choose. Decode time: from the end of prefill to the last token;
     rows do not stop on EOS. Raises ValueError for costs of another pair.
     """
     cost.check_pair(pair)
     runs = []
-    cases = list(itertools.product(batches, draft_lengths))
-    for repeat in range(repeats + 1):
-        progress("comparing predicted with real decode times", repeat / (repeats + 1))
-        for batch, k in cases:
-            ticks: list[float] = []  # a step ends with a copy to the host: its time is the device's too
-            out = generate(
-                pair,
-                prompt_set("mini", batch) if pair.tokenizer else _prompts(batch, PROMPT),
-                draft_length=k,
-                max_new_tokens=max_new_tokens,
-                eos_token_id=(),
-                on_step=lambda event, ticks=ticks: ticks.append(time.perf_counter()),
-            )
-            real, predicted = ticks[-1] - ticks[0], predict(cost, out.trace)
-            run = {"batch": batch, "k": k, "predicted_ms": 1e3 * predicted, "real_ms": 1e3 * real}
-            runs.append(run | {"ratio": predicted / real, "repeat": repeat})
-    counted = pd.DataFrame(runs).query("repeat > 0").drop(columns="repeat")
+    with ExitStack() as stack:
+        # Held open: steps may be recorded, the second time that they are met.
+        sessions = {
+            (batch, k): stack.enter_context(Session(pair, max_batch_size=batch, draft_length=k, eos_token_id=()))
+            for batch, k in itertools.product(batches, draft_lengths)
+        }
+        for repeat in range(repeats + RECORDING):
+            progress("comparing predicted with real decode times", repeat / (repeats + RECORDING))
+            for (batch, k), session in sessions.items():
+                session.trace, ticks = Trace("steps"), []
+                for prompt in prompt_set("mini", batch) if pair.tokenizer else _prompts(batch, PROMPT):
+                    session.submit(prompt, max_new_tokens=max_new_tokens)
+                with session.prepared():
+                    while not session.idle:
+                        session.step()  # ends with a copy to the host: its time is the device's too
+                        ticks.append(time.perf_counter())
+                real, predicted = ticks[-1] - ticks[0], predict(cost, session.trace)
+                run = {"batch": batch, "k": k, "predicted_ms": 1e3 * predicted, "real_ms": 1e3 * real}
+                runs.append(run | {"ratio": predicted / real, "repeat": repeat})
+    counted = pd.DataFrame(runs).query("repeat >= @RECORDING").drop(columns="repeat")
     found = counted.groupby(["batch", "k"], as_index=False).median()
     return found.assign(relative=found.ratio / found.ratio.median())

@@ -1,7 +1,7 @@
 """`make bench-gpu` up to the GPU: its plan, its arithmetic, and a dry run of all of it on the CPU."""
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pandas as pd
@@ -96,6 +96,40 @@ def test_timing_comes_first_and_a_failed_check_is_an_exit_code(one_way, monkeypa
     monkeypatch.setattr(gpu_benchmark, "checked", failing)
     assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(output)]) == 1
     assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": False}] * 2
+
+
+def test_what_a_killed_run_left_unchecked_is_checked_by_the_one_that_resumes_it(one_way, monkeypatch, capsys, tmp_path):
+    output = tmp_path / "gpu.jsonl"
+    given = ["--dry-run", "--resume", "--repeats", "1", "--output", str(output)]
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_benchmark, "checked", killed)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_benchmark.main(given)
+    monkeypatch.setattr(gpu_benchmark, "checked", lambda *_: {"passed": True})
+    assert gpu_benchmark.main(given) == 0
+    assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": True}] * 2
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["ways"], summary["left_out"], summary["passed"]) == (0, 0, True)
+    monkeypatch.setattr(gpu_benchmark, "checked", killed)  # nothing is left to look at
+    assert gpu_benchmark.main(given) == 0
+
+
+def test_a_regular_session_that_broke_is_made_anew(one_way, monkeypatch, tmp_path):
+    step, steps = bass.Session.step, Counter()
+
+    def failing(session):
+        steps[session] += 1
+        if len(steps) == 2 and steps[session] == 3:
+            raise RuntimeError("out of memory")
+        return step(session)
+
+    monkeypatch.setattr(bass.Session, "step", failing)
+    assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
+    lines = records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check)
+    assert [line.get("reason") for line in lines] == ["RuntimeError: out of memory", None]
 
 
 @pytest.mark.slow
@@ -207,7 +241,7 @@ def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monke
         runs.host_share([seconds])
     finally:
         runs.close()
-    steps, runs_with_rests = runs.done[0][1], repeated_way.RESTED
+    steps, runs_with_rests = runs.done[0][1], repeated_way.WARM_UPS + repeated_way.RESTED
     assert len(announced) == runs_with_rests * steps[steps.kind == "decode"].step.nunique() and len(runs.done) == 1
     assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * repeated_way.CYCLES, rel=0.01)
     assert Session.on_phase is None

@@ -134,6 +134,13 @@ def test_cases_that_stand_there_are_not_measured_again_and_failed_ones_are(tmp_p
     assert [line.get("failed") for line in lines(tmp_path / "some.jsonl")] == [None, "ValueError: no", None]
 
 
+def test_a_verdict_that_is_no_pass_counts_as_failed(tmp_path):
+    for _ in range(2):
+        part = gpu_parts.Part(tmp_path / "some.jsonl")
+        part.add("a", lambda: {"verdict": "FAIL", "failed": "the verdict is not PASS"})
+        assert part.failed == ["a"] and not part.done
+
+
 def test_half_a_line_of_a_stage_that_was_killed_is_dropped(tmp_path):
     file = tmp_path / "some.jsonl"
     gpu_parts.Part(file).add("a", lambda: {"value": 1})
