@@ -123,23 +123,22 @@ class Goodput(DraftLengthPolicy):
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.foretell() == 0 and len(rows.ids) == self.batch:
             self.zeros += 1
-            left = rows.remaining.max() - 1  # in the next step
-            if self.zeros == self.rest and not self._is_due(left):  # looked at now, it can be foretold
+            if self.zeros == self.rest and not self._is_due(rows, 1):  # looked at now, the next step can be foretold
                 best, may_pay = self._best(rows)
                 if best == 0:
-                    self._rest(may_pay, left)
+                    self._rest(rows, may_pay)
             return 0
         self.alphas.follow(rows.ids)
         self.batch = len(rows.ids)
         (self.k, may_pay), self.probing = self._best(rows), False
         if self.k > 0:
             self.zeros, self.next_probe = 0, self.probe
-        elif may_pay and self._is_due(rows.remaining.max()):
+        elif may_pay and self._is_due(rows):
             self.k, self.probing = 1, True
             self.zeros, self.next_probe = 0, 2 * self.next_probe
         else:
             self.zeros += 1
-            self._rest(may_pay, rows.remaining.max() - 1)
+            self._rest(rows, may_pay)
             return 0
         self.wanted = np.minimum(self.k, rows.remaining - 1)
         if self.probing:
@@ -147,16 +146,16 @@ class Goodput(DraftLengthPolicy):
             return torch.from_numpy(self.wanted)
         return self.k
 
-    def _is_due(self, remaining: int) -> bool:
-        """Whether a probe is, in a step of rows that may go so far."""
-        return self.zeros >= self.next_probe <= remaining
+    def _is_due(self, rows: RowsView, steps: int = 0) -> bool:
+        """Whether a probe is, of these rows, so many steps from now."""
+        return self.zeros >= self.next_probe <= rows.remaining.max() - steps
 
-    def _rest(self, may_pay: bool, left: int) -> None:
-        """Nothing is drafted in this step and some more. left: how far rows may go in the next one."""
+    def _rest(self, rows: RowsView, may_pay: bool) -> None:
+        """Nothing is drafted in this step and some more."""
         if not may_pay:
             self.zeros = 1  # no probe is ever due
         self.rest = self.zeros - self.zeros % SAME + SAME
-        if may_pay and self._is_due(left):
+        if may_pay and self._is_due(rows, 1):
             self.rest = self.zeros
         elif self.zeros < self.next_probe:
             self.rest = min(self.rest, self.next_probe)

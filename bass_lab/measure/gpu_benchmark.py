@@ -303,13 +303,13 @@ def run(options: argparse.Namespace) -> int:
         lost = str(error)
     failed = sum("reason" in line for line in lines.written)
     ways = len(lines.written) - failed
-    if not lost and any(map(_is_unchecked, (*lines.before, *lines.written))):
+    if not lost and any(map(_is_unchecked, lines.known)):
         verdict = checked(name, "off" if dry else REGULAR.compile)
         lines.amend(lambda line: line | {"exactness": verdict} if _is_unchecked(line) else line)
         print(
             f"exactness of the embedded pair, decoded in this way: {'PASS' if verdict['passed'] else 'FAIL'} {verdict}"
         )
-    verdicts = {line["exactness"]["passed"] for line in (*lines.before, *lines.written) if "exactness" in line}
+    verdicts = {line["exactness"]["passed"] for line in lines.known if "exactness" in line}
     passed = None if verdicts <= {None} else verdicts == {True}
     left_out = sum(len(_left(group, lines)) for group in groups) - len(lines.written)
     lines.end({"ways": ways, "failed": failed, "left_out": left_out, "lost": lost, "passed": passed})

@@ -60,6 +60,11 @@ class Lines:
     def out_of_time(self) -> bool:
         return self.seconds > self.limit
 
+    @property
+    def known(self) -> list[dict]:
+        """Of this run, and of the one that it resumes."""
+        return [*self.before, *self.written]
+
     def add(self, line: dict) -> dict:
         """Raises ValueError for a line that does not pass the check."""
         self.check(line)
@@ -69,13 +74,12 @@ class Lines:
         return line
 
     def amend(self, change: Callable[[dict], dict]) -> None:
-        """Change the lines of this run, and of the one that it resumes, where they stand, too."""
-        known = [*self.before, *self.written]
-        changed = list(map(change, known))
+        """Change the `known` lines, where they stand, too."""
+        changed = list(map(change, self.known))
         for line in changed:
             self.check(line)
         if self.output is not None:
-            new = {json.dumps(old): json.dumps(line) for old, line in zip(known, changed, strict=True)}
+            new = {json.dumps(old): json.dumps(line) for old, line in zip(self.known, changed, strict=True)}
             stored = self.output.read_text(encoding="utf-8").splitlines()
             write_whole(self.output, "".join(f"{new.get(line, line)}\n" for line in stored).encode())
         self.before, self.written = changed[: len(self.before)], changed[len(self.before) :]
