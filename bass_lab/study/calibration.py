@@ -33,9 +33,11 @@ from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostM
 from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
 from bass_core.sources import made_up
-from bass_core.trace import Stopwatch, Trace
+from bass_core.trace import Stopwatch
 from bass_lab.measure.clocks import passes_marked
+from bass_lab.measure.gpu_plan import Way
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100, predict
+from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay
 from bass_lab.pairs import context_of, name_of
 from bass_lab.provenance import describe_environment
 from bass_lab.study import mixed_model
@@ -403,24 +405,19 @@ def check(
     cost.check_pair(pair)
     runs = []
     with ExitStack() as stack:
-        # Held open: steps may be recorded, the second time that they are met.
-        sessions = {
-            (batch, k): stack.enter_context(Session(pair, max_batch_size=batch, draft_length=k, eos_token_id=()))
-            for batch, k in itertools.product(batches, draft_lengths)
-        }
-        for repeat in range(repeats + RECORDING):
-            progress("comparing predicted with real decode times", repeat / (repeats + RECORDING))
-            for (batch, k), session in sessions.items():
-                session.trace, ticks = Trace("steps"), []
-                for prompt in prompt_set("mini", batch) if pair.tokenizer else _prompts(batch, PROMPT):
-                    session.submit(prompt, max_new_tokens=max_new_tokens)
-                with session.prepared():
-                    while not session.idle:
-                        session.step()  # ends with a copy to the host: its time is the device's too
-                        ticks.append(time.perf_counter())
-                real, predicted = ticks[-1] - ticks[0], predict(cost, session.trace)
+        ways = {}
+        for batch, k in itertools.product(batches, draft_lengths):
+            prompts = inputs.token_ids(pair, prompt_set("mini", batch)) if pair.tokenizer else _prompts(batch, PROMPT)
+            way = RepeatedWay(pair, Way("batched", k, attention="auto", compile="auto"), prompts, None, max_new_tokens)
+            stack.callback(way.close)
+            ways[batch, k] = way
+        for repeat in range(repeats + WARM_UPS):
+            progress("comparing predicted with real decode times", repeat / (repeats + WARM_UPS))
+            for (batch, k), way in ways.items():
+                real = way.once()
+                predicted = predict(cost, way.session.trace)
                 run = {"batch": batch, "k": k, "predicted_ms": 1e3 * predicted, "real_ms": 1e3 * real}
                 runs.append(run | {"ratio": predicted / real, "repeat": repeat})
-    counted = pd.DataFrame(runs).query("repeat >= @RECORDING").drop(columns="repeat")
+    counted = pd.DataFrame(runs).query("repeat >= @WARM_UPS").drop(columns="repeat")
     found = counted.groupby(["batch", "k"], as_index=False).median()
     return found.assign(relative=found.ratio / found.ratio.median())
