@@ -152,7 +152,8 @@ class Session:
 
         self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, options)
         self._watch = Stopwatch(pair.device)
-        self._stream: torch.cuda.Stream | None = None  # that rows were last changed on
+        # Its memory is from this stream's pool. None: on a CPU.
+        self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None
         self._count = itertools.count()
         self._chosen: set[int] = set()  # rows' numbers that callers chose
         self._step = 0
@@ -160,7 +161,6 @@ class Session:
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
         self._closed = self._committing = False
         self._ahead = False  # the device may have moved rows that the host has not
-        self._stream = self._follow()
 
     # --- rows come and go -------------------------------------------------------------------------
 
@@ -262,8 +262,8 @@ class Session:
     def result(self, handle: Request) -> Result:
         """What a row has so far, or in the end. Raises as `cancel`."""
         self._check_own(handle)
-        self._follow()
-        tokens, logprobs = self.rows.generated(handle)
+        with self._on_own_stream():
+            tokens, logprobs = self.rows.generated(handle)
         text = None
         if self.pair.tokenizer is not None:
             text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -345,26 +345,31 @@ class Session:
                 finally:
                     self._stepping.clear()
 
-        try:
+        with self._on_own_stream():
             try:
-                if self._stepping.setdefault("by", me) is not me:
-                    raise StepRunning("a step of this session is running: wait until it has ended")
-                self._stream = self._follow()
-                yield
+                try:
+                    if self._stepping.setdefault("by", me) is not me:
+                        raise StepRunning("a step of this session is running: wait until it has ended")
+                    yield
+                finally:
+                    leave()
             finally:
-                leave()
-        finally:
-            leave()  # again: a Ctrl-C may have fallen into the first
+                leave()  # again: a Ctrl-C may have fallen into the first
 
-    def _follow(self) -> torch.cuda.Stream | None:
-        """This thread's stream. What is given to it from now on comes after what the session gave to another one."""
-        device = self.rows.device
-        if device.type != "cuda":
-            return None
-        stream = torch.cuda.current_stream(device)
-        if self._stream not in (None, stream):
-            stream.wait_stream(self._stream)
-        return stream
+    @contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """All that the session gives to a GPU goes to the stream it was made on: freed memory goes back to that one's
+        pool. A caller on another stream waits for it there, as the session's waits for what came before."""
+        callers = None if self._stream is None else torch.cuda.current_stream(self._stream.device)
+        if callers == self._stream:
+            yield
+            return
+        self._stream.wait_stream(callers)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            callers.wait_stream(self._stream)
 
     def _refuse_closed(self) -> None:
         if self._closed:

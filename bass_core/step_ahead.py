@@ -142,7 +142,7 @@ class StepAhead(RecordedStep):
 
     def release(self) -> None:
         self._under_way = self._asked_for = None
-        if self.rows.device.type == "cuda":  # a step may be under way, on another stream than the memory is from
+        if self.rows.device.type == "cuda":  # a step may be under way, and its recordings go now
             with suppress(RuntimeError):  # whoever asks the device next hears of it
                 torch.cuda.current_stream(self.rows.device).synchronize()
         super().release()

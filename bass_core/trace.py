@@ -63,26 +63,22 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device):
-        self._device = device
         self._on_cuda = device.type == "cuda"
         self._marks: list = []
         self._asked = 0  # for how many of them this step has asked
         self._next: list = []  # the next step's, where it is under way
         self._free: list[torch.cuda.Event] = []  # of earlier steps, read or dropped
+        self._stream = torch.cuda.current_stream(device) if self._on_cuda else None
 
     def start(self) -> None:
         """The first mark; an interrupted step's are dropped."""
         self._let_go(self._marks)
         self._marks, self._next, self._asked = self._next, [], 0
-        if self._on_cuda and self._marks:  # launched ahead, from what may have been another stream
-            self._stream = torch.cuda.current_stream(self._device)
         self.mark()
 
     def mark(self) -> None:
         self._asked += 1
         if self._asked > len(self._marks):
-            if self._on_cuda and not self._marks:
-                self._stream = torch.cuda.current_stream(self._device)
             self._marks.append(self._now())
 
     @contextmanager

@@ -134,6 +134,8 @@ def test_steps_may_be_taken_on_any_stream():
                     session.step()
                     if at == 8:
                         session.cancel(handles[1])
+                    if at == 12:
+                        session.reserve(400)  # what it had until now goes back to the pool of its stream
                 if session.idle:
                     break
             torch.cuda.synchronize()

@@ -1,6 +1,9 @@
 """A step is launched before the one before it is read, and nothing else of a session is another."""
 
-from types import SimpleNamespace
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from trial_policies import DEAR, Fickle, library_policies
 
 import bass_core as bass
 from bass_core import probe, step_ahead
+from bass_core.batch import Batch
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
 
@@ -265,29 +269,66 @@ def test_rows_that_end_one_by_one_leave_steps_under_way(ahead):
     assert found == expected
 
 
-def test_what_comes_on_another_stream_waits_for_what_is_under_way(monkeypatch):
-    class Stream(list):
-        wait_stream = list.append
+class Stream:
+    """Of a GPU that there is none of: `told` is what streams were told, in order."""
 
-    one, other = Stream("a"), Stream("b")
-    streams = iter((one, one, other, other, one))
+    current: Stream
+    told: ClassVar[list[tuple]] = []
+    device = torch.device("cuda:1")
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.told.append((self.name, "waits for", other.name))
+
+    @contextmanager
+    def inside(self):
+        before, Stream.current = Stream.current, self
+        try:
+            yield
+        finally:
+            Stream.current = before
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """A session's own, and a caller's other one."""
+    monkeypatch.setattr(Stream, "told", [])
+    monkeypatch.setattr(Stream, "current", Stream("own"), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(torch.cuda, "stream", Stream.inside)
+    return Stream.current, Stream("other")
+
+
+def test_a_session_stays_on_the_stream_that_it_was_made_on(streams, monkeypatch):
+    """What it frees goes back to that one's memory. Callers' streams wait, and are waited for."""
+    own, other = streams
+    ends = Batch.end
+    monkeypatch.setattr(Batch, "end", lambda *args: [Stream.told.append(Stream.current.name), ends(*args)])
     with session("off") as running:
-        monkeypatch.setattr(running.rows, "device", SimpleNamespace(type="cuda"))
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
-        for _ in range(3):
-            running._stream = running._follow()
-        assert (one, other) == (["a"], ["b", one])
-        running._follow()  # a look at a result, which changes nothing
-        running._stream = running._follow()
-        assert one == ["a", other]
-        monkeypatch.undo()
+        handles = [running.submit(prompt, max_new_tokens=9) for prompt in PROMPTS[:2]]
+        running._stream = own
+        running.step()
+        assert Stream.told == []
+        with other.inside():
+            running.step()
+            running.result(handles[0])
+            there_and_back = [("own", "waits for", "other"), ("other", "waits for", "own")]
+            assert Stream.told == 2 * there_and_back and Stream.current is other
+            Stream.told.clear()
+            running.cancel(handles[0])
+            assert Stream.told == [there_and_back[0], "own", there_and_back[1]]
 
 
-def test_what_makes_a_session_comes_before_its_first_step(monkeypatch):
-    """On whatever stream that is."""
-    monkeypatch.setattr(bass.Session, "_follow", lambda self: "here")
+def test_a_step_that_fails_has_its_caller_wait_all_the_same(streams, monkeypatch):
+    own, other = streams
     with session("off") as running:
-        assert running._stream == "here"
+        running._stream = own
+        monkeypatch.setattr(running, "_next_step", lambda: 1 / 0)
+        with other.inside(), pytest.raises(ZeroDivisionError):
+            running.step()
+        assert Stream.told == [("own", "waits for", "other"), ("other", "waits for", "own")]
 
 
 def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeypatch):
