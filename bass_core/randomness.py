@@ -103,7 +103,7 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # all of them, for ever: recorded steps read this memory
 def _words(slots: int, device: torch.device) -> Tensor:
     """What slots and purposes add to a row's counter: [slots, 4]. Made once: a compiler takes products of places for
     places in memory, and those do not wrap around."""

@@ -193,8 +193,9 @@ class RecordedStep(EagerStep):
             self.graphs.clear()
 
     def _stands_on(self) -> tuple[int, ...]:
-        """What is another for other memory."""
-        return self.rows.capacity, self.target.cache.slots, self.rows.seen is None
+        """What is another for other memory, and for kernels that are deterministic."""
+        memory = self.rows.capacity, self.target.cache.slots, self.rows.seen is None
+        return *memory, torch.are_deterministic_algorithms_enabled()
 
     def _announce(self, lengths: np.ndarray) -> None:
         """Tell the device what each place submits, unless that is what the step before has left there. The copy runs

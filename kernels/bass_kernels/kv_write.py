@@ -84,8 +84,8 @@ def _write_token(
     BLOCK_D: tl.constexpr,
 ):
     """One token's keys and values of all heads."""
-    token, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    token, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    h, d = tl.arange(0, BLOCK_H).to(tl.int64)[:, None], tl.arange(0, BLOCK_D)[None, :]
     slot = tl.load(slots + b * slots_stride_b + token * slots_stride_q)
     to = ((first_place + b) * HEADS + h) * slots_per_place + slot  # which vector of the cache
     inside = (h < HEADS) & (d < KEY_DIM)

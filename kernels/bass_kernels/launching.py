@@ -40,6 +40,9 @@ class Flags:
         softcap: float | None,
         sinks: Tensor | None,
     ):
+        require(softcap is None or softcap > 0, f"softcap must be above 0, or None, got {softcap}")
+        has_window = sliding_window is None or sliding_window >= 1
+        require(has_window, f"sliding_window must be at least 1, or None, got {sliding_window}")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         self.accumulator = torch.float64 if query.dtype == torch.float64 else torch.float32
         self.constants = {

@@ -47,7 +47,7 @@ def load_queries(
 ):
     """The tile's queries [BLOCK_M, BLOCK_D], 0 where padding. query points to the batch row's."""
     d = tl.arange(0, BLOCK_D)
-    offsets = (kv_head * GROUP + rows % GROUP) * stride_h + rows // GROUP * stride_q
+    offsets = (kv_head * GROUP + rows % GROUP).to(tl.int64) * stride_h + (rows // GROUP).to(tl.int64) * stride_q
     return tl.load(query + offsets[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
 
 
@@ -77,7 +77,6 @@ def attend(
     value_stride,
     begin,
     end,
-    limit,  # slots from here on are not read (MASKED)
     MASKED: tl.constexpr,  # whether any query of the tile may not see one of these keys
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -87,7 +86,10 @@ def attend(
     WINDOW: tl.constexpr,  # 0: none
     WIDEN: tl.constexpr,  # multiply in float32: the interpreter's dot multiplies the bit patterns of bfloat16
 ):
-    """Absorb the keys begin … end - 1 into (acc, top, mass). `begin` is a multiple of BLOCK_N."""
+    """Absorb the keys begin … end - 1 into (acc, top, mass), in blocks; not MASKED: whole ones.
+
+    Nothing from `end` on is read or counted, wherever in a block that is: the next piece of a row may begin there.
+    """
     d = tl.arange(0, BLOCK_D)
     for block in range(begin, end, BLOCK_N):
         n = block + tl.arange(0, BLOCK_N)
@@ -95,7 +97,7 @@ def attend(
         value_at = value + n[:, None] * value_stride + d[None, :]  # [BLOCK_N, BLOCK_D]
         # A slot that is not the row's may hold NaN, and 0 x NaN is NaN: it must not be read, not just weigh nothing.
         if MASKED:
-            k = tl.load(key_at, mask=(d < D)[:, None] & (n < limit)[None, :], other=0.0)
+            k = tl.load(key_at, mask=(d < D)[:, None] & (n < end)[None, :], other=0.0)
         elif D != BLOCK_D:
             k = tl.load(key_at, mask=(d < D)[:, None], other=0.0)
         else:
@@ -107,7 +109,7 @@ def attend(
         if SOFTCAP > 0:
             scores = capped(scores, SOFTCAP) * LOG2_E
         if MASKED:
-            visible = (n[None, :] <= positions[:, None]) & (n < limit)[None, :]
+            visible = (n[None, :] <= positions[:, None]) & (n < end)[None, :]
             if WINDOW > 0:
                 visible &= n[None, :] > positions[:, None] - WINDOW
             scores = tl.where(visible, scores, float("-inf"))
@@ -119,7 +121,7 @@ def attend(
         mass = mass * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
         if MASKED:
-            v = tl.load(value_at, mask=(n < limit)[:, None] & (d < D)[None, :], other=0.0)
+            v = tl.load(value_at, mask=(n < end)[:, None] & (d < D)[None, :], other=0.0)
         elif D != BLOCK_D:
             v = tl.load(value_at, mask=(d < D)[None, :], other=0.0)
         else:
@@ -163,6 +165,6 @@ def store_output(
         acc = acc * shrink[:, None]
     result = tl.where(live[:, None], acc / tl.where(mass > 0, mass, 1.0)[:, None], 0.0)
     d = tl.arange(0, BLOCK_D)
-    offsets = (kv_head * GROUP + rows % GROUP) * stride_h + rows // GROUP * stride_q
+    offsets = (kv_head * GROUP + rows % GROUP).to(tl.int64) * stride_h + (rows // GROUP).to(tl.int64) * stride_q
     inside = (rows < query_length * GROUP)[:, None] & (d < D)[None, :]
     tl.store(out + offsets[:, None] + d[None, :], result.to(out.dtype.element_ty), mask=inside)

@@ -141,7 +141,7 @@ def _attend_rows(
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
     acc, top, mass = attend(
-        acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, 0, end, end,
+        acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, 0, end,
         True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
     )  # fmt: skip
     store_output(

@@ -76,8 +76,8 @@ def ragged_attention(
     scaling: D ** -0.5 where None. sliding_window: keys a query sees, itself included. softcap: scores become
     softcap · tanh(score / softcap). sinks: [H], one more logit per head without a value. deterministic: a
     query has the same bits alone and among others, of its row (up to 64 of them in a pass) and of the batch: chunks and
-    tiles depend on nothing else, at some cost in speed. plan: from `make_plan` with the same arguments. Splits are
-    added in order, so that equal input gives equal bits.
+    tiles depend on nothing else, at some cost in speed. plan: from `make_plan` for these rows, of as many queries or
+    more. Splits are added in order, so that equal input gives equal bits.
 
     Raises ValueError for shapes, dtypes and devices that do not fit.
     """
@@ -201,11 +201,11 @@ def _attend_pieces(
     else:  # whole blocks that every query of the tile sees need no mask
         all_see = begin + tl.maximum(tl.minimum(end, first + 1) - begin, 0) // BLOCK_N * BLOCK_N
         acc, top, mass = attend(
-            acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, begin, all_see, kv_length,
+            acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, begin, all_see,
             False, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
         )  # fmt: skip
     acc, top, mass = attend(
-        acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, all_see, end, kv_length,
+        acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, all_see, end,
         True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
     )  # fmt: skip
 

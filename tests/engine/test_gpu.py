@@ -7,6 +7,7 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 from trial_policies import TakingTurns
 
 import bass_core as bass
+from bass_core import sampling
 from bass_core.runner import packs
 
 pytestmark = [pytest.mark.gpu, there_or_rehearsed]
@@ -27,6 +28,15 @@ def test_greedy_text_on_the_gpu_equals_transformers(architecture):
         assert sequence.device.type == "cpu"
     if HERE and architecture != "codegen":  # which has attention code of its own
         assert (out.trace.summary()["attention"], out.trace.summary()["kernels"]) == ("ragged", "triton")
+
+
+def test_a_nucleus_is_the_same_alone_and_in_a_batch():
+    logits = torch.randn(8, 1, 100_000, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    params = bass.SamplingParams(temperature=1.0, top_p=0.9)
+    together = sampling.probabilities(logits, params)
+    for row in range(8):
+        for _ in range(10):
+            assert torch.equal(sampling.probabilities(logits[row : row + 1], params)[0] > 0, together[row] > 0)
 
 
 @pytest.mark.parametrize("draft", ["model", "n-gram"])

@@ -148,6 +148,24 @@ def test_memory_that_moves_is_recorded_anew():
     assert found["graphs"] == found["off"]
 
 
+def test_what_must_be_deterministic_from_now_on_is_recorded_anew():
+    with session() as running:
+        for prompt in PROMPTS[:2]:
+            running.submit(prompt, max_new_tokens=60)
+        for _ in range(6):
+            running.step()
+        made = running.device_step.recordings
+        running.step()
+        assert running.device_step.recordings == made
+        try:
+            torch.use_deterministic_algorithms(True)
+            running.step()  # is under way
+            running.step()
+            assert running.device_step.recordings == made + 2  # a draft phase and a verification
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 def test_longer_drafts_find_room():
     def growing():
         return bass.BassHeuristic(initial=6, increment=5)

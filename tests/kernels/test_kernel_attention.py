@@ -9,7 +9,8 @@ from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory, sh
 from kernel_launches import counted
 
 import bass_kernels
-from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention
+from bass_core import kernel_ops
+from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention, tiles
 
 pytestmark = pytest.mark.interpreted
 slow = pytest.mark.slow
@@ -120,6 +121,26 @@ def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
         assert_agrees(found, arguments._replace(flags=expected))
         if "deterministic" in flags:
             assert torch.equal(found, ragged_attention(*arguments.arguments, **flags))
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_a_plan_serves_passes_of_other_tiles(window, monkeypatch):
+    """A feature head's first pass has as many queries as a step's tokens, those that follow one: other tiles, whose
+    blocks of keys go over the ends of the plan's pieces."""
+    monkeypatch.setattr(plan, "multiprocessors", lambda device: 8)
+    committed, drafts, group = torch.tensor([600, 590, 600, 580]), 8, 4
+    starts, ends = committed - drafts - 1, committed + drafts - 1
+    shape = {"heads": group, "kv_heads": 1, "head_dim": 128, "dtype": torch.float16, "deterministic": False}
+    work = kernel_ops.plan(starts, ends, queries=drafts + 1, width=640, window=window or 0, span=2 * drafts, **shape)
+    assert (work[0][:, 1] % tiles.choose(group, 128, torch.float16, False).block_n).any()
+    flags = {} if window is None else {"sliding_window": window}
+    asked = {"scaling": None, "softcap": None, "deterministic": False, "sliding_window": window}
+    for fed in (drafts + 1, 1, 2):
+        lengths = [length + (fed < 9) * drafts // 2 for length in committed.tolist()]
+        arguments = case(lengths, fed, kv_heads=1, group=group, head_dim=128, dtype=torch.float16, **flags)
+        with poisoned_memory():
+            found = kernel_ops.ragged_attention(*arguments.arguments, *work, None, **asked)
+        assert_agrees(found, arguments, f"{fed} queries")
 
 
 def test_cut_rows_are_added_up_in_the_same_launch():
@@ -291,6 +312,27 @@ def test_write_kv_equals_the_reference(dtype, head_dims):
     assert all(buffer.any() for buffer in found)
 
 
+def far_apart(tokens: torch.Tensor) -> torch.Tensor:
+    """The same, with 2^30 numbers from one token of a row to the next, as a prompt of half a million tokens has between
+    its last and its first. Memory that nobody touches takes none."""
+    heads, count, width = tokens.shape[1:]
+    room = torch.empty((count - 1 << 30) + heads * width, dtype=tokens.dtype)
+    apart = room.as_strided(tokens.shape, (0, width, 1 << 30, 1))
+    apart.copy_(tokens)
+    return apart
+
+
+def test_places_in_memory_may_be_beyond_32_bits():
+    arguments = case([40], 3, dtype=torch.float16)
+    apart = arguments._replace(query=far_apart(arguments.query))
+    assert torch.equal(ragged_attention(*apart.arguments), ragged_attention(*arguments.arguments))
+    states, slots = arguments.query, torch.tensor([[2, 0, 4]])
+    found, expected = ([torch.zeros(1, 4, 6, 64, dtype=torch.float16) for _ in range(2)] for _ in range(2))
+    bass_kernels.write_kv(far_apart(states), far_apart(states), *found, slots, first_place=0)
+    reference.write_kv(states, states, *expected, slots, first_place=0)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -304,6 +346,8 @@ def test_write_kv_equals_the_reference(dtype, head_dims):
         ({"starts": torch.zeros(2, 2, dtype=torch.int64)[:, 0]}, "starts must be contiguous"),
         ({"kv_lengths": torch.ones(2)}, "kv_lengths must be int32 or int64"),
         ({"query": torch.zeros(2, 4, 5, 300)}, "the head dimension must be at most 256, got 300"),
+        ({"flags": {"softcap": 0.0}}, "softcap must be above 0, or None, got 0.0"),
+        ({"flags": {"sliding_window": 0}}, "sliding_window must be at least 1, or None, got 0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

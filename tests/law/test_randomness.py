@@ -1,5 +1,7 @@
 """Counter-based numbers: what they are a function of, and that they look random."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,14 @@ def test_numbers_of_single_slots_equal_those_worked_out_together():
         alone = Key(key.stream, key.counter, Purpose.DRAFT, slot)
         assert torch.equal(randomness.uniform(step.draft(slot)), randomness.uniform(alone))
         assert torch.equal(randomness.uniform(alone), randomness.uniform(key)[:, slot])
+
+
+def test_constants_that_recorded_steps_read_stay_where_they_are():
+    """A CUDA graph holds their addresses, and nothing else of them."""
+    kept = weakref.ref(randomness._words(5, torch.device("cpu")))
+    for slots in range(6, 200):
+        randomness._words(slots, torch.device("cpu"))
+    assert kept() is not None
 
 
 def test_every_part_of_the_key_changes_the_numbers():
