@@ -24,7 +24,9 @@ MOST = 64  # recordings kept: a batch's draft lengths, and what is left of earli
 WARM_UPS = 2  # calls beside the main stream before the recording: libraries make their workspaces there
 
 Function = Callable[[], Any]
-_RECORDING = threading.RLock()  # one at a time: they share a stream, and would record each other's launches
+# One at a time: recordings share a stream, and would hold each other's launches. What is met for the first time is not
+# called beside one: compilers time what they make, and so wait for the device, which voids a recording.
+_RECORDING = threading.RLock()
 
 
 class NotRecordable(ValueError):
@@ -132,6 +134,8 @@ class Graphs:
         if key not in self._met:
             self._met.add(key)
             self.made += 1
+            with _RECORDING:
+                return function()
         return function()
 
     def __contains__(self, key: Hashable) -> bool:
@@ -169,9 +173,11 @@ def captured(device: torch.device) -> Callable[[Function], Function]:
                     function()
                 torch.cuda.synchronize()  # a recording that made room may still have been running
                 companion = next(iter(alive), None)  # held until this one is recorded
-                graph = torch.cuda.CUDAGraph()
                 with _no_garbage_collection(), _own_workspaces():
-                    result = _capture(graph, {} if companion is None else {"pool": companion.pool()}, function)
+                    try:
+                        graph, result = _capture(companion, function)
+                    except NotRecordable:  # once more: another thread may have waited for the device
+                        graph, result = _capture(companion, function)
                 alive.add(graph)
             torch.cuda.current_stream().wait_stream(beside)
 
@@ -190,21 +196,27 @@ def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _capture(graph: torch.cuda.CUDAGraph, pool: dict, function: Function) -> Any:
-    """What the function returns while it is recorded. Raises NotRecordable for what CUDA refuses to record."""
-    # Other threads of a notebook may use the GPU meanwhile: only this one's mistakes end the recording.
-    graph.capture_begin(**pool, capture_error_mode="thread_local")
+def _capture(companion: torch.cuda.CUDAGraph | None, function: Function) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """The function recorded, and what it returned. Raises NotRecordable for what CUDA refuses to record.
+
+    companion: whose memory pool it shares (None: one of its own).
+    """
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle() if companion is None else companion.pool()
     try:
+        # Other threads of a notebook may use the GPU meanwhile; only where one waits for all of it is this void.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         result = function()
+        graph.capture_end()
     except BaseException as error:
         with suppress(RuntimeError):  # the recording is void
             graph.capture_end()
+        with suppress(RuntimeError):  # torch 2.11 goes on allocating from a void recording's pool; others have ended it
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             raise
         reason = str(error).strip().splitlines()[0]
         raise NotRecordable(f"CUDA does not record these passes ({reason}): use compile='off'") from error
-    graph.capture_end()
-    return result
+    return graph, result
 
 
 @contextmanager

@@ -154,6 +154,7 @@ class Rows:
         self.eos = np.array(sorted(eos), dtype=np.int64)
         self.waiting: deque[Request] = deque()
         self.live: list[Request] = []
+        self._leaving: list[Request] = []  # have ended since the last commit
         self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
         self.logprobs = torch.zeros(max_rows, 1, dtype=torch.float32, device=device)
         # A place nobody has lived in yet looks like a row of one token: steps of fixed shapes pass over it, too.
@@ -276,6 +277,10 @@ class Rows:
         host: verified.tokens and verified.accepted as one array [B, K + 2]. drafted: how many tokens rows submitted
         [B]. failed: bool [B], rows to end with reason "error", nothing of theirs committed.
         """
+        while (
+            self._leaving
+        ):  # what they left has come with the step's own result: a GPU may fail before it is asked for
+            self._leaving.pop().fetched()
         rows = slice(places.start, places.stop)
         new_host, accepted_host = host[:, :-1], np.where(failed, 0, host[:, -1])
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
@@ -330,6 +335,7 @@ class Rows:
         request = self.live[place]
         request.tokens, request.fetched = self._generated(place)
         request.finish_reason = reason
+        self._leaving.append(request)
 
     def end(self, request: Request, reason: str) -> None:
         """End a waiting or live row now, keeping what it has."""

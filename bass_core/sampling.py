@@ -144,7 +144,7 @@ def probabilities(logits: Tensor, params: SamplingParams | MixedParams, seen: Te
 def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """The smallest set of most probable ids whose mass reaches top_p (Holtzman et al. 2020)."""
     ordered, ids = logits.sort(dim=-1, descending=False, stable=True)
-    # In float64, since a GPU adds up a single row in any order; rounded, so that ids of equal probability count as such.
+    # In float64, since a GPU adds up a single row in any order; rounded, so that equal probabilities stay equal.
     mass = ordered.softmax(-1).cumsum(-1, dtype=torch.float64).to(ordered.dtype)
     dropped = mass <= 1 - top_p
     dropped[..., -1].fill_(False)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ import torch
 import bass_core as bass
 from bass_lab.checks import exactness
 from bass_lab.measure import records
-from bass_lab.measure.profiling import profile
+from bass_lab.measure.profiling import Profile, profile
 from bass_lab.measure.repeated_way import WARM_UPS
 from bass_lab.provenance import describe_environment
 from bass_lab.study import calibration, recording
@@ -40,7 +40,9 @@ class Part:
         self.file = file
         about = describe_environment()
         self.here = {name: about[name] for name in ("device", "torch", "transformers", "commit")}
-        self.done = {line["case"] for line in records.earlier(file, self.here) if "failed" not in line}
+        earlier = records.earlier(file, self.here)
+        self.done = {line["case"] for line in earlier if "failed" not in line}
+        self.tried = {line["case"] for line in earlier}
         self.failed: list[str] = []  # cases of this run
 
     def add(self, case: str, measure: Callable[[], dict]) -> None:
@@ -78,7 +80,7 @@ def check(folder: Path, rehearse: bool) -> Part:
 def costs(folder: Path, rehearse: bool) -> Part:
     """Costs of the embedded pair's steps, predicted decode times beside real ones, a timeline, recorded acceptance."""
     pair, part = bass.load_pair(), Part(folder / "costs_check.jsonl")
-    file, timeline, acceptance = (folder / name for name in ("costs.json", "timeline.json.gz", "acceptance.npz"))
+    file, profiled, acceptance = (folder / name for name in ("costs.json", "timeline.json.gz", "acceptance.npz"))
     batches = (1, 2) if rehearse else (1, 2, 4, 8, 16, 32)
 
     def calibrated() -> dict:
@@ -91,20 +93,9 @@ def costs(folder: Path, rehearse: bool) -> Part:
 
     def seen() -> dict:
         texts = prompt_set("mini", 2 if rehearse else 8)
-
-        def decode() -> None:
-            for text in texts:
-                session.submit(text, max_new_tokens=8 if rehearse else 48)
-            while not session.idle:
-                session.step()
-
         with bass.Session(pair, max_batch_size=len(texts)) as session:
-            for _ in range(WARM_UPS):  # a session records what it meets again: nothing of that should be seen
-                decode()
-            with profile() as found:
-                decode()
-        found.save(timeline)
-        return {"saved": timeline.name}
+            timeline(session, texts, max_new_tokens=8 if rehearse else 48).save(profiled)
+        return {"saved": profiled.name}
 
     def recorded() -> dict:
         texts = prompt_set("mini", 2 if rehearse else 96)
@@ -119,31 +110,55 @@ def costs(folder: Path, rehearse: bool) -> Part:
     return part
 
 
+def timeline(session: bass.Session, prompts: Sequence, max_new_tokens: int) -> Profile:
+    """A profile of these prompts' decoding in which nothing is compiled or recorded.
+
+    So they were decoded before, and under a profiler as well: there no step is launched ahead, and where rows end one
+    by one that takes other recordings.
+    """
+    for _ in range(WARM_UPS + 1):
+        with profile() as found:
+            for prompt in prompts:
+                session.submit(prompt, max_new_tokens=max_new_tokens)
+            while not session.idle:
+                session.step()
+    return found
+
+
 def sanitized(folder: Path, rehearse: bool) -> Part:
-    """Every kernel on small shapes, watched for wrong memory accesses and for races between threads."""
+    """Every kernel on small shapes, watched for wrong memory accesses and for races between threads.
+
+    First all of them unwatched: what fails so needs no watching, and what is watched finds its kernels compiled.
+    """
     part, file = Part(folder / "sanitizers.jsonl"), records.ROOT / "tests/kernels/test_gpu_small.py"
     tests = re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)
     # Out of a pool an access behind a tensor's end would meet the next tensor.
     surroundings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for test, tool in itertools.product(tests, ("memcheck", "racecheck")):
 
-        def watched(tool: str = tool, test: str = test) -> dict:
-            pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"{file}::{test}"]
-            with tempfile.TemporaryFile("w+") as output:  # a pipe would be held open by what is left of a program
-                how = {"cwd": records.ROOT, "env": surroundings, "stdout": output, "stderr": subprocess.STDOUT}
-                try:
-                    code = subprocess.run([*SANITIZER, tool, *pytest], timeout=WATCHED, **how).returncode
-                except subprocess.TimeoutExpired:
-                    code = f"none within {WATCHED} s"
-                output.seek(0)
-                said = output.read()
-            summaries, ran = re.findall(r"SUMMARY: (.*)", said), rehearse or re.search(r"\d+ passed", said)
-            if code != 0 or not ran or not summaries or not all(each.startswith("0 ") for each in summaries):
-                first = said[max(said.find("========= "), 0) :][:800]
-                raise RuntimeError(f"exit status {code}: {first}\n...\n{said[-800:]}")
-            return {"summary": summaries[-1]}
+    def passed(tool: str | None, test: str) -> dict:
+        pytest = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", f"{file}{test}"]
+        watched = [*SANITIZER, tool] if tool else []
+        with tempfile.TemporaryFile("w+") as output:  # a pipe would be held open by what is left of a program
+            how = {"cwd": records.ROOT, "env": surroundings, "stdout": output, "stderr": subprocess.STDOUT}
+            try:
+                code = subprocess.run([*watched, *pytest], timeout=WATCHED, **how).returncode
+            except subprocess.TimeoutExpired:
+                code = f"none within {WATCHED} s"
+            output.seek(0)
+            said = output.read()
+        summaries, ran = re.findall(r"SUMMARY: (.*)", said), rehearse or re.search(r"\d+ passed", said)
+        clean = summaries and all(each.startswith("0 ") for each in summaries)
+        if code != 0 or not ran or not (clean or tool is None):
+            first = said[max(said.find("========= "), 0) :][:800]
+            raise RuntimeError(f"exit status {code}: {first}\n...\n{said[-800:]}")
+        return {"summary": summaries[-1] if tool else said.strip().splitlines()[-1]}
 
-        part.add(f"{tool} {test}", watched)
+    part.add("unwatched", lambda: passed(None, ""))
+    cases = {
+        f"{tool} {test}": (tool, f"::{test}") for test, tool in itertools.product(tests, ("memcheck", "racecheck"))
+    }
+    for case in sorted(cases, key=part.tried.__contains__):  # what took too long before lets the others go first
+        part.add(case, lambda case=case: passed(*cases[case]))
     return part
 
 

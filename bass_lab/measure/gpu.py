@@ -58,7 +58,7 @@ def _timed(module: str, file: str, size: str | None = None, after: float = 0.0) 
 
     def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
         sizes = ["--dry-run"] if rehearse else [size] if size else []
-        begins = str(max(float(seconds) - after, 1.0))
+        begins = str(float(seconds) - min(after, float(seconds) / 2))
         return ["-m", module, *sizes, "--resume", "--output", f"{folder}/{file}", "--seconds", begins]
 
     return command

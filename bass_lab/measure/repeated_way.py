@@ -71,25 +71,35 @@ class RepeatedWay:
         self.done.append((clock, trace.steps))
         return decoding_seconds(clock, one_by_one=self.way.method == "single")
 
-    def host_share(self, seconds: Sequence[float]) -> float:
+    def host_share(self, seconds: Sequence[float]) -> float | None:
         """Of the decode time, the median of the last repeats: the part in which the device works on no pass.
-        seconds: what these have taken.
+        seconds: what these have taken. None: who knows, since a GPU waits for the host inside of passes, too, where
+        they are launched operation by operation.
 
         Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from further such runs,
         the median of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it:
         not longer, since after a rest it is faster than it was (`Rest`). No step is launched ahead in them, and where
-        rows end one by one that takes other recordings: they are made in runs that do not count.
+        rows end one by one that takes other recordings: runs in which something was recorded do not count, but for the
+        last.
         """
         done, taken = self.done[-len(seconds) :], float(np.median(seconds))
         if self.pair.device.type == "cuda":
+            if self.way.compile == "off":
+                return None
             longest = 2 * taken / done[-1][1].step.nunique()
             Session.on_phase = Rest(longest, lambda seconds: torch.cuda._sleep(int(seconds * CYCLES)))
             try:
-                for _ in range(WARM_UPS + RESTED):
+                counted, rested = len(self.done), []
+                for turn in range(WARM_UPS + 2 * RESTED):
+                    before = self.recordings
                     self.once()
+                    if turn >= WARM_UPS and self.recordings == before:
+                        rested.append(self.done[-1])
+                    if len(rested) == RESTED:
+                        break
             finally:
                 Session.on_phase = None
-            done, self.done = self.done[-RESTED:], self.done[: -WARM_UPS - RESTED]
+            done, self.done = rested or self.done[-1:], self.done[:counted]
         return 1 - float(np.median([_pass_seconds(steps) for _, steps in done])) / taken
 
     @property

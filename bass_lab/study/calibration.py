@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import inputs, probe
-from bass_core.draft_length import RowsView
+from bass_core.draft_length import FixedLength, RowsView
 from bass_core.engine import Session
 from bass_core.generation import generate
 from bass_core.models import ModelPair, fingerprints
@@ -289,6 +289,14 @@ class _InTurn(Goodput):
         return k
 
 
+class _Unforetold(FixedLength):
+    """Steps that draft begin when the one before has been read, as they do where a policy chooses for each, and as
+    their overheads were timed."""
+
+    def foretell(self) -> int | None:
+        return 0 if self.k == 0 else None
+
+
 def _steps(watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int]) -> Iterator[Taken]:
     """A step of each draft length over a new batch: its time less that of all passes in it."""
     limit = 1 + sum(k + 1 for k in draft_lengths)  # no row ends before its last step
@@ -309,24 +317,23 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
 
     No draft is kept, so that the rows grow by one token per step, whatever was drafted.
     """
-    each = RECORDING + REPLAYS
-    prompt = max(kv_length + 1 - len(lengths) * each // 2, 2)
-    policy = _InTurn([k for k in lengths for _ in range(each)])
+    turns = _recorded_turns(lengths)
+    prompt = max(kv_length + 1 - len(turns) // 2, 2)
+    policy = _InTurn([k for k, _ in turns])
     options = {"draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
     walls = []
     with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
         for ids in _prompts(batch, prompt):
             session.submit(ids, max_new_tokens=_growth(lengths))
         session.step()  # prefill
-        for _ in range(len(lengths) * each):
+        for _ in turns:
             started = time.perf_counter()
             session.step()
             walls.append(time.perf_counter() - started)
         phases = session.trace.steps.query("kind == 'decode'").drop_duplicates("step")
-    for k, drafting, verifying, wall, turn in zip(
-        phases.k, phases.draft_ms / 1e3, phases.verify_ms / 1e3, walls, itertools.cycle(range(each)), strict=False
-    ):
-        if turn >= RECORDING:
+    spans = phases.draft_ms / 1e3, phases.verify_ms / 1e3
+    for (k, turn), drafting, verifying, wall in zip(turns, *spans, walls, strict=True):
+        if RECORDING <= turn < RECORDING + REPLAYS:
             yield "target_passes", (batch, k + 1, kv_length), verifying
             if k:
                 yield "draft_phases", (batch, k, kv_length), drafting
@@ -344,7 +351,15 @@ def _prompts(batch: int, length: int) -> list[torch.Tensor]:
 
 def _growth(lengths: Sequence[int]) -> int:
     """Tokens that rows of `_recorded_steps` may emit: the first, one per step, and room for the longest draft."""
-    return len(lengths) * (RECORDING + REPLAYS) + max(lengths) + 2
+    return len(_recorded_turns(lengths)) + max(lengths) + 2
+
+
+def _recorded_turns(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Draft length of each step, and which one of that length it is.
+
+    A step that drafts nothing launches the next one: there is one more than is counted, so that all that are have done
+    it."""
+    return [(k, turn) for k in lengths for turn in range(RECORDING + REPLAYS + (k == 0))]
 
 
 def _take_turns(turns: Sequence[Turn], end: float, tell: Callable[[float], None] = lambda now: None) -> list[Sample]:
@@ -409,6 +424,7 @@ def check(
         for batch, k in itertools.product(batches, draft_lengths):
             prompts = inputs.token_ids(pair, prompt_set("mini", batch)) if pair.tokenizer else _prompts(batch, PROMPT)
             way = RepeatedWay(pair, Way("batched", k, attention="auto", compile="auto"), prompts, None, max_new_tokens)
+            way.session.policy = _Unforetold(k)
             stack.callback(way.close)
             ways[batch, k] = way
         for repeat in range(repeats + WARM_UPS):

@@ -185,9 +185,7 @@ def _attend_pieces(
     end = tl.load(items + item * 4 + 2)
     split = tl.load(items + item * 4 + 3)
     b = row.to(tl.int64)
-    rows, positions, live, first, last, kv_length = tile_rows(
-        block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M
-    )
+    rows, positions, live, first, last, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     q = load_queries(query + b * query_stride_b, query_stride_h, query_stride_q, kv_head, rows, live, D, GROUP, BLOCK_D)
     key += b * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h

@@ -114,7 +114,7 @@ def test_the_host_waits_for_what_a_step_has_decided_and_for_nothing_else(way):
                 for _ in range(5):
                     session.step()
                     assert session.device_step.is_ahead
-                session.cancel(handles[0])  # a row that ends is fetched when somebody asks for it
+                session.cancel(handles[0])  # what a row leaves is fetched behind a step's own result
                 session.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")

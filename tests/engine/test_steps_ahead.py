@@ -14,6 +14,7 @@ from trial_policies import DEAR, Fickle, library_policies
 import bass_core as bass
 from bass_core import probe, step_ahead
 from bass_core.batch import Batch
+from bass_core.rows import Fetched
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
 
@@ -336,6 +337,20 @@ def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeyp
     with session() as running:
         texts(running, [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS])
     assert ahead["launched"] == 0
+
+
+@pytest.mark.parametrize("way", ["off", "graphs"])
+def test_what_a_row_leaves_is_on_the_host_a_step_later(ahead, monkeypatch, way):
+    """Not at once: that would wait for the step under way. Not when somebody asks: a GPU may have failed by then."""
+    asked = []
+    monkeypatch.setattr(Fetched, "__call__", lambda self: [asked.append(self), self._copied.numpy()][1])
+    with session(way, draft_length=2) as running:
+        short, _ = (running.submit(prompt, max_new_tokens=new) for prompt, new in zip(PROMPTS, (6, 40), strict=False))
+        while short.finish_reason is None:
+            running.step()
+        assert short.fetched not in asked
+        running.step()
+        assert short.fetched in asked
 
 
 def test_times_of_steps_add_up(ahead):

@@ -7,6 +7,7 @@ import torch
 from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
 
 import bass_kernels
+from bass_core import kernel_ops
 from bass_kernels import pad_attention, plan, ragged_attention, reference, split_attention
 
 pytestmark = [
@@ -100,6 +101,19 @@ def test_the_last_program_of_a_row_sees_what_the_others_stored(dtype):
         graph.replay()
         assert all(torch.equal(out, expected) for out in outputs)
     assert not work.counters.any()
+
+
+def test_a_plan_serves_passes_of_other_tiles():
+    """A feature head's first pass has nine queries, those that follow one."""
+    lengths, shape = [620 - 9 * row for row in range(8)], {"group": 4, "kv_heads": 8, "head_dim": 128}
+    fewer = case(lengths, 1, dtype=torch.bfloat16, device="cuda", **shape)
+    first = fewer.kv_lengths - 9
+    sizes = {"heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "deterministic": False}
+    work = kernel_ops.plan(first, first + 16, queries=9, width=fewer.key.shape[2], window=0, span=16, **sizes)
+    flags = {"scaling": None, "sliding_window": None, "softcap": None, "deterministic": False}
+    found = kernel_ops.ragged_attention(*fewer.arguments, *work, None, **flags)
+    assert error(found, fewer.expected) <= TOLERANCE[torch.bfloat16]
+    assert (work[0][:, 1] % 64).any()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -10,8 +10,9 @@ from test_gpu_attention import assert_written_as_by_the_reference
 from test_gpu_skinny import assert_multiplied_as_by_the_reference
 from test_gpu_verification import assert_agrees, step
 from test_kernel_draw import keys
-from test_kernel_skinny import FORMS
+from test_kernel_skinny import FORMS, activations, codes
 from test_kernel_verification import COMMITS, committing
+from torch.utils._pytree import tree_map_only
 
 import bass_kernels
 from bass_kernels import reference
@@ -30,7 +31,7 @@ def test_verification(temperature, certain):
     assert_agrees(bass_kernels.verify(*arguments), reference.verify(*arguments), arguments)
 
 
-@pytest.mark.parametrize("changes", COMMITS[:3], ids=str)
+@pytest.mark.parametrize("changes", [*COMMITS[:4], COMMITS[6], COMMITS[13]], ids=str)
 def test_commits(changes):
     assert committing(**changes, device="cuda").by_the_kernels().shape[0] == 6
 
@@ -46,6 +47,15 @@ def test_drafts():
 def test_products(form):
     for shape, splits in (((3, 100, 320), None), ((17, 130, 512), 3)):
         assert_multiplied_as_by_the_reference(shape, splits, BF16, form)
+
+
+def test_what_follows_a_product():
+    x, weights, gate = activations(9, 290, BF16), codes(35, 290, dtype=BF16), codes(35, 290, seed=2, dtype=BF16)
+    for options in ({"bias": torch.randn(35).to(BF16)}, {"gate": gate}):
+        there = tree_map_only(torch.Tensor, torch.Tensor.cuda, {"codes": weights, **options})
+        found = bass_kernels.skinny_linear(x.cuda(), **there, activation="silu")
+        expected = reference.skinny_linear(x, weights, **options, activation="silu")
+        assert error(found.cpu(), expected) <= TOLERANCE[BF16]
 
 
 def test_attention():

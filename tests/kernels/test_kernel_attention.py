@@ -257,6 +257,8 @@ def test_a_deterministic_prefill_keeps_no_partial_results():
     kv = torch.tensor([4000])
     assert not make_plan(query, key, kv - 600, kv, deterministic=True).may_split
     assert make_plan(query[:, :, :64], key, kv - 64, kv, deterministic=True).may_split
+    narrow = key[:, :, :300]  # for one kernel, whatever the width: bits are a kernel's own
+    assert make_plan(query[:, :, :64], narrow, kv - 3800, kv - 3740, deterministic=True).may_split
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -3,10 +3,12 @@
 import json
 from collections import Counter, defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
+from recording import use_on_cpu
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -230,21 +232,46 @@ def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
 
 
 def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
+    use_on_cpu(monkeypatch)
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    way = replace(batched(0.8, 3), attention="pad", compile="off")
+    way = replace(batched(0.8, 3), attention="pad", compile="graphs")
     runs = repeated_way.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
-    seconds = runs.once()
+    for _ in range(3):
+        seconds = runs.once()
     announced = []
     monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
     monkeypatch.setattr(type(pair), "device", torch.device("cuda"))
     try:
-        runs.host_share([seconds])
+        assert 0 < runs.host_share([seconds]) < 1
+        del runs.done[1:]
+        runs.way = replace(way, compile="off")
+        assert runs.host_share([seconds]) is None  # passes wait inside
     finally:
         runs.close()
     steps, runs_with_rests = runs.done[0][1], repeated_way.WARM_UPS + repeated_way.RESTED
     assert len(announced) == runs_with_rests * steps[steps.kind == "decode"].step.nunique() and len(runs.done) == 1
     assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * repeated_way.CYCLES, rel=0.01)
     assert Session.on_phase is None
+
+
+def test_rested_runs_in_which_something_is_recorded_do_not_count():
+    class Runs(repeated_way.RepeatedWay):
+        """Passes take 0.1 s of a run, and a recording 9 s more: in both runs that warm up and in the next one."""
+
+        pair, way, recordings = SimpleNamespace(device=torch.device("cuda")), batched(0.8, 3), 0
+
+        def __init__(self):
+            self.done = []
+            self.once()
+
+        def once(self) -> None:
+            records = len(self.done) < 4
+            self.recordings += records
+            spans = {"kind": ["decode"], "step": [1], "draft_ms": [40.0], "verify_ms": [60.0 + 9000 * records]}
+            self.done.append((None, pd.DataFrame(spans)))
+
+    runs = Runs()
+    assert runs.host_share([0.2]) == pytest.approx(0.5) and len(runs.done) == 1
 
 
 def test_the_rest_is_twice_what_the_host_took_to_launch_the_step_before():

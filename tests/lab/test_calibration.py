@@ -79,16 +79,25 @@ def test_recorded_rows_stand_about_where_the_table_says(pair, monkeypatch):
     monkeypatch.setattr(bass.Session, "_record", note)
     list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
     decoded = seen[1:]
-    assert [planned for planned, _ in decoded] == [[k, k] for k in (0, 1, 3) for _ in range(5)]
-    assert [rows[0] - 1 for _, rows in decoded] == list(range(34, 49))  # cached positions, 40 in the middle
+    assert [planned for planned, _ in decoded] == [
+        [k, k] for k, steps in ((0, 6), (1, 5), (3, 5)) for _ in range(steps)
+    ]
+    assert [rows[0] - 1 for _, rows in decoded] == list(range(33, 49))  # cached positions, 40 in the middle
 
 
 def test_steps_that_draft_nothing_are_timed_as_the_default_policy_has_them(pair, monkeypatch):
-    """Each launched before the one before it is read."""
+    """Each launched before the one before it is read, and launching the next."""
     use_on_cpu(monkeypatch)
     ahead = count_ahead(monkeypatch)
-    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
-    assert ahead == {"launched": 3}  # from the recording on
+    counted = list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
+    assert sum(name == "overheads" and k == 0 for name, (_, k, *_), _ in counted) == 3
+    assert ahead == {"launched": 4}  # the first of them in the step that records
+    ahead.clear()
+    costs = calibration.calibrate(pair, (1, 2), (1, 2, 3), (24, 48), seconds=0)
+    for k in (0, 2):  # predictions are compared with such steps
+        ahead.clear()
+        calibration.check(costs, pair, batches=(2,), draft_lengths=(k,), repeats=1, max_new_tokens=20)
+        assert (ahead["launched"] > 0) == (k == 0)
 
 
 def test_calibration_times_the_passes_and_the_rest_of_a_step(pair, monkeypatch):

@@ -4,12 +4,16 @@ import json
 import os
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sweeps
+from recording import use_on_cpu
+from tiny import ragged_prompts, tiny_model
 
+import bass_core as bass
 from bass_lab import gpu_parts
 from bass_lab.measure import gpu, gpu_command
 
@@ -20,21 +24,27 @@ def lines(file: Path) -> list[dict]:
 
 @pytest.fixture
 def sanitizer(tmp_path, monkeypatch):
-    """Puts a compute-sanitizer in front of all programs that runs these lines, with what it is given in "$@"."""
+    """Puts a compute-sanitizer in front of all programs that runs these lines, with what it is given in "$@". python:
+    lines in place of the tests themselves."""
 
-    def put(script: str) -> None:
-        program = tmp_path / "bin" / gpu_parts.SANITIZER[0]
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/sh\n{script}\n")
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    def put(script: str, python: str | None = "echo 6 passed in 9s") -> None:
+        programs = tmp_path / "bin"
+        programs.mkdir(exist_ok=True)
+        for name, lines in ((gpu_parts.SANITIZER[0], script), ("python", python)):
+            (programs / name).write_text(f"#!/bin/sh\n{lines}\n")
+            (programs / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+        if python is not None:
+            monkeypatch.setattr(gpu_parts.sys, "executable", str(programs / "python"))
 
     return put
 
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitizer):
-    sanitizer('until [ "$1" = --tool ]; do shift; done; shift 2; "$@" && echo "========= ERROR SUMMARY: 0 errors"')
+    sanitizer(
+        'until [ "$1" = --tool ]; do shift; done; shift 2; "$@" && echo "========= ERROR SUMMARY: 0 errors"', None
+    )
     assert gpu.main([str(tmp_path), "--rehearse"]) == 0
     summaries = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"stage"')]
     assert [summary["stage"] for summary in summaries] == list(gpu.STAGES)
@@ -88,7 +98,8 @@ def test_a_stage_whose_packages_are_missing_is_left_out(monkeypatch, tmp_path):
 def test_a_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer, says, found):
     sanitizer(f"echo '{says}'")
     part = gpu_parts.sanitized(tmp_path, rehearse=False)
-    written = lines(tmp_path / "sanitizers.jsonl")
+    unwatched, *written = lines(tmp_path / "sanitizers.jsonl")
+    assert (unwatched["case"], unwatched["summary"]) == ("unwatched", "6 passed in 9s")
     assert {line["case"].split()[0] for line in written} == {"memcheck", "racecheck"}
     if found is None:
         assert not part.failed and {line["summary"][0] for line in written} == {"0"}
@@ -106,7 +117,47 @@ def test_a_kernel_that_takes_too_long_leaves_the_others_their_time(tmp_path, san
     sanitizer('case "$*" in *test_writes) sleep 9 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
     part = gpu_parts.sanitized(tmp_path, rehearse=False)
     assert part.failed == ["memcheck test_writes", "racecheck test_writes"]
-    assert sum("summary" in line for line in lines(tmp_path / "sanitizers.jsonl")) == 10
+    watched = [line["case"] for line in lines(tmp_path / "sanitizers.jsonl") if "summary" in line][1:]
+    assert len(watched) == 12 and "racecheck test_attention" in watched
+
+
+def test_kernels_that_took_too_long_come_last_the_next_time(tmp_path, sanitizer):
+    sanitizer('case "$*" in *test_writes) exit 1;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
+    gpu_parts.sanitized(tmp_path, rehearse=False)
+    file = tmp_path / "sanitizers.jsonl"
+    file.write_text("".join(f"{line}\n" for line in file.read_text().splitlines()[:6]))  # as if it had been killed
+    gpu_parts.sanitized(tmp_path, rehearse=False)
+    cases = [line["case"] for line in lines(file)]
+    assert cases[1:3] == cases[-2:] == ["memcheck test_writes", "racecheck test_writes"]
+
+
+def test_kernels_that_fail_unwatched_are_no_sanitizers_business(tmp_path, sanitizer):
+    sanitizer('echo "1 passed; ========= ERROR SUMMARY: 0 errors"', python="echo 1 failed, 5 passed; exit 1")
+    assert gpu_parts.sanitized(tmp_path, rehearse=False).failed == ["unwatched"]
+
+
+@pytest.mark.parametrize(("seconds", "begins"), [(460, 330), (150, 75), (30, 15)])
+def test_a_short_stage_keeps_half_of_its_time_to_measure(seconds, begins):
+    assert float(gpu.STAGES["decode"].command("folder", str(seconds), False)[-1]) == begins
+
+
+def test_nothing_is_recorded_in_a_timeline(monkeypatch):
+    """Rows end one by one: without steps ahead, as under a profiler, that takes other recordings than with them."""
+    use_on_cpu(monkeypatch)
+    made, original = [], gpu_parts.profile
+
+    @contextmanager
+    def watched():
+        before = session.device_step.recordings
+        with original() as found:
+            yield found
+        made.append(session.device_step.recordings - before)
+
+    monkeypatch.setattr(gpu_parts, "profile", watched)
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    with bass.Session(pair, max_batch_size=4, compile="graphs", eos_token_id=range(0, 60, 9)) as session:
+        found = gpu_parts.timeline(session, ragged_prompts(5, 9, 3, 7), max_new_tokens=24)
+    assert made[0] > 0 and made[-1] == 0 and len(found.steps) > 3
 
 
 def test_without_a_gpu_it_says_so_and_ends(monkeypatch, capsys, tmp_path):
