@@ -430,6 +430,7 @@ class Session:
     def _commit(self, context: Context, draft: Draft, decided: Decided) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
         host = decided.on_host()  # [B, K + 4]
+        self.rows.fetch_ended()
         failed = self._failed_rows(context, host[:, -2:] == 0)
         self._committing = True
         commit = self.rows.commit(context.places, host[:, :-2], draft.lengths_host, failed)

@@ -277,10 +277,6 @@ class Rows:
         host: verified.tokens and verified.accepted as one array [B, K + 2]. drafted: how many tokens rows submitted
         [B]. failed: bool [B], rows to end with reason "error", nothing of theirs committed.
         """
-        while (
-            self._leaving
-        ):  # what they left has come with the step's own result: a GPU may fail before it is asked for
-            self._leaving.pop().fetched()
         rows = slice(places.start, places.stop)
         new_host, accepted_host = host[:, :-1], np.where(failed, 0, host[:, -1])
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
@@ -297,6 +293,12 @@ class Rows:
         for index, reason in reasons.items():
             self._finish(places[index], reason)
         return commit
+
+    def fetch_ended(self) -> None:
+        """Have what ended rows left on the host, now that a later step's result has come: a GPU may fail before anybody
+        asks."""
+        while self._leaving:
+            self._leaving.pop().fetched()
 
     def _ends(self, rows: slice, new: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
         """How many of each row's `counts` new tokens are kept, and why rows end there, by index."""
