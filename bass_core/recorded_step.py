@@ -102,7 +102,8 @@ class RecordedStep(EagerStep):
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         rows = len(lengths)
         places, most = self._places(rows), int(lengths.max())
-        alone = isinstance(self.drafter, ModelDrafter) and not policy.asks_while_drafting and self._as_usual(context)
+        alone = isinstance(self.drafter, ModelDrafter) and self.drafter.has_fixed
+        alone = alone and not policy.asks_while_drafting and self._as_usual(context)
         if alone:
             most = self._width(places, most, int(planned.max()))
         self._settle(most)

@@ -226,7 +226,7 @@ def record(
     with Progress() as progress:
         trace = recording.record(pair, texts, rollout=12, **limits, progress=progress)
     models = [name_of(model) for model in (pair.target, pair.draft)]
-    trace.meta.update(describe_environment(), prompt_set=label(prompts), models=models)
+    trace.meta.update(describe_environment(pair.device), prompt_set=label(prompts), models=models)
     output.parent.mkdir(parents=True, exist_ok=True)
     trace.save(output)
     if as_json:

@@ -35,8 +35,10 @@ from bass_core.models import ModelPair, fingerprints
 from bass_core.policies import policy_for
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem
+from bass_lab.kept_session import KeptSession
 from bass_lab.provenance import describe_environment
 
+OF_A_CALL = ("num_return_sequences", "max_new_tokens", "time_budget", "seed")  # options that no session has
 METHODS = ("regular", "single", "batched")
 CODE_STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # HumanEval's (Chen et al. 2021, section 3.2)
 FINISHED = ("eos", "stop", "length")
@@ -195,6 +197,11 @@ class _Run:
             path = Path(folder) / f"{method}.jsonl"
             self._file = files.enter_context(sample_file.SampleFile(path, self.settings, self.environment))
         self.lines = {} if self._file is None else dict(self._file.lines)
+        of_session = {
+            name: value for name, value in self._options.items() if name not in (*OF_A_CALL, "max_batch_size")
+        }
+        self._decode = KeptSession(pair, self._options["max_batch_size"], trace="off", **of_session)
+        files.callback(self._decode.close)
 
     def check_unchanged(self, problems: Sequence[Problem]) -> None:
         """Raises ValueError if the file holds samples of a problem that is not what it was."""
@@ -210,12 +217,11 @@ class _Run:
         done: dict[int, float] = {}  # when each row emitted last
         synchronize(self.pair.device)  # nothing left over from before is counted
         started = time.perf_counter()
-        out = generate(
-            self.pair,
-            problem.prompt,
+        how = {name: self._options[name] for name in OF_A_CALL} | {"seed": _seed(self._options["seed"], problem)}
+        out = self._decode(
+            [problem.prompt],
             on_step=lambda event: done.update(dict.fromkeys(event.rows, time.perf_counter())),
-            trace="off",
-            **self._options | {"seed": _seed(self._options["seed"], problem)},
+            **how,
         )
         rows = []
         for row, (sequence, text, logprobs, reason) in enumerate(

@@ -15,6 +15,7 @@ from IPython.display import display
 
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
+from bass_lab.kept_session import KeptSession
 from bass_lab.show import plots
 from bass_lab.show.live_figures import live, slider
 
@@ -121,13 +122,16 @@ class _LiveHtml:
             self._last = time.perf_counter()
 
 
-def _timed(pair: ModelPair, prompts: Sequence[str], k: int, **options) -> tuple[Generation, dict[str, float]]:
+def _timed(
+    pair: ModelPair, prompts: Sequence[str], k: int, max_new_tokens: int = 128, seed: int = 0, **options
+) -> tuple[Generation, dict[str, float]]:
     """A run with this draft length, and its figures as both views below show them."""
-    started = time.perf_counter()
-    out = generate(pair, prompts, draft_length=k, **options)
-    seconds, summary = time.perf_counter() - started, out.trace.summary()
+    decode = KeptSession(pair, len(prompts), draft_length=k, **options)
+    out = decode.settled(prompts, max_new_tokens=max_new_tokens, seed=seed)
+    decode.close()
+    summary = out.trace.summary()
     found = {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]}
-    return out, found | {"tokens/s": summary["tokens"] / seconds}
+    return out, found | {"tokens/s": summary["tokens"] / decode.seconds}
 
 
 def draft_length_slider(

@@ -124,7 +124,8 @@ def over_poison(
 
     Keys and values of both models' caches are poisoned. options: of `Session`.
     """
-    with Session(pair, max_batch_size=len(prompts), attention=attention, **options) as session:
+    # On a GPU the next step would be under way already, whose keys are no poison's place.
+    with Session(pair, max_batch_size=len(prompts), attention=attention, compile="off", **options) as session:
         handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
         while not session.idle:
             try:

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.drafters import Drafter, FeatureDrafter, LayerSkipDrafter, Setting
 from bass_core.drafters.layer_skip import first_layers
-from bass_core.generation import generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.quantization import SELF_DRAFTS, parameter_count, quantized
 from bass_core.trace import Trace
 from bass_lab.evaluation.scores import drawn, interval
+from bass_lab.kept_session import KeptSession
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, modelled_costs
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -71,16 +71,22 @@ def runs(
     a token of the batch. All times are those of decode steps. options: as in `generate`.
     """
     turns = {REGULAR: (next(iter(pairs.values())), 0)} | {name: (pair, draft_length) for name, pair in pairs.items()}
-    lines, first = [], next(iter(prompts))
+    lines, first, new = [], next(iter(prompts)), options.pop("max_new_tokens", 128)
+    decoding = {
+        (batch, draft): KeptSession(pair, batch, draft_length=k, eos_token_id=(), **options)
+        for batch in batches
+        for draft, (pair, k) in turns.items()
+    }
     for name, texts in prompts.items():
         for batch in batches:
             for repeat in range(0 if name == first else 1, repeats + 1):
-                for draft, (pair, k) in turns.items():
-                    how = options | {"draft_length": k, "eos_token_id": (), "seed": seed + repeat}
-                    how |= {} if repeat else {"max_new_tokens": WARM_UP}
-                    trace = generate(pair, texts[:batch], **how).trace
+                for draft in turns:
+                    how = {"max_new_tokens": new if repeat else WARM_UP, "seed": seed + repeat}
+                    trace = decoding[batch, draft].settled(texts[:batch], **how).trace
                     line = {"prompts": name, "batch": batch, "repeat": repeat, "draft": draft}
                     lines.append(line | _counted(trace))
+    for decode in decoding.values():
+        decode.close()
     return pd.DataFrame(lines).query("repeat > 0")
 
 

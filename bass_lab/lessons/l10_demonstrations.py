@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.policies.costs import CostModel
 from bass_core.quantization import QuantizedLinear, kind_of, quantized
 from bass_lab.evaluation import Problem, compare, scores
 from bass_lab.evaluation.scores import drawn, interval
+from bass_lab.kept_session import KeptSession
 from bass_lab.lessons.l10_lossy import lossy
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
 from bass_lab.measure.ratios import Ratio
@@ -203,17 +203,22 @@ def timed(ways: Mapping[str, Way], prompts: Sequence[str], *, repeats: int, **op
     """A line per way: ms between two tokens of a row (median over repeats, which take turns after one that warms up),
     the speed over the first way as median of paired ratios with its 95% interval, tokens per step, α. Times are those
     of decode steps; rows do not stop on EOS. options: as in `generate`."""
-    lines = []
+    lines, new = [], options.pop("max_new_tokens", 128)
+    decoding: dict[str, KeptSession] = {}
     for repeat in range(repeats + 1):
         for name, way in ways.items():
             with lossy(way.epsilon):
-                how = options | {"draft_length": way.draft_length, "eos_token_id": (), "seed": repeat}
-                trace = generate(way.pair, prompts, **how).trace
+                if name not in decoding:
+                    how = options | {"draft_length": way.draft_length, "eos_token_id": ()}
+                    decoding[name] = KeptSession(way.pair, len(prompts), **how)
+                trace = decoding[name].settled(prompts, max_new_tokens=new, seed=repeat).trace
             decode = trace.steps.query("kind == 'decode'")
             steps = decode.groupby("step")[["draft_ms", "verify_ms", "other_ms"]].first()
             line = {"repeat": repeat, "way": name, "ms": len(prompts) * steps.to_numpy().sum() / decode.emitted.sum()}
             summary = trace.summary()
             lines.append(line | {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]})
+    for decode in decoding.values():
+        decode.close()
     runs = pd.DataFrame(lines).query("repeat > 0")
     found = runs.groupby("way", sort=False)[["ms", "tokens per step", "α"]].median()
     base = runs[runs.way == next(iter(ways))].ms.to_numpy()

@@ -14,10 +14,10 @@ def load_pair(target: str, draft: str, dtype: str | None, device: str | None) ->
     """The pair that a lesson's parameters name.
 
     target, draft: a name on the hub or a folder; empty: the embedded pair, or n-gram drafting. dtype: None is float32
-    for the embedded pair, and for others as in `bass_core.load_pair`: float32 on a CPU, the checkpoint's own on a GPU.
+    for the embedded pairs, and for others as in `bass_core.load_pair`: float32 on a CPU, the checkpoint's own on a GPU.
     device: None is the GPU where there is one. Raises ValueError as `bass_core.load_pair`.
     """
-    dtype = dtype or (None if target else "float32")
+    dtype = dtype or (None if target and target != models.READER else "float32")
     return models.load_pair(target or None, draft or None, dtype=dtype, device=device)
 
 

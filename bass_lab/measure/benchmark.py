@@ -18,6 +18,7 @@ work. `transformers.generate` is quoted beside it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_core.policies.costs import costs_like
 from bass_lab.checks import plain_decoding
+from bass_lab.kept_session import KeptSession
 from bass_lab.measure import records, timed_runs
 from bass_lab.measure.clocks import LATENCIES, Clock, passes_marked
 from bass_lab.measure.ratios import Ratio
@@ -100,33 +102,57 @@ def compare(
 
     batch: None decodes all prompts in every repeat; a number that many, each repeat the next ones (and from the first
     again), for comparisons that a few texts could decide.
-    repeats: interleaved, after one that warms up and is not counted. draft_length: of `single` and `batched`; None is
-    the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
-    "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft suffix" and
-    "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is always taken
-    by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is done now and
-    which share of the work, 0 to 1, is done.
+    repeats: interleaved, after one that warms up and is not counted. Where steps are recorded (on a GPU), sessions keep
+    what they have recorded, and repeats in which something is recorded do not count. draft_length: of `single` and
+    `batched`; None is the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so
+    on; None is "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft
+    suffix" and "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is
+    always taken by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is
+    done now and which share of the work, 0 to 1, is done.
 
     Raises ValueError for an unknown method, for `assisted` without a draft model and for methods of transformers' that
     are to take turns.
     """
-    pool, lines = inputs.token_ids(pair, prompts), []
-    for repeat in range(repeats + 1):
-        ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-        options |= {"draft_length": draft_length, "other_lengths": other_lengths, "other_drafts": other_drafts}
-        called = _methods(pair, ids, methods, **options)
+    pool, lines, done, again = inputs.token_ids(pair, prompts), [], 0, 2 * repeats
+    kept: dict[str, KeptSession] | None = None
+    with ExitStack() as sessions:
+        for repeat in itertools.count():
+            ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
+            options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
+            options |= {"draft_length": draft_length, "other_lengths": other_lengths, "other_drafts": other_drafts}
+            called = _methods(pair, ids, methods, **options)
+            if kept is None:
+                kept = timed_runs.keep(called, len(ids))
+                for session in kept.values():
+                    sessions.callback(session.close)
+            called = {name: method._replace(kept=kept.get(name)) for name, method in called.items()}
 
-        progress(f"repeat {repeat} of {repeats}" if repeat else "warming up", repeat / (repeats + 1))
-        timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
-        for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat):
-            line = {"repeat": repeat, "method": method, "k": called[method].k, "seconds": seconds}
-            line["tokens"] = len(ids) * max_new_tokens
-            summary = {} if trace is None else trace.summary()
-            counts = {name: summary.get(name, float("nan")) for name in COUNTS}
-            lines.append(line | clock.latencies(max_new_tokens) | counts)
-    runs = pd.DataFrame(lines).query("repeat > 0")
+            progress(
+                f"repeat {done + 1} of {repeats}" if repeat else "warming up", (done + bool(repeat)) / (repeats + 1)
+            )
+            before, of_repeat = _recordings(kept), []
+            timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
+            for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat):
+                line = {"repeat": repeat, "method": method, "k": called[method].k, "seconds": seconds}
+                line["tokens"] = len(ids) * max_new_tokens
+                summary = {} if trace is None else trace.summary()
+                counts = {name: summary.get(name, float("nan")) for name in COUNTS}
+                of_repeat.append(line | clock.latencies(max_new_tokens) | counts)
+            if repeat == 0:
+                continue
+            if _recordings(kept) > before and again > 0:  # not for ever: other texts may always want another shape
+                again -= 1
+                continue
+            lines += of_repeat
+            done += 1
+            if done == repeats:
+                break
+    runs = pd.DataFrame(lines)
     return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
+
+
+def _recordings(kept: Mapping[str, KeptSession]) -> int:
+    return sum(session.recordings for session in kept.values())
 
 
 def _methods(
@@ -230,7 +256,8 @@ def bench(
                 identical = _identical(called.decode(Clock(), 0), alone[:batch])
                 line |= {"exactness": {"dtype": "float32", "rows": batch, "identical": identical}}
                 if method in spent and new > 1:  # a single token comes of the prefill
-                    line["step_overhead"] = step_overhead(pair, first, draft_length=spent[method], **decoding)
+                    overhead = step_overhead(pair, first, draft_length=spent[method], **decoding)
+                    line |= {} if overhead is None else {"step_overhead": overhead}
                 if method.split()[0] in DRAFTING and line["k"] is None:
                     line["costs"] = costs
                 line |= common | {"method": method.split()[0], "prompt_set": name, "batch": batch}
@@ -375,14 +402,17 @@ def _assisted(pair: ModelPair, ids: Sequence[Tensor], *, seed: int, clock: Clock
         transformers_logging.set_verbosity(level)
 
 
-def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float:
-    """Share of the decode steps' time that is spent outside the two models' forward passes (on a CPU: wall time).
+def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float | None:
+    """Share of the decode steps' time that is spent outside the two models' forward passes (on a CPU: wall time); None
+    where steps are recorded, which call no model.
 
     options: as in `generate`. Prefill is left out of both.
     """
     outside, whole = 0.0, 0.0
     options = {"max_batch_size": len(prompts), "eos_token_id": ()} | options
     with passes_marked(pair) as watch, Session(pair, **options) as session, session.prepared():
+        if session.device_step.records:
+            return None
         for prompt in prompts:
             session.submit(prompt, max_new_tokens=max_new_tokens)
         session.step()  # prefill

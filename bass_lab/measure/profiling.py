@@ -198,7 +198,7 @@ def profile() -> Iterator[Profile]:
     with tempfile.TemporaryDirectory() as folder:
         recorder.export_chrome_trace(f"{folder}/trace.json")
         text = Path(folder, "trace.json").read_bytes()
-    result._fill(text, phases.table(), phases.about | describe_environment())
+    result._fill(text, phases.table(), phases.about | describe_environment(phases.device))
 
 
 @contextmanager
@@ -221,6 +221,7 @@ class _Phases:
 
     def __init__(self):
         self.about = {"device_type": "cpu", "dtype": ""}
+        self.device = torch.device("cpu")
         self._thread = threading.get_ident()  # torch records this one
         self._steps: list[dict] = []
         self._traces: list[Trace] = []
@@ -237,6 +238,7 @@ class _Phases:
             kind = "prefill" if phase == "prefill" else "decode"
             self._steps.append({"run": run, "number": number, "kind": kind})
             target = session.pair.target
+            self.device = target.device
             self.about = {"device_type": target.device.type, "dtype": str(target.dtype).removeprefix("torch.")}
         if phase:
             self._range = record_function(kernel_events.range_name(len(self._steps) - 1, phase))

@@ -12,6 +12,7 @@ from bass_core.engine import Session
 from bass_core.generation import Generation
 from bass_core.models import ModelPair
 from bass_core.trace import Trace
+from bass_lab.kept_session import KeptSession
 from bass_lab.measure.clocks import Clock, Elapsed
 
 Timed = tuple[str, float, Clock, Trace | None]  # a method's name, seconds, clock; no trace of transformers' methods
@@ -19,13 +20,33 @@ Timed = tuple[str, float, Clock, Trace | None]  # a method's name, seconds, cloc
 
 class Method(NamedTuple):
     """A method as it is called. k: its draft length, None where it drafts nothing or a policy decides. options, pair:
-    what `generate` takes, of this engine's methods."""
+    what `generate` takes, of this engine's methods; kept: what decodes with them, where steps are recorded."""
 
     k: int | None
     decode: Callable[[Clock, int], Generation | list[Tensor]]  # clock, seed -> texts
     options: dict[str, Any] | None = None
     pair: ModelPair | None = None
     drafter: str | None = None  # what drafts, where it is not the pair's own draft
+    kept: KeptSession | None = None
+
+    def run(self, ids: Sequence[Tensor], clock: Clock, seed: int) -> Generation | list[Tensor]:
+        if self.kept is None:
+            return self.decode(clock, seed)
+        new = self.options["max_new_tokens"]
+        return self.kept(ids, max_new_tokens=new, seed=seed, on_step=lambda event: clock.tick(event.rows, emitted=1))
+
+
+def keep(methods: dict[str, Method], rows: int) -> dict[str, KeptSession]:
+    """A session for each method of ours whose steps are recorded, by its name."""
+    kept = {}
+    for name, method in methods.items():
+        if method.options is not None:
+            options = {"max_batch_size": rows, "eos_token_id": ()} | method.options
+            del options["max_new_tokens"]
+            session = KeptSession(method.pair, options.pop("max_batch_size"), **options)
+            if session.session is not None:
+                kept[name] = session
+    return kept
 
 
 def one_by_one(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int) -> Iterator[Timed]:
@@ -33,7 +54,7 @@ def one_by_one(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method
     for name, method in methods.items():
         clock = Clock()
         with Elapsed(pair.device) as elapsed:
-            out = method.decode(clock, seed)
+            out = method.run(ids, clock, seed)
         yield name, elapsed.seconds, clock, out.trace if isinstance(out, Generation) else None
 
 
@@ -64,9 +85,12 @@ class _Decode:
         options = {"max_batch_size": len(ids), "seed": seed} | method.options
         new = options.pop("max_new_tokens")
         with self._turn():
-            self.session = stack.enter_context(Session(method.pair, eos_token_id=(), **options))
-            self.handles = [self.session.submit(row, max_new_tokens=new) for row in ids]
-            self.session.reserve(max(handle.limit for handle in self.handles))
+            if method.kept is not None:
+                self.session, self.handles = method.kept.session, method.kept.submit(ids, max_new_tokens=new, seed=seed)
+            else:
+                self.session = stack.enter_context(Session(method.pair, eos_token_id=(), **options))
+                self.handles = [self.session.submit(row, max_new_tokens=new) for row in ids]
+                self.session.reserve(max(handle.limit for handle in self.handles))
             stack.enter_context(self.session.prepared())
 
     def step(self) -> None:

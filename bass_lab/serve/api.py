@@ -72,6 +72,7 @@ class Service:
         prompts = [[message.plain for message in body.messages]] if chat else _prompts(body.prompt)
         count = len(prompts) * (body.n or 1)
         streams = bool(body.stream)
+        wants_logprobs = body.logprobs is not None and body.logprobs is not False
         if body.stream_options is not None and not streams:
             raise Refused(400, "stream_options: it needs stream true", "stream_options")
         self.gate.enter(count)
@@ -79,7 +80,7 @@ class Service:
             read = asyncio.get_running_loop().run_in_executor(self._reader, self._read, body, prompts)
             ids, limits = await read
             seed = secrets.randbits(31) if body.seed is None else body.seed
-            job = Job(self._rows(body, ids, limits, seed, arrived), streams)
+            job = Job(self._rows(body, ids, limits, seed, arrived), streams, wants_logprobs)
             self.driver.start(job)  # gives the places back as rows end
         except Dead as error:
             self.gate.leave(count)
@@ -87,7 +88,6 @@ class Service:
         except BaseException:
             self.gate.leave(count)
             raise
-        wants_logprobs = body.logprobs is not None and body.logprobs is not False
         answer = Answer(chat, self.name, self.pair.tokenizer, count, sum(map(len, ids)), seed, wants_logprobs)
         if streams:
             told = body.stream_options or StreamOptions()

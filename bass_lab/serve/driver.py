@@ -34,8 +34,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Update:
-    """What happened to a row of a job: the tokens it gained with their log-probabilities (where its job streams), or
-    its end."""
+    """What happened to a row of a job: the tokens it gained (where its job streams) with their log-probabilities (where
+    it wants them), or its end."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -74,8 +74,9 @@ class _Live:
 class Job:
     """The rows of one request. Its `updates`, on the event loop, are `Update`s, or an exception when it has failed."""
 
-    def __init__(self, rows: Sequence[Row], streams: bool):
-        self.rows, self.streams = rows, streams
+    def __init__(self, rows: Sequence[Row], streams: bool, logprobs: bool = False):
+        """streams: told of every token; logprobs: of its log-probability, too."""
+        self.rows, self.streams, self.logprobs = rows, streams, logprobs
         self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
         self.began = time.monotonic()
         self.live: list[_Live] = []  # the driver's
@@ -201,13 +202,14 @@ class Driver:
         row.ended = row.handle.finish_reason is not None
         if not row.ended and not (tokens and job.streams):
             return None
-        result = self.session.result(row.handle)
-        logprobs = result.logprobs[len(result.logprobs) - len(tokens) :].tolist() if job.streams else []
-        return Update(index, tokens if job.streams else [], logprobs, self._ended(job, row, result))
+        # Only where it is wanted: on a GPU it waits for the step that is under way.
+        result = self.session.result(row.handle) if row.ended or job.logprobs else None
+        told, logprobs = tokens if job.streams else [], []
+        if told and job.logprobs:
+            logprobs = result.logprobs[len(result.logprobs) - len(told) :].tolist()
+        return Update(index, told, logprobs, self._ended(job, row, result) if row.ended else None)
 
-    def _ended(self, job: Job, row: _Live, result: Result) -> Ended | None:
-        if not row.ended:
-            return None
+    def _ended(self, job: Job, row: _Live, result: Result) -> Ended:
         waited = None if row.first is None else row.first - job.began
         took = time.monotonic() - job.began
         return Ended(result, row.handle.drafted, row.handle.accepted, row.steps, waited, took)

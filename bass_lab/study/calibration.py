@@ -115,7 +115,7 @@ def calibrate(
     return CostModel(
         device=device_name(pair.device),
         models=_described(pair),
-        measured=describe_environment() | how,
+        measured=describe_environment(pair.device) | how,
         **{"draft_phases": None} | tables,
     )
 
@@ -321,6 +321,7 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
     prompt = max(kv_length + 1 - len(turns) // 2, 2)
     policy = _InTurn([k for k, _ in turns])
     options = {"draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
+    has_table = isinstance(pair.draft, PreTrainedModel)  # else drafting is part of the overhead
     walls = []
     with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
         for ids in _prompts(batch, prompt):
@@ -335,13 +336,10 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
     for (k, turn), drafting, verifying, wall in zip(turns, *spans, walls, strict=True):
         if RECORDING <= turn < RECORDING + REPLAYS:
             yield "target_passes", (batch, k + 1, kv_length), verifying
-            if k:
+            if k and has_table:
                 yield "draft_phases", (batch, k, kv_length), drafting
-            yield (
-                "overheads",
-                (batch, k),
-                max(wall - drafting - verifying, 0.0),
-            )  # launched ahead, passes begin before it
+            passes = verifying + drafting * has_table
+            yield "overheads", (batch, k), max(wall - passes, 0.0)  # launched ahead, passes begin before it
 
 
 def _prompts(batch: int, length: int) -> list[torch.Tensor]:

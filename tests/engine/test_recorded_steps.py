@@ -148,6 +148,26 @@ def test_memory_that_moves_is_recorded_anew():
     assert found["graphs"] == found["off"]
 
 
+def test_a_drafter_with_a_draft_of_its_own_is_asked(monkeypatch):
+    """What is recorded is the draft of the class that it comes from."""
+
+    class Certain(bass.LayerSkipDrafter):
+        def draft(self, context, lengths, policy):
+            draft = super().draft(context, lengths, policy)
+            asked.append(draft.lengths_host.tolist())
+            return draft
+
+    asked, target = [], tiny_model(dtype="float64")
+    found = {}
+    for way in ("off", "graphs"):
+        pair = bass.ModelPair(target, Certain(1))
+        options = {"max_new_tokens": 30, "draft_length": 3, "eos_token_id": (), "temperature": 0.8}
+        found[way] = bass.generate(pair, PROMPTS[:2], compile=way, **options).sequences
+        assert len(asked) > 5
+        asked.clear()
+    assert all(map(torch.equal, found["off"], found["graphs"]))
+
+
 def test_what_must_be_deterministic_from_now_on_is_recorded_anew():
     with session() as running:
         for prompt in PROMPTS[:2]:

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import record_lines
 import torch
+from recording import use_on_cpu
 from tiny import byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
-from bass_core import ModelPair, inputs, load_pair
+from bass_core import ModelPair, generate, inputs, load_pair
 from bass_core.drafters import NgramDrafter
 from bass_core.policies.costs import costs_like
 from bass_lab.cli import main
+from bass_lab.kept_session import KeptSession
 from bass_lab.measure import benchmark, clocks, records, timed_runs
 from bass_lab.pairs import in_dtype
 from bass_lab.texts.prompt_sets import prompt_set
@@ -337,3 +339,47 @@ def test_bench_command_writes_a_table_or_one_document_and_a_record(tmp_path, lin
     path.write_text(path.read_text().replace('"batch": 2', '"batch": "two"'))
     refused = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
     assert refused.exit_code == 2 and "batch must be int" in refused.stderr.replace("\n", " ")
+
+
+# --- where steps are recorded -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("take_turns", [False, True])
+def test_nothing_is_recorded_in_a_repeat_that_counts(pair, monkeypatch, take_turns):
+    """A `generate` would record all of its steps each time."""
+    use_on_cpu(monkeypatch)
+    made, repeats, kept_by = [], [], timed_runs.keep
+
+    def keep(methods, rows):
+        kept = kept_by(methods, rows)
+        made[:] = kept.values()
+        return kept
+
+    monkeypatch.setattr(timed_runs, "keep", keep)
+    tell = lambda doing, share: repeats.append(sum(session.recordings for session in made))  # noqa: E731
+    options = OURS | {"take_turns": take_turns, "progress": tell}
+    runs = benchmark.compare(pair, PROMPTS, repeats=3, **options).runs
+    assert len(made) == 4 and all(session.session is not None for session in made)
+    counted = sorted(set(runs.repeat))
+    assert len(counted) == 3 and counted[0] > 1  # the first after the one that warms up has recorded
+    recordings = [*repeats, sum(session.recordings for session in made)]
+    assert all(recordings[repeat] == recordings[repeat + 1] for repeat in counted)
+
+
+def test_sessions_that_are_kept_write_what_generate_writes(pair, monkeypatch):
+    options = {"draft_length": 3, "temperature": 0.8, "eos_token_id": ()}
+    expected = [generate(pair, PROMPTS, seed=seed, max_new_tokens=12, **options) for seed in range(3)]
+    use_on_cpu(monkeypatch)
+    kept = KeptSession(pair, len(PROMPTS), **options)
+    for seed in (0, 1, 2, 1):
+        found = kept.settled(PROMPTS, max_new_tokens=12, seed=seed)
+        assert all(map(torch.equal, found.sequences, expected[seed].sequences))
+        assert found.trace.summary()["tokens"] == expected[seed].trace.summary()["tokens"]
+    before = kept.recordings
+    assert kept(PROMPTS, max_new_tokens=12, seed=2).texts == expected[2].texts and kept.recordings == before
+    kept.close()
+
+
+def test_passes_that_are_recorded_have_no_outside(pair, monkeypatch):
+    use_on_cpu(monkeypatch)
+    assert benchmark.step_overhead(pair, PROMPTS, max_new_tokens=8) is None

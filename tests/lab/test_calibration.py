@@ -5,7 +5,9 @@ from collections import Counter
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from recording import count_ahead, use_on_cpu
 from tiny import tiny_model
 from typer.testing import CliRunner
@@ -98,6 +100,21 @@ def test_steps_that_draft_nothing_are_timed_as_the_default_policy_has_them(pair,
         ahead.clear()
         calibration.check(costs, pair, batches=(2,), draft_lengths=(k,), repeats=1, max_new_tokens=20)
         assert (ahead["launched"] > 0) == (k == 0)
+
+
+def test_where_drafts_have_no_table_drafting_is_part_of_the_rest_of_a_step(pair, monkeypatch):
+    use_on_cpu(monkeypatch)
+    drafting = bass.ModelPair(pair.target, bass.LayerSkipDrafter(1))
+    found = pd.DataFrame(calibration._recorded_steps(drafting, 2, 40, [0, 8]), columns=["table", "point", "seconds"])
+    assert set(found.table) == {"target_passes", "overheads"}
+    rest = found[found.table == "overheads"].groupby("point").seconds.min()
+    assert rest[2, 8] > 2 * rest[2, 0]  # eight passes
+
+
+def test_costs_of_a_cpu_say_so_beside_a_gpu(pair, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    assert calibration.calibrate(pair, **SMALL).measured["device"] != "a GPU"
 
 
 def test_calibration_times_the_passes_and_the_rest_of_a_step(pair, monkeypatch):

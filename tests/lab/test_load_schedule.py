@@ -1,10 +1,12 @@
 """Load, simulated: a schedule worked by hand, the queue of the books, and the engine's own schedule step by step."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pandas as pd
 import pytest
+from recording import use_on_cpu
 from replays import Linear, trace_of
 from tiny import ragged_prompts, tiny_model
 from trial_policies import Alternating, PerRow
@@ -193,5 +195,24 @@ def test_a_client_leaves_a_session(tiny_pair, prompts):
 def test_requests_that_do_not_fit_are_refused_before_the_clock_starts(tiny_pair, prompts):
     with pytest.raises(ValueError, match="context"):
         in_process(workload([0.0], new=1000, prompts=[prompts[0].tolist()]), tiny_pair)
+
+
+def test_steps_are_recorded_before_the_clock_starts(monkeypatch, tiny_pair):
+    """For every number of places: rows come and go one by one."""
+    use_on_cpu(monkeypatch)
+    module, made = import_module("bass_lab.load.in_process"), []  # the package has the function by its name
+    served = module._served
+
+    def watched(workload, prompts, session):
+        made.append(session.device_step.recordings)
+        run = served(workload, prompts, session)
+        made.append(session.device_step.recordings)
+        return run
+
+    monkeypatch.setattr(module, "_served", watched)
+    prompts = [ids.tolist() for ids in ragged_prompts(9, 5, 7, 6, 8)]
+    arriving = workload([0.0, 0.0, 0.1, 0.1, 0.1], new=[9, 12, 10, 20, 11], prompts=prompts)
+    module.in_process(arriving, tiny_pair, max_batch_size=4, draft_length=0, eos_token_id=())
+    assert made[0] > 0 and made[1] == made[0]
     with pytest.raises(ValueError, match="texts have 40 tokens"):
         simulate(workload([0.0], new=41), AcceptanceTrace.synthetic(alpha=0.5, length=40, sequences=2), Linear())

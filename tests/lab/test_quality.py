@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import record_lines
 import torch
+from recording import use_on_cpu
 from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
 from typer.testing import CliRunner
 
@@ -172,6 +173,18 @@ def test_code_ends_at_the_usual_strings_but_for_the_mini_set(pair):
 
 
 # --- stored samples -------------------------------------------------------------------------------
+
+
+def test_a_session_that_is_kept_writes_the_same_and_keeps_the_budget(pair, runs, monkeypatch):
+    """Where steps are recorded, as on a GPU: otherwise each problem would record them all."""
+    use_on_cpu(monkeypatch)
+    kept = evaluate(pair, PROBLEMS, grade=short, **OPTIONS).samples
+    expected = runs[0]["batched"].samples
+    assert (
+        kept.text.tolist() == expected.text.tolist() and kept.finish_reason.tolist() == expected.finish_reason.tolist()
+    )
+    cut = evaluate(pair, PROBLEMS[:1], grade=short, **OPTIONS | {"budget": 0.0}).samples
+    assert set(cut.finish_reason) == {"budget"}
 
 
 def test_any_budget_is_scored_from_the_file(runs):

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from recording import use_on_cpu
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -124,8 +125,11 @@ def test_slots_read_by_hand():
     assert table["launches per layer and pass"].tolist() == [1, 2, 1]
 
 
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("path, poison", [("pad", 1e4), ("split", 1e4), ("split", torch.nan)])
-def test_poison_that_does_no_harm(run, path, poison):
+def test_poison_that_does_no_harm(run, path, poison, recorded, monkeypatch):
+    if recorded:  # as on a GPU
+        use_on_cpu(monkeypatch)
     found = l02_demonstrations.over_poison(tiny_pair(), PROMPTS, path, poison, NEW, draft_length=3, eos_token_id=())
     assert l02_naive_batches.differing(found, run.sequences) == []
 

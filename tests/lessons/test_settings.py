@@ -5,6 +5,7 @@ import torch
 from tiny import tiny_model
 
 import bass_core as bass
+from bass_core import models
 from bass_lab.lessons import settings
 
 
@@ -17,6 +18,15 @@ def test_the_embedded_pair_is_float32_unless_told_otherwise():
     assert pair.target.dtype == pair.draft.dtype == torch.float32 and settings.is_exact(pair)
     half = settings.load_pair("", "", "bfloat16", "cpu")
     assert half.target.dtype == half.draft.dtype == torch.bfloat16 and not settings.is_exact(half)
+
+
+@pytest.mark.parametrize(("target", "dtype"), [(models.READER, "float32"), ("somebodys/model", None)])
+def test_so_is_the_embedded_pair_that_reads(monkeypatch, target, dtype):
+    """Of others a GPU is given the checkpoint's own."""
+    given = []
+    monkeypatch.setattr(models, "load_pair", lambda *_, **options: given.append(options["dtype"]))
+    settings.load_pair(target, "", None, "cuda")
+    assert given == [dtype]
 
 
 def test_in_float32_every_row_has_to_be_identical():
