@@ -34,6 +34,9 @@ from bass_core.cache import Pass, RaggedCache, TokenStates
 PATHS = ("ragged", "pad", "split", "eager")
 
 
+WIDEST_HEAD = 256  # of the Triton kernels: `bass_kernels.tiles.HEAD_DIMS`
+
+
 class _Thread(threading.local):
     """What the attention functions of this thread are called for."""
 
@@ -98,7 +101,7 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
         raise ValueError("the ragged kernel knows no relative position bias: use attention='pad'")
     deterministic = torch.are_deterministic_algorithms_enabled()
     shape = query.shape[1], key.shape[1], query.shape[-1], query.dtype
-    work = _thread.current.once(_work_list, *shape, kwargs.get("sliding_window"), deterministic)
+    work = _thread.current.once(_work_list, *shape, kwargs.get("sliding_window"))
     rows = _thread.current.starts, _thread.current.ends
     return kernel_ops.ragged_attention(
         query, key, value, *rows, *work, **_flags(kwargs), deterministic=deterministic
@@ -106,9 +109,10 @@ def ragged_attention(module, query: Tensor, key: Tensor, value: Tensor, attentio
 
 
 def _work_list(
-    current: Pass, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None, deterministic: bool
+    current: Pass, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The ragged kernel's work list, for all layers of these shapes, and for all passes of a phase."""
+    deterministic = torch.are_deterministic_algorithms_enabled()  # now, and not when the last pass was launched
     queries = current.positions.shape[1]
     layers = heads, kv_heads, head_dim, queries, current.extent, dtype, window or 0, deterministic
     if current.phase is None:
@@ -121,9 +125,10 @@ def _work_list(
 
 
 def _kernels_take(key: Tensor, value: Tensor, options: dict) -> bool:
-    """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size, and know
-    no bias."""
-    return _thread.current.kernels and key.shape == value.shape and options.get("position_bias") is None
+    """Whether the paper's two kernels can stand in for plain torch: they want keys and values of one size that is not
+    too large, and know no bias."""
+    fit = key.shape == value.shape and key.shape[-1] <= WIDEST_HEAD
+    return _thread.current.kernels and fit and options.get("position_bias") is None
 
 
 def _flags(options: dict) -> dict:

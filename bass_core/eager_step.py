@@ -103,7 +103,10 @@ class EagerStep:
     def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """What the drafter returns, checked."""
         draft = self.drafter.draft(context, lengths.copy(), policy)  # whatever a drafter writes into it
-        return checked(draft, self.drafter, lengths, self.vocabulary)
+        draft = checked(draft, self.drafter, lengths, self.vocabulary)
+        most = int(draft.lengths_host.max())  # padding beyond it would be verified for nothing
+        probs = None if draft.probs is None else draft.probs[:, :most]
+        return draft._replace(tokens=draft.tokens[:, :most], probs=probs)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""

@@ -141,7 +141,8 @@ def generate(
     verification: "token", "block" or "coupled" (one and the same at temperature 0).
     attention: "auto" takes the best path that the models pass; "ragged", "pad", "split", "eager" are taken or refused.
     compile: "off" launches a step's work operation by operation. "graphs" records it as CUDA graphs, one for the draft
-        phase and one for the rest per batch size and draft length, when they first occur. "compiled" sends the models'
+        phase and one for the rest per batch size and draft length, when they first occur in this call (to decode many
+        short texts, one call after the other, keep a `Session`). "compiled" sends the models'
         layers through torch.compile (seconds per shape, once per process). "compiled+graphs" is both, the fastest.
         "auto" is "graphs" on a GPU where nothing stands against it, else "off".
     acceptance: None: earned. "synthetic:0.8" draws how many drafts each row keeps, to measure with

@@ -162,14 +162,14 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
                 buffer.fill_(1e4)  # stale values that no query may see
             if sources is not None:
                 runner.read(sources, range(2))
-            runner.feed_last(ids, lengths, lengths[0])
+            first = runner.feed_last(ids, lengths, lengths[0])  # [2, V]
         starts = torch.tensor(lengths, device=ids.device)
         following = starts[:, None] + torch.arange(MORE, device=ids.device)  # [2, MORE]
         rejected = ids.flip(0).gather(1, following)
         runner.feed(rejected, starts, [MORE, MORE], starts_host=lengths)
         reads = sources or [None, None]
         expected = [_plain_logits(model, ids[b : b + 1, : n + MORE], reads[b]) for b, n in enumerate(lengths)]
-        errors = []
+        errors = [_relative_error(first[b], expected[b][n - 1]) for b, n in enumerate(lengths)]
         for submitted in ([MORE, 1], [1, MORE]):  # the longer row submits most, and least
             for packed in (False,) if path == "eager" else (False, True):
                 logits = runner.feed(ids.gather(1, following), starts, submitted, starts_host=lengths, packed=packed)

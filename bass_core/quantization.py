@@ -105,7 +105,9 @@ def quantized(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     with torch.no_grad():
         for each in linear:
             weight = each.weight.T if isinstance(each, Conv1D) else each.weight
-            known[id(each)] = QuantizedLinear(weight, each.bias, kind).train(each.training)
+            # The bias's memory in a parameter of its own: a session arranges the full model's elsewhere (side_by_side).
+            bias = None if each.bias is None else nn.Parameter(each.bias.detach(), each.bias.requires_grad)
+            known[id(each)] = QuantizedLinear(weight, bias, kind).train(each.training)
     return copy.deepcopy(model, known)  # what is known is taken, not copied
 
 

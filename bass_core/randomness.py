@@ -162,7 +162,24 @@ def inverse_cdf(probs: Tensor, u: Tensor, fused: Callable[[Callable], Callable] 
     # In float64: a float32 cumsum returns an impossible id in 27% of top-50 rows at the largest u. And u is at most
     # 1 - 2^-52, so that u * total always rounds below the total. The sum is torch's own in any case: compilers make one
     # that depends on which block comes first.
-    return fused(_first_beyond)(probs.cumsum(-1, dtype=torch.float64), probs, u)
+    return fused(_first_beyond)(added_up(probs), probs, u)
+
+
+def added_up(probs: Tensor) -> Tensor:
+    """Cumulative sums along the last dimension, in float64. (A GPU adds in no fixed order, and torch refuses to have it
+    so where everything is to be deterministic: there it takes a pass for each doubling.)"""
+    if probs.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return _by_doubling(probs.double())
+    return probs.cumsum(-1, dtype=torch.float64)
+
+
+def _by_doubling(sums: Tensor) -> Tensor:
+    """Hillis & Steele 1986: after the pass of width w each place holds the sum of the last 2w."""
+    width = 1
+    while width < sums.shape[-1]:
+        sums = torch.cat([sums[..., :width], sums[..., width:] + sums[..., :-width]], -1)
+        width *= 2
+    return sums
 
 
 def _first_beyond(cumulative: Tensor, probs: Tensor, u: Tensor) -> Tensor:

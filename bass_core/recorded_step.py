@@ -90,7 +90,7 @@ class RecordedStep(EagerStep):
         self._finite, self._all_finite = torch.ones(places, dtype=torch.bool, device=device), True
         self._drafted = torch.zeros(places, 0, dtype=torch.int64, device=device)
         self._q: Tensor | None = None  # float [places, K, V], once a draft has shown that it has one
-        self._memory: tuple[int, ...] = ()
+        self._memory: tuple = ()
         self.replayed: list[tuple] | None = None  # the last step's functions by key; None: they are not all of it
         self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by places
         if isinstance(self.drafter, ModelDrafter) and not self.drafter.wants_hidden:
@@ -193,10 +193,15 @@ class RecordedStep(EagerStep):
             self._memory = memory
             self.graphs.clear()
 
-    def _stands_on(self) -> tuple[int, ...]:
-        """What is another for other memory, and for kernels that are deterministic."""
-        memory = self.rows.capacity, self.target.cache.slots, self.rows.seen is None
-        return *memory, torch.are_deterministic_algorithms_enabled()
+    def _stands_on(self) -> tuple:
+        """What is another for other memory, and for passes that are switched."""
+        return self.rows.capacity, self.target.cache.slots, self.rows.seen is None, self.switches
+
+    @property
+    def switches(self) -> tuple:
+        """What others may switch between two steps: deterministic kernels, and adapters."""
+        drafts = self.drafter.runner.adapters if isinstance(self.drafter, ModelDrafter) else []
+        return torch.are_deterministic_algorithms_enabled(), self.target.adapters, drafts
 
     def _announce(self, lengths: np.ndarray) -> None:
         """Tell the device what each place submits, unless that is what the step before has left there. The copy runs

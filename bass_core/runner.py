@@ -86,10 +86,17 @@ class Runner:
             from bass_core import cpu_layers
 
             lean = cpu_layers.changes(model)
+        inside = (each for each in model.modules() if not isinstance(each, PreTrainedModel))
+        self._adapted = [each for each in inside if hasattr(each, "disable_adapters")]  # peft's layers
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self._context = attention.context_length(model)
         self._switch = attention.Switch(model, path, self.cache.hidden, lean)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
+
+    @property
+    def adapters(self) -> list[tuple]:
+        """Which adapters apply now, layer by layer: recorded passes have those of their recording."""
+        return [(each.disable_adapters, *each.active_adapters) for each in self._adapted]
 
     def __enter__(self) -> Runner:
         return self

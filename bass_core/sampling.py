@@ -14,6 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from bass_core import randomness
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -145,7 +147,7 @@ def _keep_top_p(logits: Tensor, top_p: float) -> Tensor:
     """The smallest set of most probable ids whose mass reaches top_p (Holtzman et al. 2020)."""
     ordered, ids = logits.sort(dim=-1, descending=False, stable=True)
     # In float64, since a GPU adds up a single row in any order; rounded, so that equal probabilities stay equal.
-    mass = ordered.softmax(-1).cumsum(-1, dtype=torch.float64).to(ordered.dtype)
+    mass = randomness.added_up(ordered.softmax(-1)).to(ordered.dtype)
     dropped = mass <= 1 - top_p
     dropped[..., -1].fill_(False)
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), -torch.inf)

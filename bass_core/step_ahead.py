@@ -31,12 +31,13 @@ from bass_core.trace import Stopwatch
 
 class Ahead(NamedTuple):
     """A step under way that nobody has asked for: its rows by place, how many drafts it plans for each, for how many
-    its recordings have room, and what it decides."""
+    its recordings have room, what it decides, and how passes were switched."""
 
     requests: list[Request]
     planned: int
     room: int
     fetched: Fetched
+    switches: tuple
 
 
 class StepAhead(RecordedStep):
@@ -57,7 +58,7 @@ class StepAhead(RecordedStep):
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         ahead, self._under_way, self._asked_for = self._under_way, None, None
-        if ahead is not None and (planned != ahead.planned).any():
+        if ahead is not None and ((planned != ahead.planned).any() or self.switches != ahead.switches):
             self.take_back()
             ahead = None
         foretold = policy.foretell()
@@ -132,7 +133,8 @@ class StepAhead(RecordedStep):
             watch.mark()
             block = self.graphs.replay(verifying)
             watch.mark()
-            self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], Fetched(block))
+            decided = Fetched(block)
+            self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], decided, self.switches)
 
     def take_back(self) -> None:
         self._under_way = self._asked_for = None

@@ -303,7 +303,9 @@ def _passes(
     # Rows that rest stay where they are: further on, a context might have ended.
     starts = torch.where(first, committed - width, committed + drafting * (slots - 1))
     counts = drafting * (1 + first.long() * (width - 1))
-    return _last_tokens(tokens, committed, width), starts, counts, committed + (most - 1)
+    # Whoever drafts nothing has no keys: places without a row would have all of theirs read.
+    ends = torch.where(lengths > 0, committed + (most - 1), committed - width)
+    return _last_tokens(tokens, committed, width), starts, counts, ends
 
 
 def _finite(peaks: Tensor, looked_at: Tensor) -> Tensor:

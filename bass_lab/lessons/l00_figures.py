@@ -20,6 +20,10 @@ from bass_lab.show import plots
 from bass_lab.show.live_figures import live, slider
 
 
+LAUNCHED = """ (On a GPU this picture is dear: where every token is recorded, kernels are launched one by one. What
+is timed below is not.)"""
+
+
 class Race:
     """Regular and speculative decoding of the same prompts, shown side by side with two clocks.
 
@@ -92,6 +96,7 @@ class Race:
         return (
             f"<b>{self.identical} of {len(self.regular.sequences)} rows have identical tokens; "
             f"speculative decoding was {ratio:.2f}× as fast in this run.</b>"
+            + (LAUNCHED if self.pair.device.type == "cuda" else "")
         )
 
     def _column(self, name: str) -> str:

@@ -191,7 +191,7 @@ def _attend_pieces(
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
     acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
 
-    end = tl.minimum(end, last + 1)  # no query of this tile looks further
+    end = tl.where(first > last, begin, tl.minimum(end, last + 1))  # no query of this tile looks further
     if WINDOW > 0:
         begin = tl.maximum(begin, tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
     if WINDOW > 0 or ONE_LOOP:  # the compiler rounds the two loops differently: which one takes a block changes bits

@@ -43,6 +43,8 @@ def choose(rows: int, head_dim: int, dtype: torch.dtype, deterministic: bool) ->
 
     deterministic: one tile for any number of rows, so that a query's bits do not depend on how many come with it.
     """
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"the head dimension must be at most {HEAD_DIMS[-1]}, got {head_dim}")
     block_d = power_of_two(head_dim, least=16)
     if dtype.itemsize > 2:
         # Full precision has no matrix instruction that does not round: plain multiply-adds, small tiles.

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from recording import PROMPTS, Recorder, assert_same, pair, use_fixed_steps, use_on_cpu
-from tiny import CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model
+from tiny import BYTES, CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
 from bass_core import graphs, recorded_step
+from bass_core.drafters.draft_model import _passes
 from bass_core.graphs import Graphs, NotRecordable
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
@@ -146,6 +147,47 @@ def test_memory_that_moves_is_recorded_anew():
             handles.append(running.submit(PROMPTS[3], max_new_tokens=70))
             found[way] = texts(running, handles)
     assert found["graphs"] == found["off"]
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_adapters_are_switched_between_two_steps(role):
+    """Recordings have those of when they were made."""
+    found, plain = {}, tiny_model(vocab_size=BYTES)
+    for way in ("off", "graphs"):
+        adapted = with_adapter()
+        pair = bass.ModelPair(adapted, plain) if role == "target" else bass.ModelPair(plain, adapted)
+        with bass.Session(pair, compile=way, draft_length=3, eos_token_id=()) as running:
+            handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:2]]
+            for _ in range(6):
+                running.step()
+            with adapted.disable_adapter():
+                for _ in range(6):
+                    running.step()
+            texts(running, handles)
+            steps = running.trace.steps[["step", "row", "drafted", "accepted"]]
+            found[way] = texts(running, handles), steps.to_numpy().tolist()
+    assert found["graphs"] == found["off"]
+
+
+def test_padding_that_nobody_asked_for_is_cut():
+    """There is room for eight drafts where five were asked for."""
+
+    class Wide(bass.Drafter):
+        def draft(self, context, lengths, policy):
+            return bass.Draft.of(context.last_tokens().expand(-1, 16), lengths)
+
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Wide())
+    options = {"max_new_tokens": 30, "draft_length": 5, "eos_token_id": ()}
+    found = [bass.generate(pair, PROMPTS[:2], compile=way, **options).sequences for way in ("off", "graphs")]
+    assert all(map(torch.equal, *found))
+
+
+def test_whoever_drafts_nothing_has_no_keys():
+    """Their places would be read in every pass of a draft phase."""
+    tokens, committed = torch.zeros(3, 20, dtype=torch.int64), torch.tensor([9, 12, 1])
+    _, starts, counts, ends = _passes(tokens, committed, torch.tensor([4, 0, -1]), 4, 2)
+    assert ends.tolist() == [12, 10, -1] and (ends <= starts[0]).tolist() == [False, True, True]
+    assert counts[:, 1:].sum() == 0
 
 
 def test_a_drafter_with_a_draft_of_its_own_is_asked(monkeypatch):

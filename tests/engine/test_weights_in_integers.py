@@ -9,6 +9,7 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
+from bass_core import side_by_side
 from bass_core.models import ASSETS, fingerprint
 from bass_core.quantization import (
     GROUP,
@@ -36,6 +37,18 @@ def off(kind: str, weight: torch.Tensor) -> torch.Tensor:
     """How far each weight is from what its code stands for."""
     codes = KINDS[kind](weight)
     return (dequantized(*codes, weight.shape[1]).float() - weight.float()).abs()
+
+
+def test_a_copy_keeps_its_biases_where_a_session_arranges_the_full_models():
+    """A recorded pass of the copy reads them there."""
+    full = copy.deepcopy(tiny_model("qwen2"))
+    copied = bass.quantized(full, "int8")
+    biases = [each for name, each in copied.named_parameters() if name.endswith("proj.bias")]
+    before, moved = [each.data_ptr() for each in biases], [each.data_ptr() for each in full.parameters()]
+    assert len(biases) > 2 and set(before) <= set(moved)
+    side_by_side.arrange(full)
+    assert [each.data_ptr() for each in full.parameters()] != moved
+    assert [each.data_ptr() for each in biases] == before
 
 
 # --- codes ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -55,6 +56,31 @@ def test_keys_wider_than_values_are_written_by_the_kernel_and_read_by_plain_torc
         assert sequence.tolist() == greedy_alone(models.target, prompt, 6).tolist()
     with pytest.raises(ValueError, match="key and value must be"):
         generate(models, attention="ragged")
+
+
+def test_heads_too_wide_for_the_kernels_are_left_to_plain_torch():
+    models = bass.ModelPair(tiny_model("gemma2", head_dim=320, num_hidden_layers=1))
+    assert generate(models, max_new_tokens=2).trace.summary()["attention"] == "pad"
+    with pytest.raises(ValueError, match="the head dimension must be at most 256, got 320"):
+        generate(models, attention="ragged")
+
+
+def test_layers_that_go_on_with_the_last_token_alone_are_refused():
+    """Some layers of Gemma 4 share keys and go on with the last token where no other's logits are wanted: the kernels
+    took it for the first one of the pass."""
+    if not hasattr(transformers, "Gemma4TextConfig"):
+        pytest.skip("this version of transformers has no Gemma 4")
+    config = transformers.Gemma4TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, global_head_dim=16, max_position_embeddings=96, sliding_window=8,
+        vocab_size_per_layer_input=97, hidden_size_per_layer_input=8, num_kv_shared_layers=2,
+        layer_types=2 * ["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).eval()
+    assert generate(bass.ModelPair(model)).trace.summary()["attention"] == "eager"
+    with pytest.raises(ValueError, match="ragged"):
+        generate(bass.ModelPair(model), attention="ragged")
 
 
 @pytest.mark.parametrize("path", ["pad", "split"])

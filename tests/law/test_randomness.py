@@ -76,6 +76,12 @@ def test_noise_is_gumbel_and_keyed_by_position():
     assert torch.equal(randomness.noise(later, 300), noise[:, 2:])
 
 
+@pytest.mark.parametrize("shape", [(1,), (3, 1000), (2, 3, 1025)])
+def test_sums_by_doubling_are_cumulative_sums(shape):
+    numbers = torch.rand(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(randomness._by_doubling(numbers), numbers.cumsum(-1), rtol=1e-13, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_inverse_cdf_never_returns_an_impossible_id(dtype):
     generator = torch.Generator().manual_seed(0)
