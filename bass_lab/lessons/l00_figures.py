@@ -19,7 +19,6 @@ from bass_lab.kept_session import KeptSession
 from bass_lab.show import plots
 from bass_lab.show.live_figures import live, slider
 
-
 LAUNCHED = """ (On a GPU this picture is dear: where every token is recorded, kernels are launched one by one. What
 is timed below is not.)"""
 
