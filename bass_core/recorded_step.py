@@ -91,12 +91,14 @@ class RecordedStep(EagerStep):
         self._drafted = torch.zeros(places, 0, dtype=torch.int64, device=device)
         self._q: Tensor | None = None  # float [places, K, V], once a draft has shown that it has one
         self._memory: tuple = ()
+        self.switched: tuple = ()  # as it was when this step began
         self.replayed: list[tuple] | None = None  # the last step's functions by key; None: they are not all of it
         self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by places
         if isinstance(self.drafter, ModelDrafter) and not self.drafter.wants_hidden:
             self.drafter.recorded = RecordedPasses(self.drafter.runner, graphs)
 
     def begin_decode(self, rows: int, most: int) -> Context:
+        self.switched = self._switches()
         return self.seen(range(rows), most)  # noise is made where it is needed: inside the phases
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
@@ -195,10 +197,9 @@ class RecordedStep(EagerStep):
 
     def _stands_on(self) -> tuple:
         """What is another for other memory, and for passes that are switched."""
-        return self.rows.capacity, self.target.cache.slots, self.rows.seen is None, self.switches
+        return self.rows.capacity, self.target.cache.slots, self.rows.seen is None, self.switched
 
-    @property
-    def switches(self) -> tuple:
+    def _switches(self) -> tuple:
         """What others may switch between two steps: deterministic kernels, and adapters."""
         drafts = self.drafter.runner.adapters if isinstance(self.drafter, ModelDrafter) else []
         return torch.are_deterministic_algorithms_enabled(), self.target.adapters, drafts

@@ -96,7 +96,10 @@ class Runner:
     @property
     def adapters(self) -> list[tuple]:
         """Which adapters apply now, layer by layer: recorded passes have those of their recording."""
-        return [(each.disable_adapters, *each.active_adapters) for each in self._adapted]
+        return [
+            (each.disable_adapters, tuple(each.active_adapters), tuple(getattr(each, "merged_adapters", ())))
+            for each in self._adapted
+        ]
 
     def __enter__(self) -> Runner:
         return self

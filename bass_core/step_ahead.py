@@ -37,7 +37,7 @@ class Ahead(NamedTuple):
     planned: int
     room: int
     fetched: Fetched
-    switches: tuple
+    switched: tuple
 
 
 class StepAhead(RecordedStep):
@@ -58,7 +58,7 @@ class StepAhead(RecordedStep):
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         ahead, self._under_way, self._asked_for = self._under_way, None, None
-        if ahead is not None and ((planned != ahead.planned).any() or self.switches != ahead.switches):
+        if ahead is not None and ((planned != ahead.planned).any() or self.switched != ahead.switched):
             self.take_back()
             ahead = None
         foretold = policy.foretell()
@@ -134,7 +134,7 @@ class StepAhead(RecordedStep):
             block = self.graphs.replay(verifying)
             watch.mark()
             decided = Fetched(block)
-            self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], decided, self.switches)
+            self._under_way = Ahead(list(self.rows.live), self._foretold, verifying[2], decided, self.switched)
 
     def take_back(self) -> None:
         self._under_way = self._asked_for = None

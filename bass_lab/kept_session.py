@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf
 
-from torch import Tensor
-
+from bass_core import inputs
 from bass_core.engine import Session, StepEvent
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
-from bass_core.rows import Request
+from bass_core.rows import Prompt, Request
 from bass_core.trace import Trace
 
 MOST = 6  # runs until nothing is recorded: a shape is met in one run and recorded in the next, and rows may end anew
 
 
 class KeptSession:
-    """Decodes as `generate` does, any number of times.
+    """Decodes as `generate` does, any number of times. A context manager: leaving it frees the caches.
 
     Where steps are recorded (on a GPU) that is by one session: each `generate` records its steps anew, which takes
     longer than a short text. Elsewhere it is `generate`.
     """
 
     def __init__(self, pair: ModelPair, rows: int, **options: object):
-        """rows: at most. options: those of `Session`; a policy among them goes on with what it has learnt."""
+        """rows: at most. options: those of `Session`."""
         self.pair, self.options = pair, {"max_batch_size": rows} | options
         self.seconds = 0.0  # of the last run
-        session = Session(pair, **self.options)
+        session = self._made()
         self.session = session if session.device_step.records else None
         if self.session is None:
             session.close()
 
+    def _made(self) -> Session:
+        return Session(self.pair, **self.options)
+
+    def __enter__(self) -> KeptSession:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
     def __call__(
         self,
-        prompts: Sequence[str | Tensor],
+        prompts: inputs.PromptLike | Iterable[inputs.PromptLike],
         *,
         max_new_tokens: int = 128,
         num_return_sequences: int = 1,
@@ -46,7 +54,7 @@ class KeptSession:
         time_budget: float | None = None,
         on_step: Callable[[StepEvent], None] | None = None,
     ) -> Generation:
-        """As `generate`: the same texts."""
+        """As `generate`: the same prompts, texts and errors (but of a Ctrl-C, which leaves no texts here)."""
         how = {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return_sequences, "seed": seed}
         synchronize(self.pair.device)
         started = time.perf_counter()
@@ -54,13 +62,19 @@ class KeptSession:
             how |= self.options | {"time_budget": time_budget, "on_step": on_step}
             found = generate(self.pair, prompts, **how)
         else:
-            found = self._decoded(self.submit(prompts, **how), time_budget, on_step)
+            ends = inf if time_budget is None else time.monotonic() + inputs.seconds("time_budget", time_budget)
+            try:
+                found = self._decoded(self.submit(prompts, **how), ends, on_step)
+            except BaseException:  # rows that have not ended would go on in the next run
+                self.session.close()
+                self.session = self._made()
+                raise
         synchronize(self.pair.device)
         self.seconds = time.perf_counter() - started
         return replace(found, samples=num_return_sequences)
 
-    def _decoded(self, handles: list[Request], time_budget: float | None, on_step: Callable | None) -> Generation:
-        session, ends = self.session, math.inf if time_budget is None else time.monotonic() + time_budget
+    def _decoded(self, handles: list[Request], ends: float, on_step: Callable | None) -> Generation:
+        session = self.session
         with session.prepared() if on_step is None else nullcontext():
             while not session.idle:
                 if time.monotonic() >= ends:
@@ -73,7 +87,7 @@ class KeptSession:
         results = [session.result(handle) for handle in handles]
         return Generation(*(list(column) for column in zip(*results, strict=True)), session.trace)
 
-    def settled(self, prompts: Sequence[str | Tensor], **options: object) -> Generation:
+    def settled(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], **options: object) -> Generation:
         """The first run of these in which nothing is recorded; elsewhere the first."""
         for _ in range(MOST):
             before = self.recordings
@@ -83,18 +97,40 @@ class KeptSession:
         return found
 
     def submit(
-        self, prompts: Sequence[str | Tensor], *, max_new_tokens: int, seed: int, num_return_sequences: int = 1
+        self,
+        prompts: inputs.PromptLike | Iterable[inputs.PromptLike],
+        *,
+        max_new_tokens: int,
+        seed: int,
+        num_return_sequences: int = 1,
     ) -> list[Request]:
         """The rows of a run, with a trace of its own."""
-        session, prompts = self.session, [prompts] if isinstance(prompts, str) else prompts
+        session = self.session
         session.trace = Trace(session.trace.level, **session.trace.meta)
-        rows = [prompt for prompt in prompts for _ in range(num_return_sequences)]
+        each = [prompt for prompt in self._read(prompts, max_new_tokens) for _ in range(num_return_sequences)]
         handles = [
-            session.submit(prompt, max_new_tokens=max_new_tokens, seed=seed, row=row) for row, prompt in enumerate(rows)
+            session.submit(prompt, max_new_tokens=max_new_tokens, seed=seed, row=row) for row, prompt in enumerate(each)
         ]
-        longest = max(handle.limit for handle in handles)
-        session.reserve(1 << (longest - 1).bit_length())  # seldom: what is recorded stands on this memory
+        self._reserve(max(handle.limit for handle in handles))
         return handles
+
+    def reserve(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], max_new_tokens: int) -> None:
+        """Make room for runs of these: what is recorded is recorded anew where memory has to grow."""
+        if self.session is not None:
+            self._reserve(max(len(prompt.ids) for prompt in self._read(prompts, max_new_tokens)) + max_new_tokens)
+
+    def _reserve(self, longest: int) -> None:
+        context = min(self.pair.contexts.values(), default=inf)
+        self.session.reserve(int(min(1 << (longest - 1).bit_length(), max(context, longest))))  # seldom
+
+    def _read(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], max_new_tokens: int) -> list[Prompt]:
+        config = inputs.generation_config(self.pair.target, self.options.get("generation_config"))
+        read = []
+        for index, prompt in enumerate(inputs.prompt_list(prompts)):
+            with inputs.saying_which(index):
+                read.append(inputs.prompt_of(self.pair, prompt, config))
+                inputs.check_context(self.pair, len(read[-1].ids), max_new_tokens)
+        return read
 
     @property
     def rounds(self) -> int:

@@ -133,7 +133,7 @@ def compare(
             run.check_unchanged(problems)
         missing = [problem for problem in problems if any(problem.task_id not in run.lines for run in runs)]
         for run in runs if missing else ():
-            run.decode(missing[0])  # warms up: what is compiled or probed once is in no row's time
+            run.warm_up(missing)  # what is compiled, probed or recorded once is in no row's time
         count = {"total": len(problems), "initial": len(problems) - len(missing)}
         for problem in tqdm(missing, desc=", ".join(methods), unit="problem", disable=None, **count):
             for run in runs:
@@ -212,6 +212,25 @@ class _Run:
                     "have changed); give another folder"
                 )
 
+    def warm_up(self, problems: Sequence[Problem]) -> None:
+        """Decode the first of the problems, and where steps are recorded make room for all of them before."""
+        if self._decode.session is None:
+            self.decode(problems[0])
+        else:
+            new = self._options["max_new_tokens"]
+            self._decode.reserve([problem.prompt for problem in problems], new)
+            how = {"max_new_tokens": new, "num_return_sequences": self._options["num_return_sequences"]}
+            self._decode.settled([problems[0].prompt], seed=_seed(self._options["seed"], problems[0]), **how)
+
+    def settled(self, problem: Problem) -> list[dict]:
+        """`decode`, again where something was recorded meanwhile: the same texts, in their own time."""
+        for _ in range(self._decode.rounds):
+            before = self._decode.recordings
+            rows = self.decode(problem)
+            if self._decode.recordings == before:
+                break
+        return rows
+
     def decode(self, problem: Problem) -> list[dict]:
         """The rows of one problem and when each was done, not yet graded."""
         done: dict[int, float] = {}  # when each row emitted last
@@ -243,7 +262,7 @@ class _Run:
 
     def add(self, problem: Problem, grade: Grader, texts: bool) -> None:
         """Decode one problem, grade its rows and store them, column by column."""
-        rows = _graded(problem, self.decode(problem), grade)
+        rows = _graded(problem, self.settled(problem), grade)
         columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name not in ("graded", "text")}
         line = {"schema": "samples", "task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
         if self._file is not None:

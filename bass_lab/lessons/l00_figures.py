@@ -19,8 +19,8 @@ from bass_lab.kept_session import KeptSession
 from bass_lab.show import plots
 from bass_lab.show.live_figures import live, slider
 
-LAUNCHED = """ (On a GPU this picture is dear: where every token is recorded, kernels are launched one by one. What
-is timed below is not.)"""
+LAUNCHED = """ (On a GPU kernels are launched one by one for this picture, since it keeps every token. The speeds
+further down are of recorded steps.)"""
 
 
 class Race:
@@ -130,9 +130,8 @@ def _timed(
     pair: ModelPair, prompts: Sequence[str], k: int, max_new_tokens: int = 128, seed: int = 0, **options
 ) -> tuple[Generation, dict[str, float]]:
     """A run with this draft length, and its figures as both views below show them."""
-    decode = KeptSession(pair, len(prompts), draft_length=k, **options)
-    out = decode.settled(prompts, max_new_tokens=max_new_tokens, seed=seed)
-    decode.close()
+    with KeptSession(pair, len(prompts), draft_length=k, **options) as decode:
+        out = decode.settled(prompts, max_new_tokens=max_new_tokens, seed=seed)
     summary = out.trace.summary()
     found = {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]}
     return out, found | {"tokens/s": summary["tokens"] / decode.seconds}

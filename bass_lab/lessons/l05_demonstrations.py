@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -71,23 +72,23 @@ def runs(
     a token of the batch. All times are those of decode steps. options: as in `generate`.
     """
     turns = {REGULAR: (next(iter(pairs.values())), 0)} | {name: (pair, draft_length) for name, pair in pairs.items()}
-    lines, first, new = [], next(iter(prompts)), options.pop("max_new_tokens", 128)
-    decoding = {
-        (batch, draft): KeptSession(pair, batch, draft_length=k, eos_token_id=(), **options)
-        for batch in batches
-        for draft, (pair, k) in turns.items()
-    }
-    for name, texts in prompts.items():
-        for batch in batches:
-            for repeat in range(0 if name == first else 1, repeats + 1):
-                for draft in turns:
-                    how = {"max_new_tokens": new if repeat else WARM_UP, "seed": seed + repeat}
-                    trace = decoding[batch, draft].settled(texts[:batch], **how).trace
-                    line = {"prompts": name, "batch": batch, "repeat": repeat, "draft": draft}
-                    lines.append(line | _counted(trace))
-    for decode in decoding.values():
-        decode.close()
-    return pd.DataFrame(lines).query("repeat > 0")
+    lines, first, new = {}, next(iter(prompts)), options.pop("max_new_tokens", 128)
+    for batch in batches:
+        with ExitStack() as sessions:
+            decoding = {
+                draft: sessions.enter_context(KeptSession(pair, batch, draft_length=k, eos_token_id=(), **options))
+                for draft, (pair, k) in turns.items()
+            }
+            for name, texts in prompts.items():
+                found = lines[name, batch] = []
+                for repeat in range(0 if name == first else 1, repeats + 1):
+                    for draft, decode in decoding.items():
+                        how = {"max_new_tokens": new if repeat else WARM_UP, "seed": seed + repeat}
+                        trace = decode.settled(texts[:batch], **how).trace
+                        line = {"prompts": name, "batch": batch, "repeat": repeat, "draft": draft}
+                        found.append(line | _counted(trace))
+    ordered = [line for name in prompts for batch in batches for line in lines[name, batch]]
+    return pd.DataFrame(ordered).query("repeat > 0")
 
 
 def _counted(trace: Trace) -> dict[str, float]:

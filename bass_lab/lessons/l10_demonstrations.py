@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -205,20 +206,20 @@ def timed(ways: Mapping[str, Way], prompts: Sequence[str], *, repeats: int, **op
     of decode steps; rows do not stop on EOS. options: as in `generate`."""
     lines, new = [], options.pop("max_new_tokens", 128)
     decoding: dict[str, KeptSession] = {}
-    for repeat in range(repeats + 1):
-        for name, way in ways.items():
-            with lossy(way.epsilon):
-                if name not in decoding:
-                    how = options | {"draft_length": way.draft_length, "eos_token_id": ()}
-                    decoding[name] = KeptSession(way.pair, len(prompts), **how)
-                trace = decoding[name].settled(prompts, max_new_tokens=new, seed=repeat).trace
-            decode = trace.steps.query("kind == 'decode'")
-            steps = decode.groupby("step")[["draft_ms", "verify_ms", "other_ms"]].first()
-            line = {"repeat": repeat, "way": name, "ms": len(prompts) * steps.to_numpy().sum() / decode.emitted.sum()}
-            summary = trace.summary()
-            lines.append(line | {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]})
-    for decode in decoding.values():
-        decode.close()
+    with ExitStack() as sessions:
+        for repeat in range(repeats + 1):
+            for name, way in ways.items():
+                with lossy(way.epsilon):
+                    if name not in decoding:
+                        how = options | {"draft_length": way.draft_length, "eos_token_id": ()}
+                        decoding[name] = sessions.enter_context(KeptSession(way.pair, len(prompts), **how))
+                    trace = decoding[name].settled(prompts, max_new_tokens=new, seed=repeat).trace
+                decode = trace.steps.query("kind == 'decode'")
+                steps = decode.groupby("step")[["draft_ms", "verify_ms", "other_ms"]].first()
+                per_token = len(prompts) * steps.to_numpy().sum() / decode.emitted.sum()
+                summary = trace.summary()
+                line = {"repeat": repeat, "way": name, "ms": per_token}
+                lines.append(line | {"tokens per step": summary["tokens_per_step"], "α": summary["alpha"]})
     runs = pd.DataFrame(lines).query("repeat > 0")
     found = runs.groupby("way", sort=False)[["ms", "tokens per step", "α"]].median()
     base = runs[runs.way == next(iter(ways))].ms.to_numpy()

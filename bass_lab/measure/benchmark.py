@@ -103,16 +103,18 @@ def compare(
     batch: None decodes all prompts in every repeat; a number that many, each repeat the next ones (and from the first
     again), for comparisons that a few texts could decide.
     repeats: interleaved, after one that warms up and is not counted. Where steps are recorded (on a GPU), sessions keep
-    what they have recorded, and repeats in which something is recorded do not count. draft_length: of `single` and
-    `batched`; None is the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so
-    on; None is "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft
-    suffix" and "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is
-    always taken by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is
-    done now and which share of the work, 0 to 1, is done.
+    what they have recorded, all of them open at once; a repeat in which something is recorded is made again, up to two
+    times `repeats`, since a policy may always ask for another length. draft_length: of `single` and `batched`; None is
+    the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
+    "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft suffix" and
+    "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is always taken
+    by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is done now and
+    which share of the work, 0 to 1, is done.
 
     Raises ValueError for an unknown method, for `assisted` without a draft model and for methods of transformers' that
     are to take turns.
     """
+    repeats = inputs.integer("repeats", repeats, least=1)
     pool, lines, done, again = inputs.token_ids(pair, prompts), [], 0, 2 * repeats
     kept: dict[str, KeptSession] | None = None
     with ExitStack() as sessions:

@@ -383,3 +383,27 @@ def test_sessions_that_are_kept_write_what_generate_writes(pair, monkeypatch):
 def test_passes_that_are_recorded_have_no_outside(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     assert benchmark.step_overhead(pair, PROMPTS, max_new_tokens=8) is None
+
+
+def test_a_run_that_is_interrupted_leaves_no_rows_to_the_next(pair, monkeypatch):
+    use_on_cpu(monkeypatch)
+    options = {"draft_length": 3, "eos_token_id": ()}
+    expected = generate(pair, PROMPTS, max_new_tokens=12, **options)
+
+    def interrupt(event):
+        raise KeyboardInterrupt
+
+    with KeptSession(pair, len(PROMPTS), **options) as kept:
+        with pytest.raises(KeyboardInterrupt):
+            kept(PROMPTS, max_new_tokens=12, on_step=interrupt)
+        with pytest.raises(TypeError, match="prompt 1"):
+            kept([PROMPTS[0], torch.zeros(3)], max_new_tokens=12)
+        found = kept(pair.tokenizer(PROMPTS, padding=True), max_new_tokens=12)
+        assert found.texts == expected.texts
+        assert kept(PROMPTS[0], max_new_tokens=12, num_return_sequences=2).samples == 2
+        assert {*kept(PROMPTS, max_new_tokens=12, time_budget=0.0).finish_reasons} == {"budget"}
+
+
+def test_no_repeats_are_refused(pair):
+    with pytest.raises(ValueError, match="repeats must be"):
+        benchmark.compare(pair, PROMPTS, repeats=0)

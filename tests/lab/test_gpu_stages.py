@@ -134,6 +134,7 @@ def test_kernels_that_took_too_long_come_last_the_next_time(tmp_path, sanitizer)
 def test_kernels_that_fail_unwatched_are_no_sanitizers_business(tmp_path, sanitizer):
     sanitizer('echo "1 passed; ========= ERROR SUMMARY: 0 errors"', python="echo 1 failed, 5 passed; exit 1")
     assert gpu_parts.sanitized(tmp_path, rehearse=False).failed == ["unwatched"]
+    assert len(lines(tmp_path / "sanitizers.jsonl")) == 1
 
 
 @pytest.mark.parametrize(("seconds", "begins"), [(460, 330), (150, 75), (30, 15)])

@@ -195,6 +195,8 @@ def test_a_client_leaves_a_session(tiny_pair, prompts):
 def test_requests_that_do_not_fit_are_refused_before_the_clock_starts(tiny_pair, prompts):
     with pytest.raises(ValueError, match="context"):
         in_process(workload([0.0], new=1000, prompts=[prompts[0].tolist()]), tiny_pair)
+    with pytest.raises(ValueError, match="texts have 40 tokens"):
+        simulate(workload([0.0], new=41), AcceptanceTrace.synthetic(alpha=0.5, length=40, sequences=2), Linear())
 
 
 def test_steps_are_recorded_before_the_clock_starts(monkeypatch, tiny_pair):
@@ -214,5 +216,3 @@ def test_steps_are_recorded_before_the_clock_starts(monkeypatch, tiny_pair):
     arriving = workload([0.0, 0.0, 0.1, 0.1, 0.1], new=[9, 12, 10, 20, 11], prompts=prompts)
     module.in_process(arriving, tiny_pair, max_batch_size=4, draft_length=0, eos_token_id=())
     assert made[0] > 0 and made[1] == made[0]
-    with pytest.raises(ValueError, match="texts have 40 tokens"):
-        simulate(workload([0.0], new=41), AcceptanceTrace.synthetic(alpha=0.5, length=40, sequences=2), Linear())

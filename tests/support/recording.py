@@ -69,13 +69,10 @@ def recorded(device: torch.device):
 
 
 def use_on_cpu(monkeypatch) -> None:
-    """compile="graphs" and "auto" mean this recorder from now on."""
+    """Where a GPU would have its graphs, sessions have this recorder from now on."""
+    resolve, gpu = recorded_step.resolve, torch.device("cuda")
     monkeypatch.setattr(step_ahead, "captured", recorded)
-    monkeypatch.setattr(
-        recorded_step,
-        "resolve",
-        lambda wanted, *_: recorded_step.WAYS["graphs" if wanted == "auto" else wanted],
-    )
+    monkeypatch.setattr(recorded_step, "resolve", lambda wanted, device, *rest: resolve(wanted, gpu, *rest))
 
 
 class Known(Graphs):
