@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from bass_core.cache import free
-from bass_core.drafters import Drafter
+from bass_core.drafters import Drafter, ModelDrafter
+from bass_core.environment import is_full
 from bass_core.long_prompt import LongPrompts, read_sources
 from bass_core.rows import Prompt, Request, Rows
 from bass_core.runner import Runner
@@ -28,6 +29,8 @@ class Batch:
         self.rows, self.target, self.drafter = rows, target, drafter
         self.long = LongPrompts(prefill_chunk, rows, target, drafter)
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
+        self._runners = [target, *([drafter.runner] if isinstance(drafter, ModelDrafter) else [])]
+        self._admitted = False  # whether caches have been filled at all
 
     def submit(self, request: Request) -> None:
         """Queue a row; rows that wait for the same text share their prompt. Safe while a step runs elsewhere."""
@@ -52,9 +55,14 @@ class Batch:
         first = len(self.rows.live)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             del self.rows.live[first:]
+            if not self._admitted and is_full(error):  # or any later row would take as much
+                for runner in self._runners:
+                    runner.cache.begin_anew()
+                self.rows.begin_anew()
             raise
+        self._admitted = True
         self.rows.drop_started()
 
     def starting(self) -> list[Request]:
@@ -76,7 +84,9 @@ class Batch:
     def _make_room(self, requests: list[Request]) -> None:
         needed = max(request.limit for request in requests)
         if needed > self.rows.capacity:
-            self.reserve(max(needed, 2 * self.rows.capacity))  # at least double, so that growing stays rare
+            # At least double, so that growing stays rare, but no more than a row can have.
+            contexts = [runner.context for runner in self._runners if runner.context is not None]
+            self.reserve(max(needed, min([2 * self.rows.capacity, *contexts])))
 
     def admit(self, starting: list[Request]) -> tuple[range, Tensor]:
         """Give these rows places. Returns the places and the target's logits after the prompts, [B, V]."""

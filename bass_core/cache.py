@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from bass_core import kernel_ops
-from bass_core.environment import free_memory
+from bass_core.environment import free_memory, is_full
 
 if TYPE_CHECKING:
     from bass_core.sources import Sources
@@ -280,11 +280,10 @@ class RaggedCache(Cache):
             return error  # explained already
         if "device-side assert" in text or "illegal memory access" in text:
             return RuntimeError(f"the GPU cannot be used again by this process: restart the kernel ({text})")
-        full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in text
-        if not full:
+        if not is_full(error):
             return error
-        per_row = self.row_bytes
-        message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {self.slots} positions"
+        per_row, positions = self.row_bytes, self.row_bytes // max(self.token_bytes, 1) or self.slots
+        message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {positions} positions"
         message += f" and {self.max_rows} rows were wanted"
         if per_row and (unused := free_memory(self._device)) is not None:
             own = sum(buffer.nbytes for buffer in self.buffers())
@@ -349,6 +348,11 @@ class RaggedCache(Cache):
         if self.hidden is None and not self.windows:
             return self.layers
         return [*self.layers, *self.windows.values(), *([] if self.hidden is None else [self.hidden])]
+
+    def begin_anew(self) -> None:
+        """As if nothing had been asked for: of a first pass that ran out of memory some layers have theirs already."""
+        self.release()
+        self.slots = 1
 
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""

@@ -256,7 +256,7 @@ class Session:
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
         """Make room for rows of that many tokens, prompt included, now rather than as rows come."""
-        with self._alone():
+        with self._alone(), self.target.cache.explaining():
             self.batch.reserve(positions)
 
     def result(self, handle: Request) -> Result:

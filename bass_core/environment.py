@@ -18,6 +18,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an allocator, or a library that has asked one, says that there is no memory left."""
+    kinds, said = (torch.OutOfMemoryError, MemoryError), ("can't allocate memory", "out of memory", "ALLOC_FAILED")
+    return isinstance(error, kinds) or (isinstance(error, RuntimeError) and any(each in str(error) for each in said))
+
+
 def free_memory(device: torch.device) -> int | None:
     """Bytes that are free on the device; None where the system does not say."""
     if device.type == "cuda":

@@ -176,7 +176,9 @@ def captured(device: torch.device) -> Callable[[Function], Function]:
                 with _no_garbage_collection(), _own_workspaces():
                     try:
                         graph, result = _capture(companion, function)
-                    except NotRecordable:  # once more: another thread may have waited for the device
+                    except (NotRecordable, torch.OutOfMemoryError):  # once more
+                        # Another thread may have waited for the device; and a recording takes no memory that is cached.
+                        torch.cuda.empty_cache()
                         graph, result = _capture(companion, function)
                 alive.add(graph)
             torch.cuda.current_stream().wait_stream(beside)

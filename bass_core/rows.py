@@ -230,6 +230,11 @@ class Rows:
             self.seen[place] = False
             self.seen[place, self.tokens[place, : self.lengths_host[place]]] = True
 
+    def begin_anew(self) -> None:
+        """As if no row had come yet."""
+        self.tokens, self.logprobs = self.tokens[:, :1].clone(), self.logprobs[:, :1].clone()
+        self.tokens_host, self.capacity = self.tokens_host[:, :1].copy(), 0
+
     def grow(self, capacity: int) -> None:
         """Room for rows of `capacity` positions."""
         extra = capacity - self.capacity

@@ -89,7 +89,7 @@ class Runner:
         inside = (each for each in model.modules() if not isinstance(each, PreTrainedModel))
         self._adapted = [each for each in inside if hasattr(each, "disable_adapters")]  # peft's layers
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
-        self._context = attention.context_length(model)
+        self.context = attention.context_length(model)  # positions; None: it does not say
         self._switch = attention.Switch(model, path, self.cache.hidden, lean)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
@@ -203,7 +203,7 @@ class Runner:
     @property
     def room(self) -> int:
         """How many positions a row can have: those that the cache holds, as far as the model's context goes."""
-        return min(self.cache.slots - 1, self._context or self.cache.slots)
+        return min(self.cache.slots - 1, self.context or self.cache.slots)
 
     def extent(self, longest: int) -> int:
         """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 
@@ -58,8 +59,9 @@ def check_drafter(
     """
     if not isinstance(drafter, Drafter):
         raise TypeError(f"drafter must be a Drafter, got {type(drafter).__name__}")
-    small = ModelPair(_small_target(), drafter) if small is None else small
-    real = load_pair(dtype="float32") if target is None else ModelPair(target)
+    small = ModelPair(_small_target(), _on_cpu(drafter)) if small is None else small
+    where = next((model.device for model in drafter.models), None)  # one without a model may be anywhere
+    real = load_pair(dtype="float32", device=where) if target is None else ModelPair(target)
     prompts = prompt_set("mini", ROWS) if target is None else _prompts(target)
     pair = ModelPair(real.target, drafter, real.tokenizer)
     demands: list[tuple[str, Callable[[], Finding]]] = [
@@ -89,6 +91,16 @@ def _prompts(target: PreTrainedModel) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     vocabulary = target.config.get_text_config().vocab_size
     return [torch.randint(vocabulary, (4 + 3 * row,), generator=generator) for row in range(ROWS)]
+
+
+def _on_cpu(drafter: Drafter) -> Drafter:
+    """The drafter, or a copy where its models are on a GPU: enumeration asks for random numbers on the host."""
+    if all(model.device.type == "cpu" for model in drafter.models):
+        return drafter
+    copied = copy.deepcopy(drafter)
+    for model in copied.models:
+        model.cpu()
+    return copied
 
 
 def _small_target() -> PreTrainedModel:

@@ -27,7 +27,7 @@ from bass_core.models import ModelPair
 from bass_lab.serve.answers import Answer
 from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, StreamOptions, complaint
 from bass_lab.serve.counts import Counts
-from bass_lab.serve.driver import Dead, Driver, Ended, Job, Row
+from bass_lab.serve.driver import Dead, Driver, Ended, Full, Job, Row
 from bass_lab.serve.gate import MOST_BYTES, Gate, Refused
 
 LONGEST_TOKEN = 256  # characters; a text of more per place in the context is refused unread
@@ -168,6 +168,8 @@ class Service:
         """Raises Refused for an update that is the end of the whole request."""
         if isinstance(update, Dead):
             raise Refused(500, str(update))
+        if isinstance(update, Full):
+            raise Refused(507, f"{_line(str(update))}. Ask for fewer tokens (max_tokens)", code="out_of_memory")
         if isinstance(update, Exception):
             raise Refused(400, _line(str(update)))
         if update.ended is not None and update.ended.result.finish_reason == "error":

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bass_core.engine import Result, Session, StepEvent
@@ -20,6 +21,10 @@ from bass_lab.serve.counts import Counts
 
 class Dead(RuntimeError):
     """The driver has ended, and decodes nothing any more."""
+
+
+class Full(RuntimeError):
+    """There is no memory for a request's rows."""
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,27 @@ class Driver:
                         self._wake.clear()
                     else:
                         began = time.monotonic()
-                        event = self.session.step()
+                        try:
+                            event = self.session.step()
+                        except (torch.OutOfMemoryError, MemoryError) as error:
+                            if not self._without_those_that_wait(error):
+                                raise
+                            continue
                         self.counts.step(event, time.monotonic() - began)
                         self._tell(event)
         except BaseException as error:  # whatever it was: nobody else can tell the requests
             self.error = error
         self._call(self._finish)
+
+    def _without_those_that_wait(self, error: Exception) -> bool:
+        """Fail the requests of which no row has begun: their prefill found no memory. False: there are none."""
+        waiting = [job for job in self._jobs if all(row.first is None and not row.ended for row in job.live)]
+        for job in waiting:
+            self._jobs.remove(job)
+            for row in job.live:
+                self.session.cancel(row.handle)
+            self._call(self._fail, job, Full(str(error).partition(". Lower")[0]))
+        return bool(waiting)
 
     def _take(self) -> bool:
         """Do what the event loop has asked for. False: end."""

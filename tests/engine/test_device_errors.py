@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from recovery import (
+    PROMPTS,
     assert_same,
     assert_same_results,
     disturbed_pair,
@@ -15,7 +16,7 @@ from recovery import (
     session_with_rows,
 )
 from sessions import run_to_the_end
-from tiny import ragged_prompts, tiny_model
+from tiny import CONTEXT, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core import cache, environment, probe, sampling
@@ -50,6 +51,10 @@ def small_memory(monkeypatch):
 
 CUDA_IS_FULL = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
 FULL = {
+    "cuBLAS": (
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.OutOfMemoryError,
+    ),
     "CUDA": (torch.OutOfMemoryError(CUDA_IS_FULL), torch.OutOfMemoryError),
     "CPU": (
         RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"),
@@ -85,6 +90,42 @@ def test_cache_that_does_not_fit_says_how_large_a_row_is_and_what_to_lower(
     assert cache_memory.held == 0
     monkeypatch.undo()
     assert_same(generate(pair), expected)
+
+
+def test_a_session_whose_first_row_found_no_memory_takes_a_shorter_one(monkeypatch, pair, small_memory, cache_memory):
+    """Some layers had theirs already, for rows of that length."""
+    expected = bass.generate(pair, PROMPTS[:1], max_new_tokens=12, draft_length=3, eos_token_id=()).sequences[0]
+    with bass.Session(pair, max_batch_size=3, draft_length=3, eos_token_id=()) as session:
+        made, slots = [], 60 + len(PROMPTS[0]) + 1
+        with monkeypatch.context() as context:
+            allocate = cache.RaggedCache.allocate
+
+            def limited(self, like, shape):
+                made.append(shape)
+                if len(made) == 3:  # the second layer's
+                    raise torch.OutOfMemoryError(CUDA_IS_FULL)
+                return allocate(self, like, shape)
+
+            context.setattr(cache.RaggedCache, "allocate", limited)
+            long = session.submit(PROMPTS[0], max_new_tokens=60)
+            with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+                session.step()
+        assert made[0][2] == slots and session.target.cache.buffers() == []
+        session.cancel(long)
+        short = session.submit(PROMPTS[0], max_new_tokens=12)
+        while not session.idle:
+            session.step()
+        assert session.result(short).sequence.tolist() == expected.tolist()
+        assert session.target.cache.slots == session.drafter.runner.cache.slots == len(PROMPTS[0]) + 12 + 1
+
+
+def test_room_is_doubled_within_the_context(pair):
+    with bass.Session(pair, max_batch_size=2, draft_length=3, eos_token_id=()) as session:
+        for new in (CONTEXT // 2, CONTEXT // 2 + 8):
+            session.submit(PROMPTS[0], max_new_tokens=new)
+            while not session.idle:
+                session.step()
+        assert session.rows.capacity == CONTEXT
 
 
 @pytest.mark.parametrize("allocator", FULL)

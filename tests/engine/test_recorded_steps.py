@@ -40,13 +40,14 @@ def with_feature_head() -> bass.ModelPair:
 
 
 def test_fixed_passes_stay_within_the_context_where_the_cache_does_not():
-    """A cache doubles when it grows, past the last position for which MPT has a bias."""
+    """A caller may make room past the last position, for which MPT has no bias."""
     models, prompts = pair("mpt"), ragged_prompts(8, 60)
 
     def decoded() -> list[list[int]]:
         session = bass.Session(models, max_batch_size=2, draft_length=3, eos_token_id=(), compile="graphs")
         handles = [session.submit(prompts[0], max_new_tokens=44)]
         session.step()
+        session.reserve(2 * CONTEXT)
         handles.append(session.submit(prompts[1], max_new_tokens=36))
         while not session.idle:
             session.step()
@@ -476,6 +477,19 @@ def test_a_void_recording_is_made_once_more_and_leaves_nothing(captures):
     with pytest.raises(NotRecordable, match=r"a previous error during capture.*compile='off'"):
         captures.record(lambda: captures.calls.append("run"))
     assert captures.calls[-10:] == ["clear", *void, *void, "clear"]
+
+
+def test_memory_that_is_only_cached_is_given_back_for_a_recording(captures, monkeypatch):
+    """While it records, torch's allocator takes none of it."""
+    turns = iter(range(5))  # the fourth is recorded
+
+    def function():
+        if next(turns) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: captures.calls.append("empty"))
+    captures.record(function)
+    assert captures.calls[-7:] == ["begin", "end", "end of pool (0, 1)", "empty", "begin", "end", "clear"]
 
 
 def test_what_is_interrupted_while_it_is_recorded_leaves_nothing(captures):

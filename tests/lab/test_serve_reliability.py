@@ -19,6 +19,7 @@ from tiny import BYTES, byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
 import bass_core as bass
+from bass_core.cache import RaggedCache
 from bass_lab.cli import main
 from bass_lab.serve import server as serve_server
 from bass_lab.serve.gate import MOST_BYTES, is_loopback
@@ -226,6 +227,29 @@ def test_bad_logits_fail_their_own_request_alone():
         assert failed.status_code == 500 and failed.json()["error"]["code"] == "bad_logits"
         assert '"bad_logits"' in streamed.text and streamed.text.endswith("data: [DONE]\n\n")
         assert [each.result().json()["choices"][0]["text"] for each in beside] == [alone] * 2
+        until(lambda: server.gate.rows == 0)
+
+
+def test_a_request_too_large_for_the_memory_fails_alone(monkeypatch):
+    allocate = RaggedCache.allocate
+
+    def limited(self, like, shape):
+        if shape[2] > 700:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(self, like, shape)
+
+    monkeypatch.setattr(RaggedCache, "allocate", limited)
+    with served(PAIR, max_batch_size=4, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
+        first = post(server, **LONG)  # nothing has been decoded yet
+        assert first.status_code == 507 and first.json()["error"]["code"] == "out_of_memory"
+        good = {"prompt": PROMPT, "max_tokens": 300, "temperature": 0}
+        beside = pool.submit(post, server, **good)
+        until(lambda: server.gate.rows == 1)
+        for stream in (False, True):
+            failed = post(server, **LONG, stream=stream)
+            assert "out_of_memory" in failed.text
+        alone = post(server, **good).json()["choices"][0]["text"]
+        assert beside.result().json()["choices"][0]["text"] == alone
         until(lambda: server.gate.rows == 0)
 
 
