@@ -24,6 +24,7 @@ from bass_core.attention import (
     context_length,
     evaluating,
     has_short_convolutions,
+    in_dtype,
 )
 from bass_core.checkpoints import is_quantized
 from bass_core.environment import is_full
@@ -120,7 +121,7 @@ def _in_full_precision(model: PreTrainedModel) -> PreTrainedModel:
     half = all(each.dtype in (torch.bfloat16, torch.float16) for each in parameters)
     if not half or is_quantized(model) or sum(each.numel() for each in parameters) > SMALL:
         return model
-    return copy.deepcopy(model).float()
+    return in_dtype(copy.deepcopy(model), torch.float32)
 
 
 def _tolerance(dtype: torch.dtype) -> float:

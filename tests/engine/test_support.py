@@ -18,6 +18,7 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
+from bass_core import attention, checkpoints
 from bass_lab.named_pairs import named_pair
 
 
@@ -202,6 +203,20 @@ def test_file_instead_of_its_folder_is_refused(target):  # noqa: F811
 def test_name_that_is_nowhere_is_refused_in_one_line_that_says_both():
     with pytest.raises(ValueError, match=r"'no-owner/no-model': there is no such folder here, and from the hub: .+\Z"):
         bass.load_pair("no-owner/no-model")
+
+
+def test_a_copy_in_full_precision_has_no_flash_attention():
+    """Which takes half precision alone."""
+    model = copy.deepcopy(tiny_model(vocab_size=BYTES))
+    model.config._attn_implementation = "flash_attention_2"
+    assert attention.in_dtype(model, torch.bfloat16).config._attn_implementation == "flash_attention_2"
+    assert attention.in_dtype(model, torch.float32).config._attn_implementation == "sdpa"
+    assert bass.ModelPair(model).target.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("number", "fine"), [(1.5, True), (float("nan"), False)])
+def test_numbers_of_eight_bits_are_looked_at_too(number, fine):
+    assert checkpoints._is_finite(torch.tensor([2.0, number]).to(torch.float8_e4m3fn)) == fine
 
 
 # --- adapters ---
