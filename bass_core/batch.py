@@ -30,7 +30,7 @@ class Batch:
         self.long = LongPrompts(prefill_chunk, rows, target, drafter)
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
         self._runners = [target, *([drafter.runner] if isinstance(drafter, ModelDrafter) else [])]
-        self._admitted = False  # whether caches have been filled at all
+        self._filled = False  # whether the caches have all of their memory
 
     def submit(self, request: Request) -> None:
         """Queue a row; rows that wait for the same text share their prompt. Safe while a step runs elsewhere."""
@@ -57,12 +57,11 @@ class Batch:
             yield
         except BaseException as error:
             del self.rows.live[first:]
-            if not self._admitted and is_full(error):  # or any later row would take as much
+            if not self._filled and is_full(error):  # or any later row would take as much
                 for runner in self._runners:
                     runner.cache.begin_anew()
                 self.rows.begin_anew()
             raise
-        self._admitted = True
         self.rows.drop_started()
 
     def starting(self) -> list[Request]:
@@ -78,15 +77,25 @@ class Batch:
     def read_chunk(self) -> tuple[Request, range]:
         """Read the next chunk of a long prompt. Returns a row that waits for it, and the chunk's positions."""
         request = self.long.request
-        self._make_room([request])
-        return request, self.long.read()
+        with self.admission():
+            self._make_room([request])
+            chunk = self.long.read()
+        self._filled = True
+        return request, chunk
 
     def _make_room(self, requests: list[Request]) -> None:
         needed = max(request.limit for request in requests)
         if needed > self.rows.capacity:
-            # At least double, so that growing stays rare, but no more than a row can have.
+            # At least double, so that growing stays rare, but no more than a row can have, or than there is.
             contexts = [runner.context for runner in self._runners if runner.context is not None]
-            self.reserve(max(needed, min([2 * self.rows.capacity, *contexts])))
+            wanted = max(needed, min([2 * self.rows.capacity, *contexts]))
+            for room in dict.fromkeys((wanted, needed)):
+                try:
+                    self.reserve(room)
+                    break
+                except (RuntimeError, MemoryError) as error:
+                    if room == needed or not is_full(error):
+                        raise
 
     def admit(self, starting: list[Request]) -> tuple[range, Tensor]:
         """Give these rows places. Returns the places and the target's logits after the prompts, [B, V]."""
@@ -128,6 +137,7 @@ class Batch:
         read_sources(self.target, self.drafter, [request.prompt for request in leading], places)
         logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
         self.drafter.prefill(tokens, lengths, places, self.target.hidden(places))
+        self._filled = True
         for request, row_logits in zip(leading, logits, strict=True):
             request.prompt.logits = row_logits
 

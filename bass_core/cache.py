@@ -238,7 +238,10 @@ class _Explaining(NamedTuple):
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError | MemoryError) and (explained := self.cache.explain(error)) is not error:
-            raise explained from error
+            try:
+                raise explained from error
+            finally:  # a circle would keep what the pass has left until garbage is looked for
+                del explained, error, trace
 
 
 class RaggedCache(Cache):

@@ -173,13 +173,15 @@ def captured(device: torch.device) -> Callable[[Function], Function]:
                     function()
                 torch.cuda.synchronize()  # a recording that made room may still have been running
                 companion = next(iter(alive), None)  # held until this one is recorded
-                with _no_garbage_collection(), _own_workspaces():
-                    try:
-                        graph, result = _capture(companion, function)
-                    except (NotRecordable, torch.OutOfMemoryError):  # once more
-                        # Another thread may have waited for the device; and a recording takes no memory that is cached.
-                        torch.cuda.empty_cache()
-                        graph, result = _capture(companion, function)
+                for is_last in (False, True):
+                    with suppress(() if is_last else (NotRecordable, torch.OutOfMemoryError)):
+                        with _no_garbage_collection(), _own_workspaces():
+                            graph, result = _capture(companion, function)
+                        break
+                    # Once more: another thread may have waited for the device, and a recording takes no memory that
+                    # is cached. What the first one has left is garbage now.
+                    gc.collect()
+                    torch.cuda.empty_cache()
                 alive.add(graph)
             torch.cuda.current_stream().wait_stream(beside)
 

@@ -231,7 +231,9 @@ class Rows:
             self.seen[place, self.tokens[place, : self.lengths_host[place]]] = True
 
     def begin_anew(self) -> None:
-        """As if no row had come yet."""
+        """No room, and places that look as if nobody had lived there: steps of fixed shapes pass over them."""
+        self.lengths.fill_(1)
+        self.lengths_host[:] = 0
         self.tokens, self.logprobs = self.tokens[:, :1].clone(), self.logprobs[:, :1].clone()
         self.tokens_host, self.capacity = self.tokens_host[:, :1].copy(), 0
 

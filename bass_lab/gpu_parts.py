@@ -128,7 +128,7 @@ def timeline(session: bass.Session, prompts: Sequence, max_new_tokens: int) -> P
 def sanitized(folder: Path, rehearse: bool) -> Part:
     """Every kernel on small shapes, watched for wrong memory accesses and for races between threads.
 
-    First all of them unwatched: if one fails so none is watched, and those that are find their kernels compiled.
+    First all of them without a watcher, which compiles what the others use; if one fails there, that is all.
     """
     part, file = Part(folder / "sanitizers.jsonl"), records.ROOT / "tests/kernels/test_gpu_small.py"
     tests = re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)

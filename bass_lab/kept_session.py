@@ -27,16 +27,19 @@ class KeptSession:
     """
 
     def __init__(self, pair: ModelPair, rows: int, **options: object):
-        """rows: at most. options: those of `Session`."""
+        """rows: at most. options: those of `Session` that `generate` takes, too, but for what a run is given (`seed`).
+
+        Raises TypeError for others, and as `Session`.
+        """
+        if unknown := [name for name in options if name in ("seed", "prefill_chunk")]:
+            raise TypeError(f"KeptSession takes no {unknown[0]}")
         self.pair, self.options = pair, {"max_batch_size": rows} | options
         self.seconds = 0.0  # of the last run
-        session = self._made()
-        self.session = session if session.device_step.records else None
-        if self.session is None:
-            session.close()
-
-    def _made(self) -> Session:
-        return Session(self.pair, **self.options)
+        self.session: Session | None = Session(pair, **self.options)
+        if not self.session.device_step.records:
+            self.session.close()
+            self.session = None
+        self._broken = False
 
     def __enter__(self) -> KeptSession:
         return self
@@ -54,7 +57,7 @@ class KeptSession:
         time_budget: float | None = None,
         on_step: Callable[[StepEvent], None] | None = None,
     ) -> Generation:
-        """As `generate`: the same prompts, texts and errors (but of a Ctrl-C, which leaves no texts here)."""
+        """As `generate`: the same prompts and texts. (A Ctrl-C raises KeyboardInterrupt, without the rows so far.)"""
         how = {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return_sequences, "seed": seed}
         synchronize(self.pair.device)
         started = time.perf_counter()
@@ -63,12 +66,10 @@ class KeptSession:
             found = generate(self.pair, prompts, **how)
         else:
             ends = inf if time_budget is None else time.monotonic() + inputs.seconds("time_budget", time_budget)
-            try:
-                found = self._decoded(self.submit(prompts, **how), ends, on_step)
-            except BaseException:  # rows that have not ended would go on in the next run
-                self.session.close()
-                self.session = self._made()
-                raise
+            handles = self.submit(prompts, **how)
+            self._broken = True  # rows that have not ended would go on in the next run
+            found = self._decoded(handles, ends, on_step)
+            self._broken = False
         synchronize(self.pair.device)
         self.seconds = time.perf_counter() - started
         return replace(found, samples=num_return_sequences)
@@ -105,9 +106,13 @@ class KeptSession:
         num_return_sequences: int = 1,
     ) -> list[Request]:
         """The rows of a run, with a trace of its own."""
+        samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
+        each = [prompt for prompt in self._read(prompts, max_new_tokens) for _ in range(samples)]
+        if self._broken:
+            self.session.close()
+            self.session, self._broken = Session(self.pair, **self.options), False
         session = self.session
         session.trace = Trace(session.trace.level, **session.trace.meta)
-        each = [prompt for prompt in self._read(prompts, max_new_tokens) for _ in range(num_return_sequences)]
         handles = [
             session.submit(prompt, max_new_tokens=max_new_tokens, seed=seed, row=row) for row, prompt in enumerate(each)
         ]
@@ -129,7 +134,8 @@ class KeptSession:
         for index, prompt in enumerate(inputs.prompt_list(prompts)):
             with inputs.saying_which(index):
                 read.append(inputs.prompt_of(self.pair, prompt, config))
-                inputs.check_context(self.pair, len(read[-1].ids), max_new_tokens)
+                new = inputs.integer("max_new_tokens", max_new_tokens)
+                inputs.check_context(self.pair, len(read[-1].ids), new)
         return read
 
     @property

@@ -103,8 +103,8 @@ def compare(
     batch: None decodes all prompts in every repeat; a number that many, each repeat the next ones (and from the first
     again), for comparisons that a few texts could decide.
     repeats: interleaved, after one that warms up and is not counted. Where steps are recorded (on a GPU), sessions keep
-    what they have recorded, all of them open at once; a repeat in which something is recorded is made again, up to two
-    times `repeats`, since a policy may always ask for another length. draft_length: of `single` and `batched`; None is
+    what they have recorded, all of them open at once; another repeat takes the place of one in which something is
+    recorded, up to two times `repeats` in all. draft_length: of `single` and `batched`; None is
     the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
     "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft suffix" and
     "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is always taken

@@ -155,8 +155,9 @@ class Driver:
                         try:
                             event = self.session.step()
                         except (torch.OutOfMemoryError, MemoryError) as error:
-                            if not self._without_those_that_wait(error):
+                            if not self._without_the_largest(error):
                                 raise
+                            self._tell(None)
                             continue
                         self.counts.step(event, time.monotonic() - began)
                         self._tell(event)
@@ -164,15 +165,23 @@ class Driver:
             self.error = error
         self._call(self._finish)
 
-    def _without_those_that_wait(self, error: Exception) -> bool:
-        """Fail the requests of which no row has begun: their prefill found no memory. False: there are none."""
-        waiting = [job for job in self._jobs if all(row.first is None and not row.ended for row in job.live)]
-        for job in waiting:
-            self._jobs.remove(job)
-            for row in job.live:
-                self.session.cancel(row.handle)
-            self._call(self._fail, job, Full(str(error).partition(". Lower")[0]))
-        return bool(waiting)
+    def _without_the_largest(self, error: Exception) -> bool:
+        """Fail the request of the row that would take most of all that wait, one of which found no memory. False: none
+        waits."""
+        waiting = {
+            row.handle.limit: job
+            for job in self._jobs
+            for row in job.live
+            if row.first is None and row.handle.finish_reason is None
+        }
+        if not waiting:
+            return False
+        job = waiting[max(waiting)]
+        self._jobs.remove(job)
+        for row in job.live:
+            self.session.cancel(row.handle)
+        self._call(self._fail, job, Full(str(error).partition(". Lower")[0]))
+        return True
 
     def _take(self) -> bool:
         """Do what the event loop has asked for. False: end."""

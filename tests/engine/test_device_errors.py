@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from recording import use_on_cpu
 from recovery import (
     PROMPTS,
     assert_same,
@@ -117,6 +118,54 @@ def test_a_session_whose_first_row_found_no_memory_takes_a_shorter_one(monkeypat
             session.step()
         assert session.result(short).sequence.tolist() == expected.tolist()
         assert session.target.cache.slots == session.drafter.runner.cache.slots == len(PROMPTS[0]) + 12 + 1
+
+
+class Small:
+    """A memory in which the third buffer of its size finds no place, until `.is_full` is False."""
+
+    def __init__(self, monkeypatch, slots: int):
+        self.is_full, self.made, self.slots, allocate = True, 0, slots, cache.RaggedCache.allocate
+
+        def limited(own, like, shape):
+            self.made += shape[2] > self.slots
+            if self.is_full and shape[2] > self.slots and self.made % 3 == 0:
+                raise torch.OutOfMemoryError(CUDA_IS_FULL)
+            return allocate(own, like, shape)
+
+        monkeypatch.setattr(cache.RaggedCache, "allocate", limited)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_rows_that_found_no_memory_leave_nothing_on_the_device(monkeypatch, pair, chunk):
+    """Steps of fixed shapes pass over places without a row, too."""
+    use_on_cpu(monkeypatch)
+    expected = bass.generate(pair, PROMPTS, max_new_tokens=8, draft_length=3, eos_token_id=()).sequences
+    Small(monkeypatch, slots=40)
+    long = [torch.arange(30) + row for row in range(4)]
+    with bass.Session(pair, max_batch_size=4, draft_length=3, eos_token_id=(), prefill_chunk=chunk) as session:
+        for _ in range(2):
+            handles = [session.submit(prompt, max_new_tokens=20) for prompt in long]
+            with pytest.raises(torch.OutOfMemoryError):
+                session.step()
+            for handle in handles:
+                session.cancel(handle)
+        handles = [session.submit(prompt, max_new_tokens=8) for prompt in PROMPTS]
+        while not session.idle:
+            session.step()
+        found = [session.result(handle).sequence for handle in handles]
+    assert all(map(torch.equal, found, expected))
+
+
+def test_rows_that_fit_have_no_room_doubled_for_them(monkeypatch, pair):
+    with bass.Session(pair, max_batch_size=2, draft_length=3, eos_token_id=()) as session:
+        session.submit(PROMPTS[0], max_new_tokens=20)
+        while not session.idle:
+            session.step()
+        Small(monkeypatch, slots=40)
+        handle = session.submit(PROMPTS[0], max_new_tokens=30)
+        while not session.idle:
+            session.step()
+        assert handle.finish_reason == "length" and session.rows.capacity == len(PROMPTS[0]) + 30
 
 
 def test_room_is_doubled_within_the_context(pair):

@@ -1,6 +1,7 @@
 """Steps of fixed shapes, recorded and replayed, give what steps launched one operator at a time give."""
 
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -425,9 +426,12 @@ def test_a_recording_is_replayed_with_the_values_of_now():
 @pytest.fixture
 def captures(monkeypatch):
     """What a GPU is told while a function is recorded. `voids`: how many recordings fail as they end."""
-    calls, gpu = [], SimpleNamespace(voids=0)
+    calls, gpu = [], SimpleNamespace(voids=0, graphs=weakref.WeakSet())
 
     class Graph:
+        def __init__(self):
+            gpu.graphs.add(self)
+
         def capture_begin(self, pool, **options):
             calls.append("begin")
             self.open = True
@@ -449,6 +453,7 @@ def captures(monkeypatch):
         ("device", nullcontext), ("stream", nullcontext), ("Stream", lambda *_: stream),
         ("current_stream", lambda *_: stream), ("synchronize", lambda: None), ("CUDAGraph", Graph),
         ("current_device", lambda: 0), ("graph_pool_handle", lambda: (0, 1)),
+        ("empty_cache", lambda: calls.append("empty")),
     ):  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, stands_for)
     clear = "_cuda_clearCublasWorkspaces"
@@ -472,24 +477,26 @@ def test_a_void_recording_is_made_once_more_and_leaves_nothing(captures):
     void = ["begin", "run", "end", "end of pool (0, 1)"]
     captures.voids = 1
     captures.record(lambda: captures.calls.append("run"))
-    assert captures.calls[-9:] == ["clear", *void, "begin", "run", "end", "clear"]
+    whole = ["clear", "begin", "run", "end", "clear"]
+    assert captures.calls[-11:] == ["clear", *void, "clear", "empty", *whole][-11:]
     captures.voids = 2
     with pytest.raises(NotRecordable, match=r"a previous error during capture.*compile='off'"):
         captures.record(lambda: captures.calls.append("run"))
-    assert captures.calls[-10:] == ["clear", *void, *void, "clear"]
+    assert captures.calls[-13:] == ["clear", *void, "clear", "empty", "clear", *void, "clear"]
 
 
-def test_memory_that_is_only_cached_is_given_back_for_a_recording(captures, monkeypatch):
+def test_memory_that_is_only_cached_is_given_back_for_a_recording(captures):
     """While it records, torch's allocator takes none of it."""
     turns = iter(range(5))  # the fourth is recorded
 
     def function():
         if next(turns) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
+        assert len(captures.graphs) < 2
 
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: captures.calls.append("empty"))
-    captures.record(function)
-    assert captures.calls[-7:] == ["begin", "end", "end of pool (0, 1)", "empty", "begin", "end", "clear"]
+    replay = captures.record(function)
+    assert captures.calls[-7:] == ["end of pool (0, 1)", "clear", "empty", "clear", "begin", "end", "clear"]
+    assert replay is not None and len(captures.graphs) == 1  # what the void one held was free before the next
 
 
 def test_what_is_interrupted_while_it_is_recorded_leaves_nothing(captures):

@@ -1,5 +1,7 @@
 """`check_drafter`: drafters that keep their word pass, and each broken demand is named."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from tiny import feature_head, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
+from bass_lab.checks import drafter_checks
 
 TARGET = tiny_model(dtype="float64")
 LAWS = ["law, token verification", "law, block verification"]
@@ -159,6 +162,20 @@ def test_dice_of_its_own_are_caught():
 
 def test_state_that_sessions_share_is_caught():
     assert "sessions apart" in broken(SharesItsState())
+
+
+def test_models_on_a_gpu_are_copied_to_where_the_random_numbers_are():
+    class Model:
+        device = torch.device("cuda")
+
+        def cpu(self):
+            self.device = torch.device("cpu")
+
+    drafter = SimpleNamespace(models=[Model()])
+    copied = drafter_checks._on_cpu(drafter)
+    assert copied.models[0].device.type == "cpu" and drafter.models[0].device.type == "cuda"
+    on_cpu = SimpleNamespace(models=copied.models)
+    assert drafter_checks._on_cpu(on_cpu) is on_cpu
 
 
 def test_what_is_no_drafter_is_refused():

@@ -251,6 +251,13 @@ def test_a_request_too_large_for_the_memory_fails_alone(monkeypatch):
         alone = post(server, **good).json()["choices"][0]["text"]
         assert beside.result().json()["choices"][0]["text"] == alone
         until(lambda: server.gate.rows == 0)
+    with served(PAIR, max_batch_size=1, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(4) as pool:
+        both = pool.submit(post, server, prompt=[PROMPT, PROMPT * 60], max_tokens=90)  # the second is too long
+        until(lambda: server.gate.rows == 2)
+        small = [pool.submit(post, server, **good) for _ in range(2)]
+        assert both.result().status_code == 507
+        assert [each.result().json()["choices"][0]["text"] for each in small] == [alone] * 2
+        until(lambda: server.gate.rows == 0)
 
 
 def test_a_dead_engine_fails_its_requests_says_so_and_ends_the_server(capfd, monkeypatch):

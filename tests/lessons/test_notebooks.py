@@ -114,6 +114,7 @@ def test_every_cell_of_every_notebook_runs(folder, request, tmp_path):
     ran = int(re.search(r"(\d+) passed", done.stdout)[1])
     there = [cell for path in folder.glob("*.ipynb") for cell in nbformat.read(path, 4).cells]
     assert ran >= sum(cell.cell_type == "code" for cell in there)
+    assert (tmp_path / "ipython" / recorded_lessons.MARK).exists() == (request.node.callspec.id == "recorded")
 
 
 @pytest.fixture(scope="module")

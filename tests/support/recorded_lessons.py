@@ -3,8 +3,10 @@
 Not where an oracle gives the random numbers: the small models of an enumeration stay on the CPU there, too.
 """
 
+import os
 from pathlib import Path
 
+MARK = "recorded"  # a file that is there once a kernel has had a session that records
 STARTUP = f"""\
 import sys
 
@@ -34,6 +36,9 @@ def begin() -> None:
     as_on_a_gpu = recorded_step.resolve
 
     def resolve(*given):
-        return (as_on_a_gpu if randomness.accept is accept else asked)(*given)
+        way = (as_on_a_gpu if randomness.accept is accept else asked)(*given)
+        if way.recorded:
+            Path(os.environ["IPYTHONDIR"], MARK).touch()
+        return way
 
     recorded_step.resolve = resolve
