@@ -174,7 +174,7 @@ def captured(device: torch.device) -> Callable[[Function], Function]:
                 torch.cuda.synchronize()  # a recording that made room may still have been running
                 companion = next(iter(alive), None)  # held until this one is recorded
                 for is_last in (False, True):
-                    with suppress(() if is_last else (NotRecordable, torch.OutOfMemoryError)):
+                    with suppress(*([] if is_last else [NotRecordable, torch.OutOfMemoryError])):
                         with _no_garbage_collection(), _own_workspaces():
                             graph, result = _capture(companion, function)
                         break
