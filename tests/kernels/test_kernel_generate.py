@@ -65,7 +65,7 @@ def test_heads_too_wide_for_the_kernels_are_left_to_plain_torch():
         generate(models, attention="ragged")
 
 
-def test_layers_that_go_on_with_the_last_token_alone_are_refused():
+def test_layers_that_go_on_with_the_last_token_alone_are_decoded_right():
     """Some layers of Gemma 4 share keys and go on with the last token where no other's logits are wanted: the kernels
     took it for the first one of the pass."""
     if not hasattr(transformers, "Gemma4TextConfig"):
@@ -78,9 +78,11 @@ def test_layers_that_go_on_with_the_last_token_alone_are_refused():
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Gemma4ForCausalLM(config).eval()
-    assert generate(bass.ModelPair(model)).trace.summary()["attention"] == "eager"
-    with pytest.raises(ValueError, match="ragged"):
-        generate(bass.ModelPair(model), attention="ragged")
+    out = generate(
+        bass.ModelPair(model)
+    )  # by a path that is right: older versions feed all tokens to these layers, too
+    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
+        assert sequence.tolist() == greedy_alone(model, prompt, 6).tolist()
 
 
 @pytest.mark.parametrize("path", ["pad", "split"])
