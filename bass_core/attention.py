@@ -515,14 +515,6 @@ def _takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
     return "isinstance" in source and "mask_mapping" in source
 
 
-def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, in that dtype from now on. Flash attention knows half precision alone: torch's takes its place."""
-    model.to(dtype)
-    if dtype not in (torch.float16, torch.bfloat16) and "flash" in (model.config._attn_implementation or ""):
-        model.set_attn_implementation("sdpa")
-    return model
-
-
 def context_length(model: PreTrainedModel) -> int | None:
     """How many positions the model has, None if it does not say."""
     config = model.config.get_text_config()

@@ -89,6 +89,14 @@ def load_model(
     return (model if quantized else model.to(device)).eval()
 
 
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model, in that dtype from now on. Flash attention knows half precision alone: torch's takes its place."""
+    model.to(dtype)
+    if dtype not in (torch.float16, torch.bfloat16) and "flash" in (model.config._attn_implementation or ""):
+        model.set_attn_implementation("sdpa")
+    return model
+
+
 def _is_finite(tensor: Tensor) -> bool:
     # torch asks this of no float8: those are small enough to be looked at in another dtype.
     wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor

@@ -46,6 +46,12 @@ class Generation:
     trace: Trace
     samples: int = 1
 
+    @classmethod
+    def of(cls, session: Session, handles: Sequence[Request], samples: int) -> Generation:
+        """What these rows of a session have so far, or in the end."""
+        results = [session.result(handle) for handle in handles]
+        return cls(*(list(column) for column in zip(*results, strict=True)), session.trace, samples)
+
     @property
     def synthetic(self) -> bool:
         """Whether models had dummy weights or accepted counts were drawn: then only the times mean something."""
@@ -159,8 +165,8 @@ def generate(
     Raises ValueError / TypeError for input that cannot be honoured, before any forward pass; FloatingPointError for
     logits that are not numbers. Models are left as they were found, caches are freed, also after an error.
     """
-    ends = _deadline(time_budget)
-    ids = _checked(pair, prompts, max_new_tokens, generation_config)
+    ends = deadline(time_budget)
+    ids = inputs.prompts_of(pair, prompts, max_new_tokens, generation_config)
     samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
     with Session(
         pair,
@@ -184,19 +190,15 @@ def generate(
     ) as session:
         handles = _submit(session, ids, samples, max_new_tokens)
 
-        def so_far() -> Generation:
-            results = [session.result(handle) for handle in handles]
-            return Generation(*(list(column) for column in zip(*results, strict=True)), session.trace, samples)
-
         try:
             # What `on_step` calls finds the models as their owner left them, at the price of switching at each step.
             with session.prepared() if on_step is None else nullcontext():
-                for event in _steps(session, handles, ends):
+                for event in steps_until(session, handles, ends):
                     if on_step is not None:
                         on_step(event)
         except KeyboardInterrupt as interrupt:
-            raise Interrupted(so_far()) from interrupt
-        return so_far()
+            raise Interrupted(Generation.of(session, handles, samples)) from interrupt
+        return Generation.of(session, handles, samples)
 
 
 def stream(
@@ -218,8 +220,8 @@ def stream(
     """
     if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
         raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; it takes those of generate()")
-    ends = _deadline(time_budget)
-    ids = _checked(pair, prompts, max_new_tokens, options.get("generation_config"))
+    ends = deadline(time_budget)
+    ids = inputs.prompts_of(pair, prompts, max_new_tokens, options.get("generation_config"))
     if pair.tokenizer is None:
         raise ValueError("stream yields texts, and the pair has no tokenizer: ModelPair(..., tokenizer=...)")
     samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
@@ -249,20 +251,9 @@ async def astream(
         pieces.close()
 
 
-def _deadline(time_budget: float | None) -> float | None:
+def deadline(time_budget: float | None) -> float | None:
     """The clock at which a call that begins now ends."""
     return None if time_budget is None else time.monotonic() + inputs.seconds("time_budget", time_budget)
-
-
-def _checked(pair: ModelPair, prompts: Any, max_new_tokens: int, config: GenerationConfig | None) -> list[Prompt]:
-    """What the prompts start from, all of them fit to be continued by so many tokens."""
-    asked_for = inputs.generation_config(inputs.model_pair(pair).target, config)
-    checked = []
-    for index, prompt in enumerate(inputs.prompt_list(prompts)):
-        with inputs.saying_which(index):
-            checked.append(inputs.prompt_of(pair, prompt, asked_for))
-            inputs.check_context(pair, len(checked[-1].ids), inputs.integer("max_new_tokens", max_new_tokens))
-    return checked
 
 
 def _submit(session: Session, prompts: Sequence[Prompt], samples: int, max_new_tokens: int) -> list[Request]:
@@ -271,7 +262,7 @@ def _submit(session: Session, prompts: Sequence[Prompt], samples: int, max_new_t
     return handles
 
 
-def _steps(session: Session, handles: Sequence[Request], ends: float | None) -> Iterator[StepEvent]:
+def steps_until(session: Session, handles: Sequence[Request], ends: float | None) -> Iterator[StepEvent]:
     """Steps until all rows have ended, or the clock says so."""
     while not session.idle:
         if ends is not None and time.monotonic() >= ends:
@@ -284,7 +275,7 @@ def _steps(session: Session, handles: Sequence[Request], ends: float | None) -> 
 def _pieces(session: Session, handles: Sequence[Request], ends: float | None) -> Iterator[tuple[int, str]]:
     with session:
         texts = [FinalText(session.pair.tokenizer, handle.stop) for handle in handles]
-        for event in _steps(session, handles, ends):
+        for event in steps_until(session, handles, ends):
             for row, new in zip(event.rows, event.new_tokens, strict=True):
                 if piece := texts[row].feed(new, ended=handles[row].finish_reason is not None):
                     yield row, piece

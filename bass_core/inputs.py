@@ -130,6 +130,17 @@ def prompt_of(pair: ModelPair, prompt: Any, config: GenerationConfig) -> Prompt:
     return Prompt(ids, Source(source))
 
 
+def prompts_of(pair: ModelPair, prompts: Any, max_new_tokens: int, config: GenerationConfig | None) -> list[Prompt]:
+    """What the prompts start from, all of them fit to be continued by so many tokens."""
+    config = generation_config(model_pair(pair).target, config)
+    checked = []
+    for index, prompt in enumerate(prompt_list(prompts)):
+        with saying_which(index):
+            checked.append(prompt_of(pair, prompt, config))
+            check_context(pair, len(checked[-1].ids), integer("max_new_tokens", max_new_tokens))
+    return checked
+
+
 def first_ids(model: PreTrainedModel, config: GenerationConfig) -> list[int]:
     """What a text of an encoder-decoder model begins with, as its prompt: the start token, and the one that the model
     is forced to write first (the language, say). Raises ValueError for a model that does not say."""

@@ -24,9 +24,8 @@ from bass_core.attention import (
     context_length,
     evaluating,
     has_short_convolutions,
-    in_dtype,
 )
-from bass_core.checkpoints import is_quantized
+from bass_core.checkpoints import in_dtype, is_quantized
 from bass_core.environment import is_full
 from bass_core.runner import Runner
 from bass_core.sources import FEATURES, Source, made_up

@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from math import inf
 
 from bass_core import inputs
 from bass_core.engine import Session, StepEvent
 from bass_core.environment import synchronize
-from bass_core.generation import Generation, generate
+from bass_core.generation import Generation, deadline, generate, steps_until
 from bass_core.models import ModelPair
 from bass_core.rows import Prompt, Request
 from bass_core.trace import Trace
@@ -19,7 +18,22 @@ from bass_core.trace import Trace
 MOST = 6  # runs until nothing is recorded: a shape is met in one run and recorded in the next, and rows may end anew
 
 
-class KeptSession:
+class HasSession:
+    """What may have a session that stays."""
+
+    session: Session | None
+
+    @property
+    def recordings(self) -> int:
+        """How many functions were met or recorded so far: a run in which it grows takes longer than later ones."""
+        return 0 if self.session is None else self.session.device_step.recordings
+
+    def close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+
+
+class KeptSession(HasSession):
     """Decodes as `generate` does, any number of times. A context manager: leaving it frees the caches.
 
     Where steps are recorded (on a GPU) that is by one session: each `generate` records its steps anew, which takes
@@ -34,7 +48,7 @@ class KeptSession:
         if unknown := [name for name in options if name in ("seed", "prefill_chunk")]:
             raise TypeError(f"KeptSession takes no {unknown[0]}")
         self.pair, self.options = pair, {"max_batch_size": rows} | options
-        self.seconds = 0.0  # of the last run
+        self.started = self.seconds = 0.0  # of the last run: by time.perf_counter, and how long it took
         self.session: Session | None = Session(pair, **self.options)
         if not self.session.device_step.records:
             self.session.close()
@@ -59,34 +73,22 @@ class KeptSession:
     ) -> Generation:
         """As `generate`: the same prompts and texts. (A Ctrl-C raises KeyboardInterrupt, without the rows so far.)"""
         how = {"max_new_tokens": max_new_tokens, "num_return_sequences": num_return_sequences, "seed": seed}
-        synchronize(self.pair.device)
-        started = time.perf_counter()
+        synchronize(self.pair.device)  # nothing left over from before is counted
+        self.started = time.perf_counter()
         if self.session is None:
             how |= self.options | {"time_budget": time_budget, "on_step": on_step}
             found = generate(self.pair, prompts, **how)
         else:
-            ends = inf if time_budget is None else time.monotonic() + inputs.seconds("time_budget", time_budget)
-            handles = self.submit(prompts, **how)
+            ends, handles = deadline(time_budget), self.submit(prompts, **how)
             self._broken = True  # rows that have not ended would go on in the next run
-            found = self._decoded(handles, ends, on_step)
-            self._broken = False
+            with self.session.prepared() if on_step is None else nullcontext():
+                for event in steps_until(self.session, handles, ends):
+                    if on_step is not None:
+                        on_step(event)
+            found, self._broken = Generation.of(self.session, handles, num_return_sequences), False
         synchronize(self.pair.device)
-        self.seconds = time.perf_counter() - started
-        return replace(found, samples=num_return_sequences)
-
-    def _decoded(self, handles: list[Request], ends: float, on_step: Callable | None) -> Generation:
-        session = self.session
-        with session.prepared() if on_step is None else nullcontext():
-            while not session.idle:
-                if time.monotonic() >= ends:
-                    for handle in handles:
-                        session.cancel(handle, "budget")
-                    break
-                event = session.step()
-                if on_step is not None:
-                    on_step(event)
-        results = [session.result(handle) for handle in handles]
-        return Generation(*(list(column) for column in zip(*results, strict=True)), session.trace)
+        self.seconds = time.perf_counter() - self.started
+        return found
 
     def settled(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], **options: object) -> Generation:
         """The first run of these in which nothing is recorded; elsewhere the first."""
@@ -129,26 +131,10 @@ class KeptSession:
         self.session.reserve(int(min(1 << (longest - 1).bit_length(), max(context, longest))))  # seldom
 
     def _read(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], max_new_tokens: int) -> list[Prompt]:
-        config = inputs.generation_config(self.pair.target, self.options.get("generation_config"))
-        read = []
-        for index, prompt in enumerate(inputs.prompt_list(prompts)):
-            with inputs.saying_which(index):
-                read.append(inputs.prompt_of(self.pair, prompt, config))
-                new = inputs.integer("max_new_tokens", max_new_tokens)
-                inputs.check_context(self.pair, len(read[-1].ids), new)
-        return read
+        return inputs.prompts_of(self.pair, prompts, max_new_tokens, self.options.get("generation_config"))
 
     @property
     def rounds(self) -> int:
         """After how many runs of the same texts nothing is recorded any more: in one a shape is met, in the next it is
         recorded."""
         return 1 if self.session is None else 3
-
-    @property
-    def recordings(self) -> int:
-        """How many functions were met or recorded so far: a run in which it grows takes longer than later ones."""
-        return 0 if self.session is None else self.session.device_step.recordings
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()

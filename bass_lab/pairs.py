@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from bass_core import attention
+from bass_core import checkpoints
 from bass_core.checkpoints import is_quantized
 from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
 from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
@@ -47,7 +47,7 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
     target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
     copies = replace(pair, target=target, draft=draft)
     for model in copies.models:
-        attention.in_dtype(model, dtype)
+        checkpoints.in_dtype(model, dtype)
     return copies
 
 

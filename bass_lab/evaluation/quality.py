@@ -29,7 +29,6 @@ from tqdm.auto import tqdm
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
-from bass_core.environment import synchronize
 from bass_core.generation import generate
 from bass_core.models import ModelPair, fingerprints
 from bass_core.policies import policy_for
@@ -213,36 +212,20 @@ class _Run:
                 )
 
     def warm_up(self, problems: Sequence[Problem]) -> None:
-        """Decode the first of the problems, and where steps are recorded make room for all of them before."""
-        if self._decode.session is None:
-            self.decode(problems[0])
-        else:
-            new = self._options["max_new_tokens"]
-            self._decode.reserve([problem.prompt for problem in problems], new)
-            how = {"max_new_tokens": new, "num_return_sequences": self._options["num_return_sequences"]}
-            self._decode.settled([problems[0].prompt], seed=_seed(self._options["seed"], problems[0]), **how)
-
-    def settled(self, problem: Problem) -> list[dict]:
-        """`decode`, again where something was recorded meanwhile: the same texts, in their own time."""
-        for _ in range(self._decode.rounds):
-            before = self._decode.recordings
-            rows = self.decode(problem)
-            if self._decode.recordings == before:
-                break
-        return rows
+        """Decode the first of the problems, with room for all of them where steps are recorded."""
+        self._decode.reserve([problem.prompt for problem in problems], self._options["max_new_tokens"])
+        self.decode(problems[0])
 
     def decode(self, problem: Problem) -> list[dict]:
         """The rows of one problem and when each was done, not yet graded."""
         done: dict[int, float] = {}  # when each row emitted last
-        synchronize(self.pair.device)  # nothing left over from before is counted
-        started = time.perf_counter()
         how = {name: self._options[name] for name in OF_A_CALL} | {"seed": _seed(self._options["seed"], problem)}
-        out = self._decode(
+        out = self._decode.settled(
             [problem.prompt],
             on_step=lambda event: done.update(dict.fromkeys(event.rows, time.perf_counter())),
             **how,
         )
-        rows = []
+        started, rows = self._decode.started, []
         for row, (sequence, text, logprobs, reason) in enumerate(
             zip(out.sequences, out.texts, out.logprobs, out.finish_reasons, strict=True)
         ):
@@ -262,7 +245,7 @@ class _Run:
 
     def add(self, problem: Problem, grade: Grader, texts: bool) -> None:
         """Decode one problem, grade its rows and store them, column by column."""
-        rows = _graded(problem, self.settled(problem), grade)
+        rows = _graded(problem, self.decode(problem), grade)
         columns = {name: [row[name] for row in rows] for name in rows[0] if texts or name not in ("graded", "text")}
         line = {"schema": "samples", "task_id": problem.task_id, "problem": _digest(problem), "samples": columns}
         if self._file is not None:

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from bass_core import inputs
 from bass_core.drafters import Drafter
-from bass_core.engine import Session, StepEvent
+from bass_core.engine import Session
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
@@ -132,25 +132,33 @@ def compare(
             progress(
                 f"repeat {done + 1} of {repeats}" if repeat else "warming up", (done + bool(repeat)) / (repeats + 1)
             )
-            before, of_repeat = _recordings(kept), []
-            timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
-            for method, seconds, clock, trace in timed(pair, ids, called, seed=repeat):
-                line = {"repeat": repeat, "method": method, "k": called[method].k, "seconds": seconds}
-                line["tokens"] = len(ids) * max_new_tokens
-                summary = {} if trace is None else trace.summary()
-                counts = {name: summary.get(name, float("nan")) for name in COUNTS}
-                of_repeat.append(line | clock.latencies(max_new_tokens) | counts)
+            before = _recordings(kept)
+            found = _timed(pair, ids, called, take_turns, seed=repeat, new=max_new_tokens)
             if repeat == 0:
                 continue
             if _recordings(kept) > before and again > 0:  # not for ever: other texts may always want another shape
                 again -= 1
                 continue
-            lines += of_repeat
+            lines += found
             done += 1
             if done == repeats:
                 break
     runs = pd.DataFrame(lines)
     return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
+
+
+def _timed(
+    pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], take_turns: bool, *, seed: int, new: int
+) -> list[dict]:
+    """The lines of one repeat, which has its seed for a number."""
+    lines, timed = [], timed_runs.in_turns if take_turns else timed_runs.one_by_one
+    for method, seconds, clock, trace in timed(pair, ids, methods, seed=seed):
+        line = {"repeat": seed, "method": method, "k": methods[method].k, "seconds": seconds}
+        line["tokens"] = len(ids) * new
+        summary = {} if trace is None else trace.summary()
+        counts = {name: summary.get(name, float("nan")) for name in COUNTS}
+        lines.append(line | clock.latencies(new) | counts)
+    return lines
 
 
 def _recordings(kept: Mapping[str, KeptSession]) -> int:
@@ -350,10 +358,7 @@ def _identical(found: Generation | list[Tensor], alone: Sequence[Tensor]) -> int
 
 
 def _ours(pair: ModelPair, ids: Sequence[Tensor], *, clock: Clock, **options) -> Generation:
-    def on_step(event: StepEvent) -> None:  # a step ends with a copy to the host: its time is the device's too
-        clock.tick(event.rows, emitted=1)  # a row's first step is its prefill
-
-    return generate(pair, ids, eos_token_id=(), on_step=on_step, **options)
+    return generate(pair, ids, eos_token_id=(), on_step=clock.stepped, **options)
 
 
 @torch.inference_mode()

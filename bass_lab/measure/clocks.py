@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bass_core.engine import StepEvent
 from bass_core.environment import synchronize
 from bass_core.models import ModelPair
 from bass_core.trace import Stopwatch
@@ -76,6 +77,11 @@ class Clock:
         for row in rows:
             self.first.setdefault(row, (now, emitted))
             self.last[row] = now
+
+    def stepped(self, event: StepEvent) -> None:
+        """A step of a session's has ended, with a copy to the host: its time is the device's, too. A row's first step
+        is its prefill, which gives one token."""
+        self.tick(event.rows, emitted=1)
 
     def latencies(self, new: int) -> dict[str, float]:
         """Milliseconds per token of the first row to finish, of the last, and their mean over the rows of `new` tokens:

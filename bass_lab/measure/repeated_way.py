@@ -15,6 +15,7 @@ from bass_core.engine import Session
 from bass_core.models import ModelPair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import Trace
+from bass_lab.kept_session import HasSession
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.gpu_plan import Way, policy_of
@@ -24,7 +25,7 @@ WARM_UPS = 2  # of a way: the first time compiles, the second records
 RESTED = 3  # runs in which the device rests before it works
 
 
-class RepeatedWay:
+class RepeatedWay(HasSession):
     """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings.
 
     Times are of decoding: from the first tokens, which the prefill gives, to the last.
@@ -36,7 +37,7 @@ class RepeatedWay:
         policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)
         self.policy = f"k={policy}" if isinstance(policy, int) else str(way.draft)
         self.done: list[tuple[Clock, pd.DataFrame]] = []  # of each repeat that counts, with the steps of its trace
-        self.session: Session | None = None
+        self.session = None
         if way.method == "transformers":  # generate would make a cache each time, and record the passes over it anew
             room = max(map(len, prompts)) + new
             self.cache = StaticCache(config=pair.target.config, max_cache_len=room)
@@ -67,7 +68,7 @@ class RepeatedWay:
             with self.session.prepared():
                 while not self.session.idle:
                     event = self.session.step()
-                    clock.tick(event.rows, emitted=1)
+                    clock.stepped(event)
         self.done.append((clock, trace.steps))
         return decoding_seconds(clock, one_by_one=self.way.method == "single")
 
@@ -101,15 +102,6 @@ class RepeatedWay:
                 Session.on_phase = None
             done, self.done = rested or self.done[-1:], self.done[:counted]
         return 1 - float(np.median([_pass_seconds(steps) for _, steps in done])) / taken
-
-    @property
-    def recordings(self) -> int:
-        """How many functions were recorded so far: a repeat that made one does not count."""
-        return 0 if self.session is None else self.session.device_step.recordings
-
-    def close(self) -> None:
-        if self.session is not None:
-            self.session.close()
 
 
 class Rest:

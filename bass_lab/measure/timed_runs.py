@@ -33,7 +33,7 @@ class Method(NamedTuple):
         if self.kept is None:
             return self.decode(clock, seed)
         new = self.options["max_new_tokens"]
-        return self.kept(ids, max_new_tokens=new, seed=seed, on_step=lambda event: clock.tick(event.rows, emitted=1))
+        return self.kept(ids, max_new_tokens=new, seed=seed, on_step=clock.stepped)
 
 
 def keep(methods: dict[str, Method], rows: int) -> dict[str, KeptSession]:
@@ -97,7 +97,7 @@ class _Decode:
         """One step; the last one fetches the results, too."""
         with self._turn():
             event = self.session.step()
-            self.clock.tick(event.rows, emitted=1)  # a row's first step is its prefill
+            self.clock.stepped(event)
             if self.session.idle:
                 for handle in self.handles:
                     self.session.result(handle)

@@ -19,8 +19,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def tile_rows(block, starts, kv_lengths, row, query_length, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Which queries of a batch row this tile holds. Returns rows [BLOCK_M], their positions, which are live, the first
-    and last live position (first > last: none is), and the row's KV length.
+    """Which queries of a batch row this tile holds. Returns rows [BLOCK_M], their positions, which are live, and the
+    first and last live position (first > last: none is).
 
     Query token t stands at position start + t; it is live if that is one of 0 … kv_length - 1. The others are padding.
     """
@@ -32,7 +32,7 @@ def tile_rows(block, starts, kv_lengths, row, query_length, GROUP: tl.constexpr,
     first = tl.maximum(start + block * BLOCK_M // GROUP, 0)
     last_token = tl.minimum((block * BLOCK_M + BLOCK_M - 1) // GROUP, query_length - 1)
     last = tl.minimum(start + last_token, kv_length - 1)
-    return rows, positions, live, first, last, kv_length
+    return rows, positions, live, first, last
 
 
 @triton.jit

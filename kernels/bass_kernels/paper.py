@@ -135,7 +135,7 @@ def _attend_rows(
     """One tile of one row's queries over the first `end` slots of its row."""
     block, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b = row.to(tl.int64)
-    rows, positions, live, _, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
+    rows, positions, live, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     q = load_queries(query + b * query_stride_b, query_stride_h, query_stride_q, kv_head, rows, live, D, GROUP, BLOCK_D)
     key += b * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h

@@ -58,8 +58,8 @@ def most_items(
     batch: int, query_length: int, programs_per_item: int, slots: int, width: int, block_n: int, deterministic: bool
 ) -> int:
     """How many pieces a plan may have: one per row, and as many more as keep the GPU full."""
-    if deterministic:  # one more than rows have: a narrow cache, too, is for the kernel that adds pieces up, since bits
-        # are a kernel's own
+    if deterministic:
+        # One more than rows have: a narrow cache is for the kernel that adds pieces up, too, since bits are a kernel's.
         return batch * max(1, triton.cdiv(width, CHUNK)) + 1 if query_length <= DRAFTS else batch
     extra = WAVES * slots // programs_per_item
     return batch + min(extra, batch * (triton.cdiv(width, 2 * block_n) - 1))

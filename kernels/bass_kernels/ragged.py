@@ -185,7 +185,7 @@ def _attend_pieces(
     end = tl.load(items + item * 4 + 2)
     split = tl.load(items + item * 4 + 3)
     b = row.to(tl.int64)
-    rows, positions, live, first, last, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
+    rows, positions, live, first, last = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     q = load_queries(query + b * query_stride_b, query_stride_h, query_stride_q, kv_head, rows, live, D, GROUP, BLOCK_D)
     key += b * key_stride_b + kv_head.to(tl.int64) * key_stride_h
     value += b * value_stride_b + kv_head.to(tl.int64) * value_stride_h
@@ -259,7 +259,7 @@ def _add_up(
     BLOCK_M: tl.constexpr,
 ):
     """Add up the pieces of one row, in order, for a block of packed queries of one KV head. out: the row's."""
-    rows, _, live, _, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
+    rows, _, live, _, _ = tile_rows(block, starts, kv_lengths, row, query_length, GROUP, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     inside = live[:, None] & (d < D)[None, :]
     acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, partial.dtype.element_ty)

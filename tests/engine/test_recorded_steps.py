@@ -1,11 +1,5 @@
 """Steps of fixed shapes, recorded and replayed, give what steps launched one operator at a time give."""
 
-import time
-import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 from recording import PROMPTS, Recorder, assert_same, pair, use_fixed_steps, use_on_cpu
@@ -13,7 +7,7 @@ from tiny import BYTES, CONTEXT, feature_head, greedy_alone, ragged_prompts, tin
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
-from bass_core import graphs, recorded_step
+from bass_core import recorded_step
 from bass_core.drafters.draft_model import _passes
 from bass_core.graphs import Graphs, NotRecordable
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
@@ -421,124 +415,6 @@ def test_a_recording_is_replayed_with_the_values_of_now():
     source.fill_(5.0)
     factor = 7.0
     assert graphs.run("sum", add_up) == 30.0
-
-
-@pytest.fixture
-def captures(monkeypatch):
-    """What a GPU is told while a function is recorded. `voids`: how many recordings fail as they end."""
-    calls, gpu = [], SimpleNamespace(voids=0, graphs=weakref.WeakSet())
-
-    class Graph:
-        def __init__(self):
-            gpu.graphs.add(self)
-
-        def capture_begin(self, pool, **options):
-            calls.append("begin")
-            self.open = True
-
-        def capture_end(self):
-            if not self.open:
-                raise RuntimeError("no recording is under way")
-            self.open = False
-            calls.append("end")
-            if gpu.voids > 0:
-                gpu.voids -= 1
-                raise RuntimeError("operation failed due to a previous error during capture")
-
-        def pool(self):
-            return 0, 1
-
-    stream = SimpleNamespace(wait_stream=lambda other: None)
-    for name, stands_for in (
-        ("device", nullcontext), ("stream", nullcontext), ("Stream", lambda *_: stream),
-        ("current_stream", lambda *_: stream), ("synchronize", lambda: None), ("CUDAGraph", Graph),
-        ("current_device", lambda: 0), ("graph_pool_handle", lambda: (0, 1)),
-        ("empty_cache", lambda: calls.append("empty")),
-    ):  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, stands_for)
-    clear = "_cuda_clearCublasWorkspaces"
-    monkeypatch.setattr(torch._C, clear, lambda: calls.append("clear"), raising=False)
-    end = "_cuda_endAllocateToPool"
-    monkeypatch.setattr(torch._C, end, lambda device, pool: calls.append(f"end of pool {pool}"), raising=False)
-    graphs._stream_beside.cache_clear()
-    gpu.calls, gpu.record = calls, graphs.captured(torch.device("cuda"))
-    yield gpu
-    graphs._stream_beside.cache_clear()
-
-
-def test_workspaces_of_products_are_made_inside_the_recording(captures):
-    """Others may free those outside, and a recording goes on pointing at them."""
-    captures.record(lambda: captures.calls.append("run"))
-    assert captures.calls[-5:] == ["clear", "begin", "run", "end", "clear"]
-
-
-def test_a_void_recording_is_made_once_more_and_leaves_nothing(captures):
-    """Another thread has waited for the whole device. The allocator would go on giving memory of the pool."""
-    void = ["begin", "run", "end", "end of pool (0, 1)"]
-    captures.voids = 1
-    captures.record(lambda: captures.calls.append("run"))
-    whole = ["clear", "begin", "run", "end", "clear"]
-    assert captures.calls[-11:] == ["clear", *void, "clear", "empty", *whole][-11:]
-    captures.voids = 2
-    with pytest.raises(NotRecordable, match=r"a previous error during capture.*compile='off'"):
-        captures.record(lambda: captures.calls.append("run"))
-    assert captures.calls[-13:] == ["clear", *void, "clear", "empty", "clear", *void, "clear"]
-
-
-def test_memory_that_is_only_cached_is_given_back_for_a_recording(captures):
-    """While it records, torch's allocator takes none of it."""
-    turns = iter(range(5))  # the fourth is recorded
-
-    def function():
-        if next(turns) == 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        assert len(captures.graphs) < 2
-
-    replay = captures.record(function)
-    assert captures.calls[-7:] == ["end of pool (0, 1)", "clear", "empty", "clear", "begin", "end", "clear"]
-    assert replay is not None and len(captures.graphs) == 1  # what the void one held was free before the next
-
-
-def test_what_is_interrupted_while_it_is_recorded_leaves_nothing(captures):
-    turns = iter(range(4))  # three come before the recording
-
-    def interrupted():
-        if next(turns) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        captures.record(interrupted)
-    assert captures.calls[-4:] == ["begin", "end", "end of pool (0, 1)", "clear"]
-
-
-def test_threads_record_one_after_the_other():
-    """They share a stream, and a recording holds all that is launched there."""
-    running, most = [], []
-
-    def record(function):
-        running.append(function)
-        time.sleep(0.01)
-        most.append(len(running))
-        running.remove(function)
-        return function
-
-    def work(number):
-        graphs = Graphs(record)
-        for key in range(5):
-            graphs.run(key, lambda: record(number))  # compilers wait for the device, which voids recordings
-            graphs.record(key, lambda: number)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    assert most == [1] * 40
-
-
-def test_what_occurs_once_is_not_recorded():
-    graphs = Graphs(lambda function: lambda: "replayed")
-    assert not graphs.due("sum") and graphs.run("sum", lambda: "called") == "called"
-    assert graphs.due("sum")
-    graphs.record("sum", lambda: "called")
-    assert graphs.run("sum", lambda: "called") == "replayed" and graphs.made == 2  # met, and recorded
 
 
 # --- exactness of steps of fixed shapes, by enumeration ----------------------------------------------

@@ -18,7 +18,7 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core import attention, checkpoints, probe
+from bass_core import checkpoints, probe
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair
 
@@ -210,7 +210,7 @@ def test_a_copy_in_full_precision_has_no_flash_attention():
     """Which takes half precision alone."""
     model = copy.deepcopy(tiny_model(vocab_size=BYTES))
     model.config._attn_implementation = "flash_attention_2"
-    assert attention.in_dtype(model, torch.bfloat16).config._attn_implementation == "flash_attention_2"
+    assert checkpoints.in_dtype(model, torch.bfloat16).config._attn_implementation == "flash_attention_2"
     pair = bass.ModelPair(model)
     assert probe._in_full_precision(model).config._attn_implementation == "sdpa"
     assert pairs.in_dtype(pair, torch.float32).target.config._attn_implementation == "sdpa"
