@@ -21,6 +21,7 @@ from bass_core.sources import FEATURES
 ASSETS = Path(__file__).parent / "assets"
 READER = "encoder_decoder"  # the embedded pair of that kind
 ROLES = ("target", "draft")
+HOST = torch.device("cpu")
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")  # a device_map of all devices there are
 NOT_IN_LAYERS = ("XLORA", "POLY")  # adapters of which a PeftModel computes something around the model
 
@@ -122,12 +123,7 @@ class ModelPair:
 
         Raises ValueError for other kinds and roles, and for models that cannot be quantized.
         """
-        held = {role: model for role in ROLES if isinstance(model := getattr(self, role), PreTrainedModel)}
-        kinds = _kinds(kind)
-        if "draft" not in held and not isinstance(kind, str) and "draft" in kinds:
-            raise ValueError(f"quantize names the draft, and what drafts is a {type(self.drafter).__name__}")
-        changed = {role: quantized(model, kinds[role]) for role, model in held.items() if role in kinds}
-        return replace(self, **changed)
+        return replace(self, **_quantized({role: getattr(self, role) for role in ROLES}, kind, self.device))
 
     @property
     def synthetic(self) -> bool:
@@ -190,18 +186,35 @@ def load_pair(
     if draft_revision is not None and not by_name:
         raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
     device, dtype = place(device, dtype, device_map, torch_dtype)
-    options = {"dtype": dtype, "device": device, "trust_remote_code": trust_remote_code}
+    kinds = {} if quantize is None else _kinds(quantize)
+    at = {role: HOST if role in kinds else device for role in ROLES}  # the device need not hold full ones, only codes
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     own_copy = kind_of_copy(draft)
-    small = load_draft(draft, draft_revision, **options) if by_name and not own_copy else draft
+    small = load_draft(draft, draft_revision, **options, device=at["draft"]) if by_name and not own_copy else draft
     reads = by_name and isinstance(small, PreTrainedModel)
-    model = load_model(target, revision, quantization_config, **options)
-    pair = ModelPair(
-        target=model,
-        draft=quantized(model, own_copy) if own_copy else small,
+    model = load_model(target, revision, quantization_config, **options, device=at["target"])
+    models = {"target": model, "draft": quantized(model, own_copy, device) if own_copy else small}
+    if kinds:
+        models |= _quantized(models, quantize, device)
+        if by_name and isinstance(small, Drafter):  # a feature head, which stays full
+            for each in small.models:
+                each.to(device)
+    return ModelPair(
+        **models,
         tokenizer=load_tokenizer(target, revision, trust_remote_code),
         draft_tokenizer=load_tokenizer(draft, draft_revision, trust_remote_code) if reads else None,
     )
-    return pair if quantize is None else pair.quantized(quantize)
+
+
+def _quantized(models: dict[str, Any], kind: str | dict[str, str], device: torch.device) -> dict[str, PreTrainedModel]:
+    """Those of the models, by role, that the kind quantizes, on the device. Raises as `ModelPair.quantized`."""
+    kinds, draft = _kinds(kind), models["draft"]
+    if not isinstance(draft, PreTrainedModel):
+        if not isinstance(kind, str) and "draft" in kinds:
+            name = "NgramDrafter" if draft is None else type(draft).__name__
+            raise ValueError(f"quantize names the draft, and what drafts is a {name}")
+        kinds = {role: kind for role, kind in kinds.items() if role != "draft"}
+    return {role: quantized(models[role], kinds[role], device) for role in kinds}
 
 
 def _kinds(quantize: Any) -> dict[str, str]:
@@ -266,6 +279,8 @@ def place(
     _refuse_mps("device", chosen)
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {chosen}, and torch finds no GPU here: leave it out, or device='cpu'")
+    if chosen.type == "cuda" and (chosen.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"device is {chosen}, and torch finds {count} here, from cuda:0 on")
     given = {"dtype": dtype, "torch_dtype": torch_dtype}
     dtypes = {name: each if each in (None, "auto") else floating(name, each) for name, each in given.items()}
     return chosen, _agreed(dtypes) or ("auto" if chosen.type == "cuda" else torch.float32)

@@ -83,8 +83,11 @@ class QuantizedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.kind}"
 
 
-def quantized(model: PreTrainedModel, kind: str) -> PreTrainedModel:
+def quantized(model: PreTrainedModel, kind: str, device: torch.device | str | None = None) -> PreTrainedModel:
     """A copy of the model with its linear layers in "int8" or "int4"; all else is shared with it, which stays as it is.
+
+    device: where the copy is to be; None is the model's. On another one it shares nothing, and what full weights take
+        there is one layer's.
 
     Raises ValueError for another kind, and for a model that is quantized, has an adapter, or has no linear layers.
     """
@@ -101,14 +104,24 @@ def quantized(model: PreTrainedModel, kind: str) -> PreTrainedModel:
         raise ValueError(f"{name}'s layers go by the dtype of their weights, and know none of int4: quantize to int8")
     if not linear:
         raise ValueError(f"{name} has no linear layers that could be quantized")
-    known: dict[int, object] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    device = torch.empty(0, device=model.device if device is None else device).device  # "cuda" is no tensor's device
+    full = {id(part) for each in linear for part in each.parameters()}
+    kept = [part for part in (*model.parameters(), *model.buffers()) if part.device == device or id(part) not in full]
+    known: dict[int, object] = {id(part): _on(device, part) for part in kept}
     with torch.no_grad():
         for each in linear:
             weight = each.weight.T if isinstance(each, Conv1D) else each.weight
             # The bias's memory in a parameter of its own: a session arranges the full model's elsewhere (side_by_side).
-            bias = None if each.bias is None else nn.Parameter(each.bias.detach(), each.bias.requires_grad)
-            known[id(each)] = QuantizedLinear(weight, bias, kind).train(each.training)
+            bias = None if each.bias is None else nn.Parameter(each.bias.detach().to(device), each.bias.requires_grad)
+            known[id(each)] = QuantizedLinear(weight.to(device), bias, kind).train(each.training)
     return copy.deepcopy(model, known)  # what is known is taken, not copied
+
+
+def _on(device: torch.device, part: Tensor) -> Tensor:
+    if part.device == device:
+        return part
+    moved = part.detach().to(device)
+    return nn.Parameter(moved, part.requires_grad) if isinstance(part, nn.Parameter) else moved
 
 
 def kind_of(model: nn.Module) -> str | None:

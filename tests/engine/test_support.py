@@ -101,6 +101,14 @@ def test_gpu_that_is_not_there_is_refused(target, where, monkeypatch):  # noqa: 
         bass.load_pair(target, **where)
 
 
+@pytest.mark.parametrize("where", [{"device": "cuda:2"}, {"device": 2}, {"device_map": {"": 2}}])
+def test_gpu_that_is_one_too_many_is_refused(target, where, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"device is cuda:2, and torch finds 2 here, from cuda:0 on"):
+        bass.load_pair(target, **where)
+
+
 @pytest.mark.parametrize("where", [{"device": "mps"}, {"device": torch.device("mps")}, {"device_map": {"": "mps"}}])
 @pytest.mark.parametrize("weights", ["hub", "dummy"])
 def test_mps_is_refused_before_anything_is_read(where, weights):

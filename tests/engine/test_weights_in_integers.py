@@ -9,7 +9,7 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core import side_by_side
+from bass_core import models, side_by_side
 from bass_core.models import ASSETS, fingerprint
 from bass_core.quantization import (
     GROUP,
@@ -20,6 +20,7 @@ from bass_core.quantization import (
     int8,
     kind_of,
     parameter_count,
+    quantized,
 )
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import verify
@@ -171,6 +172,50 @@ def test_a_pair_that_one_holds_is_quantized_as_one_that_is_loaded(target, draft)
         assert greedy(pair) == by_transformers(pair.target) != by_transformers(held.target)
     assert held.quantized({"draft": "int8"}).target is held.target
     assert "int4 weights" in repr(pair) and "int4" not in repr(held)
+
+
+def test_a_copy_elsewhere_leaves_the_full_model_where_it_is():
+    full = tiny_model(tie_word_embeddings=True)
+    copied = bass.quantized(full, "int4", "meta")
+    assert {each.device.type for each in (*copied.parameters(), *copied.buffers())} == {"meta"}
+    assert {each.device.type for each in (*full.parameters(), *full.buffers())} == {"cpu"}
+    assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
+    assert kind_of(copied) == "int4" and kind_of(full) is None
+
+
+@pytest.mark.parametrize(
+    ("quantize", "read_to"),
+    [
+        (None, ["meta", "meta"]),
+        ("int4", ["cpu", "cpu"]),
+        ({"target": "int8"}, ["cpu", "meta"]),
+        ({"draft": "int8"}, ["meta", "cpu"]),
+    ],
+)
+def test_full_weights_are_read_to_the_host_where_the_device_gets_their_codes(
+    target,
+    draft,
+    monkeypatch,
+    quantize,
+    read_to,  # noqa: F811
+):
+    read, moved, load_model = {}, {}, models.load_model
+
+    def reading(name, *args, **options):
+        read[name] = options["device"].type
+        return load_model(name, *args, **options)
+
+    def quantizing(model, kind, device):
+        moved[model] = device.type
+        return quantized(model, kind, device)
+
+    monkeypatch.setattr(models, "load_model", reading)
+    monkeypatch.setattr(models, "quantized", quantizing)
+    monkeypatch.setattr(models, "ModelPair", lambda **parts: parts)
+    pair = bass.load_pair(target, draft, device="meta", quantize=quantize)
+    assert [read[target], read[draft]] == read_to
+    assert {each.device.type for role in ("target", "draft") for each in pair[role].parameters()} == {"meta"}
+    assert set(moved.values()) <= {"meta"} and len(moved) == read_to.count("cpu")
 
 
 def test_a_quantized_draft_changes_no_text(target, draft):  # noqa: F811
