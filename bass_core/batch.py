@@ -31,6 +31,7 @@ class Batch:
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
         self._runners = [target, *([drafter.runner] if isinstance(drafter, ModelDrafter) else [])]
         self._filled = False  # whether the caches have all of their memory
+        self.admitting = False  # whether the step that runs, or the last one, which failed, gives rows places
 
     def submit(self, request: Request) -> None:
         """Queue a row; rows that wait for the same text share their prompt. Safe while a step runs elsewhere."""
@@ -52,7 +53,7 @@ class Batch:
     @contextmanager
     def admission(self) -> Iterator[None]:
         """Rows admitted inside wait again if anything is raised, so that an interrupted step can be repeated."""
-        first = len(self.rows.live)
+        first, self.admitting = len(self.rows.live), True
         try:
             yield
         except BaseException as error:
@@ -62,6 +63,7 @@ class Batch:
                     runner.cache.begin_anew()
                 self.rows.begin_anew()
             raise
+        self.admitting = False
         self.rows.drop_started()
 
     def starting(self) -> list[Request]:

@@ -315,6 +315,7 @@ class Session:
         if self._ahead:
             self._take_back()
         self.batch.compact()  # what an interrupted step may have left
+        self.batch.admitting = False
         for request in self.rows.expired():
             self.batch.end(request, "budget")
         with self.target.cache.explaining(), self.target.prepared():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from math import inf
 
 from bass_core import inputs
 from bass_core.engine import Session, StepEvent
@@ -91,7 +90,7 @@ class KeptSession(HasSession):
         return found
 
     def settled(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], **options: object) -> Generation:
-        """The first run of these in which nothing is recorded; elsewhere the first."""
+        """The first run of these in which nothing is recorded, or the last of `MOST`; elsewhere the first."""
         for _ in range(MOST):
             before = self.recordings
             found = self(prompts, **options)
@@ -112,13 +111,15 @@ class KeptSession(HasSession):
         each = [prompt for prompt in self._read(prompts, max_new_tokens) for _ in range(samples)]
         if self._broken:
             self.session.close()
-            self.session, self._broken = Session(self.pair, **self.options), False
-        session = self.session
+            self.session = Session(self.pair, **self.options)
+        session, self._broken = self.session, True  # what is submitted is part of the next run, if there is an error
+        session.drafter.forget()
         session.trace = Trace(session.trace.level, **session.trace.meta)
         handles = [
             session.submit(prompt, max_new_tokens=max_new_tokens, seed=seed, row=row) for row, prompt in enumerate(each)
         ]
         self._reserve(max(handle.limit for handle in handles))
+        self._broken = False
         return handles
 
     def reserve(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], max_new_tokens: int) -> None:
@@ -127,8 +128,10 @@ class KeptSession(HasSession):
             self._reserve(max(len(prompt.ids) for prompt in self._read(prompts, max_new_tokens)) + max_new_tokens)
 
     def _reserve(self, longest: int) -> None:
-        context = min(self.pair.contexts.values(), default=inf)
-        self.session.reserve(int(min(1 << (longest - 1).bit_length(), max(context, longest))))  # seldom
+        if (
+            not self.session.rows.capacity
+        ):  # later it grows with rows that need it, to twice as much where there is room
+            self.session.reserve(longest)
 
     def _read(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], max_new_tokens: int) -> list[Prompt]:
         return inputs.prompts_of(self.pair, prompts, max_new_tokens, self.options.get("generation_config"))

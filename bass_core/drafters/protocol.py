@@ -203,6 +203,9 @@ class Drafter(ABC):
     def ended(self, place: int, tokens: np.ndarray) -> None:
         """The row at that place has ended with these tokens, prompt included. An interrupt may have it said again."""
 
+    def forget(self) -> None:
+        """No row lives, and those that come are to be drafted as in a new session: forget what others have taught."""
+
     def prepared(self) -> AbstractContextManager:
         """May be held while many steps run, so that what each would prepare for itself is prepared once."""
         return nullcontext()

@@ -58,6 +58,9 @@ class SuffixDrafter(Drafter):
         self._count(place, tokens)
 
     def release(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self.followed.clear()
         self.followed_before.clear()
 

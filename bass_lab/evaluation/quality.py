@@ -214,12 +214,13 @@ class _Run:
     def warm_up(self, problems: Sequence[Problem]) -> None:
         """Decode the first of the problems, with room for all of them where steps are recorded."""
         self._decode.reserve([problem.prompt for problem in problems], self._options["max_new_tokens"])
-        self.decode(problems[0])
+        self.decode(problems[0], time_budget=None)  # within the budget there may be too little time to record anything
 
-    def decode(self, problem: Problem) -> list[dict]:
-        """The rows of one problem and when each was done, not yet graded."""
+    def decode(self, problem: Problem, **changes: object) -> list[dict]:
+        """The rows of one problem and when each was done, not yet graded. changes: of the options."""
         done: dict[int, float] = {}  # when each row emitted last
         how = {name: self._options[name] for name in OF_A_CALL} | {"seed": _seed(self._options["seed"], problem)}
+        how |= changes
         out = self._decode.settled(
             [problem.prompt],
             on_step=lambda event: done.update(dict.fromkeys(event.rows, time.perf_counter())),

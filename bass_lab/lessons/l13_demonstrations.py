@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pandas as pd
 import torch
@@ -21,7 +21,6 @@ from bass_core.engine import Session
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_lab.checks import plain_decoding
-from bass_lab.kept_session import KeptSession
 from bass_lab.lessons.settings import is_exact
 from bass_lab.measure.clocks import Elapsed
 from bass_lab.measure.ratios import Ratio
@@ -125,25 +124,15 @@ def timed(
     with its 95% interval. Raises AssertionError where ways write different texts (float32)."""
     ids, lines = inputs.token_ids(pair, sources), []
     for batch in batch_sizes:
-        with ExitStack() as sessions:
-            ours = {
-                way: sessions.enter_context(KeptSession(pair, batch, draft_length=k, trace="off"))
-                for way, k in ((WAYS[0], draft_length), (WAYS[1], 0))
-            }
-            for repeat in range(repeats + 1):
-                texts = {}
-                for way in WAYS:
-                    if way in ours:
-                        out = ours[way].settled(ids[:batch], max_new_tokens=most)
-                        texts[way], seconds = [row.tolist() for row in out.sequences], ours[way].seconds
-                    else:
-                        with Elapsed(pair.device) as elapsed:
-                            texts[way] = written(pair, way, ids[:batch], draft_length, most)
-                        seconds = elapsed.seconds
-                    tokens = sum(map(len, texts[way]))
-                    lines.append({"batch": batch, "way": way, "repeat": repeat, "ms": 1e3 * seconds / tokens})
-                same = all(each == texts[WAYS[0]] for each in texts.values())
-                assert same or not is_exact(pair), "the ways write different texts"
+        for repeat in range(repeats + 1):
+            texts = {}
+            for way in WAYS:
+                with Elapsed(pair.device) as elapsed:
+                    texts[way] = written(pair, way, ids[:batch], draft_length, most)
+                tokens = sum(map(len, texts[way]))
+                lines.append({"batch": batch, "way": way, "repeat": repeat, "ms": 1e3 * elapsed.seconds / tokens})
+            same = all(each == texts[WAYS[0]] for each in texts.values())
+            assert same or not is_exact(pair), "the ways write different texts"
     runs = pd.DataFrame(lines).query("repeat > 0")
     table = []
     for batch, part in runs.groupby("batch"):

@@ -39,6 +39,7 @@ def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, 
                 session.submit(ids, max_new_tokens=new, row=len(prompts) + row)
             while not session.idle:
                 session.step()
+        session.drafter.forget()
         return _served(workload, prompts, session)
 
 

@@ -57,7 +57,8 @@ COUNTS = ("alpha", "acceptance_rate", "tokens_per_step")
 @dataclass(frozen=True)
 class Comparison:
     """runs: one line per (repeat, method): repeat, method, k, seconds, tokens, tokens_per_second, first_ms, last_ms,
-    mean_ms (latency per token), alpha, acceptance_rate, tokens_per_step (NaN where nothing was drafted)."""
+    mean_ms (latency per token), alpha, acceptance_rate, tokens_per_step (NaN where nothing was drafted), disturbed
+    (whether something was recorded in this repeat, by any method)."""
 
     runs: pd.DataFrame
 
@@ -74,6 +75,8 @@ class Comparison:
             medians = runs[["tokens_per_second", *LATENCIES, *COUNTS]].median()
             line = {"method": method, "k": None if pd.isna(runs.k.iloc[0]) else int(runs.k.iloc[0])}
             line |= {"seconds": runs.seconds.tolist(), "over_regular": self.ratio(method)._asdict()}
+            if runs.disturbed.any():
+                line["disturbed"] = int(runs.disturbed.sum())
             found.append(line | {name: None if np.isnan(value) else float(value) for name, value in medians.items()})
         return found
 
@@ -104,8 +107,8 @@ def compare(
     again), for comparisons that a few texts could decide.
     repeats: interleaved, after one that warms up and is not counted. Where steps are recorded (on a GPU), sessions keep
     what they have recorded, all of them open at once; another repeat takes the place of one in which something is
-    recorded, up to two times `repeats` in all. draft_length: of `single` and `batched`; None is
-    the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
+    recorded, up to two times `repeats` in all (those after that are `disturbed`). draft_length: of `single` and
+    `batched`; None is the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so on; None is
     "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft suffix" and
     "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is always taken
     by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is done now and
@@ -136,10 +139,11 @@ def compare(
             found = _timed(pair, ids, called, take_turns, seed=repeat, new=max_new_tokens)
             if repeat == 0:
                 continue
-            if _recordings(kept) > before and again > 0:  # not for ever: other texts may always want another shape
+            disturbed = _recordings(kept) > before
+            if disturbed and again > 0:  # not for ever: other texts may always want another shape
                 again -= 1
                 continue
-            lines += found
+            lines += [line | {"disturbed": disturbed} for line in found]
             done += 1
             if done == repeats:
                 break
@@ -299,6 +303,8 @@ def table(lines: Sequence[dict]) -> tuple[str, list[dict[str, str]], str]:
     if outside:
         shares = ", ".join(f"{method} {share:.1%}" for method, share in outside.items())
         notes += f"; time outside of the models' passes: {shares}"
+    if disturbed := max(line.get("disturbed", 0) for line in lines):
+        notes += f"; in {disturbed} of the repeats something was recorded, so they took longer"
     baseline, ratios = over_baseline(lines)
     if baseline != "regular":
         notes += f"; over faster: over {baseline}, which is faster than regular here"

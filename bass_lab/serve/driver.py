@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bass_core.engine import Result, Session, StepEvent
+from bass_core.environment import is_full
 from bass_core.rows import Request
 from bass_lab.serve.counts import Counts
 
@@ -154,8 +154,9 @@ class Driver:
                         began = time.monotonic()
                         try:
                             event = self.session.step()
-                        except (torch.OutOfMemoryError, MemoryError) as error:
-                            if not self._without_the_largest(error):
+                        except Exception as error:
+                            admitting = self.session.batch.admitting and is_full(error)
+                            if not (admitting and self._without_the_largest(error)):
                                 raise
                             self._tell(None)
                             continue

@@ -192,13 +192,7 @@ def test_a_copy_elsewhere_leaves_the_full_model_where_it_is():
         ({"draft": "int8"}, ["meta", "cpu"]),
     ],
 )
-def test_full_weights_are_read_to_the_host_where_the_device_gets_their_codes(
-    target,
-    draft,
-    monkeypatch,
-    quantize,
-    read_to,  # noqa: F811
-):
+def test_weights_are_read_to_the_host_where_their_codes_go_on(monkeypatch, target, draft, quantize, read_to):  # noqa: F811
     read, moved, load_model = {}, {}, models.load_model
 
     def reading(name, *args, **options):

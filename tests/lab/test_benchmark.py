@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import gpu_box
@@ -14,7 +15,8 @@ from tiny import byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
 from bass_core import ModelPair, generate, inputs, load_pair
-from bass_core.drafters import NgramDrafter
+from bass_core.drafters import NgramDrafter, SuffixDrafter
+from bass_core.engine import Session
 from bass_core.policies.costs import costs_like
 from bass_lab.cli import main
 from bass_lab.kept_session import KeptSession
@@ -366,7 +368,19 @@ def test_nothing_is_recorded_in_a_repeat_that_counts(pair, monkeypatch, take_tur
     assert all(recordings[repeat] == recordings[repeat + 1] for repeat in counted)
 
 
-def test_sessions_that_are_kept_write_what_generate_writes(pair, monkeypatch):
+def test_repeats_that_record_for_ever_are_counted_and_named(pair, monkeypatch):
+    restless = itertools.count()
+    monkeypatch.setattr(benchmark, "_recordings", lambda kept: next(restless))
+    comparison = benchmark.compare(pair, PROMPTS, repeats=2, **OURS)
+    found = comparison.lines()
+    assert comparison.runs.disturbed.all() and {line["disturbed"] for line in found} == {2}
+    assert sorted(set(comparison.runs.repeat)) == [5, 6]  # after twice as many that do not count
+
+
+@pytest.mark.parametrize("draft", ["draft model", "suffix"])
+def test_sessions_that_are_kept_write_what_generate_writes(pair, monkeypatch, draft):
+    """With the same drafts: one that learns from texts must not know those that are repeated."""
+    pair = pair if draft == "draft model" else replace(pair, draft=SuffixDrafter(least=0.01))
     options = {"draft_length": 3, "temperature": 0.8, "eos_token_id": ()}
     expected = [generate(pair, PROMPTS, seed=seed, max_new_tokens=12, **options) for seed in range(3)]
     use_on_cpu(monkeypatch)
@@ -374,7 +388,8 @@ def test_sessions_that_are_kept_write_what_generate_writes(pair, monkeypatch):
     for seed in (0, 1, 2, 1):
         found = kept.settled(PROMPTS, max_new_tokens=12, seed=seed)
         assert all(map(torch.equal, found.sequences, expected[seed].sequences))
-        assert found.trace.summary()["tokens"] == expected[seed].trace.summary()["tokens"]
+        assert found.trace.steps.accepted.tolist() == expected[seed].trace.steps.accepted.tolist()
+        assert found.trace.steps.drafted.tolist() == expected[seed].trace.steps.drafted.tolist()
     before = kept.recordings
     assert kept(PROMPTS, max_new_tokens=12, seed=2).texts == expected[2].texts and kept.recordings == before
     kept.close()
@@ -402,6 +417,26 @@ def test_a_run_that_is_interrupted_leaves_no_rows_to_the_next(pair, monkeypatch)
         assert found.texts == expected.texts
         assert kept(PROMPTS[0], max_new_tokens=12, num_return_sequences=2).samples == 2
         assert {*kept(PROMPTS, max_new_tokens=12, time_budget=0.0).finish_reasons} == {"budget"}
+
+
+def test_a_run_that_finds_no_room_leaves_no_rows_to_the_next(pair, monkeypatch):
+    use_on_cpu(monkeypatch)
+    options = {"draft_length": 3, "eos_token_id": ()}
+    expected = generate(pair, PROMPTS, max_new_tokens=12, **options)
+    reserve = Session.reserve
+
+    def full(session, positions):
+        monkeypatch.setattr(Session, "reserve", reserve)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with KeptSession(pair, len(PROMPTS), **options) as kept:
+        monkeypatch.setattr(Session, "reserve", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            kept(PROMPTS, max_new_tokens=12)
+        assert kept(PROMPTS, max_new_tokens=12).texts == expected.texts
+        room = kept.session.rows.capacity
+        kept(PROMPTS, max_new_tokens=14)  # longer: twice the room, so that not every such run records anew
+        assert room < 2 * room == kept.session.rows.capacity
 
 
 def test_no_repeats_are_refused(pair):

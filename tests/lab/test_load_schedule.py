@@ -185,6 +185,14 @@ def test_texts_under_load_are_those_of_generate(tiny_pair, prompts, temperature)
     assert run.steps.emitted.sum() == 96 and (run.steps.rows <= 3).all()
 
 
+def test_what_warms_up_teaches_the_drafter_nothing(tiny_pair, prompts):
+    pair, options = replace(tiny_pair, draft=bass.SuffixDrafter(least=0.01)), {"draft_length": 3, "eos_token_id": ()}
+    arriving = workload([0.0], new=6, prompts=[prompts[0].tolist()])
+    run = in_process(arriving, pair, max_batch_size=1, **options)
+    alone = bass.generate(pair, prompts[:1], max_new_tokens=6, **options).trace.steps
+    assert run.steps.accepted.tolist() == alone.accepted.tolist()
+
+
 def test_a_client_leaves_a_session(tiny_pair, prompts):
     arriving = workload([0.0, 0.0], new=60, deadline=[1e-4, np.nan], prompts=[p.tolist() for p in prompts[:2]])
     run = in_process(arriving, tiny_pair, draft_length=2, eos_token_id=())

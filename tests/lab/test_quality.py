@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_lab.cli import main
-from bass_lab.evaluation import METHODS, Problem, compare, evaluate, load, load_problems, sample_file, sandbox
+from bass_lab.evaluation import METHODS, Problem, compare, evaluate, load, load_problems, quality, sample_file, sandbox
 from bass_lab.evaluation.quality import CODE_STOPS
 
 PROBLEMS = load_problems()[:3]
@@ -185,6 +185,19 @@ def test_a_session_that_is_kept_writes_the_same_and_keeps_the_budget(pair, runs,
     )
     cut = evaluate(pair, PROBLEMS[:1], grade=short, **OPTIONS | {"budget": 0.0}).samples
     assert set(cut.finish_reason) == {"budget"}
+
+
+def test_what_warms_up_has_all_the_time_it_needs(pair, monkeypatch):
+    use_on_cpu(monkeypatch)
+    recorded, decode = [], quality._Run.decode
+
+    def decoding(run, problem, **changes):
+        recorded.append(run._decode.recordings)
+        return decode(run, problem, **changes)
+
+    monkeypatch.setattr(quality._Run, "decode", decoding)
+    evaluate(pair, PROBLEMS[:1], grade=short, **OPTIONS | {"budget": 0.0})
+    assert recorded[0] == 0 < recorded[1]
 
 
 def test_any_budget_is_scored_from_the_file(runs):

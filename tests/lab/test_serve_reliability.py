@@ -260,6 +260,22 @@ def test_a_request_too_large_for_the_memory_fails_alone(monkeypatch):
         until(lambda: server.gate.rows == 0)
 
 
+def test_memory_that_is_full_in_the_midst_of_decoding_is_no_fault_of_those_that_wait(monkeypatch):
+    def full(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(serve_server, "LAST_WORDS", 0.1)
+    with served(PAIR, max_batch_size=1, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(post, server, **LONG)
+        until(lambda: server.gate.rows == 1)
+        waiting = pool.submit(post, server, prompt=PROMPT, max_tokens=5)
+        until(lambda: len(server.driver.session.rows.waiting) == 1)
+        server.driver.session.device_step.verify = full
+        assert [each.result().status_code for each in (running, waiting)] == [500, 500]
+        until(lambda: server.should_exit)
+    assert server.failed
+
+
 def test_a_dead_engine_fails_its_requests_says_so_and_ends_the_server(capfd, monkeypatch):
     monkeypatch.setattr(serve_server, "LAST_WORDS", 0.8)
     with served(PAIR, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
