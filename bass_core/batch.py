@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bass_core.cache import free
-from bass_core.drafters import Drafter, ModelDrafter
+from bass_core.drafters import Drafter, runners_of
 from bass_core.environment import is_full
 from bass_core.long_prompt import LongPrompts, read_sources
 from bass_core.rows import Prompt, Request, Rows
@@ -29,7 +29,7 @@ class Batch:
         self.rows, self.target, self.drafter = rows, target, drafter
         self.long = LongPrompts(prefill_chunk, rows, target, drafter)
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
-        self._runners = [target, *([drafter.runner] if isinstance(drafter, ModelDrafter) else [])]
+        self._runners = runners_of(target, drafter)
         self._filled = False  # whether the caches have all of their memory
         self.admitting = False  # whether the step that runs, or the last one, which failed, gives rows places
 
@@ -46,22 +46,33 @@ class Batch:
     def reserve(self, positions: int) -> None:
         """Make room for rows of that many tokens, prompt included."""
         if positions > self.rows.capacity:
-            self.target.cache.grow(positions)
-            self.drafter.grow(positions)
-            self.rows.grow(positions)
+            with self._no_more_than_fits():
+                self.target.cache.grow(positions)
+                self.drafter.grow(positions)
+                self.rows.grow(positions)
+
+    @contextmanager
+    def _no_more_than_fits(self) -> Iterator[None]:
+        """Where memory is full before the caches have any, there is as little room as at first: later rows would take
+        as much as the one that found none."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._filled and is_full(error):
+                for runner in self._runners:
+                    runner.cache.begin_anew()
+                self.rows.begin_anew()
+            raise
 
     @contextmanager
     def admission(self) -> Iterator[None]:
         """Rows admitted inside wait again if anything is raised, so that an interrupted step can be repeated."""
         first, self.admitting = len(self.rows.live), True
         try:
-            yield
-        except BaseException as error:
+            with self._no_more_than_fits():
+                yield
+        except BaseException:
             del self.rows.live[first:]
-            if not self._filled and is_full(error):  # or any later row would take as much
-                for runner in self._runners:
-                    runner.cache.begin_anew()
-                self.rows.begin_anew()
             raise
         self.admitting = False
         self.rows.drop_started()

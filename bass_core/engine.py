@@ -284,10 +284,11 @@ class Session:
 
     def close(self) -> None:
         """Free the caches now, also while a traceback still holds the session. Raises RuntimeError inside a step."""
-        with self._alone():
+        with suppress(torch.AcceleratorError), self._alone():  # a GPU that is lost: whoever asks it next hears of it
             self._closed = True
             self.device_step.release()
             self.batch.release()
+        self._closed = True
 
     def __enter__(self) -> Session:
         return self
@@ -369,8 +370,11 @@ class Session:
         try:
             with torch.cuda.stream(self._stream):
                 yield
-        finally:
-            callers.wait_stream(self._stream)
+        except BaseException:
+            with suppress(RuntimeError):  # of a GPU that is lost: what was raised says so
+                callers.wait_stream(self._stream)
+            raise
+        callers.wait_stream(self._stream)
 
     def _refuse_closed(self) -> None:
         if self._closed:

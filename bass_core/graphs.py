@@ -20,12 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from bass_core.environment import is_full
+
 MOST = 64  # recordings kept: a batch's draft lengths, and what is left of earlier batch sizes
 WARM_UPS = 2  # calls beside the main stream before the recording: libraries make their workspaces there
 
 Function = Callable[[], Any]
-# One at a time: recordings share a stream, and would hold each other's launches. What is met for the first time is not
-# called beside one: compilers time what they make, and so wait for the device, which voids a recording.
+# One at a time: recordings share a stream, and would hold each other's launches. A step that is met for the first time
+# is not called beside one: compilers time what they make, and so wait for the device, which voids a recording.
+# (Prefills, and steps that are never recorded, may: a recording is made once more.)
 _RECORDING = threading.RLock()
 
 
@@ -218,6 +221,8 @@ def _capture(companion: torch.cuda.CUDAGraph | None, function: Function) -> tupl
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
             raise
+        if is_full(error):  # the driver's, for the graph itself
+            raise torch.OutOfMemoryError(str(error)) from None
         reason = str(error).strip().splitlines()[0]
         raise NotRecordable(f"CUDA does not record these passes ({reason}): use compile='off'") from error
     return graph, result

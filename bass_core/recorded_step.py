@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
-from bass_core.drafters import Context, Draft, Drafter, ModelDrafter
+from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, runners_of
 from bass_core.eager_step import Decided, EagerStep, StepOptions
 from bass_core.graphs import Graphs
 from bass_core.rows import Request, Rows
@@ -81,7 +81,7 @@ class RecordedStep(EagerStep):
 
     def __init__(self, rows: Rows, target: Runner, drafter: Drafter, options: StepOptions, graphs: Graphs):
         super().__init__(rows, target, drafter, options)
-        self.graphs = graphs
+        self.graphs, self._runners = graphs, runners_of(target, self.drafter)
         places, device = self.rows.max_rows, self.rows.device
         # Drafts that each place submits; -1: no row lives there. A step leaves there what the next one submits if that
         # plans as many.
@@ -197,12 +197,12 @@ class RecordedStep(EagerStep):
 
     def _stands_on(self) -> tuple:
         """What is another for other memory, and for passes that are switched."""
-        return self.rows.capacity, self.target.cache.slots, self.rows.seen is None, self.switched
+        slots = [runner.cache.slots for runner in self._runners]
+        return self.rows.capacity, slots, self.rows.seen is None, self.switched
 
     def _switches(self) -> tuple:
         """What others may switch between two steps: deterministic kernels, and adapters."""
-        drafts = self.drafter.runner.adapters if isinstance(self.drafter, ModelDrafter) else []
-        return torch.are_deterministic_algorithms_enabled(), self.target.adapters, drafts
+        return torch.are_deterministic_algorithms_enabled(), [runner.adapters for runner in self._runners]
 
     def _announce(self, lengths: np.ndarray) -> None:
         """Tell the device what each place submits, unless that is what the step before has left there. The copy runs

@@ -240,10 +240,9 @@ class Rows:
     def grow(self, capacity: int) -> None:
         """Room for rows of `capacity` positions."""
         extra = capacity - self.capacity
-        self.tokens = torch.nn.functional.pad(self.tokens, (0, extra))
-        self.logprobs = torch.nn.functional.pad(self.logprobs, (0, extra))
+        wider = [torch.nn.functional.pad(each, (0, extra)) for each in (self.tokens, self.logprobs)]
         self.tokens_host = np.pad(self.tokens_host, ((0, 0), (0, extra)))
-        self.capacity = capacity
+        (self.tokens, self.logprobs), self.capacity = wider, capacity  # all of them, or none where memory is full
 
     # --- committing -------------------------------------------------------------------------------
 

@@ -86,8 +86,8 @@ class Runner:
             from bass_core import cpu_layers
 
             lean = cpu_layers.changes(model)
-        inside = (each for each in model.modules() if not isinstance(each, PreTrainedModel))
-        self._adapted = [each for each in inside if hasattr(each, "disable_adapters")]  # peft's layers
+        self._adapters: tuple[str, ...] = ()  # by name, and peft's layers that have them
+        self._adapted: list[torch.nn.Module] = []
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
         self.context = attention.context_length(model)  # positions; None: it does not say
         self._switch = attention.Switch(model, path, self.cache.hidden, lean)
@@ -95,9 +95,17 @@ class Runner:
 
     @property
     def adapters(self) -> list[tuple]:
-        """Which adapters apply now, layer by layer: recorded passes have those of their recording."""
+        """Which adapters apply now, layer by layer, and how much: recorded passes have those of their recording."""
+        if (named := tuple(getattr(self.model, "peft_config", ()))) != self._adapters:
+            inside = (each for each in self.model.modules() if not isinstance(each, PreTrainedModel))
+            self._adapters, self._adapted = named, [each for each in inside if hasattr(each, "disable_adapters")]
         return [
-            (each.disable_adapters, tuple(each.active_adapters), tuple(getattr(each, "merged_adapters", ())))
+            (
+                each.disable_adapters,
+                tuple(each.active_adapters),
+                tuple(getattr(each, "merged_adapters", ())),
+                tuple(getattr(each, "scaling", {}).items()),
+            )
             for each in self._adapted
         ]
 

@@ -281,6 +281,11 @@ class ModelDrafter(Drafter):
         self.cached[: len(before)] += np.minimum(accepted, np.maximum(drafted - 1, 0))
 
 
+def runners_of(target: Runner, drafter: Drafter) -> list[Runner]:
+    """All that keep caches of a session's rows: the target's, and that of a model which drafts."""
+    return [target, drafter.runner] if isinstance(drafter, ModelDrafter) else [target]
+
+
 def _is_tempered(context: Context) -> bool:
     """Whether rows draw, by numbers of their own step, from what the temperature alone makes of the logits."""
     params = context.params

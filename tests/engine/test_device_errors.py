@@ -20,7 +20,7 @@ from sessions import run_to_the_end
 from tiny import CONTEXT, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import cache, environment, probe, sampling
+from bass_core import cache, environment, kernel_ops, probe, sampling
 from bass_core.cache import RaggedCache
 
 
@@ -118,6 +118,45 @@ def test_a_session_whose_first_row_found_no_memory_takes_a_shorter_one(monkeypat
             session.step()
         assert session.result(short).sequence.tolist() == expected.tolist()
         assert session.target.cache.slots == session.drafter.runner.cache.slots == len(PROMPTS[0]) + 12 + 1
+
+
+def test_room_that_was_not_there_is_not_asked_for_again(monkeypatch, pair):
+    pad = torch.nn.functional.pad
+    with bass.Session(pair, max_batch_size=3, draft_length=3, eos_token_id=()) as session:
+
+        def limited(tensor, extra, *rest):
+            if tensor is session.rows.logprobs:  # those of the tokens found room
+                raise torch.OutOfMemoryError(CUDA_IS_FULL)
+            return pad(tensor, extra, *rest)
+
+        with monkeypatch.context() as context:
+            context.setattr(torch.nn.functional, "pad", limited)
+            with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+                session.reserve(400)
+        short = session.submit(PROMPTS[0], max_new_tokens=12)
+        while not session.idle:
+            session.step()
+        assert session.target.cache.slots == session.drafter.runner.cache.slots == len(PROMPTS[0]) + 12 + 1
+        assert session.rows.tokens.shape == session.rows.logprobs.shape == session.rows.tokens_host.shape
+        expected = bass.generate(pair, PROMPTS[:1], max_new_tokens=12, draft_length=3, eos_token_id=()).sequences[0]
+        assert session.result(short).sequence.tolist() == expected.tolist()
+
+
+def test_memory_that_is_full_says_nothing_of_the_kernels(monkeypatch):
+    """Not for good: it may be free at the next call."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = iter([torch.OutOfMemoryError(CUDA_IS_FULL), ImportError("no such symbol")])
+
+    class Kernels:
+        def write_kv(self, *_):
+            raise next(found)
+
+    monkeypatch.setattr(kernel_ops, "load", Kernels)
+    device = torch.device("cpu:0")  # asked for by nobody else
+    with pytest.raises(torch.OutOfMemoryError):
+        kernel_ops.obstacle(device)
+    assert kernel_ops.obstacle(device) == "ImportError: no such symbol"
+    kernel_ops.obstacle.cache_clear()
 
 
 class Small:

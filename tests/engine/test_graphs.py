@@ -15,8 +15,9 @@ from bass_core.graphs import Graphs, NotRecordable
 
 @pytest.fixture
 def captures(monkeypatch):
-    """What a GPU is told while a function is recorded. `voids`: how many recordings fail as they end."""
+    """What a GPU is told while a function is recorded. `voids`: so many recordings fail as they end, `said`: why."""
     calls, gpu = [], SimpleNamespace(voids=0, graphs=weakref.WeakSet())
+    gpu.said = "operation failed due to a previous error during capture"
 
     class Graph:
         def __init__(self):
@@ -33,7 +34,7 @@ def captures(monkeypatch):
             calls.append("end")
             if gpu.voids > 0:
                 gpu.voids -= 1
-                raise RuntimeError("operation failed due to a previous error during capture")
+                raise RuntimeError(gpu.said)
 
         def pool(self):
             return 0, 1
@@ -87,6 +88,15 @@ def test_memory_that_is_only_cached_is_given_back_for_a_recording(captures):
     replay = captures.record(function)
     assert captures.calls[-7:] == ["end of pool (0, 1)", "clear", "empty", "clear", "begin", "end", "clear"]
     assert replay is not None and len(captures.graphs) == 1  # what the void one held was free before the next
+
+
+def test_memory_that_the_driver_has_none_of_is_said_as_such(captures):
+    """Recordings are not given up for ever, as those of functions that cannot be recorded are."""
+    captures.voids, captures.said = 2, "CUDA error: out of memory"
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA error: out of memory"):
+        captures.record(lambda: None)
+    captures.voids = 1
+    assert captures.record(lambda: None) is not None
 
 
 def test_what_is_interrupted_while_it_is_recorded_leaves_nothing(captures):

@@ -1,5 +1,7 @@
 """Steps of fixed shapes, recorded and replayed, give what steps launched one operator at a time give."""
 
+import copy
+
 import pytest
 import torch
 from recording import PROMPTS, Recorder, assert_same, pair, use_fixed_steps, use_on_cpu
@@ -159,6 +161,30 @@ def test_adapters_are_switched_between_two_steps(role):
             with adapted.disable_adapter():
                 for _ in range(6):
                     running.step()
+            texts(running, handles)
+            steps = running.trace.steps[["step", "row", "drafted", "accepted"]]
+            found[way] = texts(running, handles), steps.to_numpy().tolist()
+    assert found["graphs"] == found["off"]
+
+
+@pytest.mark.parametrize("change", ["how much it counts", "the first there is"])
+def test_adapters_change_between_two_steps(change):
+    peft = pytest.importorskip("peft")
+    found, plain = {}, tiny_model(vocab_size=BYTES)
+    for way in ("off", "graphs"):
+        torch.manual_seed(1)
+        adapted = with_adapter().get_base_model() if change == "how much it counts" else copy.deepcopy(plain)
+        with bass.Session(bass.ModelPair(adapted, plain), compile=way, draft_length=3, eos_token_id=()) as running:
+            handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:2]]
+            for _ in range(6):
+                running.step()
+            if change == "how much it counts":
+                for layer in adapted.modules():
+                    if hasattr(layer, "scale_layer"):
+                        layer.scale_layer(-3.0)
+            else:
+                config = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+                adapted.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", **config))
             texts(running, handles)
             steps = running.trace.steps[["step", "row", "drafted", "accepted"]]
             found[way] = texts(running, handles), steps.to_numpy().tolist()

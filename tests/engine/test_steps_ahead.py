@@ -332,6 +332,26 @@ def test_a_step_that_fails_has_its_caller_wait_all_the_same(streams, monkeypatch
         assert Stream.told == [("own", "waits for", "other"), ("other", "waits for", "own")]
 
 
+def test_a_gpu_that_is_lost_is_told_by_what_lost_it(streams, monkeypatch):
+    """Nothing can be waited for any more, and a session that is closed says no more of it."""
+    own, other = streams
+
+    def lost(*_):
+        monkeypatch.setattr(Stream, "wait_stream", lost)
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    running = session("off")
+    running._stream = own
+    monkeypatch.setattr(running, "_next_step", lost)
+    with other.inside():
+        with pytest.raises(torch.AcceleratorError) as caught:
+            running.step()
+        assert caught.value.__context__ is None
+        running.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            running.step()
+
+
 def test_nothing_is_launched_ahead_of_somebody_who_watches_phases(ahead, monkeypatch):
     monkeypatch.setattr(bass.Session, "on_phase", lambda *_: None)
     with session() as running:
