@@ -109,10 +109,10 @@ def compare(
     what they have recorded, all of them open at once; another repeat takes the place of one in which something is
     recorded, up to two times `repeats` in all (those after that are `disturbed`). draft_length: of `single` and
     `batched`; None is the default policy. other_lengths: `batched` again, with these, as methods "batched k=2" and so
-    on; None is "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft suffix"
-    and "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is always
-    taken by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is done now
-    and which share of the work, 0 to 1, is done.
+    on; None is "batched default". other_drafts: by name, each with all of these lengths, as methods "other_draft
+    suffix" and "other_draft suffix k=2". take_turns: the methods of a repeat decode side by side, and the next step is
+    always taken by the one that has emitted the fewest tokens; each is timed in its own steps. progress: told what is
+    done now and which share of the work, 0 to 1, is done.
 
     Raises ValueError for an unknown method, for `assisted` without a draft model and for methods of transformers' that
     are to take turns.
