@@ -54,7 +54,7 @@ def load_model(
     """The language model of a folder, or of that revision on the hub, in evaluation mode; see `load_pair`."""
     check_there(name, revision)
     try:
-        with _progress_only_for_people():
+        with _progress_only_for_people(), torch.device("cpu"):  # whatever the default: a GPU's would ask for accelerate
             config, commit = _checked_config(name, revision, trust_remote_code)
             quantized = quantization_config is not None or bool(getattr(config, "quantization_config", None))
             special: dict[str, Any] = attention_of(config)

@@ -123,8 +123,9 @@ _is_rms_norm_of: dict[Callable, bool] = {}  # by the forward of its class
 def _agrees_with_rms_norm(module: nn.Module) -> bool:
     twin, size = copy.deepcopy(module), module.weight.shape
     numbers = torch.Generator().manual_seed(0)
-    twin.weight.data = torch.randn(size, generator=numbers)
-    x = torch.randn(16, *size, generator=numbers) * 10.0 ** torch.arange(-8, 8).view(16, *[1] * len(size))
+    twin.weight.data = torch.randn(size, generator=numbers, device="cpu")
+    scales = 10.0 ** torch.arange(-8, 8, device="cpu").view(16, *[1] * len(size))
+    x = torch.randn(16, *size, generator=numbers, device="cpu") * scales
     try:
         return torch.equal(twin.forward(x), F.rms_norm(x, size, twin.weight, twin.variance_epsilon))
     except (AttributeError, RuntimeError, TypeError):  # it takes more than this

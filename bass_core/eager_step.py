@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bass_core import kernel_ops, randomness, sampling, verification
 from bass_core.draft_length import DraftLengthPolicy
-from bass_core.drafters import Context, Draft, Drafter
+from bass_core.drafters import Context, Draft, Drafter, ModelDrafter
 from bass_core.drafters.protocol import checked
 from bass_core.randomness import Key, Purpose
 from bass_core.rows import Rows
@@ -103,10 +103,12 @@ class EagerStep:
     def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """What the drafter returns, checked."""
         draft = self.drafter.draft(context, lengths.copy(), policy)  # whatever a drafter writes into it
-        draft = checked(draft, self.drafter, lengths, self.vocabulary)
+        draft = checked(draft, self.drafter, lengths, self.vocabulary, context.tokens.device)
         most = int(draft.lengths_host.max())  # padding beyond it would be verified for nothing
         probs = None if draft.probs is None else draft.probs[:, :most]
-        return draft._replace(tokens=draft.tokens[:, :most], probs=probs)
+        draft = draft._replace(tokens=draft.tokens[:, :most], probs=probs)
+        seen = draft.tokens.device.type == "cpu" or isinstance(self.drafter, ModelDrafter)  # that these are ids
+        return draft if seen else draft.within(self.vocabulary)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
         """Target logits [B, K + 1, V] after the last committed token and after each drafted one."""

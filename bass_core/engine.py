@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from bass_core import inputs, kernel_ops, probe, recorded_step
 from bass_core.batch import Batch
@@ -39,7 +39,8 @@ FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, com
 
 @dataclass(frozen=True)
 class StepEvent:
-    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted.
+    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted. Rows that ended
+    by a deadline or by `cancel` are in none: their handles have a finish_reason.
 
     drafted, accepted: how many tokens each of them drafted, and had accepted; where a row ended, fewer may be emitted.
     """
@@ -73,7 +74,8 @@ class Session:
     prefill_chunk: a prompt of more tokens is read so many at a time, at most one such chunk between two decode steps:
     rows that run wait for a chunk and not for a prompt. None: all at once. One prompt is read at a time, in the order
     in which rows come, and a place is kept for it; rows behind it whose prompts are not longer than a chunk start in
-    the other places, together, at most once between two decode steps. Texts are the same.
+    the other places, together, at most once between two decode steps. Texts are the same. trace: all but "off" keep
+    something of every step, for as long as the session is open.
     """
 
     on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set while `profiling.profile` records
@@ -114,12 +116,13 @@ class Session:
         inputs.one_of("trace", trace, LEVELS)
         eos = inputs.eos_ids(own, eos_token_id, self.vocabulary)
         self.stop = inputs.stop_strings(stop, pair.tokenizer)
-        paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
+        inputs.one_of("compile", compile, ("auto", *recorded_step.WAYS))
         forced = None
         if acceptance is not None:  # benchmarks: nobody else loads it
             from bass_core.synthetic import SyntheticAcceptance
 
             forced = SyntheticAcceptance.named(acceptance, pair.device)
+        paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
         way = recorded_step.resolve(compile, pair.device, paths, trace, pair.launched_because)
 
         never, first = inputs.suppressed(own, self.vocabulary)
@@ -449,11 +452,12 @@ class Session:
         if self.on_row_error == "raise" and failed.any():
             index = int(failed.argmax())
             role, model = ("target", self.pair.target) if broken[index, 0] else ("draft", self.pair.draft)
+            foreign = "" if isinstance(model, PreTrainedModel) else "(or ids that the target does not have) "
             row = self.rows.live[context.places[index]]
             self._take_back()
             raise FloatingPointError(
-                f"{role} model {type(model).__name__} gave NaN or infinite "
-                f"logits for row {row.row} at step {self._step}; nothing of this step was committed. "
+                f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}"
+                f"for row {row.row} at step {self._step}; nothing of this step was committed. "
                 "on_row_error='finish' ends such rows and goes on with the others"
             )
         return failed

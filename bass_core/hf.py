@@ -161,7 +161,7 @@ def bass_generate(
     if trace != "off" and not generation_config.return_dict_in_generate:
         _refuse("trace", trace)
     if seed is None:
-        seed = int(torch.randint(2**63 - 1, ())) if sampling["temperature"] else 0
+        seed = int(torch.randint(2**63 - 1, (), device="cpu")) if sampling["temperature"] else 0
     mask, forced = model_kwargs.get("attention_mask"), []
     if pair.reads_sources:
         forced = _forced_first(generation_config, input_ids)
@@ -227,7 +227,7 @@ def _streaming(
 
     def told(event: StepEvent) -> None:
         for tokens in filter(None, event.new_tokens):
-            streamer.put(torch.tensor(tokens))
+            streamer.put(torch.tensor(tokens, device="cpu"))
         if on_step is not None:
             on_step(event)
 

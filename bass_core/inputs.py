@@ -116,7 +116,8 @@ def prompt_of(pair: ModelPair, prompt: Any, config: GenerationConfig) -> Prompt:
     if not pair.reads_sources:
         return Prompt(prompt_ids(prompt, pair.tokenizer, vocabulary))
     begins = prompt.get(BEGINS) if isinstance(prompt, Mapping) else None
-    ids = torch.tensor(first_ids(pair.target, config)) if begins is None else prompt_ids(begins, None, vocabulary)
+    begins = first_ids(pair.target, config) if begins is None else begins
+    ids = prompt_ids(begins, None, vocabulary)
     if pair.target.main_input_name == FEATURES:
         return Prompt(ids, Source(_features(prompt, pair.target)))
     if _is_conversation(prompt):
@@ -184,7 +185,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
         with panics_are_errors():
             prompt = _text_ids(prompt, tokenizer) if isinstance(prompt, str) else _chat_ids(prompt, tokenizer)
     try:
-        ids = torch.as_tensor(prompt)
+        ids = torch.as_tensor(prompt, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"a prompt must be a text, a conversation or 1-D token ids, got {_kind(prompt)}") from error
     if isinstance(prompt, Tensor) and ids.ndim == 2 and len(ids) == 1:
@@ -195,7 +196,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
         raise ValueError("a prompt is empty; give at least one token (for instance the tokenizer's BOS)")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"token ids must be integers, got {ids.dtype}")
-    ids = ids.detach().to("cpu", torch.int64)
+    ids = ids.detach().to(torch.int64)
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise ValueError(f"token id {wrong} is outside the target's vocabulary (0 … {vocabulary - 1})")
@@ -272,8 +273,10 @@ def _rows(encoding: Mapping) -> list[Tensor]:
         ids, mask = ids[None], None if mask is None else mask[None]
     if mask is None and len(ids) > 1 and isinstance(ids, Tensor):
         raise ValueError("several rows of token ids come with their attention_mask, which tells padding from text")
-    rows = [torch.as_tensor(row) for row in ids]
-    kept = [torch.ones_like(row) for row in rows] if mask is None else [torch.as_tensor(row) for row in mask]
+    rows = [torch.as_tensor(row, device="cpu") for row in ids]
+    kept = [torch.ones_like(row) for row in rows]
+    if mask is not None:
+        kept = [torch.as_tensor(row, device="cpu") for row in mask]
     if [row.shape for row in rows] != [row.shape for row in kept]:
         raise ValueError("input_ids and attention_mask must have the same shape")
     if any(bool((row.bool().int().diff() != 0).sum() > 1) for row in kept):

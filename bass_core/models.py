@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core import drafters
 from bass_core.attention import context_length, has_short_convolutions
-from bass_core.checkpoints import floating, load_model, load_tokenizer, plain_tensors
+from bass_core.checkpoints import check_there, floating, load_model, load_tokenizer, plain_tensors
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
 from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
 from bass_core.sources import FEATURES
@@ -158,6 +158,8 @@ def load_pair(
         its older name.
     device: None is the GPU where there is one. device_map: the same in transformers' words, for one device: "cuda:0",
         0, {"": 0}; "auto" is that one device where there are not several GPUs to spread over.
+    quantize: "int8" or "int4" linear layers of both models, or by role (`ModelPair.quantized`). Full weights are read
+        into the host's memory, and the device gets their codes.
     quantization_config: transformers' own, such as `TorchAoConfig`, for the target; the draft, which is small and runs
         more often, stays as its files have it. Checkpoints that are quantized already need none.
     revision, draft_revision: branch, tag or commit on the hub, of the model and its tokenizer; None is "main".
@@ -190,6 +192,7 @@ def load_pair(
     at = {role: HOST if role in kinds else device for role in ROLES}  # the device need not hold full ones, only codes
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     own_copy = kind_of_copy(draft)
+    check_there(target, revision)
     small = load_draft(draft, draft_revision, **options, device=at["draft"]) if by_name and not own_copy else draft
     reads = by_name and isinstance(small, PreTrainedModel)
     model = load_model(target, revision, quantization_config, **options, device=at["target"])
@@ -211,10 +214,13 @@ def _quantized(models: dict[str, Any], kind: str | dict[str, str], device: torch
     kinds, draft = _kinds(kind), models["draft"]
     if not isinstance(draft, PreTrainedModel):
         if not isinstance(kind, str) and "draft" in kinds:
-            name = "NgramDrafter" if draft is None else type(draft).__name__
-            raise ValueError(f"quantize names the draft, and what drafts is a {name}")
+            _refuse_drafter(NgramDrafter() if draft is None else draft)
         kinds = {role: kind for role, kind in kinds.items() if role != "draft"}
     return {role: quantized(models[role], kinds[role], device) for role in kinds}
+
+
+def _refuse_drafter(drafter: Drafter) -> None:
+    raise ValueError(f"quantize names the draft, and what drafts is a {type(drafter).__name__}")
 
 
 def _kinds(quantize: Any) -> dict[str, str]:
@@ -234,6 +240,8 @@ def _check_quantize(quantize: Any, quantization_config: Any, draft: object) -> N
     kinds = _kinds(quantize)
     if quantization_config is not None and "target" in kinds:
         raise ValueError("quantize and quantization_config both say how the target is quantized; give one of them")
+    if "draft" in kinds and not isinstance(quantize, str) and (drafter := drafters.named(draft)) is not None:
+        _refuse_drafter(drafter)
     if kind_of_copy(draft) and "draft" in kinds:
         raise ValueError(f"draft={draft!r} is quantized already; quantize={{'target': …}} is for the target alone")
 
@@ -297,7 +305,9 @@ def _agreed(values: dict[str, Any]) -> Any:
 
 def _device(name: str, device: Any) -> torch.device:
     try:
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        unnumbered = found.type == "cuda" and found.index is None and torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if unnumbered else found
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{name} must be a device such as 'cuda:0', 'cpu' or 0; got {device!r}") from error
 

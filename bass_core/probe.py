@@ -151,7 +151,7 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
     lengths = [min(BEYOND, (context_length(model) or math.inf) - MORE), BEFORE]
     lengths[1] = min(lengths[1], lengths[0] - 1)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator).to(model.device)
+    ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator, device="cpu").to(model.device)
     sources = None
     if model.config.is_encoder_decoder:
         sources, padding = _sources(model), getattr(model.config, "pad_token_id", None)

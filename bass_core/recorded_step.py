@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, runners_of
 from bass_core.eager_step import Decided, EagerStep, StepOptions
@@ -48,7 +47,6 @@ def resolve(
 
     Raises ValueError for what cannot be honoured.
     """
-    inputs.one_of("compile", wanted, ("auto", *WAYS))
     obstacles = list(obstacles)
     if "split" in paths:
         obstacles.append("attention='split' launches by lengths that only the host knows: use another path")

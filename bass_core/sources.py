@@ -46,8 +46,9 @@ def made_up(model: PreTrainedModel, length: int, seed: int = 0) -> Source:
     generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == FEATURES:
         shape = model.config.num_mel_bins, 2 * model.config.max_source_positions
-        return Source(torch.randn(shape, generator=generator))
-    return Source(torch.randint(1, model.config.get_text_config().vocab_size, (length,), generator=generator))
+        return Source(torch.randn(shape, generator=generator, device="cpu"))
+    vocabulary = model.config.get_text_config().vocab_size
+    return Source(torch.randint(1, vocabulary, (length,), generator=generator, device="cpu"))
 
 
 class Encoded(NamedTuple):

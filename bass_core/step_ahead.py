@@ -98,7 +98,7 @@ class StepAhead(RecordedStep):
         """Rows have moved from these places to the first ones: what they submit next is said of those now. Returns the
         places, on the device."""
         device = self.planned.device
-        moved = torch.tensor(places, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        moved = torch.tensor(places, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self.planned[: len(places)] = self.planned[moved]
         self.planned[len(places) :] = NOBODY
         return moved

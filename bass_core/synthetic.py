@@ -60,7 +60,7 @@ class SyntheticAcceptance:
                     'acceptance must be None, "synthetic:A" with a chance A from 0 to 1, "synthetic:trace" or '
                     f'"synthetic:FILE.npz"; got {name!r}'
                 )
-            chances = torch.tensor([[alpha]], dtype=torch.float64)
+            chances = torch.tensor([[alpha]], dtype=torch.float64, device=device)
         return cls(chances.to(device))
 
     def impose(self, verified: Verified, draft: Draft, context: Context) -> Verified:

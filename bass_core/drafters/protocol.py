@@ -81,9 +81,9 @@ class Context(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding tokens follow; in a recorded phase -1
-    where no row lives), also on the host; probs [B, K, V] or None, what the tokens were drawn from (None: chosen with
-    certainty); finite bool [B]: the draft's logits were numbers."""
+    """tokens int64 [B, K]; lengths int64 [B], how many each row submits (padding follows, of ids that there are; in a
+    recorded phase -1 where no row lives), also on the host; probs [B, K, V] or None, what the tokens were drawn from
+    (None: chosen with certainty); finite bool [B]: the draft's logits were numbers."""
 
     tokens: Tensor
     lengths: Tensor
@@ -108,6 +108,13 @@ class Draft(NamedTuple):
         lengths = torch.zeros_like(context.lengths)
         return cls(context.tokens[:, :0], lengths, np.zeros_like(context.lengths_host), None, lengths == 0)
 
+    def within(self, vocabulary: int) -> Draft:
+        """The same where all ids are below `vocabulary`; a row with others is not finite. A GPU that looks up what a
+        table does not have is lost, and to look first would have the host wait."""
+        tokens = self.tokens.clamp(0, vocabulary - 1)
+        beyond = torch.arange(tokens.shape[1], device=tokens.device) >= self.lengths[:, None]
+        return self._replace(tokens=tokens, finite=self.finite & ((tokens == self.tokens) | beyond).all(1))
+
     def distributions(self, vocabulary: int) -> Tensor:
         """probs, or one-hot where the tokens were certain: [B, K, V]."""
         if self.probs is None and self.tokens.shape[1] == 0:
@@ -117,7 +124,7 @@ class Draft(NamedTuple):
         return self.probs
 
 
-def checked(draft: object, drafter: Drafter, asked: np.ndarray, vocabulary: int) -> Draft:
+def checked(draft: object, drafter: Drafter, asked: np.ndarray, vocabulary: int, device: torch.device) -> Draft:
     """The draft that a drafter returned which was asked for these lengths. Raises TypeError for what is no `Draft`,
     ValueError for one that no drafter may return."""
     said = f"{type(drafter).__name__}.draft returned"
@@ -128,6 +135,9 @@ def checked(draft: object, drafter: Drafter, asked: np.ndarray, vocabulary: int)
         raise ValueError(f"{said} tokens {shape} of {tokens.dtype}; wanted are ids (torch.int64) [{len(asked)}, K]")
     if not isinstance(lengths, np.ndarray) or lengths.shape != asked.shape or lengths.dtype.kind not in "iu":
         raise ValueError(f"{said} lengths {lengths}; wanted is an array of {len(asked)} integers, one per row")
+    for name in ("tokens", "lengths", "probs", "finite"):
+        if (part := getattr(draft, name)) is not None and part.device != device:
+            raise ValueError(f"{said} {name} on {part.device}, and the rows are on {device}: context.tokens.device")
     most, on_host = shape[1], tokens.device.type == "cpu"  # elsewhere, looking at values would have the host wait
     if (lengths > np.minimum(asked, most)).any() or lengths.min() < 0:
         raise ValueError(

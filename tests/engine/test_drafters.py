@@ -272,6 +272,22 @@ def test_lengths_of_a_draft_may_be_any_integers(kind):
     assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9, eos=2).tolist()
 
 
+def test_what_a_draft_is_made_of_lies_where_the_rows_are():
+    def elsewhere(context, lengths):
+        return bass.Draft.of(repeated(context, lengths).to("meta"), lengths)
+
+    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(elsewhere))
+    with pytest.raises(ValueError, match=r"Returns.draft returned tokens on meta, and the rows are on cpu"):
+        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+
+
+def test_ids_that_a_gpu_cannot_look_up_are_cut_and_told():
+    """Where the host does not look."""
+    draft = bass.Draft.of(torch.tensor([[3, -1], [96, 97], [-1, 5], [0, 400]]), [1, 2, 1, 1]).within(97)
+    assert draft.tokens.tolist() == [[3, 0], [96, 96], [0, 5], [0, 96]]
+    assert draft.finite.tolist() == [True, False, False, True]  # beyond lengths anything may stand
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("compile", ["off", "graphs"])
 def test_a_law_of_nan_is_a_row_error(verification, compile, monkeypatch):

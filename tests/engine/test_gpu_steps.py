@@ -190,6 +190,130 @@ def test_recordings_survive_rows_that_come_and_go():
 
 
 @only_there
+@pytest.mark.parametrize("way", ["off", "graphs"])
+def test_ids_that_the_target_does_not_have_are_an_error_of_their_row(way):
+    """A GPU that looked them up would be lost."""
+
+    class Foreign(bass.Drafter):
+        def draft(self, context, lengths, policy):
+            tokens = context.last_tokens().expand(-1, int(lengths.max())).clone()
+            tokens[context.lengths > 8] = 1 << 40
+            return bass.Draft.of(tokens, lengths)
+
+    pair = bass.ModelPair(pair_on_gpu().target, Foreign())
+    out = decode(pair, way, on_row_error="finish")
+    assert set(out.finish_reasons) == {"error"}
+
+
+@only_there
+@pytest.mark.parametrize("way", WAYS[::2])
+def test_the_host_waits_for_what_a_step_has_decided_and_for_nothing_else(way):
+    """And the next step is under way by then."""
+    with bass.Session(pair_on_gpu(), compile=way, draft_length=3, eos_token_id=()) as session, session.prepared():
+        handles = [session.submit(prompt, max_new_tokens=70) for prompt in PROMPTS[:4]]
+        for _ in range(6):  # the prefill, and steps that record
+            session.step()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    session.step()
+                    assert session.device_step.is_ahead
+                session.cancel(handles[0])  # what a row leaves is fetched behind a step's own result
+                session.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert len(session.rows.live) == 3
+        assert [str(wait.message) for wait in waits if "called a synchronizing" in str(wait.message)] == []
+
+
+@only_there
+def test_steps_may_be_taken_on_any_stream():
+    """What follows waits for the step that is under way, wherever that was launched."""
+    streams, found = [torch.cuda.Stream(), torch.cuda.Stream()], []
+    for of_step in (lambda at: torch.cuda.current_stream(), lambda at: streams[at % 2]):
+        with bass.Session(pair_on_gpu(), compile="graphs", draft_length=3, eos_token_id=()) as session:
+            handles = [session.submit(prompt, max_new_tokens=60) for prompt in PROMPTS]
+            for at in range(200):
+                with torch.cuda.stream(of_step(at)):
+                    session.step()
+                    if at == 8:
+                        session.cancel(handles[1])
+                    if at == 12:
+                        session.reserve(400)  # what it had until now goes back to the pool of its stream
+                if session.idle:
+                    break
+            torch.cuda.synchronize()
+            found.append([session.result(handle).sequence.tolist() for handle in handles])
+    assert found[0] == found[1]
+
+
+@only_there
+def test_a_session_gives_its_memory_back():
+    pair = pair_on_gpu()
+    decode(pair, "graphs")  # what libraries keep
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        decode(pair, "graphs")
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+
+
+@only_there
+def test_recordings_survive_that_others_free_the_workspaces_of_products():
+    """As transformers' compiled `generate` does, the benchmark's peer."""
+    with bass.Session(pair_on_gpu(dtype="bfloat16"), compile="graphs", draft_length=3, eos_token_id=()) as session:
+        found = []
+        for _ in range(4):
+            handles = [session.submit(prompt, max_new_tokens=24) for prompt in PROMPTS]
+            while not session.idle:
+                session.step()
+            found.append([session.result(handle).sequence.tolist() for handle in handles])
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()
+            torch.full((1 << 24,), float("nan"), device="cuda")  # where they may have been
+        assert found[1:] == found[:-1]
+
+
+def test_recordings_survive_rows_that_come_and_go():
+    with bass.Session(pair_on_gpu(), compile="graphs", draft_length=3, eos_token_id=(), max_batch_size=4) as session:
+        session.reserve(80)
+        handles = []
+        for more in (0, 1, 2, 3, 1):  # the last once more: a shape is recorded when it is met for the second time
+            handles += [session.submit(prompt, max_new_tokens=20 + more) for prompt in PROMPTS]
+            while not session.idle:
+                session.step()
+        made = session.device_step.recordings
+        handles += [session.submit(prompt, max_new_tokens=21) for prompt in PROMPTS]
+        while not session.idle:
+            session.step()
+        assert session.device_step.recordings == made
+        for handle, prompt in zip(handles, PROMPTS * 6, strict=True):
+            tokens = session.result(handle).sequence.tolist()
+            assert tokens == greedy_alone(session.pair.target, prompt.to(DEVICE), len(tokens)).tolist()
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_ids_that_the_target_does_not_have_are_an_error_of_their_row(way):
+    """On a GPU they would be the end of the process."""
+
+    class Foreign(bass.Drafter):
+        def draft(self, context, lengths, policy):
+            tokens = context.last_tokens().expand(-1, int(lengths.max())).clone()
+            tokens[(context.lengths > 8)[:, None].expand_as(tokens)] = 1 << 40
+            return bass.Draft(tokens, torch.as_tensor(lengths).to(tokens.device), lengths, None, lengths_of(tokens) > 0)
+
+    def lengths_of(tokens):
+        return torch.ones(len(tokens), device=tokens.device)
+
+    pair = bass.ModelPair(pair_on_gpu().target, Foreign())
+    out = bass.generate(pair, PROMPTS, max_new_tokens=12, compile=way, draft_length=3, on_row_error="finish")
+    assert set(out.finish_reasons) == {"error"}
+
+
+@only_there
 @pytest.mark.parametrize("way", WAYS[::2])
 def test_the_embedded_pair_is_exact_on_the_recorded_path(way):
     report = lab.verify(bass.load_pair(), compile=way)

@@ -19,6 +19,7 @@ from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
 from bass_core import checkpoints, probe
+from bass_core.models import place
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair
 
@@ -107,6 +108,41 @@ def test_gpu_that_is_one_too_many_is_refused(target, where, monkeypatch):  # noq
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match=r"device is cuda:2, and torch finds 2 here, from cuda:0 on"):
         bass.load_pair(target, **where)
+
+
+def test_a_gpu_is_the_same_by_its_number(target, monkeypatch):  # noqa: F811
+    for name, found in (("is_available", True), ("device_count", 2), ("current_device", 1)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    assert place("cuda", None, {"": 1})[0] == place("cuda", None)[0] == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="device=cuda:1 and device_map=cuda:0 name the same thing and differ"):
+        place("cuda", None, 0)
+
+
+WAYS = (
+    {}, {"draft_length": 0}, {"temperature": 0.8}, {"temperature": 0.8, "verification": "coupled"}, {"trace": "tokens"},
+    {"acceptance": "synthetic:0.8"}, {"attention": "eager"}, {"attention": "split"},
+    {"draft_length": bass.BassHeuristic()},
+    {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [None, "ngram", "suffix", "layers:2", "target:int4", "feature_head"])
+def test_the_default_device_is_none_of_ours(name):
+    """A notebook may have set it to a GPU, and models may be on a CPU all the same, as ids are."""
+    ways = WAYS[:3] if name else WAYS
+    with torch.device("meta"):
+        pair = bass.load_pair(draft=name, device="cpu")
+        found = [bass.generate(pair, PROMPTS, max_new_tokens=6, **way).texts for way in ways]
+    assert found[:3] == [bass.generate(pair, PROMPTS, max_new_tokens=6, **way).texts for way in ways[:3]]
+
+
+def test_the_default_device_is_none_of_what_reads_sources():
+    with torch.device("meta"):
+        pair = bass.load_pair("encoder_decoder", device="cpu")
+        found = bass.generate(pair, PROMPTS, max_new_tokens=6).texts
+        encoding = {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
+        bass.generate(pair, encoding, max_new_tokens=6)
+    assert found == bass.generate(pair, PROMPTS, max_new_tokens=6).texts
 
 
 @pytest.mark.parametrize("where", [{"device": "mps"}, {"device": torch.device("mps")}, {"device_map": {"": "mps"}}])

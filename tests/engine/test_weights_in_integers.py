@@ -270,6 +270,8 @@ def test_models_are_quantized_once(target):  # noqa: F811
 def test_a_draft_that_is_no_model_is_refused(target):  # noqa: F811
     with pytest.raises(ValueError, match="what drafts is a NgramDrafter"):
         bass.load_pair(target, quantize={"draft": "int4"})
+    with pytest.raises(ValueError, match="what drafts is a SuffixDrafter"):  # before anything is read
+        bass.load_pair("no-owner/no-model", draft="suffix", quantize={"draft": "int4"})
     pair = bass.ModelPair(tiny_model(), bass.FeatureDrafter(feature_head(tiny_model())))
     with pytest.raises(ValueError, match="what drafts is a FeatureDrafter"):
         pair.quantized({"draft": "int4"})
