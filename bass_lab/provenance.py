@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -33,15 +34,16 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 def _commit() -> str:
     """What BASS_COMMIT says, of a tree that was copied without its history, to a GPU box say; else the commit of this
-    project's own repository, with + if the tree differs from it. Empty outside of it, also where the package is
-    installed in a folder of somebody else's repository."""
+    project's own repository, with + and a hash of the differences if the tree has any. Empty outside of it, also where
+    the package is installed in a folder of somebody else's repository."""
     if told := os.environ.get("BASS_COMMIT"):
         return told
     try:
         if _git("ls-files", "--full-name", Path(__file__).name) != HERE:
             return ""
         head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("+" if head and _git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = _git("diff", "HEAD") if head else ""
+        return head + (f"+{hashlib.sha256(changed.encode()).hexdigest()[:6]}" if changed else "")
     except OSError:
         return ""
 

@@ -135,10 +135,11 @@ class RaggedBudget(Goodput):
     """Draft lengths per row: the N drafts of a batch that are likeliest to be accepted, N of most tokens per second.
 
     All rows draft equally far, and then tokens are submitted one by one, the likeliest first, until one more is not
-    worth verifying. That saves something only because verification is packed (`Runner.feed`): the target sees the
-    submitted tokens alone. What keeps it exact: whether x_j is submitted is decided before x_j is seen. A token's score
-    is known before it is drawn; its own probability, and the distribution after it, are shown by `HiddenDraft` once it
-    is submitted. (Ranking tokens by their own probabilities is wrong by a total variation of 0.12 in a small example.)
+    worth verifying. That saves something only where verification is packed (`Runner.feed`; recorded steps are not): the
+    target sees the submitted tokens alone. What keeps it exact: whether x_j is submitted is decided before x_j is seen.
+    A token's score is known before it is drawn; its own probability, and the distribution after it, are shown by
+    `HiddenDraft` once it is submitted. (Ranking tokens by their own probabilities is wrong by a total variation of 0.12
+    in a small example.)
 
     A draft's score is Π q(x_i)^γ over the drafts before it, times (max q_j)^γ; it never rises along a row. Scores are
     spent in falling order (ties: the earlier slot, then the row that comes first) while the expected tokens of the step
@@ -202,6 +203,11 @@ class RaggedBudget(Goodput):
         drafted, accepted = drafted.numpy(), accepted.numpy()
         if drafted.any():
             self._learn(drafted, accepted)
+        else:  # passes that were not worth a token: as `MarginalValue` does
+            asked = self.hidden.lengths > 0
+            first = [self.hidden.maximum(row) if some else 0.0 for row, some in enumerate(asked)]
+            chances = np.array(first) ** self._power() * asked
+            self.alphas.update(chances, asked - chances)
         decided = np.arange(self.hidden.chances.shape[1]) < np.minimum(drafted, accepted + 1)[:, None]  # [B, K]
         self.told += self.hidden.chances[decided].sum()
         self.kept += accepted.sum()

@@ -84,10 +84,10 @@ class Goodput(DraftLengthPolicy):
 
     cost: seconds of steps, `costs.CostModel` or alike. Rows that still need many steps count more than others
     (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts
-    some rows probe k = 1, or else 0 would be for ever, unless less than that is left to write; if more than half of a
-    probe is accepted, what was known before counts little. Where costs promise little even if all drafts were accepted
-    (`costs.WORTH`), nothing is tried. What a pair's first rows begin with is what its calibration has seen, and a
-    session's later rows with what its earlier ones have shown: where these did not draft, with a probe.
+    some rows probe k = 1, or else 0 would be for ever, unless less than that is left to write and no rows come; if more
+    than half of a probe is accepted, what was known before counts little. Where costs promise little even if all drafts
+    were accepted (`costs.WORTH`), nothing is tried. What a pair's first rows begin with is what its calibration has
+    seen, and a session's later rows with what its earlier ones have shown: where these did not draft, with a probe.
     """
 
     cost: Cost = field(repr=False)
@@ -108,7 +108,7 @@ class Goodput(DraftLengthPolicy):
 
     def start(self, rows: RowsView) -> None:
         if rows.steps.any():
-            self.joined = True
+            self.joined, self.batch = True, 0  # others live now: what was found of those before says nothing of these
             return
         self._reset()
         if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():
@@ -147,8 +147,8 @@ class Goodput(DraftLengthPolicy):
         return self.k
 
     def _is_due(self, rows: RowsView, steps: int = 0) -> bool:
-        """Whether a probe is, of these rows, so many steps from now."""
-        return self.zeros >= self.next_probe <= rows.remaining.max() - steps
+        """Whether a probe is, of these rows, so many steps from now. Where rows come and go, more will."""
+        return self.zeros >= self.next_probe and (self.joined or self.next_probe <= rows.remaining.max() - steps)
 
     def _rest(self, rows: RowsView, may_pay: bool) -> None:
         """Nothing is drafted in this step and some more."""

@@ -20,6 +20,7 @@ from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.exactness import FAULTS, Check, Report
 from bass_lab.checks.oracle import Oracle, RepeatedKey
+from bass_lab.pairs import in_dtype
 from bass_lab.texts.prompt_sets import prompt_set
 
 Finding = tuple[bool, str, dict]
@@ -64,6 +65,8 @@ def check_drafter(
     real = load_pair(dtype="float32", device=where) if target is None else ModelPair(target)
     prompts = prompt_set("mini", ROWS) if target is None else _prompts(target)
     pair = ModelPair(real.target, drafter, real.tokenizer)
+    if real.target.dtype in (torch.float16, torch.bfloat16):  # where rounding decides between close tokens
+        pair = in_dtype(pair, torch.float32)
     demands: list[tuple[str, Callable[[], Finding]]] = [
         ("law, token verification", lambda: _law(small, "token")),
         ("law, block verification", lambda: _law(small, "block")),

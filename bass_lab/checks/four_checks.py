@@ -26,9 +26,13 @@ from bass_lab.pairs import context_of, in_dtype
 
 ALPHA = 1e-4  # chance that healthy models fail the sampled check
 TOKENS, TOP_K = 5, 3  # the sampled check's text: top_k 3 leaves 3^5 = 243 outcomes, whatever the vocabulary
+ALONE = "temperature alone"
 TEMPERATURES = (0.7, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # not 1, where the raw and the processed law are too alike
 
+COOLER = (0.4, 0.7, 1.5, 2.0)  # where a token may be any of the vocabulary, few of which are to be likely
+
 Finding = tuple[bool, str, dict]  # passed, tested, details
+Law = dict[tuple[int, ...], float]
 
 
 @dataclass(frozen=True)
@@ -144,32 +148,39 @@ class _ByRow(DraftLengthPolicy):
 
 
 def sampled(subject: Subject) -> Finding:
-    """G-tests of the joint law of the first tokens, for token and block verification, with Holm's correction.
+    """G-tests of the joint law of the first tokens, with Holm's correction: for token and block verification with
+    top_k, and by temperature alone, where a GPU has kernels that draw and decide.
 
     An outcome is the text by position; what one step emitted is not looked at (conditioning on it would shift a
     correct sampler).
     """
     pair, samples = subject.pair, subject.samples
-    prompt, params, law = _spread_law(pair.target, _beginnings(subject))
+    beginnings = _beginnings(subject)
+    prompt, heat, law = _spread_law(beginnings, TEMPERATURES, lambda *asked: _of_few(pair.target, *asked))
+    likely = _spread_law(beginnings, COOLER, lambda *asked: plain_decoding.likely_law(pair.target, *asked, TOP_K))
     batch = min(samples, 512, max(8, 2**24 // pair.target.config.get_text_config().vocab_size))
-    options = {"temperature": params.temperature, "top_k": TOP_K, "max_new_tokens": TOKENS, "eos_token_id": ()}
-    options |= {"num_return_sequences": samples, "max_batch_size": batch, "draft_length": _ByRow()}
-    options |= {"compile": subject.compile}
+    options = {"max_new_tokens": TOKENS, "eos_token_id": (), "draft_length": _ByRow(), "compile": subject.compile}
+    options |= {"num_return_sequences": samples, "max_batch_size": batch}
+    few = {"temperature": heat, "top_k": TOP_K}
+    ways = {rule: (prompt, law, few | {"verification": rule}) for rule in ("token", "block")}
+    ways[ALONE] = likely[0], likely[2], {"temperature": likely[1]}
     tests = {}
-    for number, rule in enumerate(("token", "block")):
-        on_step = _telling(subject, number / 2, 2 * samples * TOKENS)
-        out = generate(pair, [prompt], verification=rule, seed=subject.seed + number, on_step=on_step, **options)
-        tests[rule] = g_test([tuple(row.tolist()) for row in out.sequences], law) | _counts(out.trace.steps)
+    for number, (name, (start, expected, how)) in enumerate(ways.items()):
+        on_step = _telling(subject, number / len(ways), len(ways) * samples * TOKENS)
+        out = generate(pair, [start], seed=subject.seed + number, on_step=on_step, **how, **options)
+        texts = [tuple(row.tolist()) for row in out.sequences]
+        texts = plain_decoding.as_likely(texts, expected) if name == ALONE else texts
+        tests[name] = g_test(texts, expected) | _counts(out.trace.steps)
     p_values = {rule: test["p_value"] for rule, test in tests.items()}
     rejected = holm(p_values, ALPHA)
     tested = (
-        f"G-test of the first {TOKENS} tokens, {len(law)} outcomes, {samples} rows each: "
+        f"G-test of the first {TOKENS} tokens, {len(law)} outcomes ({ALONE} {len(likely[2])}), {samples} rows each: "
         f"{', '.join(f'{rule} p = {p:.2g}' for rule, p in p_values.items())} (alpha {ALPHA:g}, Holm); "
-        f"{_total(list(tests.values()))}; temperature {params.temperature:g}, top_k {TOP_K} for both models, draft "
-        f"lengths 1, 2, 3 side by side, {_sizes([prompt])}; a total variation of "
-        f"{detectable(law, samples, ALPHA / 2):.3f} would be found with {POWER:.0%}; {subject.note}"
+        f"{_total(list(tests.values()))}; temperature {heat:g}, top_k {TOP_K} for both models, or {likely[1]:g} alone; "
+        f"draft lengths 1, 2, 3 side by side, {_sizes([prompt])}; a total variation of "
+        f"{detectable(law, samples, ALPHA / len(tests)):.3f} would be found with {POWER:.0%}; {subject.note}"
     )
-    return not rejected, tested, {"rejected": rejected, "temperature": params.temperature, "tests": tests}
+    return not rejected, tested, {"rejected": rejected, "temperature": heat, "tests": tests}
 
 
 def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEvent], None]:
@@ -198,22 +209,28 @@ def _beginnings(subject: Subject) -> list[Tensor]:
     return [torch.cat([start, follows, start])]
 
 
-def _spread_law(
-    target: PreTrainedModel, beginnings: Sequence[Tensor]
-) -> tuple[Tensor, SamplingParams, dict[tuple[int, ...], float]]:
-    """The beginning after which the target chooses between two tokens at a time or more at the lowest temperature.
+def _of_few(target: PreTrainedModel, prompt: Tensor, temperature: float, tokens: int) -> Law:
+    return plain_decoding.exact_law(target, prompt, SamplingParams(temperature=temperature, top_k=TOP_K), tokens)
 
-    Returns it with that temperature's parameters and the target's law of what follows. A law that is nearly certain
-    tests nothing (tokens drawn wrongly must have somewhere else to go), and so does one that heat has made flat, where
-    target and draft agree.
+
+def _spread_law(
+    beginnings: Sequence[Tensor], temperatures: Sequence[float], law_of: Callable[[Tensor, float, int], Law]
+) -> tuple[Tensor, float, Law]:
+    """The beginning after which the target chooses between two tokens at a time or more at the lowest temperature, or
+    if it never does, where it comes closest.
+
+    Returns it with that temperature and the target's law of what follows. A law that is nearly certain tests nothing
+    (tokens drawn wrongly must have somewhere else to go), and so does one that heat has made flat, where target and
+    draft agree.
     """
-    for temperature in TEMPERATURES:
-        params = SamplingParams(temperature=temperature, top_k=TOP_K)
-        entropies = [_entropy(plain_decoding.exact_law(target, prompt, params, 3)) for prompt in beginnings]
-        widest = max(range(len(beginnings)), key=entropies.__getitem__)
-        if entropies[widest] >= 3 * math.log(2):
+    widest, best, chosen = -1.0, temperatures[0], beginnings[0]
+    for temperature in temperatures:
+        for prompt in beginnings:
+            if (entropy := _entropy(law_of(prompt, temperature, 3))) > widest:
+                widest, best, chosen = entropy, temperature, prompt
+        if widest >= 3 * math.log(2):
             break
-    return beginnings[widest], params, plain_decoding.exact_law(target, beginnings[widest], params, TOKENS)
+    return chosen, best, law_of(chosen, best, TOKENS)
 
 
 def _entropy(law: dict[tuple[int, ...], float]) -> float:

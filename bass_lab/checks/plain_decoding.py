@@ -18,6 +18,7 @@ from bass_core import inputs, sampling
 from bass_core.sampling import SamplingParams
 from bass_core.sources import FEATURES
 
+OTHER = -1  # a token that is none of the likeliest
 # Options that stay: which ids texts lack, and with which they begin.
 KEPT = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "decoder_start_token_id")
 
@@ -69,19 +70,52 @@ def exact_law(
 
     Meant for laws of few outcomes (top_k): all prefixes of a length are rows of one batch.
     """
-    first = begins(target, prompt)
-    texts, mass = first[None].to(target.device), torch.ones(1, dtype=torch.float64, device=target.device)
+    texts = begins(target, prompt)[None].to(target.device)
+    first, mass = texts.shape[1], torch.ones(1, dtype=torch.float64, device=target.device)
+    for _ in range(tokens):
+        logits = _after(target, prompt, texts, first)
+        seen = sampling.one_hot(texts, logits.shape[-1]).any(1) if params.needs_history else None
+        p = sampling.probabilities(logits, params, seen)  # [N, V]
+        rows, ids = (p > 0).nonzero(as_tuple=True)
+        texts, mass = torch.cat([texts[rows], ids[:, None]], 1), mass[rows] * p[rows, ids].double()
+    return dict(zip(map(tuple, texts[:, first:].tolist()), mass.tolist(), strict=True))
+
+
+@torch.inference_mode()
+def likely_law(
+    target: PreTrainedModel, prompt: Tensor, temperature: float, tokens: int, most: int
+) -> dict[tuple[int, ...], float]:
+    """Probability of the texts of `tokens` tokens that are among the `most` likeliest after what comes before each, at
+    this temperature and nothing else. A text that leaves these ends there, with `OTHER`: outcomes are few, and stand
+    for all texts (`as_likely`). By torch's softmax of the plain forward pass's logits."""
+    texts, law = begins(target, prompt)[None].to(target.device), {}
+    first, mass = texts.shape[1], torch.ones(1, dtype=torch.float64, device=target.device)
+    for _ in range(tokens):
+        logits = _after(target, prompt, texts, first).double()
+        p, ids = torch.softmax(logits / temperature, -1).topk(min(most, logits.shape[-1]))  # [N, most]
+        left = (mass * (1 - p.sum(-1)).clamp(min=0)).tolist()
+        law |= {(*text, OTHER): rest for text, rest in zip(texts[:, first:].tolist(), left, strict=True)}
+        texts = torch.cat([texts.repeat_interleave(ids.shape[1], 0), ids.flatten()[:, None]], 1)
+        mass = (mass[:, None] * p).flatten()
+    law |= dict(zip(map(tuple, texts[:, first:].tolist()), mass.tolist(), strict=True))
+    return {text: chance for text, chance in law.items() if chance > 0}
+
+
+def as_likely(texts: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> list[tuple[int, ...]]:
+    """The outcomes of a `likely_law` that stand for these texts."""
+    known = {outcome[:size] for outcome in law for size in range(len(outcome) + 1)}
+    left = [next((at for at in range(len(text)) if text[: at + 1] not in known), None) for text in texts]
+    return [text if at is None else (*text[:at], OTHER) for text, at in zip(texts, left, strict=True)]
+
+
+def _after(target: PreTrainedModel, prompt: Tensor, texts: Tensor, first: int) -> Tensor:
+    """The logits [N, V] of what follows texts [N, T], whose first `first` tokens are given; -inf: suppressed there."""
     config = target.generation_config or GenerationConfig()
     never, not_first = inputs.suppressed(config, target.config.get_text_config().vocab_size)
     with plain(target):
-        for position in range(tokens):
-            logits = _logits(target, [prompt] * len(texts), texts)[:, -1]
-            logits[:, never + (not_first if position == 0 else [])] = -torch.inf
-            seen = sampling.one_hot(texts, logits.shape[-1]).any(1) if params.needs_history else None
-            p = sampling.probabilities(logits, params, seen)  # [N, V]
-            rows, ids = (p > 0).nonzero(as_tuple=True)
-            texts, mass = torch.cat([texts[rows], ids[:, None]], 1), mass[rows] * p[rows, ids].double()
-    return dict(zip(map(tuple, texts[:, len(first) :].tolist()), mass.tolist(), strict=True))
+        logits = _logits(target, [prompt] * len(texts), texts)[:, -1]
+    logits[:, never + (not_first if texts.shape[1] == first else [])] = -torch.inf
+    return logits
 
 
 def _logits(model: PreTrainedModel, prompts: Sequence[Tensor], texts: Tensor) -> Tensor:

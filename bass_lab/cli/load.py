@@ -28,6 +28,7 @@ POLICIES = {"none": 0, "default": None}
 
 
 def load(
+    context: typer.Context,
     target: common.Target = None,
     draft: common.Draft = None,
     dtype: common.Dtype = None,
@@ -38,7 +39,7 @@ def load(
     model: Annotated[str | None, typer.Option(metavar="NAME", help="of --url; none: the first that it has")] = None,
     simulate: Annotated[
         str | None,
-        typer.Option(metavar="COSTS", help="in virtual time: here (measured for the pair), h100 (modelled) or FILE"),
+        typer.Option(metavar="COSTS", help="in virtual time: here (of this pair), h100 (modelled) or FILE"),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -100,7 +101,7 @@ def load(
     from bass_lab.load import highest_load as highest_of
 
     limits = {"between_ms": between_ms, "first_ms": first_ms, "end_ms": end_ms}
-    aim = Target(**limits) if any(limits.values()) else None
+    aim = Target(**limits) if any(limit is not None for limit in limits.values()) else None
     if rate == 0:
         raise ValueError("--rate must be above 0 requests per second")
     if highest and aim is None:
@@ -115,6 +116,8 @@ def load(
     _exclude("--simulate, of texts that were sampled before,", simulate, {"--temperature": temperature or None})
     if url is None:
         _exclude("a run without --url", True, {"--model": model})
+    drawn = ("rate", "count", "burst", "max_new_tokens", "least_new_tokens", "deadline")
+    _exclude("--workload", workload, {f"--{name.replace('_', '-')}": _given(context, name) for name in drawn})
     if workload is not None:
         asked = Workload.load(workload, prompts=prompts, seed=seed)
     else:
@@ -136,6 +139,8 @@ def load(
 
     served = f"by {url}" if url else "simulated" if simulate else "in process"
     document: dict = {"served": served, "workload": repr(asked)}
+    if simulate:
+        document["costs"] = cost.device
     with Progress() as progress:
         if record is not None:
             names = common.models_named(target, draft)
@@ -168,6 +173,11 @@ def _exclude(name: str, given: object, others: dict[str, object]) -> None:
     for other, value in others.items():
         if given is not None and value is not None:
             raise ValueError(f"{name} does not take {other}: leave it out")
+
+
+def _given(context: typer.Context, name: str) -> bool | None:
+    """Whether an option was written; None: it has its default."""
+    return context.get_parameter_source(name).name == "COMMANDLINE" or None
 
 
 def _models_and_costs(
@@ -251,9 +261,8 @@ def _tell(document: dict, run: LoadRun | None, aim: Target | None, warm_up: floa
         tables.show(f"highest that keeps the target: {rate:.4g}/s; lowest that misses it: {missed:.4g}/s\n")
     if run is None:
         return
-    tables.show_table(
-        run.table(aim, warm_up=warm_up), f"{document['workload']}, {document['served']}; ms, 95% intervals"
-    )
+    served = f"{document['served']} by costs of {document['costs']}" if "costs" in document else document["served"]
+    tables.show_table(run.table(aim, warm_up=warm_up), f"{document['workload']}, {served}; ms, 95% intervals")
     tables.show_facts(run.rates(aim, warm_up=warm_up), "")
     if document["errors"]:
         first = next(iter(run.meta["errors"].values()))

@@ -138,6 +138,8 @@ class LengthExplorer:
         made_up = {"alpha": alpha, "length": LENGTH, "sequences": SEQUENCES, "seed": self.seed}
         trace = AcceptanceTrace.synthetic(**made_up, regimes=(spread, 32.0) if drifting else None)
         cost = modelled_h100(launch) if modelled else self.costs[costs]
+        if not modelled:  # larger batches were not measured
+            batch = min(batch, int(cost.target_passes.axes["batch"][-1]))
         self.table = contest(trace, cost, batch, repeats=self.repeats, seed=self.seed)
         self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=batch, seed=self.seed)
         sentence = _sentence(self.table, self.path, alpha, spread)

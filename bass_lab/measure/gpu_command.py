@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -88,6 +88,12 @@ class Lines:
         """Print what came of it as one JSON object, the last line."""
         output = None if self.output is None else str(self.output)
         print(json.dumps(document | {"output": output, "seconds": round(self.seconds, 1)}, ensure_ascii=False))
+
+
+def verdict(lines: Sequence[dict], ours: Sequence[str]) -> int:
+    """The exit code for timed kernels: 1 where one of ours gave wrong numbers, or where nothing was timed."""
+    wrong = [line for line in lines if line["kernel"] in ours and (line["reason"] or "").startswith("wrong")]
+    return int(bool(wrong) or not any(line["us"] for line in lines))
 
 
 def main(run: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

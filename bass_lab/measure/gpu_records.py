@@ -100,7 +100,7 @@ def _ways(path: Path) -> GpuRecord:
     """Ways to decode at real sizes, transformers' own (peers_*) with them, a line per shape, batch and way.
 
     Fields as of `gpu_benchmark`, `over_regular` flattened as by `records.frame`; exact: whether the embedded pair
-    decoded exactly in this way (None: nobody looked).
+    decoded exactly in this way (None: nobody looked, as at transformers' own).
     """
     peers = path.with_name(path.name.replace("gpu_", "peers_", 1))
     lines = [line for each in (path, peers) if each.exists() for line in records.read(each, gpu_benchmark.check)]

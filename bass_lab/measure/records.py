@@ -116,9 +116,9 @@ def mend(path: Path) -> None:
 
 
 def earlier(path: Path, here: dict) -> list[dict]:
-    """What earlier runs left in this file that has these fields (device and commit, say); none where there is no file.
-    A half line at its end is dropped, as by `mend`."""
-    if not path.exists():
+    """What earlier runs left in this file that has these fields (device and commit, say); none where there is no file,
+    nor where nobody knows which code runs here. A half line at its end is dropped, as by `mend`."""
+    if not path.exists() or here.get("commit") == "":
         return []
     mend(path)
     lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())

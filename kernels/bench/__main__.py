@@ -15,7 +15,7 @@ from bass_lab.measure import gpu_command
 from bass_lab.measure.roofline import copy_bandwidth
 from bench import cases, report, schema
 from bench.measure import DeviceLost, Outcome, measure
-from bench.peers import PEERS, by_default
+from bench.peers import OURS, PEERS, by_default
 from bench.timing import Timer
 
 SECONDS = 450.0  # a run without --all ends here
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
         "lost": lost,
     }
     lines.end(document)
-    return 1 if lost else 0
+    return 1 if lost else gpu_command.verdict(lines.known, OURS)
 
 
 def main(given: list[str] | None = None) -> int:

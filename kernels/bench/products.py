@@ -167,7 +167,7 @@ def run(options: argparse.Namespace) -> int:
         found = measure(*left.pop(0), timer, copy)
         print(table([lines.add(line | here) for line in found]), flush=True)
     lines.end(here | {"shapes_left_out": len(left), "lines": lines.written})
-    return 0
+    return gpu_command.verdict(lines.known, ("int8", "int4"))
 
 
 def main(given: list[str] | None = None) -> int:

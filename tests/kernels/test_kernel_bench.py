@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "kernels"))  # the benchmark is run from the repository and never installed
 
-from bass_lab.measure import records  # noqa: E402
+from bass_lab.measure import gpu_command, records  # noqa: E402
 from bench import __main__ as command  # noqa: E402
 from bench import cases, measure, peers, products, report, schema, tensors, timing  # noqa: E402
 
@@ -115,6 +115,14 @@ def test_kernel_that_is_wrong_or_fails_is_recorded_and_not_timed(monkeypatch):
     assert [outcome.timing is None for outcome in found] == [True, True, False]
     assert found[0].reason.startswith("wrong: off by 1.0e+00")
     assert found[1].reason == "RuntimeError: no kernel"
+
+
+def test_a_run_fails_where_ours_is_wrong_or_nothing_was_timed():
+    timed, wrong = {"kernel": "sdpa", "us": 2.0, "reason": None}, {"us": None, "reason": "wrong: off by 1"}
+    absent = {"kernel": "pad", "us": None, "reason": "compiles for long: not on this shape unless named"}
+    assert gpu_command.verdict([timed, absent, wrong | {"kernel": "flash"}], peers.OURS) == 0
+    assert gpu_command.verdict([timed, wrong | {"kernel": "ragged"}], peers.OURS) == 1
+    assert gpu_command.verdict([absent], peers.OURS) == 1
 
 
 # --- timing ---------------------------------------------------------------------------------------

@@ -343,6 +343,13 @@ def test_bench_command_writes_a_table_or_one_document_and_a_record(tmp_path, lin
     assert refused.exit_code == 2 and "batch must be int" in refused.stderr.replace("\n", " ")
 
 
+def test_rows_that_are_not_exact_are_told_and_an_exit_code(monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "_identical", lambda found, alone: len(alone) - 1)
+    options = ["--rows", "1", "--prompts", "mini", "--methods", "regular", "--repeats", "1", "--max-new-tokens", "4"]
+    done = CliRunner().invoke(main.app, ["bench", *options, "--record", str(tmp_path / "speed.jsonl")])
+    assert done.exit_code == 1 and "0/1" in done.stdout and not (tmp_path / "speed.jsonl").exists()
+
+
 # --- where steps are recorded -------------------------------------------------------------------------------------
 
 

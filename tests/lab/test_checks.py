@@ -40,7 +40,8 @@ def test_the_healthy_engine_passes(embedded):
     assert report.passed, report.table().to_string()
     assert [check.name for check in report.checks] == NAMES
     sampled = report.checks[1].details["tests"]
-    for rule in ("token", "block"):
+    assert list(sampled) == ["token", "block", "temperature alone"]
+    for rule in sampled:
         assert min(sampled[rule][kind] for kind in ("accepted", "recovered", "bonus")) > 100
     document = json.loads(report.to_json())
     assert document["verdict"] == "PASS"
@@ -56,6 +57,21 @@ def test_a_rejected_token_redrawn_from_p_is_caught(embedded, monkeypatch):
 
     monkeypatch.setattr(verification, "_residual_draw", from_p)
     assert verdicts(embedded, FOUR, samples=4096) == dict.fromkeys(NAMES, True) | {"sampled law": False}
+
+
+@pytest.mark.slow
+def test_what_is_wrong_by_temperature_alone_is_caught(embedded, monkeypatch):
+    """As where a GPU's kernels draw and decide, which they do for nothing else."""
+    decide = verification.token
+
+    def colder(drafted, lengths, q, p, keys):
+        if not (p == 0).any():  # top_k leaves zeros
+            p = p**1.2 / (p**1.2).sum(-1, keepdim=True)
+        return decide(drafted, lengths, q, p, keys)
+
+    monkeypatch.setitem(verification.RULES, "token", colder)
+    report = lab.verify(embedded, FOUR, max_new_tokens=16, samples=1000)
+    assert report.checks[1].details["rejected"] == ["temperature alone"]
 
 
 @pytest.mark.slow
@@ -198,6 +214,20 @@ def test_what_cannot_be_loaded_is_one_plain_error(arguments):
     assert result.exit_code == 2
     assert "Traceback" not in result.output
     assert isinstance(result.exception, SystemExit)
+
+
+def test_the_law_of_likely_texts_is_that_of_all_texts_by_other_names():
+    target, prompt = (
+        tiny_model(vocab_size=5, pad_token_id=None, bos_token_id=None, eos_token_id=None),
+        torch.tensor([1, 2]),
+    )
+    law = plain_decoding.likely_law(target, prompt, 0.8, 3, most=2)
+    whole = plain_decoding.exact_law(target, prompt, bass.SamplingParams(0.8), 3)
+    assert len(whole) == 5**3 and len(law) == 2**3 + 1 + 2 + 4
+    found = dict.fromkeys(law, 0.0)
+    for text, outcome in zip(whole, plain_decoding.as_likely(list(whole), law), strict=True):
+        found[outcome] += whole[text]
+    assert found == pytest.approx(law, abs=1e-6)
 
 
 def test_the_exact_law_sums_to_one():

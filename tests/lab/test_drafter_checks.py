@@ -129,6 +129,14 @@ def test_drafters_that_keep_their_word_pass(drafter):
     assert broken(drafter) == []
 
 
+def test_a_target_in_half_precision_is_asked_in_full(monkeypatch):
+    """Rounding decides between close tokens, whatever drafts."""
+    seen = []
+    monkeypatch.setattr(drafter_checks, "_greedy", lambda pair, prompts: (seen.append(pair.target.dtype), True, {})[1:])
+    assert lab.check_drafter(bass.NgramDrafter(), tiny_model(dtype="bfloat16")).checks
+    assert seen == [torch.float32]
+
+
 def test_a_feature_head_is_enumerated_on_a_target_of_its_own():
     drafter = bass.FeatureDrafter(feature_head(TARGET))
     few = tiny_model(dtype="float64", vocab_size=3, hidden_size=16, num_hidden_layers=1, pad_token_id=None)

@@ -226,5 +226,6 @@ def test_tests_that_passed_are_not_run_again(monkeypatch, tmp_path):
     assert gpu.run("tests", tmp_path)["code"] == 1
     monkeypatch.setenv("MENDED", "1")
     assert gpu.run("tests", tmp_path)["code"] == 0
+    assert gpu.run("tests", tmp_path)["code"] == 0  # nothing is left
     outcomes = [(line["test"].split("::")[-1], line["outcome"]) for line in lines(tmp_path / "tests.jsonl")]
     assert outcomes == [("test_a", "passed"), ("test_b", "failed"), ("test_b", "passed")]

@@ -324,6 +324,7 @@ def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
     saved = str(tmp_path / "load.jsonl")
     done = bass_load("--simulate", "h100", "--rate", "40", "--count", "60", "--between-ms", "9", "--save", saved)
     assert done.exit_code == 0 and "p99" in done.output and "goodput_per_s" in done.output
+    assert "simulated by costs of NVIDIA H100" in " ".join(done.output.split())
     assert max(map(len, done.stdout.splitlines())) <= 80
     again = bass_load("--simulate", "h100", "--workload", saved, "--json")
     found = json.loads(again.stdout)
@@ -350,6 +351,9 @@ def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
         (("--record", "x.jsonl", "--highest", "--end-ms", "1"), "--record does not take --highest"),
         (("--simulate", "here", "--max-new-tokens", "200"), "texts have 128 tokens"),
         (("--max-new-tokens", "4", "--least-new-tokens", "9"), ">= 9"),
+        (("--workload", "/dev/null", "--rate", "4"), "--workload does not take --rate"),
+        (("--workload", "/dev/null", "--deadline", "1"), "--workload does not take --deadline"),
+        (("--simulate", "h100", "--between-ms", "0"), "between_ms"),
     ],
 )
 def test_what_the_command_cannot_do_is_said_in_one_line(words, said, tmp_path, monkeypatch):

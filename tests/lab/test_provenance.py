@@ -34,8 +34,13 @@ def repository(tmp_path, monkeypatch):
 def test_the_commit_of_this_repository_and_whether_the_tree_differs(repository, tmp_path):
     git = repository(provenance.HERE)
     assert provenance._commit() == git("rev-parse", "--short=12", "HEAD")
-    (tmp_path / provenance.HERE).write_text("a = 2\n")
-    assert provenance._commit() == git("rev-parse", "--short=12", "HEAD") + "+"
+    found = set()
+    for number in (2, 3):
+        (tmp_path / provenance.HERE).write_text(f"a = {number}\n")
+        commit, _, changes = provenance._commit().partition("+")
+        assert commit == git("rev-parse", "--short=12", "HEAD") and len(changes) == 6
+        found.add(changes)
+    assert len(found) == 2  # what one of them found says nothing of the other
 
 
 def test_a_repository_that_the_package_is_installed_in_is_not_its_own(repository, monkeypatch, tmp_path):

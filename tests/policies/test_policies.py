@@ -222,6 +222,43 @@ def test_goodput_is_near_the_best_fixed_length_and_never_below_regular_decoding(
     assert found <= min(regular, *(seconds(k) for k in (1, 2, 3, 5, 8, 12, 16))) / 0.95
 
 
+def joined(policy, requests, accept, new=40):
+    """What was planned while `requests` rows of `new` tokens came and went at two places, one every `new` / 2 steps."""
+    planned, left, ids = [], np.array([new, new // 2]), np.array([0, 1])
+    policy.start(RowsView(ids, ids * 0, ids + 10, ids * 0, left))
+    while ids.max() < requests:
+        view = RowsView(ids, new - left, ids + 10, new - left, left)
+        k, _ = planned_lengths(policy.plan(view), view)
+        kept = k * accept
+        policy.update(torch.from_numpy(k.copy()), torch.from_numpy(kept))
+        planned.append(k.max())
+        left = left - 1 - kept
+        for place in np.flatnonzero(left < 2):
+            ids, left = ids.copy(), left.copy()
+            ids[place], left[place] = ids.max() + 1, new
+            policy.start(RowsView(ids, np.where(ids == ids.max(), 0, new - left), ids + 10, new - left, left))
+    return np.array(planned)
+
+
+def test_where_rows_come_and_go_each_that_comes_is_looked_at():
+    """Places stay full, and their number says nothing of who lives there."""
+    policy = bass.Goodput(Line(0.3, 0.2))
+    joined(policy, requests=9, accept=0)
+    assert policy.foretell() == 0
+    ids = policy.alphas.ids + 20
+    policy.start(RowsView(ids, np.array([3, 0]), ids + 10, ids * 0, ids * 0 + 40))
+    policy.plan(RowsView(ids, np.array([3, 0]), ids + 10, ids * 0, ids * 0 + 40))
+    assert policy.alphas.ids.tolist() == ids.tolist()
+
+
+def test_where_rows_come_and_go_probes_go_on():
+    """However short they are: what is left of those that live is not all that is left."""
+    planned = joined(bass.Goodput(Line(0.3, 0.2)), requests=60, accept=0)
+    probes = np.flatnonzero(planned == 1)
+    assert len(planned) > 1000 and len(probes) > 4 and probes[-1] > 500
+    assert len(probes) < 20
+
+
 # --- what generate takes ---
 
 

@@ -199,6 +199,18 @@ def test_rows_that_stopped_are_fed_on_while_there_is_room(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(with_room, without, strict=True))
 
 
+def test_passes_of_which_nothing_was_submitted_are_learnt_from():
+    """Or they would be paid for for ever."""
+    policy = bass.RaggedBudget(CHEAP)
+    policy.start(rows(2))
+    policy.plan(rows(2))
+    before = policy.alphas().copy()
+    policy.choose(HiddenDraft(np.array([3, 0]), np.full((2, 3), 0.001), np.full((2, 3), 0.001)))
+    policy.update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
+    assert policy.alphas()[0] < before[0]
+    assert policy.alphas()[1] <= before[1]  # by what the other has shown
+
+
 def test_the_path_eager_is_never_packed():
     model, seen = tiny_model(), []
     probe.resolve(model, "eager")  # probed: what follows is passes of the engine
