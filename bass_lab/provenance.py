@@ -42,7 +42,7 @@ def _commit() -> str:
         if _git("ls-files", "--full-name", Path(__file__).name) != HERE:
             return ""
         head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("diff", "HEAD") if head else ""
+        changed = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD") if head else ""
         return head + (f"+{hashlib.sha256(changed.encode()).hexdigest()[:6]}" if changed else "")
     except OSError:
         return ""
@@ -51,4 +51,5 @@ def _commit() -> str:
 def _git(*arguments: str) -> str:
     """What git prints, empty after an error. It only looks: no index is renewed, no program of a repository started."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent).stdout.strip()
+    said = subprocess.run(command, capture_output=True, cwd=Path(__file__).parent).stdout
+    return said.decode(errors="replace").strip()

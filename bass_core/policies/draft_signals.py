@@ -110,7 +110,7 @@ class MarginalValue(Goodput):
             length = slot + 1
         else:
             length = self.limit
-        return torch.full_like(signals.drafting, length, dtype=torch.int64)
+        return torch.full(signals.drafting.shape, length, device="cpu")
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         if not self.seen:  # nothing was drafted, or not by a model
