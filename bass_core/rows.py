@@ -240,9 +240,10 @@ class Rows:
     def grow(self, capacity: int) -> None:
         """Room for rows of `capacity` positions."""
         extra = capacity - self.capacity
-        wider = [torch.nn.functional.pad(each, (0, extra)) for each in (self.tokens, self.logprobs)]
-        self.tokens_host = np.pad(self.tokens_host, ((0, 0), (0, extra)))
-        (self.tokens, self.logprobs), self.capacity = wider, capacity  # all of them, or none where memory is full
+        tokens, logprobs = (torch.nn.functional.pad(each, (0, extra)) for each in (self.tokens, self.logprobs))
+        host = np.pad(self.tokens_host, ((0, 0), (0, extra)))
+        # All of them, or none where memory is full.
+        self.tokens, self.logprobs, self.tokens_host, self.capacity = tokens, logprobs, host, capacity
 
     # --- committing -------------------------------------------------------------------------------
 
