@@ -188,7 +188,7 @@ def load_pair(
     if draft_revision is not None and not by_name:
         raise ValueError(f"draft_revision={draft_revision!r} is of a draft on the hub; got draft={draft!r}")
     device, dtype = place(device, dtype, device_map, torch_dtype)
-    kinds = {} if quantize is None else _kinds(quantize)
+    kinds = {} if quantize is None else _kinds_for(quantize, draft)
     at = {role: HOST if role in kinds else device for role in ROLES}  # the device need not hold full ones, only codes
     options = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     own_copy = kind_of_copy(draft)
@@ -211,16 +211,18 @@ def load_pair(
 
 def _quantized(models: dict[str, Any], kind: str | dict[str, str], device: torch.device) -> dict[str, PreTrainedModel]:
     """Those of the models, by role, that the kind quantizes, on the device. Raises as `ModelPair.quantized`."""
-    kinds, draft = _kinds(kind), models["draft"]
-    if not isinstance(draft, PreTrainedModel):
-        if not isinstance(kind, str) and "draft" in kinds:
-            _refuse_drafter(NgramDrafter() if draft is None else draft)
-        kinds = {role: kind for role, kind in kinds.items() if role != "draft"}
-    return {role: quantized(models[role], kinds[role], device) for role in kinds}
+    return {role: quantized(models[role], each, device) for role, each in _kinds_for(kind, models["draft"]).items()}
 
 
-def _refuse_drafter(drafter: Drafter) -> None:
-    raise ValueError(f"quantize names the draft, and what drafts is a {type(drafter).__name__}")
+def _kinds_for(kind: str | dict[str, str], draft: object) -> dict[str, str]:
+    """What is quantized how, by role: the draft where it is a model, or a name that may be one's. Raises ValueError."""
+    kinds = _kinds(kind)
+    if isinstance(draft, PreTrainedModel | str | Path):
+        return kinds
+    if not isinstance(kind, str) and "draft" in kinds:
+        name = "NgramDrafter" if draft is None else type(draft).__name__
+        raise ValueError(f"quantize names the draft, and what drafts is a {name}")
+    return {role: each for role, each in kinds.items() if role != "draft"}
 
 
 def _kinds(quantize: Any) -> dict[str, str]:
@@ -240,8 +242,6 @@ def _check_quantize(quantize: Any, quantization_config: Any, draft: object) -> N
     kinds = _kinds(quantize)
     if quantization_config is not None and "target" in kinds:
         raise ValueError("quantize and quantization_config both say how the target is quantized; give one of them")
-    if "draft" in kinds and not isinstance(quantize, str) and (drafter := drafters.named(draft)) is not None:
-        _refuse_drafter(drafter)
     if kind_of_copy(draft) and "draft" in kinds:
         raise ValueError(f"draft={draft!r} is quantized already; quantize={{'target': …}} is for the target alone")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import pandas as pd
 import torch
@@ -28,7 +28,6 @@ ALPHA = 1e-4  # chance that healthy models fail the sampled check
 TOKENS, TOP_K = 5, 3  # the sampled check's text: top_k 3 leaves 3^5 = 243 outcomes, whatever the vocabulary
 ALONE = "temperature alone"
 TEMPERATURES = (0.7, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0)  # not 1, where the raw and the processed law are too alike
-
 COOLER = (0.4, 0.7, 1.5, 2.0)  # where a token may be any of the vocabulary, few of which are to be likely
 
 Finding = tuple[bool, str, dict]  # passed, tested, details
@@ -156,14 +155,15 @@ def sampled(subject: Subject) -> Finding:
     """
     pair, samples = subject.pair, subject.samples
     beginnings = _beginnings(subject)
-    prompt, heat, law = _spread_law(beginnings, TEMPERATURES, lambda *asked: _of_few(pair.target, *asked))
-    likely = _spread_law(beginnings, COOLER, lambda *asked: plain_decoding.likely_law(pair.target, *asked, TOP_K))
+    prompt, heat, law = _spread_law(beginnings, TEMPERATURES, partial(_of_few, pair.target))
+    likely_law = partial(plain_decoding.likely_law, pair.target, most=TOP_K)
+    beginning, cool, likely = _spread_law(beginnings, COOLER, likely_law)
     batch = min(samples, 512, max(8, 2**24 // pair.target.config.get_text_config().vocab_size))
     options = {"max_new_tokens": TOKENS, "eos_token_id": (), "draft_length": _ByRow(), "compile": subject.compile}
     options |= {"num_return_sequences": samples, "max_batch_size": batch}
     few = {"temperature": heat, "top_k": TOP_K}
     ways = {rule: (prompt, law, few | {"verification": rule}) for rule in ("token", "block")}
-    ways[ALONE] = likely[0], likely[2], {"temperature": likely[1]}
+    ways[ALONE] = beginning, likely, {"temperature": cool}
     tests = {}
     for number, (name, (start, expected, how)) in enumerate(ways.items()):
         on_step = _telling(subject, number / len(ways), len(ways) * samples * TOKENS)
@@ -174,9 +174,9 @@ def sampled(subject: Subject) -> Finding:
     p_values = {rule: test["p_value"] for rule, test in tests.items()}
     rejected = holm(p_values, ALPHA)
     tested = (
-        f"G-test of the first {TOKENS} tokens, {len(law)} outcomes ({ALONE} {len(likely[2])}), {samples} rows each: "
+        f"G-test of the first {TOKENS} tokens, {len(law)} outcomes ({ALONE} {len(likely)}), {samples} rows each: "
         f"{', '.join(f'{rule} p = {p:.2g}' for rule, p in p_values.items())} (alpha {ALPHA:g}, Holm); "
-        f"{_total(list(tests.values()))}; temperature {heat:g}, top_k {TOP_K} for both models, or {likely[1]:g} alone; "
+        f"{_total(list(tests.values()))}; temperature {heat:g}, top_k {TOP_K} for both models, or {cool:g} alone; "
         f"draft lengths 1, 2, 3 side by side, {_sizes([prompt])}; a total variation of "
         f"{detectable(law, samples, ALPHA / len(tests)):.3f} would be found with {POWER:.0%}; {subject.note}"
     )

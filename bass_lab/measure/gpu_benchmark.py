@@ -304,14 +304,9 @@ def run(options: argparse.Namespace) -> int:
         lost = str(error)
     failed = sum("reason" in line for line in lines.written)
     ways = len(lines.written) - failed
-    while not lost and (made := next((_made(line) for line in lines.known if _is_unchecked(line)), None)):
-        verdict = checked(name, *made)
-        lines.amend(lambda line, made=made, verdict=verdict: (
-            line | {"exactness": verdict} if _is_unchecked(line) and _made(line) == made else line
-        ))  # fmt: skip
-        print(
-            f"exactness of the embedded pair, decoded in this way: {'PASS' if verdict['passed'] else 'FAIL'} {verdict}"
-        )
+    if not lost:
+        for made in dict.fromkeys(_made(line) for line in lines.known if _is_unchecked(line)):
+            _look_at(lines, name, made)
     timed = [line for line in lines.known if "exactness" in line]
     verdicts = {line["exactness"]["passed"] for line in timed if _is_ours(line)}
     passed = None if verdicts <= {None} else verdicts == {True}
@@ -342,6 +337,13 @@ def _is_unchecked(line: dict) -> bool:
 def _made(line: dict) -> tuple[str, str]:
     """How its passes were made."""
     return line["attention"], line["compile"]
+
+
+def _look_at(lines: gpu_command.Lines, device: str, made: tuple[str, str]) -> None:
+    """Check the embedded pair with its passes made so, and tell the lines of ways that made theirs so."""
+    verdict = checked(device, *made)
+    lines.amend(lambda line: line | {"exactness": verdict} if _is_unchecked(line) and _made(line) == made else line)
+    print(f"exactness of the embedded pair, decoded in this way: {'PASS' if verdict['passed'] else 'FAIL'} {verdict}")
 
 
 def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: gpu_command.Lines, device: str) -> None:

@@ -237,9 +237,8 @@ def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
 def _packing(cost: Cost) -> float:
     """What packing is worth by these costs: the share of left-out tokens whose time is saved."""
     models, measured = getattr(cost, "models", None), getattr(cost, "measured", {})
-    if models is not None and models["target"]["attention"] == "eager":  # is never packed
-        return 0.0
-    if measured.get("compile") == "graphs":  # recorded passes have fixed shapes
+    eager = models is not None and models["target"]["attention"] == "eager"
+    if eager or measured.get("compile") == "graphs":  # never packed: it cannot be, and shapes are fixed
         return 0.0
     return PACKING if isinstance(cost, CostModel) and not cost.is_synthetic else 1.0
 

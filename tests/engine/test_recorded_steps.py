@@ -1,11 +1,9 @@
 """Steps of fixed shapes, recorded and replayed, give what steps launched one operator at a time give."""
 
-import copy
-
 import pytest
 import torch
 from recording import PROMPTS, Recorder, assert_same, pair, use_fixed_steps, use_on_cpu
-from tiny import BYTES, CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
+from tiny import CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import CHEAP, Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
@@ -144,50 +142,6 @@ def test_memory_that_moves_is_recorded_anew():
                 running.step()
             handles.append(running.submit(PROMPTS[3], max_new_tokens=70))
             found[way] = texts(running, handles)
-    assert found["graphs"] == found["off"]
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_adapters_are_switched_between_two_steps(role):
-    """Recordings have those of when they were made."""
-    found, plain = {}, tiny_model(vocab_size=BYTES)
-    for way in ("off", "graphs"):
-        adapted = with_adapter()
-        pair = bass.ModelPair(adapted, plain) if role == "target" else bass.ModelPair(plain, adapted)
-        with bass.Session(pair, compile=way, draft_length=3, eos_token_id=()) as running:
-            handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:2]]
-            for _ in range(6):
-                running.step()
-            with adapted.disable_adapter():
-                for _ in range(6):
-                    running.step()
-            texts(running, handles)
-            steps = running.trace.steps[["step", "row", "drafted", "accepted"]]
-            found[way] = texts(running, handles), steps.to_numpy().tolist()
-    assert found["graphs"] == found["off"]
-
-
-@pytest.mark.parametrize("change", ["how much it counts", "the first there is"])
-def test_adapters_change_between_two_steps(change):
-    peft = pytest.importorskip("peft")
-    found, plain = {}, tiny_model(vocab_size=BYTES)
-    for way in ("off", "graphs"):
-        torch.manual_seed(1)
-        adapted = with_adapter().get_base_model() if change == "how much it counts" else copy.deepcopy(plain)
-        with bass.Session(bass.ModelPair(adapted, plain), compile=way, draft_length=3, eos_token_id=()) as running:
-            handles = [running.submit(prompt, max_new_tokens=60) for prompt in PROMPTS[:2]]
-            for _ in range(6):
-                running.step()
-            if change == "how much it counts":
-                for layer in adapted.modules():
-                    if hasattr(layer, "scale_layer"):
-                        layer.scale_layer(-3.0)
-            else:
-                config = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-                adapted.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", **config))
-            texts(running, handles)
-            steps = running.trace.steps[["step", "row", "drafted", "accepted"]]
-            found[way] = texts(running, handles), steps.to_numpy().tolist()
     assert found["graphs"] == found["off"]
 
 
