@@ -266,11 +266,12 @@ def test_memory_that_is_full_in_the_midst_of_decoding_is_no_fault_of_those_that_
 
     monkeypatch.setattr(serve_server, "LAST_WORDS", 0.1)
     with served(PAIR, max_batch_size=1, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(2) as pool:
+        session = server.driver.session
         running = pool.submit(post, server, **LONG)
-        until(lambda: server.gate.rows == 1)
+        until(lambda: session.rows.live and not session.rows.waiting)  # its prefill is over
         waiting = pool.submit(post, server, prompt=PROMPT, max_tokens=5)
-        until(lambda: len(server.driver.session.rows.waiting) == 1)
-        server.driver.session.device_step.verify = full
+        until(lambda: len(session.rows.waiting) == 1)
+        session.device_step.verify = full
         assert [each.result().status_code for each in (running, waiting)] == [500, 500]
         until(lambda: server.should_exit)
     assert server.failed
