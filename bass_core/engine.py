@@ -125,7 +125,7 @@ class Session:
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
         way = recorded_step.resolve(compile, pair.device, paths, trace, pair.launched_because)
 
-        never, first = inputs.suppressed(own, self.vocabulary)
+        never, first = inputs.suppressed(own, eos, self.vocabulary)
         self._not_first = torch.tensor(first, dtype=torch.int64, device=pair.device)
         # Regular decoding asks no drafter: one that keeps nothing of rows stands for it.
         drafter = NgramDrafter() if self.policy == FixedLength(0) else pair.drafter

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import pandas as pd
 from torch import Tensor
@@ -31,7 +31,8 @@ class Generation:
 
     sequences: int64 ids on the host, prompt not included, no padding, with the EOS or the token that completed a stop.
     texts: special tokens skipped, ending before the stop string; None without a tokenizer.
-    logprobs: the target's log-probability of each token, float32 (temperature 1, unprocessed).
+    logprobs: the target's log-probability of each token, float32 (temperature 1, unprocessed but for ids that the
+        generation_config never allows, which have none).
     finish_reasons: "eos", "stop", "length", "budget", "cancelled", "error", or None for a row that was interrupted.
     trace: what happened at each step.
     samples: rows per prompt.
@@ -60,8 +61,14 @@ class Generation:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, row: int) -> Result:
+    @overload
+    def __getitem__(self, row: int) -> Result: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[Result]: ...
+    def __getitem__(self, row: int | slice) -> Result | list[Result]:
         """Raises IndexError beyond the last row."""
+        if isinstance(row, slice):
+            return list(self)[row]
         return Result(self.sequences[row], self.texts[row], self.logprobs[row], self.finish_reasons[row])
 
     def __iter__(self) -> Iterator[Result]:
@@ -154,10 +161,11 @@ def generate(
     acceptance: None: earned. "synthetic:0.8" draws how many drafts each row keeps, to measure with
         (`SyntheticAcceptance`); texts then mean nothing, and `Generation.synthetic` is true.
     max_batch_size: rows decoded at once (None: all); waiting rows take freed places.
-    eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row.
+    eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row; one
+        that is a special token, such as "<|im_end|>", ends it where the token occurs.
     generation_config: whose eos_token_id and repetition_penalty count unless they are given here, and whose other
-        options that would change the text are refused by name; None: the target's own. Whether and how to sample is
-        said here alone.
+        options that would change the text are refused by name, as are those that say how long and how many; None: the
+        target's own. Whether and how to sample is said here alone.
     time_budget: seconds from the call, checked between steps; rows then end with reason "budget".
     on_row_error: "raise", or "finish" to end a row whose logits are NaN with reason "error" and go on.
     on_step: called with a StepEvent after each step. trace: "off", "steps" or "tokens".

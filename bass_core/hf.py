@@ -97,6 +97,7 @@ INSTEAD = {
     "streamer": "it shows one sequence; pass on_step=…, which is called with the tokens of every row",
     "trace": "it is returned with return_dict_in_generate=True",
 }
+HEARD = "models that hear have a `generate` of their own, segment by segment; call bass_core.generate(pair, features)"
 
 
 @dataclass
@@ -148,28 +149,27 @@ def bass_generate(
     they are texts of.
 
     Raises ValueError naming any other processor, stopping criterion, generation option or model input, for masks that
-    hide anything but left padding, and where `bass_core.generate` does.
+    hide anything but left padding (of sources: right padding), and where `bass_core.generate` does.
     """
-    pair = ModelPair(model, _drafts_from(draft_model))
-    streamer = _swallowed("streamer")
-    _refuse_other_options(generation_config, pair.reads_sources)
-    _refuse_other_inputs(model_kwargs)
-    _refuse_other_processors(logits_processor, generation_config, input_ids.shape[1])
-    stops = _stops(stopping_criteria, input_ids.shape[1])
-    sampling = _sampling(generation_config)
-    pad = _padding(generation_config, stops, len(input_ids))
-    if trace != "off" and not generation_config.return_dict_in_generate:
-        _refuse("trace", trace)
-    if seed is None:
-        seed = int(torch.randint(2**63 - 1, (), device="cpu")) if sampling["temperature"] else 0
-    mask, forced = model_kwargs.get("attention_mask"), []
-    if pair.reads_sources:
-        forced = _forced_first(generation_config, input_ids)
-        prompts = _sources(inputs_tensor, mask, input_ids, forced)
-        stops["max_new_tokens"] -= len(forced)
-    else:
-        prompts = _prompts(input_ids, mask, model_kwargs.get("position_ids"))
-    with _streaming(streamer, len(prompts), on_step) as told:
+    with _streaming(_swallowed("streamer"), on_step) as hearing:
+        pair = ModelPair(model, _drafts_from(draft_model))
+        _refuse_other_options(generation_config, pair)
+        _refuse_other_inputs(model_kwargs)
+        mask, width = model_kwargs.get("attention_mask"), input_ids.shape[1]
+        if pair.reads_sources:
+            forced, starts = _forced_first(generation_config, input_ids), [0] * len(input_ids)
+            prompts = _sources(inputs_tensor, mask, input_ids, forced)
+        else:
+            prompts, forced = _prompts(input_ids, mask, model_kwargs.get("position_ids")), []
+            starts = [width - len(prompt) for prompt in prompts]
+        _refuse_other_processors(logits_processor, generation_config, width, len(forced), starts)
+        stops = _stops(stopping_criteria, width, forced)
+        sampling = _sampling(generation_config)
+        pad = _padding(generation_config, stops, len(input_ids))
+        if trace != "off" and not generation_config.return_dict_in_generate:
+            _refuse("trace", trace)
+        if seed is None:
+            seed = int(torch.randint(2**63 - 1, (), device="cpu")) if sampling["temperature"] else 0
         generation = generate(
             pair,
             prompts,
@@ -182,10 +182,12 @@ def bass_generate(
             attention=attention,
             compile=compile,
             max_batch_size=max_batch_size,
-            on_step=told,
+            on_step=hearing.of_rows(prompts, forced, generation_config.forced_eos_token_id is not None),
             trace=trace,
         )
-    new = pad_sequence(_with_forced(generation, generation_config, forced), batch_first=True, padding_value=pad)
+        rows = _with_forced(generation, generation_config, forced, stops["eos_token_id"])
+        hearing.rest(rows)
+    new = pad_sequence(rows, batch_first=True, padding_value=pad)
     sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
     return BassOutput(sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
 
@@ -210,31 +212,55 @@ def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrai
         )
     chosen = assistant if draft_model is None else named(draft_model) or draft_model
     if not isinstance(chosen, PreTrainedModel | Drafter):
-        raise TypeError(f"draft_model must be a transformers model, a Drafter, {NAMES}; got {chosen!r}")
+        got = f"a {type(chosen).__name__}" if isinstance(chosen, torch.nn.Module) else repr(chosen)
+        raise TypeError(f"draft_model must be a transformers model, a Drafter, {NAMES}; got {got}")
     return chosen
 
 
 @contextmanager
-def _streaming(
-    streamer: BaseStreamer | None, rows: int, on_step: Callable[[StepEvent], None] | None
-) -> Iterator[Callable[[StepEvent], None] | None]:
-    """What to call after each step, so that the streamer hears of it, too; it is ended on the way out."""
-    if streamer is None:
-        yield on_step
-        return
-    if rows > 1:
-        _refuse("streamer", type(streamer).__name__)
-
-    def told(event: StepEvent) -> None:
-        for tokens in filter(None, event.new_tokens):
-            streamer.put(torch.tensor(tokens, device="cpu"))
-        if on_step is not None:
-            on_step(event)
-
+def _streaming(streamer: BaseStreamer | None, on_step: Callable[[StepEvent], None] | None) -> Iterator[_Hearing]:
+    """The streamer is ended on the way out, whatever happens."""
     try:
-        yield told
+        yield _Hearing(streamer, on_step)
     finally:
-        streamer.end()
+        if streamer is not None:
+            streamer.end()
+
+
+class _Hearing:
+    """Tells a streamer, if there is one, the tokens of its one row as they are committed, and `on_step` of steps."""
+
+    def __init__(self, streamer: BaseStreamer | None, on_step: Callable[[StepEvent], None] | None):
+        self._streamer, self._on_step = streamer, on_step
+        self._row: list[int] = []
+        self._told = 0
+        self._may_change = False
+
+    def of_rows(self, prompts: list, forced: list[int], last_may_change: bool) -> Callable[[StepEvent], None] | None:
+        """What to call after each step. forced: what rows begin with. Raises ValueError where there are several."""
+        if self._streamer is None:
+            return self._on_step
+        if len(prompts) > 1:
+            _refuse("streamer", type(self._streamer).__name__)
+        self._row, self._may_change = list(forced), last_may_change
+        return self._stepped
+
+    def _stepped(self, event: StepEvent) -> None:
+        for tokens in event.new_tokens:
+            self._row += tokens
+            self._tell(self._row[: len(self._row) - self._may_change])
+        if self._on_step is not None:
+            self._on_step(event)
+
+    def rest(self, rows: list[Tensor]) -> None:
+        """The rows as they are returned: what the streamer has not heard of them."""
+        if self._streamer is not None:
+            self._tell(rows[0].tolist())
+
+    def _tell(self, row: list[int]) -> None:
+        new, self._told = row[self._told :], max(self._told, len(row))
+        if new:
+            self._streamer.put(torch.tensor(new, device="cpu"))
 
 
 def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
@@ -242,18 +268,23 @@ def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
     raise ValueError(f"bass_generate cannot honour {kind}{name}={str(value)[:60]}: {instead}")
 
 
-def _refuse_other_options(config: GenerationConfig, reads: bool) -> None:
+def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
     """Every field is honoured, unset, or what `generate` takes by default."""
-    honoured = HONOURED | HONOURED_OF_READERS if reads else HONOURED
+    honoured = HONOURED | HONOURED_OF_READERS if pair.reads_sources else HONOURED
     others = (name for name in vars(config) if not name.startswith("_") and name not in honoured)
     for name, value in inputs.asked_for(config, others):
         if name == "bad_words_ids" and all(len(word) == 1 for word in value):
             continue
+        if pair.target.main_input_name == FEATURES and name not in vars(GenerationConfig()):
+            raise ValueError(f"bass_generate cannot honour {name}={str(value)[:60]}: {HEARD}")
         _refuse(name, value, "the generation option ")
 
 
 def _refuse_other_inputs(model_kwargs: dict) -> None:
-    """`generate` itself adds masks, positions, an empty cache and two flags; anything else came from the caller."""
+    """`generate` itself adds masks, positions, an empty cache, what the encoder made and two flags; anything else came
+    from the caller."""
+    if (_swallowed("kwargs") or {}).get("encoder_outputs") is not None:
+        _refuse("encoder_outputs", "those of the caller")
     cache = model_kwargs.get("past_key_values")
     if getattr(cache, "_is_user_defined", False):
         _refuse("past_key_values", type(cache).__name__)
@@ -267,8 +298,11 @@ def _refuse_other_inputs(model_kwargs: dict) -> None:
             _refuse(name, type(value).__name__, "the model input ")
 
 
-def _refuse_other_processors(processors: LogitsProcessorList, config: GenerationConfig, width: int) -> None:
-    """Every processor is one that `generate` makes from an honoured option. width: the prompts', padding included."""
+def _refuse_other_processors(
+    processors: LogitsProcessorList, config: GenerationConfig, width: int, forced: int, starts: list[int]
+) -> None:
+    """Every processor is one that `generate` makes from an honoured option. width: the prompts', padding included.
+    forced: how many tokens rows are forced to begin with. starts: where each prompt begins, behind its padding."""
     seen = set()
     for processor in processors:
         kind = type(processor)
@@ -277,7 +311,7 @@ def _refuse_other_processors(processors: LogitsProcessorList, config: Generation
         if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
             name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
             _refuse(name, getattr(config, name), "the generation option ")
-        if kind in seen or not _made_from_option(processor, config):
+        if kind in seen or not _made_from_option(processor, config, width + forced, starts):
             name = "prefix_allowed_tokens_fn" if kind is PrefixConstrainedLogitsProcessor else kind.__name__
             instead = f"set the option {PROCESSORS[kind][0]}" if kind in PROCESSORS else "leave it out"
             raise ValueError(
@@ -287,15 +321,18 @@ def _refuse_other_processors(processors: LogitsProcessorList, config: Generation
         seen.add(kind)
 
 
-def _made_from_option(processor: LogitsProcessor, config: GenerationConfig) -> bool:
+def _made_from_option(processor: LogitsProcessor, config: GenerationConfig, first: int, starts: list[int]) -> bool:
+    """first: where the first token is chosen."""
     if type(processor) not in PROCESSORS:
         return False
     option, attribute = PROCESSORS[type(processor)]
-    ignores_prompt = isinstance(getattr(processor, "prompt_ignore_length", None), int)  # generate's ignores padding
+    ignored = getattr(processor, "prompt_ignore_length", None)  # generate's ignores padding, or nothing
+    if isinstance(ignored, int) or (ignored is not None and ignored.tolist() != starts):
+        return False
     theirs, ours = getattr(processor, attribute), getattr(config, option)
     if isinstance(theirs, Tensor):
         theirs, ours = theirs.tolist(), [ours] if isinstance(ours, int) else list(ours or ())
-    return theirs == ours and not ignores_prompt
+    return theirs == ours and getattr(processor, "begin_index", first) == first
 
 
 def _sampling(config: GenerationConfig) -> dict[str, float]:
@@ -307,8 +344,9 @@ def _sampling(config: GenerationConfig) -> dict[str, float]:
     return {"temperature": 0.0} | options
 
 
-def _stops(criteria: StoppingCriteriaList, width: int) -> dict[str, Any]:
-    """When rows end: max_new_tokens (at least 1, as `generate` looks after each token), time_budget, eos_token_id."""
+def _stops(criteria: StoppingCriteriaList, width: int, forced: list[int]) -> dict[str, Any]:
+    """When rows end: max_new_tokens (at least 1, as `generate` looks after each token, but those that they are forced
+    to begin with are no new ones), time_budget, eos_token_id."""
     for criterion in criteria:
         if type(criterion) not in CRITERIA:
             raise ValueError(
@@ -320,12 +358,12 @@ def _stops(criteria: StoppingCriteriaList, width: int) -> dict[str, Any]:
         return [criterion for criterion in criteria if type(criterion) is kind]
 
     ends = [criterion.initial_timestamp + criterion.max_time for criterion in all_of(MaxTimeCriteria)]
+    eos = {each for criterion in all_of(EosTokenCriteria) for each in criterion.eos_token_id.flatten().tolist()}
+    most = max(1, min(criterion.max_length for criterion in all_of(MaxLengthCriteria)) - width) - len(forced)
     return {
-        "max_new_tokens": max(1, min(criterion.max_length for criterion in all_of(MaxLengthCriteria)) - width),
+        "max_new_tokens": 0 if eos.intersection(forced) else most,
         "time_budget": max(0.0, min(ends) - time.time()) if ends else None,
-        "eos_token_id": {
-            i for criterion in all_of(EosTokenCriteria) for i in criterion.eos_token_id.flatten().tolist()
-        },
+        "eos_token_id": eos,
     }
 
 
@@ -341,14 +379,14 @@ def _forced_first(config: GenerationConfig, input_ids: Tensor) -> list[int]:
     return [] if forced is None or input_ids.shape[1] > 1 else [forced]
 
 
-def _with_forced(generation: Generation, config: GenerationConfig, forced: list[int]) -> list[Tensor]:
+def _with_forced(generation: Generation, config: GenerationConfig, forced: list[int], eos: set[int]) -> list[Tensor]:
     """The rows as `generate` returns them: with the token that is forced to be first, and with the one that is forced
     to be last in place of the last token of a text that is cut off."""
     rows = [torch.cat([row.new_tensor(forced), row]) for row in generation.sequences]
     if (last := config.forced_eos_token_id) is not None:
         for row, reason in zip(rows, generation.finish_reasons, strict=True):
-            if reason == "length":
-                row[-1] = last if isinstance(last, int) else last[0]
+            if reason == "length" and not eos.intersection(row[-1:].tolist()):
+                row[-1] = last if isinstance(last, int) else min(last)  # of equal logits `argmax` takes the first
     return rows
 
 
@@ -361,6 +399,11 @@ def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[
     if read.min() < 0:
         _refuse("encoder_outputs", "those of sources that are not given")
     kept = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu() != 0
+    if bool((kept[:, 1:] & ~kept[:, :-1]).any()):
+        raise ValueError(
+            "an attention_mask of sources must have zeros on the right of each row only: generate counts positions "
+            "from the padding on. Pad with tokenizer.padding_side='right'"
+        )
     rows = [row[shown] for row, shown in zip(read, kept, strict=True)]
     return [{"input_ids": row, inputs.BEGINS: begin} for row, begin in zip(rows, begins, strict=True)]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -79,9 +80,10 @@ def prompt_list(prompts: Any) -> list:
     return them (see `prompt_ids` for what a prompt may be)."""
     if isinstance(prompts, Mapping):
         return _each_row(prompts)
+    prompts = _as_tensor(prompts)
     if isinstance(prompts, Tensor) and prompts.is_floating_point():
         return [prompts] if prompts.ndim == 2 else list(prompts)
-    one = isinstance(prompts, str) or _is_conversation(prompts)
+    one = isinstance(prompts, str) or _is_conversation(prompts) or _are_ids(prompts)
     if one or (isinstance(prompts, Tensor) and (prompts.ndim == 1 or (prompts.ndim == 2 and len(prompts) == 1))):
         return [prompts]
     if isinstance(prompts, Tensor) or not isinstance(prompts, Sequence):
@@ -92,6 +94,17 @@ def prompt_list(prompts: Any) -> list:
     if len(prompts) == 0:
         raise ValueError("prompts is empty; give at least one prompt")
     return list(prompts)
+
+
+def _as_tensor(value: Any) -> Any:
+    """Arrays, which tokenizers return too, as tensors; all else as it is."""
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" else value
+
+
+def _are_ids(prompt: Any) -> bool:
+    """Whether this is a list of token ids, rather than one of prompts."""
+    many = isinstance(prompt, Sequence) and not isinstance(prompt, str) and len(prompt) > 0
+    return many and all(isinstance(each, int | np.integer) for each in prompt)
 
 
 def _each_row(encoding: Mapping) -> list:
@@ -266,7 +279,7 @@ def _rows(encoding: Mapping) -> list[Tensor]:
             'prompts must be texts, conversations ([{"role": "user", "content": "…"}]), token ids, or a mapping '
             f"with input_ids (and attention_mask); got a mapping with {', '.join(map(str, encoding)) or 'nothing'}"
         )
-    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    ids, mask = _as_tensor(encoding["input_ids"]), _as_tensor(encoding.get("attention_mask"))
     if not isinstance(ids, Tensor) and len(ids) and not isinstance(ids[0], Sequence):
         ids, mask = [ids], None if mask is None else [mask]  # one text, without return_tensors
     elif isinstance(ids, Tensor) and ids.ndim == 1:
@@ -274,6 +287,8 @@ def _rows(encoding: Mapping) -> list[Tensor]:
     if mask is None and len(ids) > 1 and isinstance(ids, Tensor):
         raise ValueError("several rows of token ids come with their attention_mask, which tells padding from text")
     rows = [torch.as_tensor(row, device="cpu") for row in ids]
+    if wrong := [row for row in rows if row.ndim != 1]:
+        raise ValueError(f"input_ids must be rows of token ids, got rows of shape {tuple(wrong[0].shape)}")
     kept = [torch.ones_like(row) for row in rows]
     if mask is not None:
         kept = [torch.as_tensor(row, device="cpu") for row in mask]
@@ -312,9 +327,17 @@ UNKNOWN_OPTIONS = (
 )  # fmt: skip
 
 
+SAID_IN_THE_CALL = ("max_new_tokens", "max_length", "num_return_sequences", "max_time")
+
+
 def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -> GenerationConfig:
     """What the target asks for wherever it is decoded: `given`, or its own. Raises ValueError for what would change its
     text and cannot be honoured."""
+    for name, value in asked_for(given, SAID_IN_THE_CALL) if given else ():
+        raise ValueError(
+            f"generation_config says {name}={value!r}, which is not read there: say so in the call (max_new_tokens, "
+            "num_return_sequences, time_budget)"
+        )
     config = (target.generation_config if given is None else given) or GenerationConfig()
     reads = target.config.is_encoder_decoder
     for name, value in asked_for(config, UNKNOWN_OPTIONS):
@@ -323,7 +346,7 @@ def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -
             continue
         if name == "bad_words_ids" and all(len(word) == 1 for word in value):
             continue  # `suppressed`
-        kept = f"eos_token_id={config.eos_token_id}" if reads else ""
+        kept = "" if config.eos_token_id is None else f"eos_token_id={config.eos_token_id}"
         raise ValueError(
             f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be honoured; "
             f"generation_config=transformers.GenerationConfig({kept}) decodes without what it asks for"
@@ -331,9 +354,9 @@ def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -
     return config
 
 
-def suppressed(config: GenerationConfig, vocabulary: int) -> tuple[list[int], list[int]]:
-    """The ids that no text may have, and those that none may begin with."""
-    ends = [config.eos_token_id] if isinstance(config.eos_token_id, int) else config.eos_token_id or []
+def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -> tuple[list[int], list[int]]:
+    """The ids that no text may have, and those that none may begin with. ends: ids that end rows, which are no bad
+    words, as in `generate`."""
     bad = {word for words in config.bad_words_ids or () for word in words}.difference(ends)
     never = bad.union(config.suppress_tokens or ())
     first = set(config.begin_suppress_tokens or ())
@@ -364,15 +387,34 @@ def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, 
 
 
 def stop_strings(stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStrings | None:
-    """The finder of stop strings; None if there are none."""
+    """The finder of stop strings; None if there are none. One that is a special token ends a row where that occurs."""
     strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     if not all(isinstance(string, str) for string in strings):
         raise TypeError(f"stop must be a str or a list of str, got {stop!r}")
     if "" in strings:
         raise ValueError("stop contains the empty string, which would end every row at once; remove it")
-    if strings and tokenizer is None:
+    if not strings:
+        return None
+    if tokenizer is None:
         raise ValueError("stop strings need a tokenizer: ModelPair(..., tokenizer=...)")
-    return StopStrings(strings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True)) if strings else None
+
+    special = set()
+    for string in strings:
+        hidden = _hidden_in(string, tokenizer)
+        if string in hidden:
+            special.add(hidden[string])
+        elif hidden:
+            raise ValueError(
+                f"stop {string!r} contains {min(hidden)!r}, a special token, which no text shows; give that alone"
+            )
+    return StopStrings(strings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), frozenset(special))
+
+
+def _hidden_in(string: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The special tokens that a string contains, which texts do not show, and their ids."""
+    named = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in named if token and token in string}
+    return {token: each for token, each in ids.items() if not tokenizer.decode([each], skip_special_tokens=True)}
 
 
 def _kind(value: Any) -> str:

@@ -106,11 +106,15 @@ class Commit:
 
 
 class StopStrings:
-    """Finds where a stop string is completed: at the first token after which the text of all tokens holds one."""
+    """Finds where a stop string is completed: at the first token after which the text of all tokens holds one, or at a
+    special token that is one."""
 
-    def __init__(self, stop: tuple[str, ...], decode: Callable[[np.ndarray], str]):
+    def __init__(
+        self, stop: tuple[str, ...], decode: Callable[[np.ndarray], str], special: frozenset[int] = frozenset()
+    ):
+        """special: ids that are stop strings, and that texts do not show."""
         self.stop = stop
-        self._decode = decode
+        self._decode, self._special = decode, special
         self._reach = max(map(len, stop)) + 16  # characters to look back: a decoder may still change the last few
 
     def completed_at(self, generated: np.ndarray, new: int) -> int | None:
@@ -124,6 +128,8 @@ class StopStrings:
 
     def _ends(self, tokens: np.ndarray) -> bool:
         """Whether the text of these tokens holds a stop string, which the last one has completed."""
+        if int(tokens[-1]) in self._special:
+            return True
         size = self._reach
         while len(text := self._decode(tokens[-size:])) < self._reach and size < len(tokens):
             size *= 2  # special tokens have no text

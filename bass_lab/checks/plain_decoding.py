@@ -111,7 +111,7 @@ def as_likely(texts: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float
 def _after(target: PreTrainedModel, prompt: Tensor, texts: Tensor, first: int) -> Tensor:
     """The logits [N, V] of what follows texts [N, T], whose first `first` tokens are given; -inf: suppressed there."""
     config = target.generation_config or GenerationConfig()
-    never, not_first = inputs.suppressed(config, target.config.get_text_config().vocab_size)
+    never, not_first = inputs.suppressed(config, (), target.config.get_text_config().vocab_size)
     with plain(target):
         logits = _logits(target, [prompt] * len(texts), texts)[:, -1]
     logits[:, never + (not_first if texts.shape[1] == first else [])] = -torch.inf

@@ -171,6 +171,23 @@ def test_eos_that_comes_before_the_stop_string_wins_and_the_other_way_round():
     assert spell(["né"], eos_token_id=e).texts == ["the"]
 
 
+@pytest.mark.parametrize("stop", ["!", ["absent", "!"]])
+def test_a_special_token_that_is_a_stop_string_ends_a_row_where_it_occurs(stop):
+    """Texts do not show it, so nothing in them could be found."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["!"]})
+    assert tokenizer.decode(tokens_of("a!b"), skip_special_tokens=True) == "ab"
+    pair = bass.ModelPair(speller("the!né€g"), MODEL, tokenizer)
+    out = bass.generate(pair, [tokens_of("t")], stop=stop, max_new_tokens=8, eos_token_id=())
+    assert (out.texts, out.finish_reasons) == (["he"], ["stop"])
+    assert out.sequences[0].tolist() == tokens_of("he!")
+
+
+def test_a_special_token_within_a_stop_string_is_refused():
+    with pytest.raises(ValueError, match="'a</s>' contains '</s>', a special token, which no text shows"):
+        spell("a</s>")
+
+
 def test_stop_strings_of_one_row_leave_the_others_alone():
     out = bass.generate(SPELLING, ["!", "n", "g", "x"], stop="€", max_new_tokens=6, eos_token_id=())
     assert out.finish_reasons == ["length", "stop", "length", "length"]

@@ -14,6 +14,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
     T5Config,
     T5ForConditionalGeneration,
     TemperatureLogitsWarper,
@@ -99,6 +100,21 @@ def test_greedy_with_option_is_generate(options):
     expected = tiny_model().generate(**options)
     found = tiny_model().generate(custom_generate=bass_generate, draft_model=tiny_model(noise=0.1), **options)
     assert torch.equal(found, expected)
+
+
+def test_an_end_of_rows_is_no_bad_word():
+    """As `generate` has it: by the ids that end rows in this call, whatever the model's own are."""
+    model, ends = tiny_model(), frequent_ids(tiny_model().generate(**BATCH, max_new_tokens=NEW), 4)
+    options = {**BATCH, "max_new_tokens": NEW, "eos_token_id": ends, "bad_words_ids": [[each] for each in (*ends, 11)]}
+    expected = model.generate(**options)
+    assert (expected == ends[0]).any()
+    assert torch.equal(by_bass(**options), expected)
+    config = GenerationConfig(bad_words_ids=options["bad_words_ids"], eos_token_id=3)
+    pair = bass.ModelPair(model, tiny_model(noise=0.1))
+    out = bass.generate(pair, PROMPTS, max_new_tokens=NEW, eos_token_id=ends, generation_config=config)
+    for sequence, row in zip(out.sequences, expected[:, WIDTH:], strict=True):
+        assert sequence.tolist() == row[: len(sequence)].tolist()
+    assert "eos" in out.finish_reasons
 
 
 def test_repetition_penalty_is_that_of_each_row_without_its_padding():
@@ -282,6 +298,20 @@ def test_option_of_the_models_own_configuration_is_refused_too():
             "RepetitionPenaltyLogitsProcessor",
         ),
         (
+            {
+                "logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, torch.full((5,), WIDTH))],
+                "repetition_penalty": 1.4,
+            },
+            "RepetitionPenaltyLogitsProcessor",  # of the new tokens alone
+        ),
+        (
+            {
+                "logits_processor": [SuppressTokensAtBeginLogitsProcessor([5], WIDTH + 3)],
+                "begin_suppress_tokens": [5],
+            },
+            "SuppressTokensAtBeginLogitsProcessor",  # in the middle of texts
+        ),
+        (
             {"logits_processor": [TemperatureLogitsWarper(0.5)], "temperature": 0.5, "do_sample": True},
             "TemperatureLogitsWarper",  # generate would divide twice
         ),
@@ -389,10 +419,19 @@ def test_a_text_streamer_prints_the_text(capsys):
     assert capsys.readouterr().out.strip("\n") == tokenizer.decode(new).strip("\n")
 
 
-def test_whoever_reads_a_streamer_does_not_wait_for_ever_after_an_error():
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_new_tokens": 1000}, "beyond the target model's context"),
+        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
+        ({"draft": "a name"}, "draft_model must be"),
+    ],
+    ids=["decoding", "option", "draft"],
+)
+def test_whoever_reads_a_streamer_does_not_wait_for_ever_after_an_error(options, error):
     heard = Heard()
-    with pytest.raises(ValueError, match="beyond the target model's context"):
-        by_bass(**ONE, streamer=heard, max_new_tokens=1000)
+    with pytest.raises((ValueError, TypeError), match=error):
+        by_bass(**ONE, streamer=heard, **options)
     assert heard.given[-1] == "end"
 
 

@@ -47,6 +47,7 @@ def test_rows_come_one_by_one_and_prompt_by_prompt():
     out = generate(num_return_sequences=2)
     assert len(out) == 6 and [row.text for row in out] == out.texts
     assert torch.equal(out[5].sequence, out.sequences[5]) and out[-1].text == out.texts[5]
+    assert [row.text for row in out[1:3]] == out.texts[1:3]
     assert [[row.text for row in rows] for rows in out.by_prompt] == [out.texts[:2], out.texts[2:4], out.texts[4:]]
     with pytest.raises(IndexError):
         out[6]

@@ -1,5 +1,6 @@
 """What prompts may be: texts, conversations, token ids, and what tokenizers return, padding and all."""
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -61,6 +62,7 @@ def test_a_padded_batch_decodes_as_its_rows_alone(side):
         TOKENIZER(TEXTS),
         TOKENIZER(TEXTS, return_tensors="pt", padding=True),
         dict(TOKENIZER(TEXTS, return_tensors="pt", padding=True)),
+        TOKENIZER(TEXTS, return_tensors="np", padding=True),
         {"input_ids": TOKENIZER(TEXTS)["input_ids"]},
         [TOKENIZER(text) for text in TEXTS],
         [TOKENIZER(text, return_tensors="pt") for text in TEXTS],
@@ -73,10 +75,24 @@ def test_all_ways_to_give_texts_are_one(prompts):
     assert read(prompts) == [ids_of(text) for text in TEXTS]
 
 
-@pytest.mark.parametrize("of", [TOKENIZER, lambda text: TOKENIZER(text, return_tensors="pt"), ids_of])
+@pytest.mark.parametrize(
+    "of",
+    [
+        TOKENIZER,
+        lambda text: TOKENIZER(text, return_tensors="pt"),
+        lambda text: TOKENIZER(text, return_tensors="np"),
+        ids_of,
+        lambda text: np.array(ids_of(text)),
+        lambda text: torch.tensor([ids_of(text)]),
+    ],
+)
 def test_one_text_needs_no_list_around_what_the_tokenizer_made_of_it(of):
-    made = of("a text")
-    assert read(torch.tensor([made]) if isinstance(made, list) else made) == [ids_of("a text")]
+    assert read(of("a text")) == [ids_of("a text")]
+
+
+def test_arrays_of_equal_lengths_are_as_many_prompts():
+    """They would also make one long one."""
+    assert read(TOKENIZER(["abc", "xyz"], return_tensors="np")) == [ids_of("abc"), ids_of("xyz")]
 
 
 def test_a_conversation_is_written_out_by_the_chat_template_with_the_assistants_turn_next():
@@ -120,6 +136,11 @@ def test_a_session_takes_the_same_prompts():
         ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, ValueError, "0 over the padding before or behind"),
         ({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}, ValueError, "prompt 0: a prompt is empty"),
         ({"attention_mask": [[1]]}, TypeError, "input_ids"),
+        (
+            {"input_ids": torch.ones(1, 2, 3), "attention_mask": torch.ones(1, 2, 3)},
+            ValueError,
+            r"rows of shape \(2, 3",
+        ),
         ([TOKENIZER(["a", "b"])], ValueError, "prompt 0: a prompt must be one row of token ids, got 2 rows"),
         (
             [[{"role": "tool", "content": "4"}]],

@@ -178,6 +178,51 @@ def test_custom_generate_is_generate(monkeypatch, kind):
     assert GenerationMixin.generate(pair.target, **sampled).shape == (2 * len(read), NEW + 1)
 
 
+class Heard(list):
+    """A streamer that keeps what it is given."""
+
+    def put(self, value):
+        self += value.flatten().tolist()
+
+    def end(self):
+        self.append("end")
+
+
+@pytest.mark.parametrize(
+    ("kind", "forced"),
+    [
+        ("bart", {"forced_bos_token_id": 9, "forced_eos_token_id": 4}),
+        ("t5", {"forced_eos_token_id": [11, 4]}),  # the lower one wins
+        ("t5", {"forced_bos_token_id": 9, "forced_eos_token_id": 4, "eos_token_id": 9}),  # ends before it begins
+        ("mbart", {"forced_bos_token_id": 9, "forced_eos_token_id": 4, "max_new_tokens": 1}),
+        ("mbart", {"forced_bos_token_id": 9, "forced_eos_token_id": 4, "max_new_tokens": 2}),
+    ],
+)
+def test_a_streamer_hears_what_is_returned_forced_tokens_too(kind, forced):
+    pair, (read,) = pair_of(kind), sources(kind, 9)
+    options = given(pair.target, read) | {"max_new_tokens": NEW, "do_sample": False} | forced
+    expected, heard = pair.target.generate(**options)[0].tolist(), Heard()
+    ours = {"custom_generate": bass.bass_generate, "draft_model": pair.draft, "draft_length": 3, "streamer": heard}
+    assert pair.target.generate(**options, **ours)[0].tolist() == expected
+    assert heard == [*expected, "end"]
+
+
+@pytest.mark.parametrize("hidden", [[3], [0], [0, 1, 2]], ids=["a hole", "first", "on the left"])
+def test_masks_of_sources_hide_padding_on_the_right_alone(hidden):
+    pair, (read,) = pair_of("bart"), sources("bart", 7)
+    mask = torch.ones_like(read).index_fill(0, torch.tensor(hidden), 0)
+    options = {"input_ids": read[None], "attention_mask": mask[None], "max_new_tokens": NEW}
+    with pytest.raises(ValueError, match="zeros on the right of each row only"):
+        pair.target.generate(**options, custom_generate=bass.bass_generate, draft_model=pair.draft)
+
+
+def test_whispers_own_generate_is_told_what_to_call_instead():
+    pair, (read,) = pair_of("whisper", "float32"), sources("whisper", 1)
+    options = {"input_features": read[None].float(), "max_new_tokens": 8, "draft_model": "ngram"}
+    with pytest.raises(ValueError, match=r"prompt_condition_type.*call bass_core\.generate\(pair, features\)"):
+        pair.target.generate(**options, custom_generate=bass.bass_generate)
+
+
 def padded(read):
     ids = torch.nn.utils.rnn.pad_sequence(read, batch_first=True)
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
@@ -358,14 +403,19 @@ def test_what_goes_over_texts_alone_refuses_a_target_that_reads():
             call()
 
 
-def test_encoder_outputs_without_their_source_are_refused():
+def test_encoder_outputs_of_the_callers_are_refused():
     pair, (read,) = pair_of("bart"), sources("bart", 5)
     with torch.no_grad():
         encoded = pair.target.get_encoder()(read[None])
-    with pytest.raises(ValueError, match="cannot honour encoder_outputs"):
-        pair.target.generate(
-            encoder_outputs=encoded, max_new_tokens=4, custom_generate=bass.bass_generate, draft_model=pair.draft
-        )
+    for source in ({}, {"input_ids": read[None]}):  # with its source, it may be another encoder's
+        with pytest.raises(ValueError, match="cannot honour encoder_outputs"):
+            pair.target.generate(
+                **source,
+                encoder_outputs=encoded,
+                max_new_tokens=4,
+                custom_generate=bass.bass_generate,
+                draft_model=pair.draft,
+            )
 
 
 def test_compiled_layers_are_refused_by_name():

@@ -43,6 +43,21 @@ def test_option_of_the_models_own_that_changes_its_text_is_refused_by_name_unles
     assert [len(row) for row in out.sequences] == [4, 4, 4]
 
 
+def test_what_the_refusal_advises_keeps_the_ends_of_rows():
+    pair = own_pair(no_repeat_ngram_size=2)
+    pair.target.generation_config.eos_token_id = [7, 8]
+    with pytest.raises(ValueError, match=r"generation_config=transformers\.GenerationConfig\(eos_token_id=\[7, 8\]\)"):
+        bass.generate(pair, PROMPTS, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length", "num_return_sequences", "max_time"])
+def test_a_generation_config_that_says_how_long_or_how_many_is_not_passed_over(name):
+    with pytest.raises(ValueError, match=f"generation_config says {name}=3, .*say so in the call"):
+        bass.generate(own_pair(), PROMPTS, generation_config=GenerationConfig(do_sample=True, **{name: 3}))
+    own = own_pair(do_sample=True, **{name: 3})  # what a checkpoint brings is for `generate`
+    assert len(bass.generate(own, PROMPTS, max_new_tokens=7)) == len(PROMPTS)
+
+
 @pytest.mark.parametrize("option", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids"])
 def test_ids_that_the_models_own_options_suppress_are_never_chosen(option):
     prompt, new = PROMPTS[1], 12
