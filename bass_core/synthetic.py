@@ -23,7 +23,8 @@ PREFIX = "synthetic:"
 
 
 class SyntheticAcceptance:
-    """Chances [N, T] that a drafted token is accepted, by text and place in it; a row follows one of the texts."""
+    """Chances [N, T] that a drafted token is accepted, by text and place in it. A row goes along one of the texts,
+    round and round, from the place that its length points to."""
 
     def __init__(self, chances: Tensor):
         self.chances = chances
@@ -46,10 +47,13 @@ class SyntheticAcceptance:
                 raise ValueError(f"acceptance={name!r}: there is no file {file}")
             with np.load(file) as recorded:  # what `bass record` wrote: chances of the target and of the draft [N, T]
                 p, q = (recorded[part].astype(float) if part in recorded else np.zeros(0) for part in "pq")
-            if p.ndim != 2 or p.shape != q.shape or p.shape[1] < 2:
+                ends = recorded["lengths"] if "lengths" in recorded else np.zeros(0)
+            if p.ndim != 2 or p.shape != q.shape or p.shape[1] < 2 or ends.shape != p.shape[:1]:
                 raise ValueError(f"acceptance={name!r}: {file} holds no recording; make it anew with `bass record`")
             chances = np.divide(q, p, out=np.ones_like(p), where=q < p)
-            chances = torch.from_numpy(chances[:, 1:].copy())  # the first token is the prefill's
+            chances = chances[:, 1:]  # the first token is the prefill's
+            within = np.arange(chances.shape[1]) % np.maximum(ends - 1, 1)[:, None]  # behind its end a text begins anew
+            chances = torch.from_numpy(np.take_along_axis(chances, within, 1))
         else:
             try:
                 alpha = float(what)

@@ -40,7 +40,7 @@ class Summary(TypedDict):
     steps: int  # decode steps of the batch, prefills excluded
     tokens_per_step: float  # emitted by a decode step of a row, mean: what stands in the text, up to its end
     k: float  # planned draft length, mean
-    acceptance_rate: float  # accepted / drafted
+    acceptance_rate: float  # accepted / drafted; this and alpha count what was verified behind a text's end, too
     alpha: float  # chance that a draft token is accepted if all before it in its step were
     prefill_s: float  # seconds
     draft_s: float

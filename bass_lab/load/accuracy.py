@@ -39,7 +39,8 @@ def front(
     right in time); front, whether no other line is at least as good in p99_ms, requests_per_s and pass_first and better
     in one.
 
-    Raises ValueError for a tail that is none of the ways, ways of different problems, and budgets that are not > 0.
+    Raises ValueError for a tail that is none of the ways, ways of different problems, budgets that are not > 0, and
+    requests without deadline or budget whose rows may never be done: those that the evaluation's own budget cut off.
     """
     if tail is not None:
         inputs.one_of("tail", tail, samples)
@@ -49,6 +50,9 @@ def front(
     if any(found != next(iter(problems.values())) for found in problems.values()):
         raise ValueError("ways are compared on samples of the same problems, in the same order")
     known = {way: scores.matrices(each)[:3] for way, each in samples.items()}
+    endless = [way for way, (finish, *_) in known.items() if np.isnan(finish).any()]
+    if endless and np.isinf(budgets).any() and workload.requests.deadline.isna().any():
+        raise ValueError(f"rows of {', '.join(endless)} were cut off: who waits for them needs a budget or a deadline")
     lines = []
     for way in samples:
         for budget in budgets:
@@ -72,7 +76,7 @@ def _served(workload: Workload, own: Rows, waited: Rows, budget: float) -> dict:
         finish, sure, passed = (each[number % len(each)] for each in (waited if begin > arrived else own))
         left = np.inf if np.isnan(deadline) else arrived + deadline - begin
         done = finish <= min(budget, left)
-        all_done = np.nanmax(finish) if np.isfinite(finish).any() else 0.0
+        all_done = np.where(np.isnan(finish), np.inf, finish).max()
         free = begin + max(min(all_done, budget, left), 0.0)
         latencies.append(free - arrived if left > 0 else deadline)
         answered.append(done.any())

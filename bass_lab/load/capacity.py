@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from bass_core.draft_length import DraftLengthPolicy
-from bass_lab.load.result import LoadRun, Target
+from bass_lab.load.result import FINISHED, LoadRun, Target
 from bass_lab.load.workload import Workload
 
 HALVINGS = 12  # of a rate at which the target is missed, until it is given up
@@ -79,8 +79,15 @@ def highest_load(
 
 
 def bearable_rate(run: Callable[[Workload], LoadRun], workload: Workload) -> float:
-    """Requests per second that are served when all come at once: more than that makes a queue without end."""
-    return len(workload) / float(run(workload.at_rate(1e6)).requests.ended.max())
+    """Requests per second that are served when all come at once and no client leaves: more than that makes a queue
+    without end. Raises ValueError where none ends by itself."""
+    patient = Workload(workload.requests.assign(deadline=math.nan), workload.meta)
+    requests = run(patient.at_rate(1e6)).requests
+    finished = requests[requests.finish_reason.isin(FINISHED)]
+    if finished.empty:
+        reasons = ", ".join(sorted(requests.finish_reason.astype(str).unique()))
+        raise ValueError(f"of {len(requests)} requests that came at once none was served: they ended by {reasons}")
+    return len(finished) / float(finished.ended.max())
 
 
 def over_rates(

@@ -17,6 +17,7 @@ from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 
 PATIENCE = 600.0  # seconds without a byte after which a server counts as gone
+TOGETHER = 1e-3  # seconds; an end that follows a text so closely came with it, in an event of its own
 
 
 def over_http(
@@ -26,9 +27,10 @@ def over_http(
 
     model: its name there; None: the first of `<url>/v1/models`. fields: more of every request's body, such as
     temperature=0. A client whose deadline has passed closes its connection. Tokens are counted by the server (`usage`);
-    where it says nothing, a piece of text counts as one. Nobody sees when the server begins a request, nor its steps:
-    queue_ms and what is counted per step is missing. A request that fails ends with the reason "error", and
-    `meta["errors"]` says of each why.
+    where it says nothing, a piece of text counts as one. An end that brings no text is a piece, too, when it comes
+    later: the token that ends a text has none, and takes its time all the same. Nobody sees when the server begins a
+    request, nor its steps: queue_ms and what is counted per step is missing. A request that fails ends with the reason
+    "error", and `meta["errors"]` says of each why.
 
     Raises ValueError for what is no address, OSError where no server answers.
     """
@@ -102,7 +104,7 @@ class _Address:
 
 
 class _Client:
-    """One request. first, ended: seconds since zero; pieces: of text, and when they came."""
+    """One request. first, ended: seconds since zero."""
 
     def __init__(self, address: _Address, line: object, model: str, fields: dict):
         self.number, self._arrives, self._address = line.Index, line.arrived, address
@@ -171,11 +173,11 @@ class _Client:
             raise ValueError(f"the server says {json.dumps(event['error'])[:200]}")
         for choice in event.get("choices", ()):
             text = choice.get("text") or (choice.get("delta") or {}).get("content")
+            self.reason = choice.get("finish_reason") or self.reason
             if text:
-                self.first = now if math.isnan(self.first) else self.first
                 self.texts.append(text)
+            if text or (choice.get("finish_reason") and not (self._at and now - self._at[-1] < TOGETHER)):
+                self.first = now if math.isnan(self.first) else self.first
                 self._at.append(now)
-            if choice.get("finish_reason"):
-                self.reason = choice["finish_reason"]
         if event.get("usage"):
             self.total = inputs.integer("completion_tokens", event["usage"]["completion_tokens"])

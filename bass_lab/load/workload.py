@@ -128,21 +128,27 @@ class Workload:
     def load(cls, path: str | Path, *, prompts: str | Path | Sequence[Prompt] = "mini", seed: int = 0) -> Workload:
         """Read what `save` wrote, or a recorded list of arrivals: JSON lines, or a .csv with these columns.
 
-        Needed are arrived and max_new_tokens. Where `prompt` is missing one of `prompts` is drawn, or where there is
-        prompt_tokens, one whose length comes near (at four characters a token). Times count from the first arrival of
-        such a list; dates and times of day are taken, too. Raises ValueError naming the file and what is wrong.
+        Needed are arrived and max_new_tokens. Where `prompt` is missing it is that `number` of `prompts`; without a
+        number one of them is drawn, or where there is prompt_tokens, one whose length comes near (at four characters a
+        token). Requests of a recorded list may stand in any order, and times count from the first arrival; dates and
+        times of day are taken, too. Raises ValueError naming the file and what is wrong.
         """
         path = Path(path)
         try:
             if path.suffix == ".csv":
-                meta, found = {}, pd.read_csv(path)
+                meta, found = None, pd.read_csv(path)
             else:
-                first, *others = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-                own = isinstance(first, dict) and HEADER in first
-                meta, found = (first[HEADER], pd.DataFrame(others)) if own else ({}, pd.DataFrame([first, *others]))
-            if missing := [name for name in ("arrived", "max_new_tokens") if name not in found]:
-                raise ValueError(f"it lacks {', '.join(missing)}; it has {', '.join(map(str, found)) or 'nothing'}")
-            return cls(_completed(found, prompts, seed), meta or {"recorded": path.name})
+                lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+                own = bool(lines) and isinstance(lines[0], dict) and HEADER in lines[0]
+                meta, found = (lines[0][HEADER], pd.DataFrame(lines[1:])) if own else (None, pd.DataFrame(lines))
+            for name in ("arrived", "max_new_tokens"):
+                if name not in found:
+                    raise ValueError(f"it lacks {name}; it has {', '.join(map(str, found)) or 'nothing'}")
+                if (missing := found[name].isna().to_numpy()).any():
+                    raise ValueError(f"request {missing.argmax()} has no {name} (requests count from 0)")
+            if meta is None:
+                found, meta = _from_the_first(found), {"recorded": path.name}
+            return cls(_completed(found, prompts, seed), meta)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} holds no workload: {error}") from error
 
@@ -156,26 +162,39 @@ def _prompts(prompts: str | Path | Sequence[Prompt]) -> tuple[list[Prompt], str]
     return list(prompts), f"{len(prompts)} prompts"
 
 
+def _from_the_first(found: pd.DataFrame) -> pd.DataFrame:
+    """A recorded list in the order of its arrivals, as seconds from the first."""
+    arrived = found.arrived
+    if not pd.api.types.is_numeric_dtype(arrived):
+        dated = arrived.astype(str).str.contains("-").any()
+        try:
+            moments = pd.to_datetime(arrived, format="ISO8601") if dated else pd.to_timedelta(arrived)
+        except (ValueError, TypeError) as error:
+            said = f"arrived must be seconds, ISO dates or times of day, got {arrived.iloc[0]!r} and so on"
+            raise ValueError(said) from error
+        arrived = (moments - moments.min()).dt.total_seconds()
+    found = found.assign(arrived=arrived - arrived.min())
+    return found.sort_values("arrived", kind="stable", ignore_index=True)
+
+
 def _completed(found: pd.DataFrame, prompts: str | Path | Sequence[Prompt], seed: int) -> pd.DataFrame:
     """The table of a workload from what a file has of it."""
-    if not pd.api.types.is_numeric_dtype(found.arrived):
-        moments = pd.to_datetime(found.arrived, format="ISO8601")
-        found["arrived"] = (moments - moments.min()).dt.total_seconds()
+    generator, drawn = np.random.default_rng(seed), {"deadline": np.nan, "seed": 0}
     if "prompt" not in found:
-        found = found.sort_values("arrived", kind="stable")
-        found["arrived"] -= found.arrived.iloc[0]
-        generator = np.random.default_rng(seed)
         texts, _ = _prompts(prompts)
-        found["number"] = generator.integers(len(texts), size=len(found))
-        if "prompt_tokens" in found:
+        numbers = generator.integers(len(texts), size=len(found))
+        drawn["seed"] = generator.integers(SEEDS, size=len(found))
+        if "number" in found:
+            numbers = [inputs.integer("number", number) for number in found.number]
+            if max(numbers) >= len(texts):
+                raise ValueError(f"number {max(numbers)} is none of the {len(texts)} prompts (they count from 0)")
+        elif "prompt_tokens" in found:
             sizes = np.array([len(json.dumps(text)) for text in texts]) / CHARACTERS
-            found["number"] = [int(np.abs(sizes - wanted).argmin()) for wanted in found.prompt_tokens]
-        found["prompt"] = [texts[number] for number in found.number]
-        found["seed"] = generator.integers(SEEDS, size=len(found))
+            numbers = [int(np.abs(sizes - wanted).argmin()) for wanted in found.prompt_tokens]
+        found = found.assign(number=numbers, prompt=[texts[number] for number in numbers])
     if "number" not in found:
-        found["number"] = pd.factorize(found.prompt.map(json.dumps))[0]
-    defaults = {"deadline": np.nan, "seed": 0}
-    found = found.assign(**{name: value for name, value in defaults.items() if name not in found})
+        found = found.assign(number=pd.factorize(found.prompt.map(json.dumps))[0])
+    found = found.assign(**{name: value for name, value in drawn.items() if name not in found})
     return found[["arrived", "prompt", "number", "max_new_tokens", "deadline", "seed"]]
 
 

@@ -44,10 +44,12 @@ def align(
         a third as many are kept in memory. progress(stage, share): told "writing" or "learning", and how
         much of that is over.
 
-    Raises ValueError for a pair without a draft model or a tokenizer, for a draft of another vocabulary, for no tokens,
-    and for texts that are shorter than a window of 256 tokens together.
+    Raises ValueError for a pair without a draft model or a tokenizer, for one that reads sources, for a draft of
+    another vocabulary, for no tokens, for no texts, and for texts shorter than a window of 256 tokens together.
     """
     _check(pair, tokens, own_texts)
+    if texts is not None and (isinstance(texts, str) or not len(texts)):
+        raise ValueError(f"texts must be a list of texts, one at least, got {texts!r:.40}")
     if texts is None:
         texts = [*corpus.library_functions(), *corpus.generated_functions(GENERATED, seed)]
     windows = Windows(list(texts), pair.tokenizer)
@@ -87,6 +89,8 @@ def align(
 def _check(pair: ModelPair, tokens: int, own_texts: int) -> None:
     if not isinstance(pair.draft, PreTrainedModel):
         raise ValueError(f"align needs a pair with a draft model to align, got {type(pair.drafter).__name__}")
+    if pair.reads_sources:
+        raise ValueError("align goes over texts alone, and this pair's target reads sources")
     if pair.tokenizer is None:
         raise ValueError("align needs a pair with a tokenizer, got none: ModelPair(target, draft, tokenizer)")
     sizes = [model.config.get_text_config().vocab_size for model in (pair.draft, pair.target)]
@@ -109,13 +113,15 @@ def _own_texts(
     prompts = windows.take(count, PROMPT, generator).to(target.device)
     halves = zip(prompts.chunk(2), (0.2, 1.0), strict=False)  # of one text there is no second half
     parts = [(part, temperature) for half, temperature in halves for part in half.split(AT_ONCE) if len(part)]
+    seeds = torch.randint(2**31, (len(parts),), generator=generator).tolist()
 
-    def write(part: tuple[Tensor, float]) -> Tensor:
-        return write_texts(target, part[0], LENGTH, part[1])
+    def write(part: tuple[tuple[Tensor, float], int]) -> Tensor:
+        (begun, temperature), seed = part
+        return write_texts(target, begun, LENGTH, temperature, seed)
 
     written = [prompts.new_empty(0, LENGTH)]
     with workers(torch.get_num_threads()) as pool:
-        for text in pool.map(write, parts):
+        for text in pool.map(write, zip(parts, seeds, strict=True)):
             progress("writing", (len(written) - 1) / len(parts))
             written.append(text)
     progress("writing", 1.0)

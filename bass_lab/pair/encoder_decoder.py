@@ -33,7 +33,7 @@ from transformers import (
 
 from bass_core.environment import write_whole
 from bass_core.models import ASSETS, ModelPair
-from bass_lab.pair.fitting import divergence, fit, say, workers
+from bass_lab.pair.fitting import Drawn, divergence, fit, say, workers
 from bass_lab.pair.training import machine, size
 from bass_lab.texts import grammar
 
@@ -177,26 +177,29 @@ def _own_texts(
     file = work / "texts.pt"
     sources, _ = encoded(functions[: recipe.target_texts], tokenizer)
     if not file.exists():
-        half = len(sources) // 2
+        half, generator = len(sources) // 2, torch.Generator().manual_seed(recipe.seed + 1)
         with workers(recipe.threads) as pool:
             texts = []
             for part, temperature in ((sources[:half], 0.2), (sources[half:], 1.0)):
                 batches = [part[first : first + 128] for first in range(0, len(part), 128)]
-                for written in pool.map(partial(_write, target, temperature=temperature), batches):
+                seeds = torch.randint(2**31, (len(batches),), generator=generator).tolist()
+                for written in pool.map(partial(_write, target, temperature), batches, seeds):
                     texts += written
         torch.save(texts, file)
     return Pairs(sources, torch.load(file), recipe.batch_tokens)
 
 
 @torch.no_grad()
-def _write(target: PreTrainedModel, sources: list[list[int]], temperature: float) -> list[list[int]]:
+def _write(target: PreTrainedModel, temperature: float, sources: list[list[int]], seed: int) -> list[list[int]]:
     """What the target writes of each source, up to 128 tokens, with the end of the text."""
     read = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
-    config = GenerationConfig(
-        do_sample=True, temperature=temperature, top_k=0, max_new_tokens=128,
-        eos_token_id=0, pad_token_id=0, decoder_start_token_id=0,
-    )  # fmt: skip
-    rows = target.generate(read, attention_mask=(read != 0).long(), generation_config=config)[:, 1:].tolist()
+    ids = {"eos_token_id": 0, "pad_token_id": 0, "decoder_start_token_id": 0}
+    rows = target.generate(
+        read,
+        attention_mask=(read != 0).long(),
+        logits_processor=[Drawn(temperature, seed, read.device)],
+        generation_config=GenerationConfig(do_sample=False, max_new_tokens=128, **ids),
+    )[:, 1:].tolist()
     return [row[: row.index(0) + 1] if 0 in row else row for row in rows]
 
 

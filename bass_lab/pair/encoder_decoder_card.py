@@ -30,8 +30,9 @@ training on {machine}, other work beside it.
 
 Trained on {functions:,} functions of `bass_lab/texts/grammar.py` and nothing else, with the tokenizer of the
 decoder-only pair; sources are what `tokenizer(text)` gives, without an end-of-text token. One *composition* in ten is
-held out, and the mini set is made of such. The draft learned the target's probabilities at temperatures {temperatures},
-one time in three on the corpus, else on {texts:,} texts that the target had written.
+held out, and the mini set is made of such; of functions that are templates one signature with its docstring in ten,
+most of which occur in training under another name. The draft learned the target's probabilities at temperatures
+{temperatures}, one time in three on the corpus, else on {texts:,} texts that the target had written.
 
 {models}
 
@@ -39,7 +40,8 @@ one time in three on the corpus, else on {texts:,} texts that the target had wri
 
 Losses are next-token losses in nats; of the alignment KL(target ‖ draft), mean over its temperatures.
 
-On the mini set ({problems} sources of held-out compositions), float32, k = 5, to the end of each text or 128 tokens:
+On the mini set ({problems} sources of held-out compositions), float32, k = 5, to the end of each text or 128 tokens
+(alpha and the acceptance rate count drafts that are verified behind it, too):
 
 {figures}
 """

@@ -20,6 +20,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -272,16 +273,27 @@ def divergence(wanted: Tensor, logits: Tensor, temperatures: tuple[float, ...]) 
     return total
 
 
+class Drawn(LogitsProcessor):
+    """Has `generate` sample by random numbers of its own, where its argmax is taken (Gumbel noise on the logits): from
+    torch's generator threads draw in any order."""
+
+    def __init__(self, temperature: float, seed: int, device: torch.device):
+        self._temperature, self._generator = temperature, torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        waits = torch.empty_like(scores, dtype=torch.float32).exponential_(generator=self._generator)
+        return scores.float() / self._temperature - waits.log()
+
+
 @torch.no_grad()
-def write_texts(target: PreTrainedModel, windows: Tensor, length: int, temperature: float) -> Tensor:
+def write_texts(target: PreTrainedModel, windows: Tensor, length: int, temperature: float, seed: int) -> Tensor:
     """The target continues the windows [B, Q] past ends of texts, up to `length` tokens: [B, length]."""
     return target.generate(
         windows,
         attention_mask=torch.ones_like(windows),
+        logits_processor=[Drawn(temperature, seed, windows.device)],
         generation_config=GenerationConfig(
-            do_sample=True,
-            temperature=temperature,
-            top_k=0,
+            do_sample=False,
             max_new_tokens=length - windows.shape[1],
             eos_token_id=target.config.get_text_config().vocab_size,  # no token: None would be the model's own
             pad_token_id=0,

@@ -248,7 +248,9 @@ def _own_texts(target: PreTrainedModel, data: Data, work: Path, prompt: int = 32
             parts = []
             for prompts, temperature in zip(half, (0.2, 1.0), strict=True):  # nearly greedy, and as its distribution is
                 write = partial(write_texts, target, length=recipe.text_tokens, temperature=temperature)
-                parts += pool.map(write, prompts.split(96))
+                split = prompts.split(96)
+                seeds = torch.randint(2**31, (len(split),), generator=generator).tolist()
+                parts += pool.map(lambda part, seed, write=write: write(part, seed=seed), split, seeds)
         target.set_attn_implementation("bass_training")
         torch.save(torch.cat(parts).cpu(), file)
     return torch.load(file, weights_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from bass_lab.serve.driver import Ended
+from bass_lab.texts.pieces import Pieces, bytes_of
 
 # OpenAI's clients accept no others than "stop" and "length" of a text; the engine's own reason stands beside it.
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "budget": "length", "cancelled": "length"}
@@ -31,6 +32,7 @@ class Answer:
     ):
         self._chat, self._tokenizer, self._prompt_tokens, self._seed = chat, tokenizer, prompt_tokens, seed
         self._logprobs = logprobs
+        self._pieces = [Pieces(tokenizer) for _ in range(rows)]
         self._offsets = [0] * rows  # characters of each row told so far
         prefix = "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -91,21 +93,21 @@ class Answer:
     def _of_tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        texts = [self._tokenizer.decode([token]) for token in tokens]
+        texts = [self._pieces[index].add(token) for token in tokens]  # joined they are the text
         if self._chat:
             return {
                 "content": [
-                    {"token": text, "logprob": logprob, "bytes": _bytes(text), "top_logprobs": []}
-                    for text, logprob in zip(texts, logprobs, strict=True)
+                    {"token": text, "logprob": logprob, "bytes": self._bytes(token, text), "top_logprobs": []}
+                    for token, text, logprob in zip(tokens, texts, logprobs, strict=True)
                 ]
             }
         *offsets, self._offsets[index] = itertools.accumulate(map(len, texts), initial=self._offsets[index])
         return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
 
-
-def _bytes(text: str) -> list[int] | None:
-    """None for part of a character."""
-    return None if "\ufffd" in text else list(text.encode())
+    def _bytes(self, token: int, text: str) -> list[int] | None:
+        """A token's bytes, of which clients make characters that are split over tokens."""
+        part = "\ufffd" in self._tokenizer.decode([token], skip_special_tokens=True)
+        return bytes_of(token, self._tokenizer) if part else list(text.encode())
 
 
 def _rate(tokens: int, steps: int) -> float | None:

@@ -178,6 +178,7 @@ class Service:
     async def _chunks(self, job: Job, answer: Answer, chat: bool, told: StreamOptions) -> AsyncIterator[dict[str, Any]]:
         """Chunks as rows gain text; an error is the last of them."""
         texts: dict[int, FinalText] = {}
+        held: dict[int, tuple[list[int], list[float]]] = {}  # tokens, log-probabilities whose text is not final yet
         ended: dict[int, Ended] = {}
         generated = 0
         try:
@@ -188,12 +189,15 @@ class Service:
                 generated += len(update.tokens)
                 if index not in texts:
                     stop = inputs.stop_strings(job.rows[index].own["stop"], self.pair.tokenizer)
-                    texts[index] = FinalText(self.pair.tokenizer, stop)
+                    texts[index], held[index] = FinalText(self.pair.tokenizer, stop), ([], [])
                     if chat:
                         yield answer.opening(index)
                 piece = texts[index].feed(update.tokens, ended=update.ended is not None)
+                tokens, logprobs = held[index]
+                tokens += update.tokens
+                logprobs += update.logprobs
                 if piece or update.ended is not None:
-                    chunk = answer.piece(index, piece, update.tokens, update.logprobs, update.ended)
+                    chunk, held[index] = answer.piece(index, piece, tokens, logprobs, update.ended), ([], [])
                     yield chunk | ({"usage": answer.usage(generated)} if told.continuous_usage_stats else {})
                 if update.ended is not None:
                     ended[index] = update.ended

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bass_core.trace import Trace
 from bass_lab.show.looks import LOOKS, bars, cells, empty_figure, interval, titled
+from bass_lab.texts.pieces import pieces_of
 
 CODE = "font-family:ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere;"  # pages style <pre> themselves
 SIDE_BY_SIDE = "<div style='display:flex;gap:24px;flex-wrap:wrap'>{}</div>"  # of columns
@@ -87,19 +88,8 @@ def coloured_text(
     titles = [""] * len(tokens) if titles is None else titles
     marked = [False] * len(tokens) if marked is None else marked
     spans = [f'<span style="color:{GREY}">{html.escape(prompt)}</span>'] if prompt else []
-    for piece, kind, title, mark in zip(_pieces(tokens, tokenizer), kinds, titles, marked, strict=True):
+    for piece, kind, title, mark in zip(pieces_of(tokens, tokenizer), kinds, titles, marked, strict=True):
         style = _style(kind) + (";background:#FFF3B0" if mark else "")
         hover = f' title="{html.escape(title)}"' if title else ""
         spans.append(f'<span{hover} style="{style}">{html.escape(piece)}</span>')
     return f'<pre style="{CODE}line-height:1.6;margin:0">{"".join(spans)}</pre>'
-
-
-def _pieces(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text that each token adds. A character split over tokens appears with the last of them."""
-    pieces, done = [], ""
-    for end in range(1, len(tokens) + 1):
-        text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        complete = text[: -len("�")] if text.endswith("�") else text
-        pieces.append(complete[len(done) :] if complete.startswith(done) else "")
-        done = complete
-    return pieces

@@ -6,7 +6,7 @@ from tiny import BYTES, byte_tokenizer, tiny_model
 
 import bass_core as bass
 from bass_lab.pair import alignment
-from bass_lab.pair.fitting import Teacher, distillation_loss, quick
+from bass_lab.pair.fitting import Teacher, distillation_loss, quick, write_texts
 from bass_lab.pair.windows import Windows
 
 TEXTS = [f"def f{number}(x):\n    return x + {number}\n" for number in range(400)]
@@ -40,8 +40,23 @@ def test_an_aligned_draft_is_nearer_to_the_target_and_nothing_given_has_changed(
 
 
 def test_alignment_repeats(pair):
-    first, second = (alignment.align(pair, TEXTS, **BUDGET | {"tokens": 1}).draft for _ in range(2))
+    """Texts of the target's own, which threads write, and many steps on them."""
+    options = BUDGET | {"own_texts": 2 * alignment.AT_ONCE + 2}
+    before = torch.get_rng_state()
+    first, second, other = (alignment.align(pair, TEXTS, **options | {"seed": seed}).draft for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_texts_are_drawn_from_the_targets_law():
+    """By numbers of their own: the frequencies of the second token, in a law of a temperature."""
+    target, window = tiny_model(vocab_size=BYTES), torch.tensor([[5]])
+    with torch.no_grad():
+        p = (target(window).logits[0, -1] / 0.7).softmax(-1)
+    drawn = write_texts(target, window.expand(20_000, -1), 2, 0.7, seed=3)[:, 1]
+    seen = drawn.bincount(minlength=BYTES) / len(drawn)
+    assert (seen - p).abs().max() < 5 * (p.max() / len(drawn)).sqrt() and not torch.equal(drawn[:9], drawn[9:18])
 
 
 def test_a_pair_that_cannot_be_aligned_is_told_why(pair):
@@ -51,6 +66,11 @@ def test_a_pair_that_cannot_be_aligned_is_told_why(pair):
         alignment.align(bass.ModelPair(pair.target, pair.draft))
     with pytest.raises(ValueError, match=f"97 .* {BYTES}"):
         alignment.align(bass.ModelPair(pair.target, tiny_model(), pair.tokenizer))
+    with pytest.raises(ValueError, match="this pair's target reads sources"):
+        alignment.align(bass.load_pair("encoder_decoder"), TEXTS)
+    for texts in ([], "one text", ()):
+        with pytest.raises(ValueError, match="texts must be a list of texts, one at least"):
+            alignment.align(pair, texts)
     with pytest.raises(ValueError, match="does not fit"):
         alignment.align(pair, ["short"])
     for name in ("tokens", "own_texts"):

@@ -1,6 +1,7 @@
 """Load: the moments of arrivals, metrics against figures worked by hand, files, the highest load, accuracy in time."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -85,6 +86,29 @@ def test_recorded_arrivals_and_lengths_get_prompts(tmp_path):
     assert Workload.load(lines).requests.arrived.tolist() == [0, 1]
 
 
+def recorded(tmp_path, *lines, **options):
+    path = tmp_path / "recorded.jsonl"
+    path.write_text("\n".join(json.dumps({"max_new_tokens": 3} | line) for line in lines))
+    return Workload.load(path, **options).requests
+
+
+def test_a_recorded_list_with_prompts_counts_from_its_first_arrival_too(tmp_path):
+    found = recorded(tmp_path, {"arrived": 1.7e9 + 2, "prompt": "b"}, {"arrived": 1.7e9, "prompt": "a"})
+    assert found.arrived.tolist() == [0, 2] and found.prompt.tolist() == ["a", "b"]
+
+
+def test_times_of_day_are_taken(tmp_path):
+    assert recorded(tmp_path, {"arrived": "12:00:01"}, {"arrived": "12:00:03.5"}).arrived.tolist() == [0, 2.5]
+
+
+def test_what_a_list_says_of_its_requests_stays(tmp_path):
+    lines = [{"arrived": number, "seed": 40 + number, "number": 2 - number} for number in range(3)]
+    found = recorded(tmp_path, *lines, prompts=["a", "b", "c"])
+    assert found.seed.tolist() == [40, 41, 42] and found.prompt.tolist() == ["c", "b", "a"]
+    with pytest.raises(ValueError, match="number 2 is none of the 2 prompts"):
+        recorded(tmp_path, *lines, prompts=["a", "b"])
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -93,7 +117,12 @@ def test_recorded_arrivals_and_lengths_get_prompts(tmp_path):
         ('{"arrived": 1.0, "max_new_tokens": 2, "deadline": -1}\n', "deadline must be seconds > 0"),
         ("no JSON\n", "holds no workload"),
         ("[1]\n", "holds no workload"),
-        ("", "holds no workload"),
+        ("", "it lacks arrived; it has nothing"),
+        ('{"arrived": "noon", "max_new_tokens": 2}', "seconds, ISO dates or times of day, got 'noon'"),
+        (
+            '{"arrived": 1.0, "max_new_tokens": 2}\n{"arrived": 2.0, "max_new_tokens": null}\n',
+            "request 1 has no max_new_tokens",
+        ),
     ],
 )
 def test_files_that_are_no_workload_are_refused(tmp_path, text, said):
@@ -265,6 +294,20 @@ def test_runs_are_compared_metric_by_metric():
     )
 
 
+def test_what_is_bearable_is_counted_in_requests_that_were_served():
+    """Deadlines, after which most of those that come at once have left, do not make a server faster."""
+    trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
+    serve = partial(simulate, trace=trace, cost=Linear(), max_batch_size=5, prefill=lambda rows, tokens: 1.0)
+    rates = [
+        bearable_rate(serve, Workload.draw(Poisson(1.0), 40, max_new_tokens=5, deadline=seconds))
+        for seconds in (None, 8.0, 0.1)
+    ]
+    assert rates == pytest.approx([40 / 41] * 3, rel=1e-3)
+    refusing = run_of(np.arange(40) + 0.5, reasons=["error"] * 40)
+    with pytest.raises(ValueError, match="of 40 requests that came at once none was served: they ended by error"):
+        bearable_rate(lambda asked: refusing, Workload.draw(Poisson(1.0), 40))
+
+
 def test_a_run_of_which_nothing_is_left_is_told_all_the_same():
     trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
     drawn = Workload.draw(Poisson(1.0), 10, max_new_tokens=5, deadline=1e-6)
@@ -302,6 +345,16 @@ def test_answers_in_time_by_hand():
     late = load.front(asked(0.0, 1.0, deadline=4.5), ways).iloc[0]
     # the second begins at 3, its client leaves at 5.5: 2.5 s of decoding, its first row is done, and wrong
     assert late.pass_first == 0.5 and late.answered == 1 and late.p99_ms == pytest.approx(4500)
+
+
+def test_rows_that_were_cut_off_keep_the_server_until_the_answer_is_given():
+    ways = {"cut": samples((1.0, np.nan), (np.nan, np.nan))}
+    found = load.front(asked(0.0, 0.0), ways, [10.0]).iloc[0]
+    assert found.p50_ms == pytest.approx(10_000) and found.p99_ms == pytest.approx(20_000) and found.answered == 0.5
+    left = load.front(asked(0.0, 0.0, deadline=4.0), ways).iloc[0]
+    assert left.p50_ms == pytest.approx(4000)
+    with pytest.raises(ValueError, match="rows of cut were cut off: who waits for them needs a budget or a deadline"):
+        load.front(asked(0.0), ways)
 
 
 def test_another_way_may_take_over_for_those_that_waited():

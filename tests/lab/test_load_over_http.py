@@ -33,6 +33,12 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.end_headers()
+        if body.get("prompt") == "nothing":  # the first token ends the text
+            time.sleep(PIECE)
+            self._event({"choices": [{"text": "", "finish_reason": "stop"}]})
+            self._event({"choices": [], "usage": {"completion_tokens": 1}})
+            self._send("data: [DONE]\n\n")
+            return
         chat = self.path.endswith("chat/completions")
         for piece in range(4):
             if body.get("prompt") == "break" and piece == 2:
@@ -40,6 +46,9 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(100 * PIECE if body.get("prompt") == "slow" else PIECE)
             text = {"delta": {"content": f"{piece} "}} if chat else {"text": f"{piece} "}
             self._event({"choices": [text | {"finish_reason": "length" if piece == 3 else None}]})
+        if body.get("prompt") == "ends":  # of which the last token has no text
+            time.sleep(PIECE)
+            self._event({"choices": [{"text": "", "finish_reason": "stop"}]})
         if body["stream_options"]["include_usage"]:
             self._event({"choices": [], "usage": {"completion_tokens": 8}})
         self._send("data: [DONE]\n\n")
@@ -104,6 +113,14 @@ def test_what_fails_is_an_error_of_its_own_and_clients_leave(server):
     assert run.latencies.late.tolist() == [False, False, False, True]
     assert 0.25 < run.requests.ended[3] - run.requests.arrived[3] < 50 * PIECE  # not even the first piece came
     assert run.requests.tokens[2] == 2 and run.latencies.end_ms.isna().tolist() == [False, True, True, True]
+
+
+def test_the_token_that_ends_a_text_takes_its_time_though_it_has_none(server):
+    run = over_http(workload(["nothing", "ends"]), address(server))
+    assert run.requests.finish_reason.tolist() == ["stop", "stop"] and run.meta["errors"] == {}
+    assert run.pieces.groupby("request").at.size().tolist() == [1, 5]
+    assert np.isfinite(run.latencies.first_ms).all() and (run.latencies.end_ms >= run.latencies.first_ms).all()
+    assert run.requests.ended[1] - run.requests["first"][1] >= 4 * PIECE
 
 
 def test_a_server_that_is_not_there_is_said_before_anything_is_sent():

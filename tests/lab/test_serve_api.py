@@ -11,6 +11,7 @@ from serving import PROMPT, held, post, served, until
 from tiny import BYTES, byte_tokenizer, forward_passes, greedy_alone, tiny_model
 
 import bass_core as bass
+from bass_lab.serve.answers import Answer
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.chat_template = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
@@ -171,6 +172,30 @@ def test_log_probabilities_are_those_of_the_library(client):
     messages = [{"role": "user", "content": "Hello"}]
     chat = client.chat.completions.create(model="tiny", messages=messages, logprobs=True, max_tokens=4)
     assert len(chat.choices[0].logprobs.content) == chat.usage.completion_tokens
+
+
+def test_a_stream_that_holds_text_back_loses_no_log_probability(client):
+    """Whatever may become this stop string waits for the next token."""
+    options = {"temperature": 0, "logprobs": 0, "max_tokens": 40, "stop": [text_alone(PROMPT, 40)[:3] + "never"]}
+    whole = complete(client, **options).choices[0].logprobs
+    told = [chunk.choices[0].logprobs for chunk in complete(client, stream=True, **options)]
+    told = [each for each in told if each]
+    assert len(whole.tokens) == 40
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        assert [value for each in told for value in getattr(each, name)] == getattr(whole, name)
+
+
+def test_texts_of_tokens_joined_are_the_text_and_bytes_make_up_its_characters():
+    answer = Answer(False, "tiny", TOKENIZER, 1, 0, 0, True)
+    text = "x = '日本' + y"
+    told = answer._of_tokens(0, TOKENIZER(text)["input_ids"], [0.0] * len(text.encode()))
+    assert "".join(told["tokens"]) == text
+    assert all(text[at:].startswith(piece) for at, piece in zip(told["text_offset"], told["tokens"], strict=True))
+    chat = Answer(True, "tiny", TOKENIZER, 1, 0, 0, True)
+    told = chat._of_tokens(
+        0, [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], [0.0] * len(text.encode() + b" ")
+    )
+    assert bytes(byte for each in told["content"] for byte in each["bytes"]).decode() == text
 
 
 def test_counts_of_drafts_come_with_the_answer(client):
