@@ -29,8 +29,10 @@ def assert_equals_eager(models, **options):
     assert found.trace.meta["compile"] == "compiled"
 
 
-def test_compiled_equals_eager():
+def test_compiled_equals_eager(monkeypatch):
     """By inductor, to machine code, seconds per shape: drafting one token makes all passes two tokens long."""
+    monkeypatch.setattr(compiled_layers, "_compiled", {})  # nothing of what was compiled before
+    torch._dynamo.reset()
     counters.clear()
     found = {}
     for way in ("off", "compiled"):

@@ -202,7 +202,10 @@ def test_an_asynchronous_stream_lets_others_run():
     assert joined(pieces, 3) == generate().texts and ticks > len(pieces)
 
 
-def test_an_asynchronous_stream_may_be_left_and_cancelled():
+def test_an_asynchronous_stream_may_be_left_and_cancelled(monkeypatch):
+    step = bass.Session.step
+    monkeypatch.setattr(bass.Session, "step", lambda session: (time.sleep(0.02), step(session))[1])
+
     async def first_piece():
         async for piece in bass.astream(PAIR, TEXTS, **OPTIONS):
             return piece

@@ -493,7 +493,7 @@ def test_processes_that_a_notebook_leaves_end_with_its_run(children, tmp_path, e
     def gone_before_the_next_run(key, line):
         until(lambda: not any(sweeps.alive(int(process)) for process in told.read_text().split()), 1)
 
-    options = {"timeout": 6 if end == "timeout" else None, "progress": gone_before_the_next_run}
+    options = {"timeout": 20 if end == "timeout" else None, "progress": gone_before_the_next_run}
     table = swept(notebook, tmp_path / "out", values, f"started={log}", executor=executors.LocalExecutor(), **options)
     assert list(table.status) == [end] and all_gone()
 

@@ -487,7 +487,7 @@ class Host:
         self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.udp.bind(("127.0.0.1", 0))
         self.unix = socket.socket(socket.AF_UNIX)
-        self.unix.bind(f"\0bass-{os.getpid()}")
+        self.unix.bind(f"\0{self.folder.name}")
         self.unix.listen()
         for each in (self.tcp, self.udp, self.unix):
             each.setblocking(False)
@@ -501,7 +501,7 @@ class Host:
             "empty": str(self.folder / "empty"),
             "tcp": self.tcp.getsockname()[1],
             "udp": self.udp.getsockname()[1],
-            "unix": f"\0bass-{os.getpid()}",
+            "unix": f"\0{self.folder.name}",
             "harness": os.getpid(),
         }
 
@@ -525,7 +525,7 @@ class Host:
 
     def close(self) -> None:
         os.close(self.inherited)
-        del os.environ["BASS_SECRET"]
+        os.environ.pop("BASS_SECRET", None)  # of another host, too
         for each in (self.tcp, self.udp, self.unix):
             each.close()
         shutil.rmtree(self.folder)

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
@@ -31,11 +31,12 @@ def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterato
     with bound("127.0.0.1", 0, None) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        until(lambda: server.started)
+        until(lambda: server.started and hasattr(server, "address"))  # which it knows a moment later
         try:
             yield server
         finally:
-            server._loop.call_soon_threadsafe(server.drain)
+            with suppress(RuntimeError):  # its loop is closed: it has ended by itself
+                server._loop.call_soon_threadsafe(server.drain)
             thread.join(20)
             assert not thread.is_alive()
 
