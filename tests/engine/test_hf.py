@@ -252,6 +252,13 @@ class Any(LogitsProcessor, StoppingCriteria):
         raise AssertionError("never called")
 
 
+def of_new_tokens_alone(penalty):
+    """As a caller makes it of lengths; older transformers take none when it is made."""
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    processor.prompt_ignore_length = torch.full((5,), WIDTH)
+    return processor
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "name",
@@ -298,11 +305,8 @@ def test_option_of_the_models_own_configuration_is_refused_too():
             "RepetitionPenaltyLogitsProcessor",
         ),
         (
-            {
-                "logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, torch.full((5,), WIDTH))],
-                "repetition_penalty": 1.4,
-            },
-            "RepetitionPenaltyLogitsProcessor",  # of the new tokens alone
+            {"logits_processor": [of_new_tokens_alone(1.4)], "repetition_penalty": 1.4},
+            "RepetitionPenaltyLogitsProcessor",
         ),
         (
             {
