@@ -313,6 +313,10 @@ def evaluate(
     from bass_lab.named_pairs import named_pair
     from bass_lab.show import tables
 
+    if cut_off is not None and budgets and max(budgets) > cut_off:
+        raise ValueError(
+            f"--budgets {max(budgets):g} is beyond --cut-off {cut_off:g}: what rows would become is not known"
+        )
     chosen = load_problems(problems, trust_problems=trust_problems)[:limit]
     pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     options = {
@@ -323,6 +327,10 @@ def evaluate(
         runs = compare(pair, chosen, methods=methods, n=samples, budget=cut_off, **options)
     except SandboxUnavailable as error:
         raise ValueError(f"{error} (the option here is --unsafe; the results say so)") from error
+    except KeyboardInterrupt:
+        left = "nothing was stored" if output is None else f"the same command goes on with what {output} lacks"
+        typer.echo(f"interrupted: {left}", err=True)
+        raise typer.Exit(130) from None
     budgets = budgets or scores.quartiles(pd.concat([run.samples for run in runs.values()]), cut_off)
     found = pd.concat([run.scores(budgets).assign(method=method) for method, run in runs.items()])
     if as_json:

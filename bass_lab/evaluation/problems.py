@@ -12,7 +12,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,7 +59,10 @@ def load_problems(path: str | Path | None = None, *, trust_problems: bool = Fals
 
 def _problems(path: Path) -> list[Problem]:
     def problem(line: dict) -> Problem:
-        return Problem(**{name: line[name] for name in FIELDS}, composition=line.get("composition", ""))
+        found = Problem(**{name: line[name] for name in FIELDS}, composition=line.get("composition", ""))
+        if wrong := [name for name, value in asdict(found).items() if not isinstance(value, str)]:
+            raise ValueError(f"{wrong[0]} must be a text, got {getattr(found, wrong[0])!r}")
+        return found
 
     return file_rows(path, problem, f"a problem with the fields {', '.join(FIELDS)}")
 

@@ -123,14 +123,17 @@ def compare(
         "seed": inputs.integer("seed", seed, least=None),
     }
     _check(pair, problems, options)
-    grade, grading = _grader(grade, unsafe)
+    ours, (grade, grading) = grade is None, _grader(grade, unsafe)
     environment = describe_environment(pair.device)
-    common = {**fingerprints(pair), "runs_on": pair.device.type, **{name: environment[name] for name in TIMED_BY}}
+    timed_by = [name for name in TIMED_BY if pair.device.type == "cpu" or name != "threads"]
+    common = {**fingerprints(pair), "runs_on": pair.device.type, **{name: environment[name] for name in timed_by}}
     with ExitStack() as files:
         runs = [_Run(pair, method, options, grading, common, environment, folder, files) for method in methods]
         for run in runs:
             run.check_unchanged(problems)
         missing = [problem for problem in problems if any(problem.task_id not in run.lines for run in runs)]
+        if ours:
+            _check_gradable(missing, grade)
         for run in runs if missing else ():
             run.warm_up(missing)  # what is compiled, probed or recorded once is in no row's time
         count = {"total": len(problems), "initial": len(problems) - len(missing)}
@@ -305,6 +308,17 @@ def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
         except ValueError as error:
             raise ValueError(f"problem {problem.task_id}: {error}") from None
     generate(pair, problems[0].prompt, **options | {"max_new_tokens": 0})  # checks the options, decodes nothing
+
+
+def _check_gradable(problems: Sequence[Problem], grade: Grader) -> None:
+    """Raises ValueError where a problem's own solution does not pass, before anything is decoded: then its check is
+    wrong, or wants what the sandbox has not. The mini set's do (a test has looked)."""
+    solved = [(each, each.canonical_solution) for each in problems if each.canonical_solution and not each.composition]
+    for (problem, _), (passed, why) in zip(solved, grade(solved) if solved else (), strict=True):
+        if not passed:
+            raise ValueError(
+                f"problem {problem.task_id} cannot be graded here: its own canonical_solution does not pass ({why})"
+            )
 
 
 def _settings(pair: ModelPair, options: dict) -> dict:

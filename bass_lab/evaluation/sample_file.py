@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 from bass_lab.locks import lock
@@ -55,6 +56,11 @@ class SampleFile:
         header, lines = _parsed(self.path, whole)
         if header is not None:
             _check_same(self.path, header[HEADER], json.loads(json.dumps(settings)))
+            before, now = header["environment"].get("commit"), environment.get("commit")
+            if before and now and before != now:
+                warnings.warn(
+                    f"{self.path} was begun by commit {before}, and what is added to it is of {now}", stacklevel=2
+                )
         if len(whole) < len(found):
             self._file.truncate(len(whole))
         if header is None:
@@ -99,6 +105,11 @@ def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
 def _check_same(path: Path, there: dict, here: dict) -> None:
     """Raises ValueError naming the settings that differ."""
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+    if names == ["threads"]:
+        raise ValueError(
+            f"{path} holds samples that {there['threads']} threads were timed with, and here are {here['threads']}; go "
+            f"on with OMP_NUM_THREADS={there['threads']}, or give another folder"
+        )
     if names:
         differing = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names)
         raise ValueError(f"{path} holds samples of other settings ({differing}); give another folder")

@@ -138,7 +138,7 @@ class Workload:
             if path.suffix == ".csv":
                 meta, found = None, pd.read_csv(path)
             else:
-                lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+                lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
                 own = bool(lines) and isinstance(lines[0], dict) and HEADER in lines[0]
                 meta, found = (lines[0][HEADER], pd.DataFrame(lines[1:])) if own else (None, pd.DataFrame(lines))
             for name in ("arrived", "max_new_tokens"):

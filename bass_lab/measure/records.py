@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,8 +122,8 @@ def earlier(path: Path, here: dict) -> list[dict]:
     if not path.exists() or here.get("commit") == "":
         return []
     mend(path)
-    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if here.items() <= line.items()]
+    with path.open(encoding="utf-8") as file:
+        return [line for line in map(json.loads, file) if here.items() <= line.items()]
 
 
 @contextmanager
@@ -145,7 +146,7 @@ def _for_more(path: Path) -> Iterator[BinaryIO]:
 def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
     """The lines of a file, each checked. Raises ValueError naming file, line and what is wrong with it."""
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
         try:
             line = json.loads(text)
             check(line)
@@ -196,9 +197,18 @@ def _tables(path: Path) -> Iterator[tuple[Path, pd.DataFrame]]:
     if path.is_file():
         yield path, _table(path)
     elif (path / store.SWEEP).exists():
-        for result in store.finished_runs(path):
+        results = list(store.finished_runs(path))
+        versions = {(result.mark.get("code"), result.mark.get("cells")) for result in results}
+        if len(versions) > 1:
+            warnings.warn(
+                f"{path} has runs of {len(versions)} versions of the notebook and the code; the column `code` tells "
+                "them apart, and the sweep's own command, given all values, makes them anew",
+                stacklevel=4,
+            )
+        for result in results:
+            told = {} if len(versions) == 1 else {"code": f"{result.mark.get('code')} {result.mark.get('cells', '')}"}
             for file in result.files:
-                yield file, _with_parameters(_table(file), result)
+                yield file, _with_parameters(_table(file), result).assign(**told)
     else:
         for child in sorted(path.iterdir()):
             if child.suffix == ".jsonl" or child.is_dir():

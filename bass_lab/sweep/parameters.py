@@ -45,12 +45,14 @@ INJECTED = "# Parameters"  # how papermill's own cell begins
 
 @dataclass(frozen=True)
 class Parameter:
-    """kinds: the types that its annotation names. rule: what else a value obeys, each of them in a list."""
+    """kinds: the types that its annotation names. rule: what else a value obeys, each of them in a list. elements: the
+    types of a list's, any where there are none."""
 
     name: str
     kinds: tuple[type, ...]
     default: Any
     rule: Rule | None = None
+    elements: tuple[type, ...] = ()
 
     @property
     def accepted(self) -> str:
@@ -70,9 +72,19 @@ class Parameter:
             return None
         if type(value) is int and int not in self.kinds and float in self.kinds:
             value = float(value)
+        if type(value) is list and self.elements:
+            value = self._checked_elements(value)
         if type(value) not in self.kinds or not _obeys(value, self.rule):
             raise ValueError(f"{self.name} must be {self.accepted}; got {value!r}")
         return value
+
+    def _checked_elements(self, values: list) -> list:
+        floats = float in self.elements and int not in self.elements
+        values = [float(each) if type(each) is int and floats else each for each in values]
+        if wrong := [each for each in values if type(each) not in self.elements]:
+            one = " or ".join(AUTO if kind is NoneType else WORDS[kind] for kind in self.elements)
+            raise ValueError(f"each of {self.name} must be {one}; got {wrong[0]!r}")
+        return values
 
     def parse(self, text: str) -> Any:
         """The value that a text on a command line or in a table stands for. Raises ValueError."""
@@ -135,7 +147,8 @@ def declared(source: str, rules: Mapping[str, Rule]) -> dict[str, Parameter]:
                 f"parameters are lines like `batch_size: int = 8`, of {', '.join(KINDS)}, or several with |; "
                 f"got {ast.unparse(statement)!r}"
             ) from None
-        found[name] = Parameter(name, kinds, default, rules.get(name, COMMON_RULES.get(name)))
+        rule = rules.get(name, COMMON_RULES.get(name))
+        found[name] = Parameter(name, kinds, default, rule, _elements(statement.annotation, default))
     if strange := [name for name in rules if name not in found]:
         raise ValueError(f"check_parameters names {', '.join(strange)}; the parameters are {', '.join(found)}")
     return found
@@ -164,9 +177,9 @@ def split(text: str) -> list[str]:
 
 
 def _is_whole(text: str) -> bool:
-    """Whether every bracket and quote of a text is closed."""
-    bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)
-    return not re.search("['\"]", bare) and len(re.findall(r"[\[{(]", bare)) <= len(re.findall(r"[\]})]", bare))
+    """Whether every bracket and quote of a text is closed. An apostrophe within a word opens nothing."""
+    bare = re.sub(r"(?<!\w)'[^']*'|\"[^\"]*\"", "", text)
+    return not re.search(r"(?<!\w)'|\"", bare) and len(re.findall(r"[\[{(]", bare)) <= len(re.findall(r"[\]})]", bare))
 
 
 def _readings(text: str) -> Iterator[Any]:
@@ -196,6 +209,14 @@ def _kinds(annotation: ast.expr) -> tuple[type, ...]:
         case ast.Subscript(value):
             return _kinds(value)
     return (KINDS[ast.unparse(annotation)],)
+
+
+def _elements(annotation: ast.expr, default: Any) -> tuple[type, ...]:
+    """The types of a list's elements: of an annotation such as `list[int]`, else those of the default."""
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "list":
+            return _kinds(node.slice)
+    return tuple(dict.fromkeys(map(type, default))) if isinstance(default, list) else ()
 
 
 def _called_with(source: str) -> dict[str, Rule]:

@@ -1,7 +1,8 @@
 """Many runs of one notebook: which they are, what they are called, and the loop that has them all done once.
 
-A run is known by a hash of what its result depends on (parameters, the notebook's cells, the code, the models), so a
-second start of the same sweep runs what is missing and nothing else, and a change of any of these runs it anew.
+A run is known by a hash of what its result depends on (parameters, the notebook's cells, the code, the models, files
+that parameters name, costs that `bass calibrate` measured), so a second start of the same sweep runs what is missing
+and nothing else, and a change of any of these runs it anew. The machine is not among them: records name it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from typing import Any
 
 import pandas as pd
 
+from bass_core import drafters
 from bass_core.models import ASSETS
+from bass_core.policies.costs import cache_folder
+from bass_core.quantization import kind_of_copy
+from bass_lab.named_pairs import SHAPES
 from bass_lab.sweep import parameters, run_process
 from bass_lab.sweep.executors import LocalExecutor, RayExecutor
 from bass_lab.sweep.parameters import Parameter
 from bass_lab.sweep.store import Store, in_table, is_done
 from bass_lab.texts import prompt_sets
 
+MODELS = ("target", "draft")  # the parameters that name them
 OUTPUT = "output"  # the parameter by which a notebook is told where to write what it measured
 STOPPING = {  # outcomes that every other run would meet, too; what to do
     run_process.FULL: "free some space",
@@ -55,6 +61,7 @@ class SweepPlan:
     runs: dict[str, dict[str, Any]]
     varied: list[str]
     code: str
+    cells: str  # the version of the notebook's cells
     records: bool  # whether it takes `output`
 
     def job(self, key: str, timeout: float | None) -> dict:
@@ -101,14 +108,15 @@ def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None =
     product = [dict(zip(grid, combination, strict=True)) for combination in itertools.product(*grid.values())]
     wanted = [defaults | row | chosen for row in listed for chosen in product]
     code, cells = run_process.code_version(), [["".join(c["source"]), c["cell_type"]] for c in notebook["cells"]]
-    pairs = [(run.get("target"), run.get("draft")) for run in wanted]
-    models = {names: _models(*names, path.parent) for names in set(pairs)}
-    runs = {
-        _hash([run, cells, code, models[names], *_prompt_file(run, path.parent)]): run
-        for run, names in zip(wanted, pairs, strict=True)
-    }
+    costs = [path.read_text(encoding="utf-8") for path in sorted(cache_folder().glob("*.json"))]
+    always = [cells, code, _folder_hash(ASSETS), costs]
+    models = {name: _model(name, path.parent) for run in wanted for name in map(run.get, MODELS) if name}
+    runs = {}
+    for run in wanted:
+        chosen = [models[name] for name in map(run.get, MODELS) if name]
+        runs[_hash([run, *always, chosen, _files(run, path.parent)])] = run
     varied = [name for name in defaults if len({json.dumps(run[name]) for run in wanted}) > 1]
-    return SweepPlan(path, notebook, runs, varied or [*grid], code, output is not None)
+    return SweepPlan(path, notebook, runs, varied or [*grid], code, _hash(cells), output is not None)
 
 
 def _grid(title: str, values: Sequence[str], known: Mapping[str, Parameter]) -> dict[str, list]:
@@ -127,7 +135,7 @@ def _grid(title: str, values: Sequence[str], known: Mapping[str, Parameter]) -> 
 def _rows(title: str, file: Path, known: Mapping[str, Parameter]) -> list[dict]:
     """The parameters in each row of a file; texts stand for values as they do after -p."""
     if file.suffix == ".csv":
-        with file.open(newline="", encoding="utf-8") as lines:
+        with file.open(newline="", encoding="utf-8-sig") as lines:  # as spreadsheets write it, too
             rows = list(csv.DictReader(lines))
     elif file.suffix in (".yaml", ".yml"):
         import yaml
@@ -159,36 +167,39 @@ def _parameter(title: str, name: str, known: Mapping[str, Parameter]) -> Paramet
     return parameters.known(title, name, known)
 
 
-def _models(target: str | None, draft: str | None, folder: Path) -> list[str]:
-    """What tells the models of a run apart, by what is in their files. Raises ValueError for one that is nowhere."""
-    if target is None and draft is None:  # the notebook takes none
-        return []
-    if not target:
-        return [_folder_hash(ASSETS / "target"), _folder_hash(ASSETS / "draft")]
-    places = {name: folder / name for name in (target, draft) if name}
-    return [_folder_hash(place) if place.is_dir() else f"{name}@{_revision(name)}" for name, place in places.items()]
+def _model(name: str, folder: Path) -> str:
+    """What tells a model, or what drafts, apart, by what is in its files. Raises ValueError for one that is nowhere."""
+    ships = (ASSETS / name).is_dir() and not Path(name).is_absolute()
+    if ships or name in SHAPES or drafters.named(name) or kind_of_copy(name):
+        return name
+    place = folder / name
+    return _folder_hash(place) if place.is_dir() else f"{name}@{_revision(name)}"
 
 
-def _prompt_file(run: Mapping[str, Any], folder: Path) -> list[str]:
-    """What tells the prompts of a run apart where they are a file's. Raises ValueError for one that is not there."""
-    name = run.get("prompt_set")
-    if not isinstance(name, str) or not prompt_sets.is_file(name):
-        return []
-    try:
-        return [prompt_sets.label(folder / name)]
-    except OSError as error:
-        raise ValueError(f"the prompt set {name!r} is no file beside the notebook: {error.strerror}") from None
+def _files(run: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """What tells files that parameters name apart. Raises ValueError for prompts or problems that are not there."""
+    found = {}
+    for name, value in run.items():
+        if isinstance(value, str) and value and ((folder / value).is_file() or prompt_sets.is_file(value)):
+            try:
+                found[name] = hashlib.sha256((folder / value).read_bytes()).hexdigest()[:16]
+            except OSError as error:
+                said = f"the {name.replace('_', ' ')} {value!r} is no file beside the notebook: {error.strerror}"
+                raise ValueError(said) from None
+    return found
 
 
 def _folder_hash(folder: Path) -> str:
-    """Of the names, sizes, first and last megabyte of a checkpoint's files: weights may be too large to read."""
-    digest, ends = hashlib.sha256(), 2**20
+    """Of the names and sizes of a checkpoint's files, and of 128 parts of each, all over it, 4 MiB in all: weights may
+    be too large to read."""
+    digest, part = hashlib.sha256(), 2**15
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)} {size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(ends))
-            file.seek(max(path.stat().st_size - ends, 0))
-            digest.update(file.read(ends))
+            for at in dict.fromkeys(max(size - part, 0) * number // 127 for number in range(128)):
+                file.seek(at)
+                digest.update(file.read(part))
     return digest.hexdigest()[:16]
 
 
@@ -278,7 +289,7 @@ def _kept(plan: SweepPlan, store: Store, key: str, scratch: Path, line: dict) ->
     """The line of a run after what its last attempt left was kept; a failure where it cannot be a result."""
     try:
         if line["status"] == run_process.DONE:
-            mark = {"notebook": plan.path.name, "parameters": plan.runs[key], "code": plan.code}
+            mark = {"notebook": plan.path.name, "parameters": plan.runs[key], "code": plan.code, "cells": plan.cells}
             store.keep(key, scratch, mark | {name: line[name] for name in ("seconds", "attempts")})
             return line
     except ValueError as error:

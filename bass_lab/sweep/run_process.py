@@ -38,12 +38,14 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>; evaluation/confinement.py has the full
 
 
 def code_version() -> str:
-    """What the results depend on beside parameters, notebook and models: the packages' sources, versions of others."""
+    """What the results depend on beside parameters, notebook and models: the packages' sources, their prompts and
+    problems, versions of others."""
     digest = hashlib.sha256()
     for package in ("bass_core", "bass_lab", "bass_kernels"):
         spec = importlib.util.find_spec(package)
         folder = Path(spec.origin).parent if spec else Path()
-        for path in sorted(folder.rglob("*.py")) if spec else ():
+        sources = [*folder.rglob("*.py"), *(folder / "assets").glob("*.jsonl")] if spec else ()
+        for path in sorted(sources):
             digest.update(f"{package}/{path.relative_to(folder).as_posix()}".encode() + b"\0" + path.read_bytes())
     for package in ("torch", "transformers", "triton"):
         try:

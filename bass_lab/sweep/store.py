@@ -69,7 +69,9 @@ class Store:
             raise ValueError(f"{self.folder} holds other files and no sweep; give an empty or a new folder")
         if asked["notebook"] != notebook:
             raise ValueError(f"{self.folder} is a sweep of {asked['notebook']}, not of {notebook}; give another folder")
-        kept = {key: parameters for key, parameters in asked["runs"].items() if parameters not in runs.values()}
+        kept = {
+            key: own for key, own in asked["runs"].items() if not any(_stands_for(new, own) for new in runs.values())
+        }
         _write(self.folder / SWEEP, asked | {"runs": kept | dict(runs)})
         self.done = {key for key in runs if is_done(self.folder, key)}
         for name in {SCRATCH, *runs} - self.done:
@@ -114,6 +116,12 @@ class Store:
         """Let go of the folder, and clear away what unfinished runs left."""
         shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
         os.close(self._lock)
+
+
+def _stands_for(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
+    """Whether a run replaces an earlier one, of a notebook that may have had fewer parameters or more: where both have
+    one, it is the same."""
+    return all(new[name] == value for name, value in old.items() if name in new)
 
 
 def is_done(folder: Path, key: str) -> bool:
@@ -187,12 +195,16 @@ def _sync(path: Path) -> None:
 
 
 def _checked_hash(path: Path) -> str:
-    """Of a file of JSON lines; ValueError naming the line that is none."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path.name}, line {number} is not JSON: {error}") from None
+    """Of a file of JSON lines; ValueError naming the line that is none, or where there is none."""
+    number = 0
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path.name}, line {number} is not JSON: {error}") from None
+    if not number:
+        raise ValueError(f"{path.name} holds no record: the notebook opened it and wrote nothing")
     return _hash(path)
 
 

@@ -299,6 +299,26 @@ def test_a_file_of_other_settings_is_refused_and_left_alone(pair, stored, change
     assert stored.read_bytes() == before
 
 
+def test_other_threads_are_told_how_to_go_on(pair, stored, monkeypatch):
+    here = quality.describe_environment(pair.device)
+    monkeypatch.setattr(quality, "describe_environment", lambda device: here | {"threads": here["threads"] + 1})
+    with pytest.raises(ValueError, match=f"go on with OMP_NUM_THREADS={here['threads']}, or give another folder"):
+        again(pair, stored)
+
+
+def test_code_that_has_changed_is_said(pair, stored, monkeypatch):
+    here = quality.describe_environment(pair.device) | {"commit": "1" * 12}
+    lines = stored.read_text().split("\n")
+    header = json.loads(lines[0])
+    header["environment"]["commit"] = "2" * 12
+    stored.write_text("\n".join([json.dumps(header), *lines[1:]]))
+    monkeypatch.setattr(quality, "describe_environment", lambda device: here)
+    with pytest.warns(
+        UserWarning, match="was begun by commit 222222222222, and what is added to it is of 111111111111"
+    ):
+        again(pair, stored)
+
+
 def test_other_models_are_other_settings(pair, stored):
     other = bass.ModelPair(pair.target, tokenizer=pair.tokenizer)
     with pytest.raises(ValueError, match=r"draft: 'Llama.* there, 'NgramDrafter longest=3 shortest=1' here"):
@@ -407,6 +427,23 @@ def test_bad_problems_are_refused(pair):
         evaluate(bass.ModelPair(tiny_model()), PROBLEMS, grade=short)
 
 
+def test_a_problem_whose_own_solution_fails_is_refused_before_anything_is_decoded(pair, monkeypatch, tmp_path):
+    """Its check wants what the sandbox has not, or more than the harness passes on: no text could be right."""
+    good, many = (
+        Problem(
+            f"own/{size}", "def f(x):\n", "f", "    return len(x)\n", f"def check(c): assert c([0] * {size}) == {size}"
+        )
+        for size in (10, 200_000)
+    )
+    absent = replace(good, task_id="own/absent", test="import not_there\ndef check(c): pass")
+    monkeypatch.setattr(quality._Run, "decode", lambda *arguments, **options: pytest.fail("decoded"))
+    for problem, said in ((many, "own/200000 cannot be graded here.*more than 100000 values"), (absent, "own/absent")):
+        with pytest.raises(ValueError, match=said):
+            evaluate(pair, [good, problem], folder=tmp_path, unsafe=True, **OPTIONS)
+    monkeypatch.undo()
+    assert len(evaluate(pair, [good], unsafe=True, **OPTIONS).samples) == ROWS
+
+
 def test_programs_run_in_the_sandbox_or_not_at_all(pair, monkeypatch, tmp_path):
     graded = []
 
@@ -464,6 +501,24 @@ def test_no_hub_names_the_file_to_use_instead(monkeypatch):
 
 
 # --- the command ----------------------------------------------------------------------------------
+
+
+def test_a_budget_beyond_the_cut_off_is_refused_before_models_are_read(monkeypatch):
+    monkeypatch.setattr("bass_lab.named_pairs.named_pair", lambda *given, **options: pytest.fail("read"))
+    refused = CliRunner().invoke(main.app, ["eval", "--cut-off=60", "--budgets=1", "--budgets=100"])
+    assert refused.exit_code == 2 and "--budgets 100 is beyond --cut-off 60" in refused.stderr
+
+
+@pytest.mark.parametrize("output", [None, "folder"])
+def test_a_ctrl_c_in_bass_eval_says_what_is_stored(monkeypatch, tmp_path, output):
+    def interrupted(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bass_lab.evaluation.compare", interrupted)
+    stored = [] if output is None else ["--output", str(tmp_path / output)]
+    ended = CliRunner().invoke(main.app, ["eval", "--limit=1", *stored])
+    assert ended.exit_code == 130
+    assert ("nothing was stored" if output is None else "goes on with what") in ended.stderr
 
 
 def test_bass_eval_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_path):

@@ -20,6 +20,7 @@ import sweeps
 from typer.testing import CliRunner
 
 import bass_lab as lab
+from bass_core.policies.costs import cache_folder
 from bass_lab.cli.main import app
 from bass_lab.measure import records
 from bass_lab.show import pages
@@ -104,6 +105,30 @@ def test_what_is_wrong_stops_before_the_first_run_and_says_what_is_valid(noteboo
 def test_a_lesson_says_what_it_takes(values, said):
     with pytest.raises(ValueError, match=said):
         planning.plan(LATENCY, [values])
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_every_lesson_can_be_planned_as_it_is(path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (run,) = planning.plan(path).runs.values()
+    if run.get("target") == "":
+        names = ["ngram", "suffix", "layers:2", "target:int4", "deep_draft"]
+        assert len(planning.plan(path, [f"draft={','.join(names)}"]).runs) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("lesson", "value", "said"),
+    [
+        ("08*", "batch_size=[2.5]", r"each of batch_size must be an integer; got 2\.5"),
+        ("04_*", "batch_sizes=[true]", "each of batch_sizes must be an integer; got True"),
+        ("05*", "drafts=[1,2]", "each of drafts must be a text; got 1"),
+        ("09*", "problems=nosuch.jsonl", "the problems 'nosuch.jsonl' is no file beside the notebook"),
+    ],
+)
+def test_elements_of_lists_and_files_of_any_parameter_are_looked_at(lesson, value, said):
+    (path,) = (each for each in LESSONS if each.match(lesson))
+    with pytest.raises(ValueError, match=said):
+        planning.plan(path, [value])
 
 
 def test_the_readmes_command_is_a_plan_of_twelve_runs():
@@ -198,6 +223,7 @@ def test_rows_of_a_file_are_runs(notebook, tmp_path):
 
 def test_commas_within_brackets_and_quotes_divide_nothing():
     assert parameters.split('1,[2,3],"a,b",{"c":[4,5]}') == ["1", "[2,3]", '"a,b"', '{"c":[4,5]}']
+    assert parameters.split("it's a,don't b,'c,d'") == ["it's a", "don't b", "'c,d'"]
 
 
 # --- keys ---
@@ -228,6 +254,28 @@ def test_models_are_known_by_their_files(tmp_path):
         found |= set(planning.plan(stub, ["target=model"]).runs)
     assert len(found) == 4
     assert len(planning.plan(stub, ["target=,model"]).runs) == 2
+    weights = bytearray(2**24)
+    for content in (weights, weights[: 2**23] + b"c" * 100_000 + weights[2**23 + 100_000 :]):  # a hundredth, inside
+        (model / "weights").write_bytes(content)
+        for values in (["target=model"], ["draft=model"], ["target=model", "draft=layers:2"]):
+            found |= set(planning.plan(stub, values).runs)
+    assert len(found) == 10
+
+
+def test_files_and_measured_costs_make_runs_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    stub = sweeps.stub(tmp_path)
+    cells = nbformat.read(stub, as_version=4)
+    cells.cells[0].source += 'problems: str = ""\n'
+    nbformat.write(cells, stub)
+    found = set()
+    for content in ("{}", "[]"):
+        (tmp_path / "probs.jsonl").write_text(content)
+        found |= set(planning.plan(stub, ["problems=probs.jsonl"]).runs)
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "here.json").write_text("{}")
+    found |= set(planning.plan(stub, ["problems=probs.jsonl"]).runs)
+    assert len(found) == 3
 
 
 # --- done once, whatever happens ---
@@ -640,8 +688,37 @@ def test_a_new_version_of_the_code_replaces_the_runs_of_the_old_one(notebook, tm
     swept(notebook, out, "size=1,2")
     monkeypatch.setattr(run_process, "code_version", lambda: "newer")
     swept(notebook, out, "size=1")
-    assert sorted(lab.load_records(out)["size"]) == [1, 2]  # none twice
+    with pytest.warns(UserWarning, match="runs of 2 versions of the notebook and the code; the column `code`"):
+        found = lab.load_records(out)
+    assert sorted(found["size"]) == [1, 2]  # none twice
+    assert found.code.nunique() == 2
     assert sorted(result.mark["code"] == "newer" for result in store.finished_runs(out)) == [False, True]
+
+
+def test_a_parameter_that_came_later_leaves_no_run_twice(tmp_path):
+    out, older = tmp_path / "out", sweeps.stub(tmp_path)
+    swept(older, out, "size=1,2")
+    cells = nbformat.read(older, as_version=4)
+    cells.cells[0].source += "later: float = 0.5\n"
+    nbformat.write(cells, older)
+    swept(older, out, "size=1")
+    with pytest.warns(UserWarning, match="runs of 2 versions"):
+        assert sorted(lab.load_records(out)["size"]) == [1, 2]
+
+
+def test_a_record_of_nothing_is_a_failure_and_any_character_is_none(tmp_path):
+    def writing(text):
+        stub = sweeps.stub(tmp_path)
+        notebook = nbformat.read(stub, as_version=4)
+        notebook.cells[-1].source = f'open(output, "w", encoding="utf-8").write({text!r})'
+        nbformat.write(notebook, stub)
+        return swept(stub, tmp_path / f"out{len(text)}", executor=executors.LocalExecutor())
+
+    table = writing("")
+    assert list(table.status) == ["failed"] and "holds no record" in table.error[0]
+    line = '{"t": "a\u2028b\x85c"}\n'
+    assert list(writing(line).status) == ["done"]
+    assert lab.load_records(tmp_path / f"out{len(line)}").t.tolist() == ["a\u2028b\x85c"]
 
 
 def test_all_records_that_ship_are_one_table():
