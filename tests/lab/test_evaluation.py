@@ -66,7 +66,13 @@ def test_problems_are_read_from_plain_and_gzipped_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("{", "no JSON"), ("[1]", "not a problem"), ('{"task_id": "x"}', "not a problem")]
+    ("line", "said"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "not a problem"),
+        ('{"task_id": "x"}', "not a problem"),
+        (json.dumps(asdict(ADD) | {"test": None}), "not a problem.*: test must be a text, got None"),
+    ],
 )
 def test_a_line_that_is_no_problem_is_named(tmp_path, line, said):
     (tmp_path / "a.jsonl").write_text(json.dumps(asdict(ADD)) + "\n" + line)

@@ -314,7 +314,7 @@ def test_code_that_has_changed_is_said(pair, stored, monkeypatch):
     stored.write_text("\n".join([json.dumps(header), *lines[1:]]))
     monkeypatch.setattr(quality, "describe_environment", lambda device: here)
     with pytest.warns(
-        UserWarning, match="was begun by commit 222222222222, and what is added to it is of 111111111111"
+        UserWarning, match="begun by commit 222222222222, and what is added to it is of 111111111111"
     ):
         again(pair, stored)
 
