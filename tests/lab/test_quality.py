@@ -313,9 +313,7 @@ def test_code_that_has_changed_is_said(pair, stored, monkeypatch):
     header["environment"]["commit"] = "2" * 12
     stored.write_text("\n".join([json.dumps(header), *lines[1:]]))
     monkeypatch.setattr(quality, "describe_environment", lambda device: here)
-    with pytest.warns(
-        UserWarning, match="begun by commit 222222222222, and what is added to it is of 111111111111"
-    ):
+    with pytest.warns(UserWarning, match="begun by commit 222222222222, and what is added to it is of 111111111111"):
         again(pair, stored)
 
 
