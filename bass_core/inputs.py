@@ -236,6 +236,10 @@ def saying_which(index: int) -> Iterator[None]:
 
 def _text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of a text. One that brings the BOS, as a chat template writes it, gets no second one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a prompt is not valid UTF-8: half a character stands at place {error.start}") from None
     ids, bos = tokenizer(text)["input_ids"], tokenizer.bos_token
     doubled = bos and text.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2
     return ids[1:] if doubled and not text.startswith(2 * bos) else ids

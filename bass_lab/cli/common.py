@@ -32,7 +32,11 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        "--draft", "-d", metavar="NAME", help="hub name, folder, ngram, suffix, layers:N or target:int4; none: ngram"
+        "--draft",
+        "-d",
+        metavar="NAME",
+        help="hub name, folder, ngram, suffix, layers:N or target:int4; of the embedded target also feature_head, "
+        "middle_draft or deep_draft; none: its own draft, of others ngram",
     ),
 ]
 Dtype = Annotated[
@@ -133,6 +137,11 @@ class Command(TyperCommand):
 
         settle_threads(lambda sentence: typer.echo(sentence, err=True))
         return super().invoke(ctx)
+
+
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option was written, rather than left at its default."""
+    return context.get_parameter_source(name).name == "COMMANDLINE"
 
 
 def examples(*lines: str) -> str:

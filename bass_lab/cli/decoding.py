@@ -22,7 +22,11 @@ EXAMPLES = common.examples(
 )
 
 
+SAMPLED = ("top_k", "top_p", "seed", "num_return_sequences")  # options of what is drawn
+
+
 def generate(
+    context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="standard input if none")] = None,
     target: common.Target = None,
     draft: common.Draft = None,
@@ -93,8 +97,12 @@ def generate(
         if as_json:
             common.print_json(_document(asked, out))
         else:
-            terminal.print_rows(pair.tokenizer, asked, out, options["stop"], coloured)
+            shown = [""] * len(asked) if pair.reads_sources else asked  # texts of sources do not go on with them
+            terminal.print_rows(pair.tokenizer, shown, out, options["stop"], coloured)
     typer.echo(terminal.summary_line(out.trace), err=True)
+    if temperature == 0 and (passed_over := [name for name in SAMPLED if common.is_given(context, name)]):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in passed_over)
+        typer.echo(f"note: at temperature 0 nothing is drawn, and {names} changes no text: say --temperature", err=True)
     if interrupted:
         typer.echo("interrupted: these are the rows so far", err=True)
         raise typer.Exit(130)
@@ -105,9 +113,9 @@ def _asked(prompts: list[str] | None, source: Path | None, chat: bool) -> list[P
     if prompts and source:
         raise typer.BadParameter("prompts come from --input FILE or from the command line; leave one out")
     if source:
-        from bass_lab.texts.prompt_sets import prompt_set
+        from bass_lab.texts.prompt_sets import prompts_in
 
-        asked = prompt_set(str(source))
+        asked = prompts_in(source)
     else:
         asked = prompts or [_standard_input()]
     return [[{"role": "user", "content": each}] if chat and isinstance(each, str) else each for each in asked]

@@ -11,6 +11,7 @@ import typer
 from bass_lab.cli import common
 from bass_lab.cli.progress import Progress
 
+DISTRIBUTION = "bass-hands-on"
 NOTEBOOKS = Path("notebooks")
 BUILT = Path("build/lessons")  # executed, and as pages; `make docs` makes a site of the former
 PICTURE = Path("pictures/acceptance_raster.png")  # the README's
@@ -21,7 +22,7 @@ def demo(rows: Annotated[int, typer.Option(min=1, metavar="N", help="prompts dec
 
     Builds the first lesson, too, in the root of the repository.
     """
-    lesson = next(iter(sorted(NOTEBOOKS.glob("*.ipynb"))), None)
+    lesson = next(iter(_shipped()), None)
     if lesson is not None:
         common.output_folder(BUILT)
     typer.echo("Loading the embedded pair …")
@@ -95,12 +96,20 @@ def _built(lessons: list[Path]) -> list[Path]:
     return built
 
 
+def _shipped() -> list[Path]:
+    """The lessons, in order; none in a folder that is not this repository's root: other people's notebooks are not ours
+    to execute."""
+    project = Path("pyproject.toml")
+    ours = project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text(encoding="utf-8")
+    return sorted(NOTEBOOKS.glob("*.ipynb")) if ours else []
+
+
 def _lessons(numbers: list[str]) -> list[Path]:
     """The notebooks of these numbers, all of them if there are none, in order. Raises BadParameter outside the
     repository and for a number that no lesson has."""
-    found = {path.stem.partition("_")[0]: path for path in sorted(NOTEBOOKS.glob("*.ipynb"))}
+    found = {path.stem.partition("_")[0]: path for path in _shipped()}
     if not found:
-        raise typer.BadParameter("there is no notebooks/ here: run this in the root of the repository")
+        raise typer.BadParameter("there are no lessons here: run this in the root of the repository")
     wanted = {number.zfill(3 if number[-1:].isalpha() else 2) for number in numbers}  # 4b is 04b
     if unknown := sorted(wanted - found.keys()):
         raise typer.BadParameter(f"there is no lesson {', '.join(unknown)}; there are {', '.join(found)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,6 +39,12 @@ def load(
         str | None, typer.Option(metavar="URL", help="a server that speaks OpenAI's protocol; none: a session here")
     ] = None,
     model: Annotated[str | None, typer.Option(metavar="NAME", help="of --url; none: the first that it has")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="BASS_API_KEY", show_envvar=False, metavar="KEY", help="that --url asks for; or in BASS_API_KEY"
+        ),
+    ] = None,
     simulate: Annotated[
         str | None,
         typer.Option(metavar="COSTS", help="in virtual time: here (of this pair), h100 (modelled) or FILE"),
@@ -57,7 +65,7 @@ def load(
         ),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(callback=common.output_file, metavar="FILE", help="save the workload to")
+        Path | None, typer.Option(callback=common.output_file, metavar="FILE", help="save the workload to, .jsonl")
     ] = None,
     prompts: Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")] = "mini",
     max_new_tokens: common.NewTokens = 64,
@@ -92,9 +100,10 @@ def load(
 ) -> None:
     """Serve requests that come when they come, and time them.
 
-    By a session here, by a server (--url), or in virtual time (--simulate). The fields of --json: served, workload, and
-    metrics (metric, statistic, value, low and high of the 95% interval; times in ms); with --highest rate, missed and
-    tried; with --record the line.
+    By a session here, by a server (--url), or in virtual time (--simulate). The fields of --json: served, workload,
+    metrics (metric, statistic, value, low and high of the 95% interval; times in ms) and errors (requests that failed;
+    with some it ends with exit code 1); with --simulate costs; with --highest rate, missed and tried, and all else at
+    that rate; with --record the line.
     """
     from bass_core import inputs
     from bass_lab.load import Poisson, Target, Workload, in_process, over_http
@@ -106,7 +115,10 @@ def load(
         raise ValueError("--rate must be above 0 requests per second")
     if highest and aim is None:
         raise ValueError("--highest needs a target to keep: --between-ms, --first-ms or --end-ms")
+    if save is not None and (save.suffix == ".csv" or (workload is not None and save.resolve() == workload.resolve())):
+        raise ValueError(f"--save writes JSON lines, to a file of their own: {save} will not do, name another .jsonl")
     ours = {"--target": target, "--draft": draft, "--dtype": dtype, "--device": device, "--draft-length": draft_length}
+    ours["--max-batch-size"] = _given(context, "max_batch_size")
     _exclude("--url", url, ours | {"--simulate": simulate, "--record": record})
     _exclude("--record", record, {"--highest": highest or None, "--end-ms": end_ms, "--draft-length": draft_length})
     if simulate is None:
@@ -115,7 +127,7 @@ def load(
         _exclude("--simulate without --trace, for the embedded pair,", True, {"--target": target, "--draft": draft})
     _exclude("--simulate, of texts that were sampled before,", simulate, {"--temperature": temperature or None})
     if url is None:
-        _exclude("a run without --url", True, {"--model": model})
+        _exclude("a run without --url", True, {"--model": model, "--api-key": _given(context, "api_key")})
     drawn = ("rate", "count", "burst", "max_new_tokens", "least_new_tokens", "deadline")
     _exclude("--workload", workload, {f"--{name.replace('_', '-')}": _given(context, name) for name in drawn})
     if workload is not None:
@@ -125,6 +137,11 @@ def load(
         inputs.integer("--max-new-tokens", max_new_tokens, least=least_new_tokens or 1)
         options = {"prompts": prompts, "max_new_tokens": lengths, "deadline": deadline, "seed": seed}
         asked = Workload.draw(Poisson(rate, burst), count, **options)
+    if record is not None and record.exists():
+        from bass_lab.measure import records
+
+        records.mend(record)
+        records.read(record)
     if save is not None:
         asked.save(save)
     own = {"temperature": temperature}
@@ -132,7 +149,7 @@ def load(
 
     def serve(workload: Workload, policy: int | DraftLengthPolicy | None = draft_length) -> LoadRun:
         if url:
-            return over_http(workload, url, model=model, **own)
+            return over_http(workload, url, model=model, api_key=api_key, **own)
         if simulate:
             return _simulated(workload, trace, prompts, cost, policy, max_batch_size, seed)
         return in_process(workload, pair, max_batch_size=max_batch_size, draft_length=policy, **own)
@@ -154,9 +171,17 @@ def load(
             return
         progress(f"{asked!r}", 0.0)
         if highest:
-            bound = highest_of(lambda rate: serve(asked.at_rate(rate)), aim, first=asked.rate, warm_up=warm_up)
+
+            def at(rate: float) -> LoadRun:
+                progress(f"{rate:.3g} requests/s", 0.0)
+                return serve(asked.at_rate(rate))
+
+            if not simulate:
+                _held_alone(serve, asked, aim)
+            bound = highest_of(at, aim, first=asked.rate, warm_up=warm_up)
             document |= {"rate": bound.rate, "missed": bound.missed, "tried": bound.tried.to_dict("records")}
-            run = bound.run
+            if (run := bound.run) is not None:
+                document["workload"] = repr(asked.at_rate(bound.rate))
         else:
             run = serve(asked)
     if run is not None:
@@ -166,6 +191,22 @@ def load(
         common.print_json(document)
     else:
         _tell(document, run, aim, warm_up)
+    if document.get("errors"):
+        raise typer.Exit(1)
+
+
+def _held_alone(serve: Callable[[Workload], LoadRun], asked: Workload, aim: Target) -> None:
+    """Raises ValueError where a request misses the target that nobody else is served beside, at the second try, too:
+    every rate would, and lower ones take longer and longer to say so."""
+    from bass_lab.load import Workload
+
+    one = Workload(asked.requests.head(1).assign(arrived=0.0), asked.meta)
+    runs = [serve(one), serve(one)]  # the first meets a server that is not warm
+    if not any(run.met(aim).all() for run in runs):
+        found = runs[-1].latencies.iloc[0]
+        took = ", ".join(f"{name} {found[name]:.4g}" for name in aim.limits if name in found)
+        why = next(iter(runs[-1].meta.get("errors", {}).values()), f"it takes {took}")
+        raise ValueError(f"a request that is served alone misses the target already: {why}")
 
 
 def _exclude(name: str, given: object, others: dict[str, object]) -> None:
@@ -177,7 +218,7 @@ def _exclude(name: str, given: object, others: dict[str, object]) -> None:
 
 def _given(context: typer.Context, name: str) -> bool | None:
     """Whether an option was written; None: it has its default."""
-    return context.get_parameter_source(name).name == "COMMANDLINE" or None
+    return common.is_given(context, name) or None
 
 
 def _models_and_costs(
@@ -258,7 +299,8 @@ def _tell(document: dict, run: LoadRun | None, aim: Target | None, warm_up: floa
     if "tried" in document:
         tables.show_table(document["tried"], "rates tried, requests per second")
         rate, missed = document["rate"], document["missed"]
-        tables.show(f"highest that keeps the target: {rate:.4g}/s; lowest that misses it: {missed:.4g}/s\n")
+        misses = f"lowest that misses it: {missed:.4g}/s" if math.isfinite(missed) else "none that was tried misses it"
+        tables.show(f"highest that keeps the target: {rate:.4g}/s; {misses}\n")
     if run is None:
         return
     served = f"{document['served']} by costs of {document['costs']}" if "costs" in document else document["served"]

@@ -30,7 +30,11 @@ def bench(
     ],
     methods: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHOD", help="way to decode; may be repeated; none: all that this pair can"),
+        typer.Option(
+            metavar="METHOD",
+            help="transformers, assisted, regular, single or batched, regular among them; may be repeated; none: all "
+            "that this pair can",
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="interleaved repeats")] = 7,
     max_new_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="per row")] = 128,
@@ -78,6 +82,7 @@ def bench(
         if as_json:
             common.print_json({"results": checked})
         return
+    rows = list(dict.fromkeys(rows))
     sets = {label(name): prompt_set(name, max(rows)) for name in prompts}
     if vary_prompts:
         sets = {label(name): prompt_set(name) for name in prompts}
@@ -324,7 +329,8 @@ def evaluate(
         "verification": verification, "folder": output, "texts": not no_texts, "unsafe": unsafe,
     }  # fmt: skip
     try:
-        runs = compare(pair, chosen, methods=methods, n=samples, budget=cut_off, **options)
+        with Progress() as progress:
+            runs = compare(pair, chosen, methods=methods, n=samples, budget=cut_off, progress=progress, **options)
     except SandboxUnavailable as error:
         raise ValueError(f"{error} (the option here is --unsafe; the results say so)") from error
     except KeyboardInterrupt:

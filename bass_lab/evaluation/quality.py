@@ -88,6 +88,7 @@ def compare(
     stop: str | Sequence[str] | None = None,
     unsafe: bool = False,
     grade: Grader | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> dict[str, Evaluation]:
     """Decode n samples of every problem by every method, and grade them: one `Evaluation` per method.
 
@@ -103,7 +104,8 @@ def compare(
     stop: None for HumanEval's stop strings, or none for the mini set, which the embedded pair ends with EOS.
     unsafe: grade also where the sandbox is not complete; recorded in the settings. grade: another grader than the
         sandbox's; it gets (problem, completion) pairs, and its name is recorded.
-    Other options as in `generate`. A terminal shows a bar over the problems.
+    progress: told of each problem, and of the share of all that is done; None: a terminal shows a bar.
+    Other options as in `generate`.
 
     Raises ValueError or TypeError, before anything is decoded, for options and prompts that cannot be honoured and for
     files of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
@@ -136,8 +138,12 @@ def compare(
             _check_gradable(missing, grade)
         for run in runs if missing else ():
             run.warm_up(missing)  # what is compiled, probed or recorded once is in no row's time
-        count = {"total": len(problems), "initial": len(problems) - len(missing)}
-        for problem in tqdm(missing, desc=", ".join(methods), unit="problem", disable=None, **count):
+        before = len(problems) - len(missing)
+        look = {"desc": ", ".join(methods), "unit": "problem", "total": len(problems), "initial": before}
+        bar = tqdm(missing, disable=True if progress else None, **look)
+        for done, problem in enumerate(bar, before):
+            if progress:
+                progress(problem.task_id, done / len(problems))
             for run in runs:
                 if problem.task_id not in run.lines:
                     run.add(problem, grade, texts)

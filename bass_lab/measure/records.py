@@ -92,7 +92,8 @@ def _positive(value: object) -> bool:
 def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check) -> None:
     """Add lines that pass `check` to a file of JSON lines, made if there is none: all of them or, after an error, none.
 
-    What other processes add meanwhile stands before or behind them. Raises ValueError if a line is wrong.
+    What other processes add meanwhile stands before or behind them. Raises ValueError if a line is wrong, and for a
+    file of another kind, which is left as it is.
     """
     for line in lines:
         check(line)
@@ -111,7 +112,8 @@ def append(path: Path, lines: list[dict], check: Callable[[dict], None] = check)
 
 def mend(path: Path) -> None:
     """Drop the half line at a file's end that a killed writer leaves: it stands for nothing, and no line could follow
-    it. Lines that end, or that only lack their line break, stay."""
+    it. Lines that end, or that only lack their line break, stay. Raises ValueError for a file of another kind, which is
+    left as it is."""
     with _for_more(path):
         pass
 
@@ -128,19 +130,30 @@ def earlier(path: Path, here: dict) -> list[dict]:
 
 @contextmanager
 def _for_more(path: Path) -> Iterator[BinaryIO]:
-    """The file at its end, behind whole lines alone; nobody else adds any meanwhile."""
+    """The file at its end, behind whole lines alone; nobody else adds any meanwhile. Raises ValueError for a file whose
+    first line, or half of a last one, is no JSON object's."""
     with path.open("a+b", buffering=0) as file:
         lock(file.fileno())
         file.seek(0)
         found = file.read()
         end = found.rfind(b"\n") + 1
-        if end < len(found):
+        first, half = found[:end].partition(b"\n")[0], found[end:]
+        if not half[:2] == b'{"'[: len(half)] or (end and not _is_object(first)):
+            raise ValueError(f"{path} holds something else than records; it is left as it is, give another file")
+        if half:
             try:
                 json.loads(found[end:])
                 file.write(b"\n")
             except ValueError:
                 file.truncate(end)
         yield file
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:

@@ -16,16 +16,17 @@ ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": 
 
 
 def stream(pair: ModelPair, prompts: list[PromptLike], stop: Sequence[str] = (), **options) -> Generation:
-    """Generate, printing the first row as it grows, behind its prompt if that is a text; returns the Generation."""
-    text = _GrowingText(pair.tokenizer, stop)
+    """Generate, printing the first row as it grows, behind its prompt if that is a text that it goes on with; returns
+    the Generation."""
+    text, before = _GrowingText(pair.tokenizer, stop), "" if pair.reads_sources else _before(prompts[0])
 
     def on_step(event) -> None:
         if 0 in event.rows:
-            begins = "" if text.tokens else _before(prompts[0])  # not before the input has passed all checks
+            begins = "" if text.tokens else before  # not before the input has passed all checks
             typer.echo(begins + text.add(event.new_tokens[event.rows.index(0)]), nl=False)
 
     out = generate(pair, prompts, stop=stop, on_step=on_step, **options)
-    typer.echo(out.texts[0][len(text.shown) :] if text.tokens else _before(prompts[0]))
+    typer.echo(out.texts[0][len(text.shown) :] if text.tokens else before)
     return out
 
 
@@ -57,9 +58,10 @@ def summary_line(trace: Trace) -> str:
     """Tokens, steps, tokens per step, α and tokens per second, as far as there are any, in one line."""
     summary = trace.summary()
     seconds = sum(summary[f"{part}_s"] for part in ("prefill", "draft", "verify", "other"))
-    line = f"{summary['tokens']} tokens for {summary['rows']} rows in {summary['steps']} steps"
+    rows = f"{summary['rows']} row{'s' * (summary['rows'] != 1)}"
+    line = f"{summary['tokens']} tokens for {rows} in {summary['steps']} steps"
     if summary["steps"]:
-        line += f"; {summary['tokens_per_step']:.2f} tokens per step and row"
+        line += f"; {summary['tokens_per_step']:.2f} tokens per step and row after the first"
     if summary["acceptance_rate"] >= 0:  # NaN where nothing was drafted
         line += f" (α = {summary['alpha']:.2f})"
     return line + (f"; {summary['tokens'] / seconds:,.0f} tokens/s" if seconds else "")

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -105,9 +106,13 @@ class AcceptanceTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> AcceptanceTrace:
-        """Read what `save` wrote. Raises ValueError for a file that lacks an array, such as one of an older version."""
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
+        """Read what `save` wrote. Raises ValueError for another file, and for one that lacks an array, such as one of
+        an older version."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+        except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError) as error:
+            raise ValueError(f"{path} holds no trace; `bass record` makes one") from error
         if missing := [each.name for each in fields(cls) if each.name not in arrays]:
             raise ValueError(f"{path} holds no trace: it lacks {', '.join(missing)}; record it anew with `bass record`")
         return cls(**arrays | {"meta": json.loads(str(arrays["meta"]))})

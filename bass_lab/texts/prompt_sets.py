@@ -51,14 +51,19 @@ def prompt_set(name: str | Path, count: int | None = None) -> list[Prompt]:
     prompt; FileNotFoundError where there is no file.
     """
     if is_file(name):
-        prompts = file_rows(Path(name), _prompt, "a prompt")
+        prompts = prompts_in(Path(name))
     elif one_of("prompt_set", name, NAMES) == "mini":
         prompts = [problem.prompt for problem in load_problems()]
     else:
-        prompts = [json.loads(line)["prompt"] for line in LIBRARY.read_text(encoding="utf-8").splitlines()]
+        prompts = prompts_in(LIBRARY)
     if count is not None and not 0 < count <= len(prompts):
         raise ValueError(f"the prompt set {name!r} has {len(prompts)} prompts, count={count} was asked for")
     return prompts[:count]
+
+
+def prompts_in(path: Path) -> list[Prompt]:
+    """The prompts of a file of JSON lines, whatever it is called. Errors as `prompt_set`."""
+    return file_rows(path, _prompt, "a prompt")
 
 
 def is_file(name: str | Path) -> bool:

@@ -163,6 +163,7 @@ def lessons(monkeypatch, tmp_path):
     monkeypatch.setattr(pages, "execute", execute)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notebooks").mkdir()
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "bass-hands-on"\n')
     for name in ("00_start.ipynb", "03_explorer.ipynb", "12_report.ipynb"):
         (tmp_path / "notebooks" / name).touch()
     return built
@@ -187,6 +188,12 @@ def test_pages_that_cannot_be_written_are_refused_first(lessons, tmp_path, comma
     assert lessons == []
 
 
+def test_notebooks_of_other_projects_are_not_executed(lessons, tmp_path):
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\n')
+    refused = run("notebooks")
+    assert refused.exit_code == 2 and "there are no lessons here" in refused.stderr and lessons == []
+
+
 @pytest.mark.slow
 def test_demo_works_outside_the_repository_without_a_lesson(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -206,7 +213,7 @@ def test_one_row_streams_and_its_figures_go_to_standard_error():
     assert result.exit_code == 0, result.output
     assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
     summary = expected.trace.summary()
-    assert f"{summary['tokens']} tokens for 1 rows in {summary['steps']} steps" in result.stderr
+    assert f"{summary['tokens']} tokens for 1 row in {summary['steps']} steps" in result.stderr
     assert "α = " in result.stderr and "tokens/s" in result.stderr
 
 
@@ -229,6 +236,41 @@ def test_json_is_one_document_with_the_rows_of_the_library(target, draft):
     assert document["rows"] == out.to_pandas().to_dict("records")
     assert document["summary"].keys() == out.trace.summary().keys()
     assert " tokens for 4 rows" in result.stderr
+
+
+def test_options_of_what_is_drawn_are_said_to_change_nothing_where_nothing_is():
+    few = ("--max-new-tokens=2", "--draft-length=0")
+    result = run("generate", PROMPT, *few, "--top-k=5", "--seed=9")
+    assert (
+        result.exit_code == 0
+        and "note: at temperature 0 nothing is drawn, and --top-k, --seed changes" in result.stderr
+    )
+    for words in (["--top-k=5", "--temperature=1"], []):
+        assert "note" not in run("generate", PROMPT, *few, *words).stderr
+
+
+def test_texts_of_sources_do_not_go_on_with_them():
+    source = 'def evens(numbers):\n    """Return the even numbers."""\n'
+    shown = run("generate", "-t", "encoder_decoder", source, "--max-new-tokens=8", "--draft-length=0")
+    out = bass.generate(bass.load_pair("encoder_decoder"), source, max_new_tokens=8, draft_length=0)
+    assert shown.exit_code == 0 and shown.stdout == f"{out.texts[0]}\n"
+    several = run("generate", "-t", "encoder_decoder", source, source, "--max-new-tokens=8", "--draft-length=0")
+    assert several.exit_code == 0 and "Return the even numbers" not in several.stdout and out.texts[0] in several.stdout
+
+
+def test_a_file_of_prompts_is_read_whatever_it_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mini", "prompts.txt"):
+        (tmp_path / name).write_text('{"prompt": "def f("}\n{"prompt": "def g("}\n')
+        found = json.loads(run("generate", "--input", name, "--max-new-tokens=2", "--json").stdout)
+        assert found["prompts"] == ["def f(", "def g("]
+
+
+def test_half_a_character_is_no_text():
+    refused = run("generate", "caf\udce9")
+    assert (
+        refused.exit_code == 2 and "a prompt is not valid UTF-8: half a character stands at place 3" in refused.stderr
+    )
 
 
 def test_json_has_null_where_there_is_no_number():

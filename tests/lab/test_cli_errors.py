@@ -321,6 +321,7 @@ def test_ctrl_c_early_in_a_command_ends_it_without_a_traceback(seconds):
 @pytest.mark.usefixtures("heeded")
 def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
     (tmp_path / "notebooks").mkdir()
+    (tmp_path / "pyproject.toml").write_text('name = "bass-hands-on"')
     mark = tmp_path / "kernel"
     source = f"import os, time\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)"
     cells = [nbformat.v4.new_code_cell(source)]

@@ -385,6 +385,7 @@ def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
     best = json.loads(
         bass_load("--simulate", "h100", "--count", "60", "--highest", "--first-ms", "30", "--json").stdout
     )
+    assert f"requests at {best['rate']:.3g}/s" in best["workload"]
     assert best["rate"] > 10 and all(line["held"] == (line["rate"] <= best["rate"]) for line in best["tried"])
 
 
@@ -407,6 +408,10 @@ def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
         (("--workload", "/dev/null", "--rate", "4"), "--workload does not take --rate"),
         (("--workload", "/dev/null", "--deadline", "1"), "--workload does not take --deadline"),
         (("--simulate", "h100", "--between-ms", "0"), "between_ms"),
+        (("--simulate", "h100", "--save", "x.csv"), "--save writes JSON lines, to a file of their own"),
+        (("--url", "http://x", "--max-batch-size", "4"), "--url does not take --max-batch-size"),
+        (("--api-key", "x"), "without --url does not take --api-key"),
+        (("--simulate", "h100", "--trace", "/dev/null"), "/dev/null holds no trace; `bass record` makes one"),
     ],
 )
 def test_what_the_command_cannot_do_is_said_in_one_line(words, said, tmp_path, monkeypatch):
@@ -414,3 +419,72 @@ def test_what_the_command_cannot_do_is_said_in_one_line(words, said, tmp_path, m
     done = bass_load(*words)
     assert done.exit_code == 2
     assert said in done.stderr and "fault in bass" not in done.stderr
+
+
+def answered(workload, *given, **options):
+    """A service that takes a second for each request, and refuses the prompts "no"."""
+    asked = workload.requests
+    reasons = ["error" if prompt == "no" else "length" for prompt in asked.prompt]
+    run = run_of(asked.arrived + 1.0, first=asked.arrived + 0.5, arrived=asked.arrived, reasons=reasons)
+    run.meta["errors"] = {number: "429" for number, reason in enumerate(reasons) if reason == "error"}
+    return run
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """`bass load --url`, of which a list tells how many requests each serving had, and with which key."""
+    served = []
+
+    def over_http(workload, url, *, api_key, **options):
+        served.append((len(workload), api_key))
+        return answered(workload)
+
+    monkeypatch.setattr(load, "over_http", over_http)
+    return served
+
+
+def test_requests_that_failed_are_a_failure(service, tmp_path):
+    arrivals = tmp_path / "asked.jsonl"
+    for prompts, code in ((["yes", "yes"], 0), (["yes", "no"], 1)):
+        lines = [{"arrived": at, "prompt": prompt, "max_new_tokens": 2} for at, prompt in enumerate(prompts)]
+        arrivals.write_text("\n".join(map(json.dumps, lines)))
+        done = bass_load("--url", "http://x", "--workload", str(arrivals), "--json", "--api-key", "sesame")
+        assert done.exit_code == code and json.loads(done.stdout)["errors"] == code
+    assert service == [(2, "sesame")] * 2
+
+
+def test_a_target_that_nobody_could_keep_is_told_at_once(service):
+    refused = bass_load("--url", "http://x", "--highest", "--end-ms", "900")
+    assert refused.exit_code == 2 and service == [(1, None)] * 2
+    assert "a request that is served alone misses the target already: it takes end_ms 1000" in refused.stderr
+    assert bass_load("--url", "http://x", "--highest", "--end-ms", "1100", "--json").exit_code == 0
+
+
+def test_a_workload_is_not_written_over_what_it_was_read_from(tmp_path):
+    asked = tmp_path / "asked.jsonl"
+    Workload.draw(Poisson(1), 3, prompts=["a"]).save(asked)
+    before = asked.read_bytes()
+    refused = bass_load("--simulate", "h100", "--workload", str(asked), "--save", str(asked))
+    assert refused.exit_code == 2 and asked.read_bytes() == before
+
+
+def test_a_record_that_is_none_is_refused_before_anything_is_served(tmp_path, monkeypatch):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my notes")
+    monkeypatch.setattr(load, "in_process", lambda *given, **options: pytest.fail("served"))
+    refused = bass_load("--record", str(notes), "--count", "4")
+    assert refused.exit_code == 2 and "left as it is" in refused.stderr and notes.read_text() == "my notes"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("arrived,max_new_tokens,prompt\n0,4,a\n1,4,\n", "request 1 has no prompt"),
+        ("arrived,max_new_tokens\n0,8\n1,x\n", "Unable to parse string .x. at position 1"),
+    ],
+)
+def test_cells_of_a_table_are_named(tmp_path, text, said):
+    path = tmp_path / "asked.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=said):
+        Workload.load(path)

