@@ -190,6 +190,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
     assistant's turn next (or going on, where the last message is the assistant's); ids [P] or [1, P]; what a tokenizer
     returns of one text.
     """
+    prompt = _as_tensor(prompt)
     if isinstance(prompt, Mapping):
         prompt = _only_row(prompt)
     elif isinstance(prompt, str) or _is_conversation(prompt):

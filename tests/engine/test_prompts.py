@@ -117,11 +117,12 @@ def test_a_second_bos_that_the_caller_wrote_stays():
 
 def test_a_session_takes_the_same_prompts():
     with bass.Session(PAIR, eos_token_id=()) as session:
-        rows = [session.submit(prompt, max_new_tokens=4) for prompt in (ASKED, TOKENIZER("a"), "a")]
+        ways = (ASKED, TOKENIZER("a"), "a", np.array([ids_of("a")]))
+        rows = [session.submit(prompt, max_new_tokens=4) for prompt in ways]
         while not session.idle:
             session.step()
-        chat, first, second = (session.result(row).sequence.tolist() for row in rows)
-    assert first == second
+        chat, first, second, third = (session.result(row).sequence.tolist() for row in rows)
+    assert first == second == third
     assert chat == bass.generate(PAIR, ASKED, max_new_tokens=4, eos_token_id=()).sequences[0].tolist()
 
 
