@@ -438,17 +438,20 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
 
     ids: int64 [B, Q]. Where `current` is packed, the model sees [1, T]; logits at padding are 0 then.
     """
-    cache.current = _thread.current = current
-    mask = _eager_masks(model, current) if path == "eager" else None
     try:
-        if cache.sources is None:
-            inputs = {"input_ids": current.pack(ids), "past_key_values": cache, "attention_mask": mask}
-        else:
-            inputs = {"decoder_input_ids": current.pack(ids), "decoder_attention_mask": mask}
-            inputs |= cache.sources.inputs(current, model, path)
-        logits = model(**inputs, use_cache=True, **_extra_inputs(model, current)).logits
+        try:
+            cache.current = _thread.current = current
+            mask = _eager_masks(model, current) if path == "eager" else None
+            if cache.sources is None:
+                inputs = {"input_ids": current.pack(ids), "past_key_values": cache, "attention_mask": mask}
+            else:
+                inputs = {"decoder_input_ids": current.pack(ids), "decoder_attention_mask": mask}
+                inputs |= cache.sources.inputs(current, model, path)
+            logits = model(**inputs, use_cache=True, **_extra_inputs(model, current)).logits
+        finally:
+            _thread.current = None
     finally:
-        _thread.current = None
+        _thread.current = None  # again: a Ctrl-C may have fallen into the first
     return logits[:, -1:] if current.last_only else current.unpack(logits)
 
 

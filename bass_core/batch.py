@@ -41,6 +41,8 @@ class Batch:
     def end(self, request: Request, reason: str) -> None:
         """End a waiting or live row, keeping what it has; nothing if it has ended already."""
         self.rows.end(request, reason)
+        if not any(each.prompt is request.prompt for each in self._waiting()):
+            self._forget(request.prompt)
         self.compact()
 
     def reserve(self, positions: int) -> None:

@@ -310,6 +310,12 @@ class RaggedCache(Cache):
                 new = self.allocate(old, (self.max_rows, old.shape[1], capacity + 1, old.shape[3]))
                 new[:, :, : self.slots - 1] = old[:, :, :-1]
                 grown.append((layer, name, new))
+        try:
+            self._put(grown, capacity)
+        finally:
+            self._put(grown, capacity)  # again: a Ctrl-C may have fallen into the first
+
+    def _put(self, grown: list[tuple[RaggedLayer, str, Tensor]], capacity: int) -> None:
         for layer, name, new in grown:
             setattr(layer, name, new)
         self.slots = capacity + 1

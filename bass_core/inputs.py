@@ -180,7 +180,7 @@ def _features(prompt: Any, model: PreTrainedModel) -> Tensor:
             f"{type(model).__name__} hears: its sources are features {list(wanted)}, as its feature extractor returns "
             f"them ({FEATURES}, as tensors); got {_kind(prompt if given is None else given)}"
         )
-    return given.detach().cpu().to(torch.promote_types(given.dtype, torch.float32))
+    return given.detach().to("cpu", torch.promote_types(given.dtype, torch.float32), copy=True)
 
 
 def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int) -> Tensor:
@@ -210,7 +210,7 @@ def prompt_ids(prompt: Any, tokenizer: PreTrainedTokenizerBase | None, vocabular
         raise ValueError("a prompt is empty; give at least one token (for instance the tokenizer's BOS)")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"token ids must be integers, got {ids.dtype}")
-    ids = ids.detach().to(torch.int64)
+    ids = ids.detach().to(torch.int64, copy=True)  # the caller's memory may change until the row begins
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise ValueError(f"token id {wrong} is outside the target's vocabulary (0 … {vocabulary - 1})")

@@ -248,8 +248,10 @@ class Rows:
         extra = capacity - self.capacity
         tokens, logprobs = (torch.nn.functional.pad(each, (0, extra)) for each in (self.tokens, self.logprobs))
         host = np.pad(self.tokens_host, ((0, 0), (0, extra)))
-        # All of them, or none where memory is full.
-        self.tokens, self.logprobs, self.tokens_host, self.capacity = tokens, logprobs, host, capacity
+        try:  # all of them, or none where memory is full
+            self.tokens, self.logprobs, self.tokens_host, self.capacity = tokens, logprobs, host, capacity
+        finally:  # again: a Ctrl-C may have fallen between two of them
+            self.tokens, self.logprobs, self.tokens_host, self.capacity = tokens, logprobs, host, capacity
 
     # --- committing -------------------------------------------------------------------------------
 
@@ -336,11 +338,11 @@ class Rows:
     # --- going ------------------------------------------------------------------------------------
 
     def generated(self, request: Request) -> tuple[np.ndarray, np.ndarray]:
-        """A row's generated ids and their log-probabilities, so far or in the end."""
+        """A row's generated ids and their log-probabilities, so far or in the end: copies."""
         if request in self.live and request.finish_reason is None:
             tokens, logprobs = self._generated(self.live.index(request))
             return tokens, logprobs()
-        return request.tokens, request.logprobs
+        return request.tokens.copy(), request.logprobs.copy()
 
     def _generated(self, place: int) -> tuple[np.ndarray, Fetched]:
         start, end = self.prompt_lengths[place], self.lengths_host[place]

@@ -29,6 +29,7 @@ STEP_COLUMNS = (
     "step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length", "draft_ms", "verify_ms", "other_ms",
 )  # fmt: skip
 TOKEN_COLUMNS = ("row", "position", "step", "token", "kind", "p", "q")
+PROBABILITIES = ("p", "q")  # of these columns
 LEVELS = ("off", "steps", "tokens")
 
 
@@ -166,8 +167,9 @@ class Trace:
     def tokens(self) -> pd.DataFrame:
         """One line per token: kind accepted, recovered (after a rejection), bonus (after full acceptance), regular
         (no draft), or rejected (a draft that was submitted and is not in the text; its position is where it would have
-        stood). p and q: target's and draft's probability of it after processing (temperature 1 for greedy decoding;
-        q is NaN where nothing was drafted)."""
+        stood). p and q: target's and draft's probability of it after processing (temperature 1 where all rows are
+        greedy; of a greedy row beside sampled ones 1 or 0). q is NaN where nothing was drafted, and where what drafts
+        has no probabilities; p is where the target's logits were none."""
         if self.level != "tokens":
             raise ValueError(f"tokens were not recorded: trace={self.level!r}; ask for trace='tokens'")
         return _frame(self._token_parts, TOKEN_COLUMNS)
@@ -201,7 +203,9 @@ class Trace:
         document = {"level": self.level, "meta": self.meta, "steps": self.steps.to_dict("list")}
         if self.level == "tokens":
             tokens = self.tokens.to_dict("list")
-            document["tokens"] = tokens | {"q": [None if np.isnan(q) else q for q in tokens["q"]]}  # NaN is no JSON
+            for name in PROBABILITIES:
+                tokens[name] = [None if np.isnan(each) else each for each in tokens[name]]  # NaN is no JSON
+            document["tokens"] = tokens
         text = json.dumps(document, allow_nan=False)
         write_whole(path, gzip.compress(text.encode()) if Path(path).suffix == ".gz" else text)
 
@@ -213,8 +217,8 @@ class Trace:
         trace = cls(document["level"], **document["meta"])
         trace._step_parts = [document["steps"]]
         if "tokens" in document:
-            q = np.array(document["tokens"]["q"], dtype=float)  # null is NaN
-            trace._token_parts = [document["tokens"] | {"q": q}]
+            numbers = {name: np.array(document["tokens"][name], dtype=float) for name in PROBABILITIES}  # null is NaN
+            trace._token_parts = [document["tokens"] | numbers]
         return trace
 
 

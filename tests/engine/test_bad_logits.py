@@ -136,6 +136,15 @@ def test_bad_row_finishes_with_error_and_the_others_are_unchanged(role, at_pass,
     assert torch.equal(bad.sequence, expected[1].sequence[: len(bad.sequence)])
 
 
+def test_a_trace_with_a_bad_row_is_saved_and_comes_back(tmp_path):
+    session, _ = started_session(trace="tokens", on_row_error="finish")
+    with spoiled(PAIR.target, session, row=1, value=NAN, at_pass=1):
+        run_to_the_end(session)
+    assert session.trace.tokens.p.isna().any()
+    session.trace.save(tmp_path / "trace.json")
+    assert bass.Trace.load(tmp_path / "trace.json").tokens.equals(session.trace.tokens)
+
+
 @pytest.mark.parametrize("path", ["pad", "split", "eager"])
 @pytest.mark.parametrize("max_batch_size", [2, 3])
 @pytest.mark.parametrize("bad_row", [0, 1, 2])

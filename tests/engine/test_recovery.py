@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import inspect
+import sys
 import weakref
 
 import pytest
@@ -22,6 +24,7 @@ from tiny import VOCABULARY, tiny_model
 import bass_core as bass
 import bass_lab as lab
 from bass_core import attention, randomness, sampling
+from bass_core.cache import RaggedCache
 from bass_core.rows import Rows
 from bass_core.trace import Trace
 
@@ -136,6 +139,45 @@ def test_call_interrupted_in_on_step_leaves_everything_as_it_was(pair, before, c
     assert cache_memory.was_used
     assert cache_memory.held == 0
     assert_same(generate(pair), expected)
+
+
+def test_a_ctrl_c_before_a_pass_begins_leaves_no_pass_behind(monkeypatch, pair):
+    """What is left at hand would tell the next encoder of other positions."""
+    monkeypatch.setattr(attention, "_eager_masks", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        bass.generate(pair, PROMPTS, max_new_tokens=2, attention="eager")
+    assert attention._thread.current is None
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("line", ["setattr(layer, name, new)", "self.slots = capacity + 1"])
+def test_a_ctrl_c_while_caches_grow_leaves_them_whole(pair, line, cancelled):
+    lines, first = inspect.getsourcelines(RaggedCache._put)
+    at = first + next(index for index, each in enumerate(lines) if line in each)
+    with bass.Session(pair, max_batch_size=3, draft_length=3, eos_token_id=()) as session:
+        rows = [session.submit(prompt, max_new_tokens=20) for prompt in PROMPTS[:2]]
+        session.step()
+        long = session.submit(PROMPTS[0], max_new_tokens=60)
+
+        def tracing(frame, event, argument, left=[1]):  # noqa: B006
+            if frame.f_code is RaggedCache._put.__code__ and event == "line" and frame.f_lineno == at and left:
+                left.clear()
+                raise KeyboardInterrupt
+            return tracing
+
+        before = sys.gettrace()
+        sys.settrace(tracing)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                session.step()
+        finally:
+            sys.settrace(before)
+        if cancelled:
+            session.cancel(long)
+        run_to_the_end(session)
+        found = [session.result(row).sequence.tolist() for row in rows]
+    expected = bass.generate(pair, PROMPTS[:2], max_new_tokens=20, draft_length=3, eos_token_id=())
+    assert found == [sequence.tolist() for sequence in expected.sequences]
 
 
 def test_interrupted_call_frees_the_saved_caches_of_prompts(pair, cache_memory):

@@ -12,6 +12,33 @@ from tiny import forward_passes, greedy_alone, ragged_prompts
 # --- results and idleness -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", [lambda ids: ids.clone().numpy(), torch.Tensor.clone], ids=["array", "tensor"])
+def test_a_prompt_is_what_it_was_when_it_was_submitted(kind):
+    """Its memory is the caller's, who may write the next prompt there."""
+    session = session_over(max_batch_size=3)
+    memory = kind(PROMPTS[0])
+    first = session.submit(memory, max_new_tokens=6)
+    memory[:] = 1
+    second = session.submit(memory, max_new_tokens=6)
+    third = session.submit(PROMPTS[0], max_new_tokens=6)
+    memory[:] = 10**6
+    run_to_the_end(session)
+    alone = [greedy_alone(session.pair.target, each, 6).tolist() for each in (PROMPTS[0], torch.ones_like(PROMPTS[0]))]
+    found = [session.result(each).sequence.tolist() for each in (first, second, third)]
+    assert found == [alone[0], alone[1], alone[0]]
+
+
+def test_a_result_is_the_callers_to_change():
+    session = session_over()
+    row = session.submit(PROMPTS[0], max_new_tokens=4)
+    run_to_the_end(session)
+    result = session.result(row)
+    before = result.sequence.clone(), result.logprobs.clone()
+    result.sequence.fill_(7)
+    result.logprobs.fill_(0)
+    assert all(torch.equal(a, b) for a, b in zip(session.result(row)[::2], before, strict=True))
+
+
 def test_result_grows_from_nothing_to_the_whole_row():
     session = session_over()
     handle = session.submit(PROMPTS[0], max_new_tokens=12)

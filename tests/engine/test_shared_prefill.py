@@ -84,6 +84,20 @@ def test_kept_cache_of_a_prompt_is_dropped_when_the_last_sample_gives_up(saved_c
     run_to_the_end(session)
 
 
+def test_a_session_that_never_rests_keeps_no_cache_of_samples_that_were_cancelled(saved_caches):
+    session = session_over(bass.ModelPair(TARGET), max_batch_size=1)
+    for number in range(6):
+        samples = [session.submit([number, *LONG[0].tolist()], max_new_tokens=8) for _ in range(2)]
+        session.submit([30 + number, *LONG[0].tolist()], max_new_tokens=2)  # there is always somebody who waits
+        while not len(session.result(samples[0]).sequence):
+            session.step()
+        assert saved_caches() == 1 and session.rows.waiting
+        for sample in samples:
+            session.cancel(sample)
+        assert saved_caches() == 0 and session.rows.waiting
+    run_to_the_end(session)
+
+
 def test_no_cache_is_kept_for_a_prompt_whose_samples_all_start_together(saved_caches):
     session = session_over(max_batch_size=4)
     for _ in range(4):
