@@ -173,7 +173,7 @@ class Batch:
     def compact(self) -> None:
         """Let the last live rows take the places of finished ones."""
         self.rows.drop_started()
-        if self._prompts and not self.rows.waiting:  # those that waited for them were cancelled
+        if self._prompts and not self.rows.waiting:  # what an interrupt within `end` may have left
             for prompt in list(self._prompts.values()):
                 self._forget(prompt)
         for place, request in enumerate(self.rows.live):

@@ -137,11 +137,10 @@ def load(
         inputs.integer("--max-new-tokens", max_new_tokens, least=least_new_tokens or 1)
         options = {"prompts": prompts, "max_new_tokens": lengths, "deadline": deadline, "seed": seed}
         asked = Workload.draw(Poisson(rate, burst), count, **options)
-    if record is not None and record.exists():
+    if record is not None:
         from bass_lab.measure import records
 
-        records.mend(record)
-        records.read(record)
+        records.mended(record)  # before anything is served
     if save is not None:
         asked.save(save)
     own = {"temperature": temperature}

@@ -73,9 +73,9 @@ def bench(
 
     if check_only and record is None:
         raise ValueError("--check-only checks a record: name it with --record FILE")
-    if record is not None and not check_only and record.exists():
-        records.mend(record)
-    checked = records.read(record) if record is not None and (check_only or record.exists()) else []
+    checked = []
+    if record is not None:
+        checked = records.read(record) if check_only else records.mended(record)
     if checked:
         typer.echo(f"{record}: {len(checked)} lines are as they should be", err=True)
     if check_only:

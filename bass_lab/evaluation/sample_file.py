@@ -105,11 +105,7 @@ def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
 def _check_same(path: Path, there: dict, here: dict) -> None:
     """Raises ValueError naming the settings that differ."""
     names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    if names == ["threads"]:
-        raise ValueError(
-            f"{path} holds samples that {there['threads']} threads were timed with, and here are {here['threads']}; go "
-            f"on with OMP_NUM_THREADS={there['threads']}, or give another folder"
-        )
     if names:
         differing = "; ".join(f"{name}: {there.get(name)!r} there, {here.get(name)!r} here" for name in names)
-        raise ValueError(f"{path} holds samples of other settings ({differing}); give another folder")
+        instead = f"go on with OMP_NUM_THREADS={there['threads']}, or " if names == ["threads"] else ""
+        raise ValueError(f"{path} holds samples of other settings ({differing}); {instead}give another folder")

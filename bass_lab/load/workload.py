@@ -137,12 +137,12 @@ class Workload:
         try:
             if path.suffix == ".csv":
                 meta, found = None, pd.read_csv(path)
+                if "max_new_tokens" in found:
+                    found["max_new_tokens"] = pd.to_numeric(found.max_new_tokens)  # texts, where one of them is none
             else:
                 lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
                 own = bool(lines) and isinstance(lines[0], dict) and HEADER in lines[0]
                 meta, found = (lines[0][HEADER], pd.DataFrame(lines[1:])) if own else (None, pd.DataFrame(lines))
-            if isinstance(found.get("max_new_tokens"), pd.Series) and path.suffix == ".csv":
-                found["max_new_tokens"] = pd.to_numeric(found.max_new_tokens)  # texts, where one of them is none
             for name in ("arrived", "max_new_tokens", *{"prompt"}.intersection(found)):
                 if name not in found:
                     raise ValueError(f"it lacks {name}; it has {', '.join(map(str, found)) or 'nothing'}")

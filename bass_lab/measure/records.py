@@ -118,6 +118,15 @@ def mend(path: Path) -> None:
         pass
 
 
+def mended(path: Path) -> list[dict]:
+    """The lines, each checked, of a file that more are to be added to; none where there is no file. Errors as `mend`
+    and `read`."""
+    if not path.exists():
+        return []
+    mend(path)
+    return read(path)
+
+
 def earlier(path: Path, here: dict) -> list[dict]:
     """What earlier runs left in this file that has these fields (device and commit, say); none where there is no file,
     nor where nobody knows which code runs here. A half line at its end is dropped, as by `mend`."""
@@ -159,15 +168,16 @@ def _is_object(line: bytes) -> bool:
 def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
     """The lines of a file, each checked. Raises ValueError naming file, line and what is wrong with it."""
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):
-        try:
-            line = json.loads(text)
-            check(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        lines.append(line)
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+                check(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            lines.append(line)
     if not lines:
         raise ValueError(f"{path} holds no record")
     return lines

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core.models import ModelPair
-from bass_lab.pair.fitting import Teacher, distillation_loss, fit, quick, quick_norms, workers, write_texts
+from bass_lab.pair.fitting import Teacher, distillation_loss, fit, quick, quick_norms, seeds_of, workers, write_texts
 from bass_lab.pair.windows import Windows
 from bass_lab.texts import corpus
 
@@ -113,15 +113,13 @@ def _own_texts(
     prompts = windows.take(count, PROMPT, generator).to(target.device)
     halves = zip(prompts.chunk(2), (0.2, 1.0), strict=False)  # of one text there is no second half
     parts = [(part, temperature) for half, temperature in halves for part in half.split(AT_ONCE) if len(part)]
-    seeds = torch.randint(2**31, (len(parts),), generator=generator).tolist()
 
-    def write(part: tuple[tuple[Tensor, float], int]) -> Tensor:
-        (begun, temperature), seed = part
-        return write_texts(target, begun, LENGTH, temperature, seed)
+    def write(part: tuple[Tensor, float], seed: int) -> Tensor:
+        return write_texts(target, part[0], LENGTH, part[1], seed)
 
     written = [prompts.new_empty(0, LENGTH)]
     with workers(torch.get_num_threads()) as pool:
-        for text in pool.map(write, zip(parts, seeds, strict=True)):
+        for text in pool.map(write, parts, seeds_of(parts, generator)):
             progress("writing", (len(written) - 1) / len(parts))
             written.append(text)
     progress("writing", 1.0)

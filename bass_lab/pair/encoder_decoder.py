@@ -33,7 +33,7 @@ from transformers import (
 
 from bass_core.environment import write_whole
 from bass_core.models import ASSETS, ModelPair
-from bass_lab.pair.fitting import Drawn, divergence, fit, say, workers
+from bass_lab.pair.fitting import Drawn, divergence, fit, say, seeds_of, workers
 from bass_lab.pair.training import machine, size
 from bass_lab.texts import grammar
 
@@ -182,8 +182,7 @@ def _own_texts(
             texts = []
             for part, temperature in ((sources[:half], 0.2), (sources[half:], 1.0)):
                 batches = [part[first : first + 128] for first in range(0, len(part), 128)]
-                seeds = torch.randint(2**31, (len(batches),), generator=generator).tolist()
-                for written in pool.map(partial(_write, target, temperature), batches, seeds):
+                for written in pool.map(partial(_write, target, temperature), batches, seeds_of(batches, generator)):
                     texts += written
         torch.save(texts, file)
     return Pairs(sources, torch.load(file), recipe.batch_tokens)

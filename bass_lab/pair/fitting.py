@@ -6,7 +6,7 @@ import io
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -271,6 +271,11 @@ def divergence(wanted: Tensor, logits: Tensor, temperatures: tuple[float, ...]) 
         p, q = (wanted / t).log_softmax(-1), (logits / t).log_softmax(-1)
         total = total + F.kl_div(q, p, reduction="batchmean", log_target=True) / len(temperatures)
     return total
+
+
+def seeds_of(parts: Sized, generator: torch.Generator) -> list[int]:
+    """One for each part that is written, whichever thread takes it."""
+    return torch.randint(2**31, (len(parts),), generator=generator).tolist()
 
 
 class Drawn(LogitsProcessor):

@@ -43,6 +43,7 @@ from bass_lab.pair.fitting import (
     new_model,
     next_token_loss,
     say,
+    seeds_of,
     workers,
     write_texts,
 )
@@ -249,8 +250,9 @@ def _own_texts(target: PreTrainedModel, data: Data, work: Path, prompt: int = 32
             for prompts, temperature in zip(half, (0.2, 1.0), strict=True):  # nearly greedy, and as its distribution is
                 write = partial(write_texts, target, length=recipe.text_tokens, temperature=temperature)
                 split = prompts.split(96)
-                seeds = torch.randint(2**31, (len(split),), generator=generator).tolist()
-                parts += pool.map(lambda part, seed, write=write: write(part, seed=seed), split, seeds)
+                parts += pool.map(
+                    lambda part, seed, write=write: write(part, seed=seed), split, seeds_of(split, generator)
+                )
         target.set_attn_implementation("bass_training")
         torch.save(torch.cat(parts).cpu(), file)
     return torch.load(file, weights_only=True)

@@ -111,7 +111,7 @@ def test_what_fails_is_an_error_of_its_own_and_clients_leave(server):
     assert "429" in run.meta["errors"][1] and "no room" in run.meta["errors"][1]
     assert "without a finish_reason" in run.meta["errors"][2] and set(run.meta["errors"]) == {1, 2}
     assert run.latencies.late.tolist() == [False, False, False, True]
-    assert 0.25 < run.requests.ended[3] - run.requests.arrived[3] < 100 * PIECE  # not even the first piece came
+    assert 0.25 < run.requests.ended[3] - run.requests.arrived[3] < 50 * PIECE  # not even the first piece came
     assert run.requests.tokens[2] == 2 and run.latencies.end_ms.isna().tolist() == [False, True, True, True]
 
 

@@ -192,9 +192,8 @@ def test_texts_of_tokens_joined_are_the_text_and_bytes_make_up_its_characters():
     assert "".join(told["tokens"]) == text
     assert all(text[at:].startswith(piece) for at, piece in zip(told["text_offset"], told["tokens"], strict=True))
     chat = Answer(True, "tiny", TOKENIZER, 1, 0, 0, True)
-    told = chat._of_tokens(
-        0, [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], [0.0] * len(text.encode() + b" ")
-    )
+    ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
+    told = chat._of_tokens(0, ids, [0.0] * len(ids))
     assert bytes(byte for each in told["content"] for byte in each["bytes"]).decode() == text
 
 

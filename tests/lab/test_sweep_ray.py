@@ -43,7 +43,7 @@ def test_a_killed_worker_costs_one_more_run_and_no_result(tmp_path, monkeypatch)
             return super().outcome()
 
     monkeypatch.setattr(executors, "RayRun", KillingRun)
-    executor = executors.RayExecutor(jobs=2)
+    executor, began = executors.RayExecutor(jobs=2), time.monotonic()
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0" and os.environ["RAY_AUTH_MODE"] == "token"
     table = planning.run(plan, out, executor)
     assert list(table.status) == ["done"] * 6 and sorted(table.attempts) == [1, 1, 1, 1, 1, 2]
@@ -51,6 +51,7 @@ def test_a_killed_worker_costs_one_more_run_and_no_result(tmp_path, monkeypatch)
     assert len(log.read_text().splitlines()) <= 7
     assert sorted(lab.load_records(out)["size"].unique()) == [1, 2, 3, 4, 5, 6]
     assert len(list(store.finished_runs(out))) == 6
+    assert time.monotonic() - began < 60
 
 
 def test_a_gpu_that_no_machine_has_is_an_error_and_no_wait():
