@@ -17,7 +17,6 @@ architectures silently ignore the interface, others use it with masks of their o
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from bass_core import kernel_ops
+from bass_core import transformers_internals as internals
 from bass_core.cache import Pass, RaggedCache, TokenStates
 
 PATHS = ("ragged", "pad", "split", "eager")
@@ -215,8 +215,6 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 
 
 MISSING = object()
-SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # layers with a state (short_convolution)
-ATTENTION = "_attn_implementation_internal"  # of a configuration: which attention its model has
 
 Change = tuple[dict, str, Any]  # a table, the name of an entry, and what it is to be
 
@@ -266,19 +264,19 @@ class Switch:
         self._lean = lean
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
         self._forwards: list[Change] = []
-        beyond, takes_positions = rotary_switch(model), "position_ids" in _forward_names(type(model))
+        beyond, takes_positions = rotary_switch(model), "position_ids" in internals.forward_names(type(model))
         for module in model.modules():
             if beyond is not None and getattr(module, "rope_type", None) == "longrope":
                 self._forwards.append((vars(module), "forward", _by_row(module.forward, beyond)))
-            elif not takes_positions and isinstance(module, nn.Embedding) and "Positional" in type(module).__name__:
+            elif not takes_positions and internals.is_position_table(module):
                 self._forwards.append((vars(module), "forward", _at_positions(module)))
-            elif (width := _computes_positions(module)) is not None:
+            elif (width := internals.sinusoidal_width(module)) is not None:
                 self._forwards.append((vars(module), "forward", _at_computed_positions(module, width, model.dtype)))
-            elif type(module).__name__ in SHORT_CONVOLUTIONS:
+            elif internals.is_short_convolution(module):
                 from bass_core import short_convolution
 
                 self._forwards.append((vars(module), "forward", short_convolution.by_position(module)))
-            elif hasattr(type(module), "compute_bias") and module.is_decoder:
+            elif internals.has_relative_bias(module):
                 self._forwards.append((vars(module), "compute_bias", _bias_by_row(module)))
         self._kept = [] if hidden is None else [(vars(model.get_decoder()), "forward", _keeping(model, hidden))]
 
@@ -300,11 +298,11 @@ class Switch:
                 "of its own, or one Session to all"
             )
         paths = [vars(each) for each in configurations(self.model)]
-        found = [(config, ATTENTION, config[ATTENTION]) for config in paths]
+        found = [(config, internals.ATTENTION, config[internals.ATTENTION]) for config in paths]
         changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path, found))]
         changes += [*self._forwards, *self._kept]
         changes += [change for change in self._lean if "forward" not in change[0]]  # nobody stands in for it
-        changes += [(config, ATTENTION, _prefixed(self.path)) for config in paths]
+        changes += [(config, internals.ATTENTION, _prefixed(self.path)) for config in paths]
         # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
         own = vars(self.model.config)
         changes += [(own, "pad_token_id", None)] * ("pad_token_id" in own)
@@ -329,7 +327,7 @@ def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def has_short_convolutions(model: PreTrainedModel) -> bool:
     """Whether some layers have a state that is kept by position."""
-    return any(type(module).__name__ in SHORT_CONVOLUTIONS for module in model.modules())
+    return any(map(internals.is_short_convolution, model.modules()))
 
 
 def rotary_switch(model: PreTrainedModel) -> int | None:
@@ -368,14 +366,6 @@ def _at_positions(table: nn.Embedding) -> Callable:
         return F.embedding(current.pack(current.positions) + offset, table.weight)
 
     return at_positions
-
-
-def _computes_positions(module: nn.Module) -> int | None:
-    """The width of a module that works sinusoidal positions out (M2M-100 and its relatives); None of any other."""
-    if "Positional" not in type(module).__name__ or isinstance(module, nn.Embedding):
-        return None
-    takes = "inputs_embeds" in inspect.signature(type(module).forward).parameters
-    return getattr(module, "embedding_dim", getattr(module, "embed_dim", None)) if takes else None
 
 
 def _at_computed_positions(module: nn.Module, width: int, dtype: torch.dtype) -> Callable:
@@ -443,7 +433,8 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
             cache.current = _thread.current = current
             mask = _eager_masks(model, current) if path == "eager" else None
             if cache.sources is None:
-                inputs = {"input_ids": current.pack(ids), "past_key_values": cache, "attention_mask": mask}
+                inputs = {"input_ids": current.pack(ids), "attention_mask": mask}
+                inputs[internals.cache_argument(type(model))] = cache
             else:
                 inputs = {"decoder_input_ids": current.pack(ids), "decoder_attention_mask": mask}
                 inputs |= cache.sources.inputs(current, model, path)
@@ -457,7 +448,7 @@ def forward(model: PreTrainedModel, path: str, ids: Tensor, current: Pass, cache
 
 def _extra_inputs(model: PreTrainedModel, current: Pass) -> dict:
     """Position ids, and the request for the last logits alone, for models whose forward has them."""
-    names = _forward_names(type(model))
+    names = internals.forward_names(type(model))
     inputs = {
         name: current.pack(current.positions) for name in ("position_ids", "decoder_position_ids") if name in names
     }
@@ -466,23 +457,6 @@ def _extra_inputs(model: PreTrainedModel, current: Pass) -> dict:
     if current.features is not None:
         inputs["features"] = current.pack(current.features)
     return inputs
-
-
-_forward_names_of: dict[type, set[str]] = {}
-
-
-def _forward_names(kind: type) -> set[str]:
-    """What its forward takes, by name; also what a subclass that takes anything (**kwargs) hands on."""
-    if kind not in _forward_names_of:
-        names: set[str] = set()
-        for base in kind.__mro__:
-            if issubclass(base, PreTrainedModel) and "forward" in vars(base):
-                parameters = inspect.signature(base.forward).parameters.values()
-                names |= {each.name for each in parameters}
-                if all(each.kind is not each.VAR_KEYWORD for each in parameters):
-                    break
-        _forward_names_of[kind] = names
-    return _forward_names_of[kind]
 
 
 def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Tensor]:
@@ -509,13 +483,7 @@ def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Te
     }
     masks = {kind: mask(**options[kind]) for kind in sorted(set(layer_types)) if kind in options}
     masks |= {"conv": None} if "conv" in layer_types else {}
-    return masks if _takes_mask_per_layer_type(model) else masks[layer_types[0]]
-
-
-def _takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
-    """Whether the model's decoder accepts a mapping of masks. (Uniform models list layer types and take one mask.)"""
-    source = inspect.getsource(type(model.get_decoder()).forward)
-    return "isinstance" in source and "mask_mapping" in source
+    return masks if internals.takes_mask_per_layer_type(model) else masks[layer_types[0]]
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -29,9 +29,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, extract_commit_hash
+
+from bass_core import transformers_internals as internals
 
 OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
 DEPTH = re.compile(r"layers?$|^num_blocks$")  # fields of configs that say how many modules are made
@@ -92,7 +93,7 @@ def load_model(
 def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model, in that dtype from now on. Flash attention knows half precision alone: torch's takes its place."""
     model.to(dtype)
-    if dtype not in (torch.float16, torch.bfloat16) and "flash" in (model.config._attn_implementation or ""):
+    if dtype not in (torch.float16, torch.bfloat16) and "flash" in internals.attention_implementation(model.config):
         model.set_attn_implementation("sdpa")
     return model
 
@@ -171,7 +172,7 @@ def _checked_config(name: str | Path, revision: str | None, trust_remote_code: b
     held = sum(elements for _, elements in tensors.values())
     if asked > held * (64 if quantized else 2):  # quantized ones are packed; a few missing ones are named later
         raise ValueError(f"config.json describes a model of {asked:,} parameters, and the files hold {held:,}")
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), OBSOLETE.get(config.model_type, r"^$")]
+    ignored = [*internals.ignored_tensors(model), OBSOLETE.get(config.model_type, r"^$")]
     whole = [key for key, buffer in model.named_buffers() if not buffer.is_floating_point()]
     for key, (dtype, _) in tensors.items():
         known = any(own.endswith(key) or key.endswith(own) for own in whole)  # prefixes come and go
@@ -214,8 +215,8 @@ def check_config(config: dict[str, Any], trust_remote_code: bool, prefix: str = 
                         "it with trust_remote_code=True"
                     )
         if key == "quantization_config" and value:
-            method = value.get("quant_method")  # bitsandbytes goes by two names
-            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"):
+            method = value.get("quant_method")
+            if method not in internals.QUANTIZATION_METHODS:
                 raise ValueError(f"config.json has the unknown {field}.quant_method={method!r}")
         elif key.endswith("_config") and isinstance(value, dict):
             check_config(value, trust_remote_code, f"{field}.")

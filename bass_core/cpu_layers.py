@@ -13,6 +13,7 @@ What the layers compute is the same; where it is a sum, its terms may be added u
 from __future__ import annotations
 
 import copy
+import inspect
 import types
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from bass_core import environment, side_by_side
 from bass_core.attention import Change, pass_at_hand
 from bass_core.cache import Pass
+from bass_core.transformers_internals import ROTATE
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
 SMALL = 2**15  # numbers of a weight up to which `linear` is the fastest for one row
@@ -146,13 +148,11 @@ def _whole_norm(module: nn.Module) -> Callable:
 
 # --- rotary positions -----------------------------------------------------------------------------
 
-ROTATE = "apply_rotary_pos_emb"  # what attention modules of transformers call
-
 
 def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Callable | None:
     """The forward of an attention module's class, with queries and keys rotated in eight operators; None of any other
     module. known: those made so far."""
-    forward = type(module).forward
+    forward = inspect.unwrap(type(module).forward)  # without transformers' renaming of arguments
     if side_by_side.is_touched(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
     if forward not in known:

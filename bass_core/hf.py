@@ -4,7 +4,7 @@
 
 transformers prepares everything as for its own decoding and calls us in place of its loop. What it prepared is either
 honoured or refused by name: nothing that would change the text is dropped in silence. Four arguments of `generate`
-never reach a callable (transformers 5.17 - 5.23, tried). Two are looked up where they stand, in `generate`'s frame:
+never reach a callable (transformers 5.17 to 5.24). Two are looked up where they stand, in `generate`'s frame:
 
 * `assistant_model` is the draft model, for a single sequence: `generate` itself refuses it with more. Where neither it
   nor `draft_model` is given, the call is refused: drafts come from somewhere that the caller chose.
@@ -16,8 +16,6 @@ never reach a callable (transformers 5.17 - 5.23, tried). Two are looked up wher
 
 from __future__ import annotations
 
-import inspect
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,7 +30,6 @@ from transformers import (
     ForcedBOSTokenLogitsProcessor,
     ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
-    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
@@ -54,6 +51,7 @@ from transformers import (
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from bass_core import inputs
+from bass_core import transformers_internals as internals
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import NAMES, Drafter, named
 from bass_core.engine import StepEvent
@@ -92,7 +90,7 @@ INSTEAD = {
     "encoder_outputs": "pass the sources (input_ids or input_features), of which a draft has its own encoding",
     "cache_implementation": "the engine brings its own cache; leave it out",
     "use_cache": "the engine always has a cache; leave it out",
-    "past_key_values": "the engine brings its own cache; pass the whole text as input_ids",
+    internals.CACHE: "the engine brings its own cache; pass the whole text as input_ids",
     "inputs_embeds": "pass token ids (input_ids)",
     "streamer": "it shows one sequence; pass on_step=…, which is called with the tokens of every row",
     "trace": "it is returned with return_dict_in_generate=True",
@@ -151,7 +149,7 @@ def bass_generate(
     Raises ValueError naming any other processor, stopping criterion, generation option or model input, for masks that
     hide anything but left padding (of sources: right padding), and where `bass_core.generate` does.
     """
-    with _streaming(_swallowed("streamer"), on_step) as hearing:
+    with _streaming(internals.generate_argument("streamer"), on_step) as hearing:
         pair = ModelPair(model, _drafts_from(draft_model))
         _refuse_other_options(generation_config, pair)
         _refuse_other_inputs(model_kwargs)
@@ -192,17 +190,9 @@ def bass_generate(
     return BassOutput(sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
 
 
-def _swallowed(name: str) -> Any:
-    """An argument that transformers' `generate` was given and hands to no callable; None outside of it."""
-    theirs, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe()
-    while frame is not None and frame.f_code is not theirs:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals.get(name)
-
-
 def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrainedModel | Drafter:
     """What was chosen to draft. Raises ValueError where nothing was, or two."""
-    assistant = _swallowed("assistant_model")
+    assistant = internals.generate_argument("assistant_model")
     if draft_model is not None and assistant is not None:
         raise ValueError("give draft_model or assistant_model: both say where drafts come from")
     if draft_model is None and assistant is None:
@@ -283,15 +273,15 @@ def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
 def _refuse_other_inputs(model_kwargs: dict) -> None:
     """`generate` itself adds masks, positions, an empty cache, what the encoder made and two flags; anything else came
     from the caller."""
-    if (_swallowed("kwargs") or {}).get("encoder_outputs") is not None:
+    if (internals.generate_argument("kwargs") or {}).get("encoder_outputs") is not None:
         _refuse("encoder_outputs", "those of the caller")
-    cache = model_kwargs.get("past_key_values")
-    if getattr(cache, "_is_user_defined", False):
-        _refuse("past_key_values", type(cache).__name__)
+    cache = model_kwargs.get(internals.CACHE)
+    if internals.is_callers_cache(cache):
+        _refuse(internals.CACHE, type(cache).__name__)
     mask = model_kwargs.get("decoder_attention_mask")
     if mask is not None and not mask.all():
         _refuse("decoder_attention_mask", "a mask that hides tokens")
-    known = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "encoder_outputs")
+    known = ("attention_mask", "position_ids", internals.CACHE, "use_cache", "logits_to_keep", "encoder_outputs")
     known += ("decoder_attention_mask",)
     for name, value in model_kwargs.items():
         if name not in known and value is not None:
@@ -410,9 +400,9 @@ def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[
 
 def _padding(config: GenerationConfig, stops: dict, rows: int) -> int:
     """The id that fills rows which ended early; without one, rows that may do so are refused."""
-    pad = config._pad_token_tensor
+    pad = internals.padding_id(config)
     if pad is not None:
-        return int(pad)
+        return pad
     if rows > 1 and (stops["eos_token_id"] or stops["time_budget"] is not None):
         raise ValueError("rows may end at different lengths, and there is no pad_token_id: pass one to generate")
     return 0  # all rows end at the same length

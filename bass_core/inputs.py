@@ -18,6 +18,7 @@ from bass_core.checkpoints import panics_are_errors
 from bass_core.models import ModelPair
 from bass_core.rows import Prompt, StopStrings
 from bass_core.sources import FEATURES, Source
+from bass_core.transformers_internals import generation_defaults
 
 BEGINS = "decoder_input_ids"  # of a mapping: what the text of an encoder-decoder model begins with
 Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
@@ -370,7 +371,7 @@ def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -
 
 def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Those of these options, with their values, that are set, and to something else than `generate` takes anyway."""
-    defaults = GenerationConfig._get_default_generation_params()
+    defaults = generation_defaults()
     for name in names:
         value = getattr(config, name, None)
         if value is not None and value != defaults.get(name, False):

@@ -17,6 +17,7 @@ from bass_core.checkpoints import check_there, floating, load_model, load_tokeni
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
 from bass_core.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
 from bass_core.sources import FEATURES
+from bass_core.transformers_internals import is_offloaded
 
 ASSETS = Path(__file__).parent / "assets"
 READER = "encoder_decoder"  # the embedded pair of that kind
@@ -372,7 +373,7 @@ def _check_decoder(role: str, model: PreTrainedModel) -> None:
             f"{role} {name} gets its inputs from a {type(prepares.__self__).__name__}, whose adapter is not in the "
             "model's layers alone and cannot be decoded; adapters such as LoRA can"
         )
-    if any(_offloads(module) for module in model.modules()):
+    if any(is_offloaded(module) for module in model.modules()):
         raise ValueError(
             f"{role} {name} is offloaded by accelerate; load it whole onto one device: device_map='cuda:0'"
         )
@@ -406,12 +407,6 @@ def _check_reads(role: str, model: PreTrainedModel) -> None:
         raise ValueError(f"{role} {name} reads {model.main_input_name}; sources are token ids, or what Whisper hears")
     if (writes := getattr(config, "decoder_vocab_size", None)) is not None and writes != config.vocab_size:
         raise ValueError(f"{role} {name} reads in one vocabulary and writes in another, which is not supported")
-
-
-def _offloads(module: torch.nn.Module) -> bool:
-    """Whether a hook of accelerate's fetches this module's weights for each pass."""
-    hook = getattr(module, "_hf_hook", None)
-    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", [hook]))
 
 
 def _check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:

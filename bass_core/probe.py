@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core import kernel_ops
+from bass_core import transformers_internals as internals
 from bass_core.attention import (
     PATHS,
     changed,
@@ -82,7 +83,7 @@ def _refuse_stateful(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-    stateful = getattr(model, "_is_stateful", False)
+    stateful = internals.is_stateful(model)
     if (stateful or unknown) and has_short_convolutions(model):
         stateful, unknown = False, unknown - {"conv"}
     if stateful or unknown:

@@ -20,10 +20,11 @@ def by_position(layer: nn.Module) -> Callable:
     """The layer's `forward`, its state by position in passes over a ragged cache."""
     forward = layer.forward
 
-    def at_positions(hidden_states: Tensor, past_key_values: object = None, *args, **kwargs) -> Tensor:
-        if not isinstance(past_key_values, RaggedCache):
-            return forward(hidden_states, past_key_values, *args, **kwargs)
-        cache, current = past_key_values, past_key_values.current
+    def at_positions(hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, RaggedCache)), None)
+        if cache is None:
+            return forward(hidden_states, *args, **kwargs)
+        current = cache.current
         gate, after, x = layer.in_proj(hidden_states).chunk(3, -1)  # [B, Q, H] each (packed: [1, T, H])
         inputs = cache.windows.setdefault(layer.layer_idx, TokenStates(cache))
         inputs.keep(gate * x)

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from bass_core import attention
 from bass_core.cache import Pass, RaggedCache, free
+from bass_core.transformers_internals import cache_argument
 
 FEATURES = "input_features"  # what models that hear are given in place of ids
 
@@ -119,7 +120,7 @@ class Sources:
             nothing = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
             states = nothing.expand(len(current.places), self.extent(current), self._hidden_size)
         self._both.is_updated = dict.fromkeys(range(len(self.layers)), not reads)
-        inputs = {"past_key_values": self._both, "encoder_outputs": BaseModelOutput(last_hidden_state=states)}
+        inputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), cache_argument(type(model)): self._both}
         if path == "eager":  # the others have `hidden` in their attention
             inputs["attention_mask"] = (~self.hidden(current)).long()
         return inputs

@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
 from bass_core.cache import RaggedCache
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Context, Setting
+from bass_core.transformers_internals import CACHE
 
 
 class FeatureHeadConfig(LlamaConfig):
@@ -69,17 +71,19 @@ class FeatureHead(LlamaPreTrainedModel):
         features: Tensor,
         position_ids: Tensor | None = None,
         logits_to_keep: int = 0,
+        cache: Cache | None = None,
         **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, Q, V] (of the last token where logits_to_keep is 1). features [B, Q, H]: hidden states before each
         token, zeros before the first."""
-        self.predicted = self.states(input_ids, features, position_ids=position_ids, **options)
+        self.predicted = self.states(input_ids, features, position_ids=position_ids, cache=cache, **options)
         return CausalLMOutputWithPast(logits=self.get_output_embeddings()(self.predicted[:, -logits_to_keep:]))
 
-    def states(self, input_ids: Tensor, features: Tensor, **options: Any) -> Tensor:
+    def states(self, input_ids: Tensor, features: Tensor, cache: Cache | None = None, **options: Any) -> Tensor:
         """The hidden states after each token that are predicted: [B, Q, H]."""
         read = self.mix(torch.cat([self.get_input_embeddings()(input_ids), features], -1))
-        if not isinstance(options.get("past_key_values"), RaggedCache):
+        options[CACHE] = cache
+        if not isinstance(cache, RaggedCache):
             return self.model(inputs_embeds=read, **options).last_hidden_state
         # Over such a cache `LlamaModel` adds nothing to its layers, and takes a tenth of the time of a draft on a CPU.
         options["position_embeddings"] = self.model.rotary_emb(read, options["position_ids"])

@@ -53,15 +53,18 @@ class TabularModel(PreTrainedModel, GenerationMixin):
     def get_output_embeddings(self):
         return self.table
 
-    def forward(self, input_ids, past_key_values=None, position_ids=None, attention_mask=None, use_cache=True):
+    def forward(
+        self, input_ids, cache=None, position_ids=None, attention_mask=None, use_cache=True, past_key_values=None
+    ):
         base = self.config.vocab_size + 1
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
         values = ((input_ids + 1) * base**position_ids).double()[:, None, :, None]  # [B, 1, Q, 1]
-        if past_key_values is None:
+        cache = past_key_values if cache is None else cache  # transformers before 5.24
+        if cache is None:
             codes = values.cumsum(2)[:, 0, :, 0]
         else:
-            keys, values = past_key_values.update(values, values, 0)
+            keys, values = cache.update(values, values, 0)
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
             queries = torch.zeros_like(keys[:, :, :1]).expand(-1, -1, input_ids.shape[1], -1)  # uniform attention
             mean, _ = attend(self, queries, keys, values, attention_mask, scaling=1.0)

@@ -20,6 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from bass_core import inputs, trace
 from bass_core.models import ModelPair
+from bass_core.transformers_internals import CACHE
 from bass_lab.pairs import require_draft_model
 
 BUGS = {
@@ -67,7 +68,7 @@ class PaddedModel:
         self.own = torch.cat([self.own, positions >= 0], 1)
         mask = torch.ones_like(self.own) if self.bug == "mask" else self.own
         positions = None if self.bug == "positions" else positions.clamp(min=0)  # None: the model counts slots
-        options = {"attention_mask": mask.long(), "position_ids": positions, "past_key_values": self.cache}
+        options = {"attention_mask": mask.long(), "position_ids": positions, CACHE: self.cache}
         return self.model(input_ids=ids, **options).logits
 
     def keep(self, kept: Tensor) -> None:

@@ -15,6 +15,7 @@ from bass_core.engine import Session
 from bass_core.models import ModelPair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import Trace
+from bass_core.transformers_internals import CACHE
 from bass_lab.kept_session import HasSession
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
@@ -60,7 +61,7 @@ class RepeatedWay(HasSession):
             with torch.inference_mode():
                 self.cache.reset()
             options = {"max_new_tokens": self.new, "temperature": 0.0, "seed": 0, "clock": clock}
-            transformers_generate(self.pair, self.prompts, **options, past_key_values=self.cache)
+            transformers_generate(self.pair, self.prompts, **options, **{CACHE: self.cache})
         else:
             self.session.trace = trace
             for row, prompt in enumerate(self.prompts):  # the same numbers each time: the same counts, the same shapes

@@ -26,8 +26,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from bass_core.attention import ATTENTION, Change, changed
+from bass_core.attention import Change, changed
 from bass_core.environment import write_whole
+from bass_core.transformers_internals import ATTENTION
 
 
 def _attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[Tensor, None]:

@@ -24,6 +24,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Log
 
 import bass_core as bass
 from bass_core import bass_generate
+from bass_core.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
 NEW = 24
@@ -204,7 +205,7 @@ def test_dictionary_holds_the_sequences_and_what_the_engine_knows():
     out = by_bass(return_dict_in_generate=True, trace="tokens")
     assert isinstance(out, GenerateDecoderOnlyOutput)
     assert torch.equal(out.sequences, by_bass()) and torch.equal(out["sequences"], out[0])
-    assert out.scores is None and out.past_key_values is None
+    assert out.scores is None and getattr(out, CACHE) is None
     assert len(out.generation.logprobs) == len(PROMPTS)
     assert len(out.generation.trace.tokens) > 0
 
@@ -321,7 +322,7 @@ def test_option_of_the_models_own_configuration_is_refused_too():
         ),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [4]}, "prefix_allowed_tokens_fn"),
         ({"stopping_criteria": StoppingCriteriaList([Any()])}, "the stopping criterion Any"),
-        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({CACHE: DynamicCache()}, CACHE),
         ({"inputs_embeds": torch.randn(5, WIDTH, 32)}, "inputs_embeds"),
         ({"input_ids": None, "attention_mask": None, "inputs_embeds": torch.randn(2, 4, 32)}, "inputs_embeds"),
         ({"labels": BATCH["input_ids"]}, "the model input labels"),

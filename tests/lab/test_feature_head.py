@@ -46,11 +46,11 @@ def test_each_step_of_the_training_computes_what_drafting_does(target):
     drafting = drafting.attached(target)
     for length in range(1, COMMITTED + 1):
         cache, before = DynamicCache(), torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, : length - 1]], 1)
-        logits = drafting(windows[:, :length], before, past_key_values=cache).logits
+        logits = drafting(windows[:, :length], before, cache=cache).logits
         for step in range(DRAFTED):
             last = length + step - 1
             torch.testing.assert_close(steps[step][:, last], logits[:, -1], rtol=1e-4, atol=1e-5)
-            logits = drafting(windows[:, last + 1 : last + 2], drafting.predicted[:, -1:], past_key_values=cache).logits
+            logits = drafting(windows[:, last + 1 : last + 2], drafting.predicted[:, -1:], cache=cache).logits
 
 
 def test_a_teacher_reads_each_of_its_texts_once(target, texts, monkeypatch):

@@ -11,6 +11,7 @@ from trial_policies import Alternating
 
 import bass_core as bass
 from bass_core import attention
+from bass_core.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17)
 
@@ -75,7 +76,7 @@ def cached_keys(runner, place, length):
 @torch.inference_mode()
 def plain_keys(model, ids):
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    model(input_ids=ids[None], use_cache=True, **{CACHE: cache})
     return [layer.keys[0] for layer in cache.layers]
 
 

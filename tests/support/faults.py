@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 import bass_core as bass
 import bass_lab as lab
 from bass_core import probe
+from bass_core.transformers_internals import CACHE
 from bass_lab.checks import exactness
 
 
@@ -110,19 +111,20 @@ class LogScaling(nn.Module):
 class PositionsOfTheCache(LlamaForCausalLM):
     """Takes positions from the cache's length, whatever it is told."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
-        return super().forward(input_ids, attention_mask, None, past_key_values, **options)
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
+        return super().forward(input_ids, attention_mask, None, **options)
 
 
 class FourQueries(LlamaForCausalLM):
     """Cannot take more than four new tokens a row once the cache holds something."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **options):
-        if past_key_values is not None and past_key_values.layers and past_key_values.layers[0].is_initialized:
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
+        cache = options.get(CACHE)
+        if cache is not None and cache.layers and cache.layers[0].is_initialized:
             width = input_ids.shape[1] if position_ids is None else position_ids.shape[1]
             if 4 < width < 8:
                 raise RuntimeError(f"a decoding step takes four queries at most, got {width}")
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **options)
+        return super().forward(input_ids, attention_mask, position_ids, **options)
 
 
 def healthy() -> PreTrainedModel:

@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from trial_policies import PerRow
 
 import bass_core as bass
+from bass_core.transformers_internals import CACHE
 
 BASS_CORE = str(Path(bass.__file__).parent)
 VOCABULARY, CONTEXT, WINDOW, SWITCH = 97, 96, 8, 16
@@ -354,7 +355,7 @@ def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[in
     whole text for every token."""
     ids, fed, cache = prompt[None], 0, DynamicCache(config=model.config) if cached else None
     for _ in range(NEW):
-        logits = model(input_ids=ids[:, fed:], past_key_values=cache, use_cache=cached).logits
+        logits = model(input_ids=ids[:, fed:], use_cache=cached, **{CACHE: cache}).logits
         fed = ids.shape[1] if cached else 0
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()

@@ -132,9 +132,11 @@ class TabularReader(TabularModel):
         decoder_attention_mask=None,
         decoder_position_ids=None,
         encoder_outputs=None,
-        past_key_values=None,
+        cache=None,
         use_cache=True,
+        past_key_values=None,
     ):
+        cache = past_key_values if cache is None else cache  # transformers before 5.24
         base, length = self.config.vocab_size + 1, decoder_input_ids.shape[1]
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids)
@@ -143,7 +145,7 @@ class TabularReader(TabularModel):
             positions = torch.arange(length).expand_as(decoder_input_ids)
         read = encoder_outputs.last_hidden_state[:, None]  # [B, 1, S, 1]
         values = ((decoder_input_ids + 1) * base**positions).double()[:, None, :, None]  # [B, 1, Q, 1]
-        if not isinstance(past_key_values, EncoderDecoderCache):
+        if not isinstance(cache, EncoderDecoderCache):
             codes, of_source = values.cumsum(2)[:, 0, :, 0], read.mean(2)[:, 0]
         else:
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
@@ -152,9 +154,9 @@ class TabularReader(TabularModel):
                 queries = torch.zeros_like(keys[:, :, :1]).expand(-1, -1, length, -1)
                 return attend(self, queries, keys, values, None, scaling=1.0)[0][:, :, 0, 0]
 
-            codes = uniform(*past_key_values.self_attention_cache.update(values, values, 0)) * (positions + 1)
-            crossing = past_key_values.cross_attention_cache
-            if past_key_values.is_updated[0]:
+            codes = uniform(*cache.self_attention_cache.update(values, values, 0)) * (positions + 1)
+            crossing = cache.cross_attention_cache
+            if cache.is_updated[0]:
                 of_source = uniform(crossing.layers[0].keys, crossing.layers[0].values)
             else:
                 of_source = uniform(*crossing.update(read, read, 0))

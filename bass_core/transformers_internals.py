@@ -1,0 +1,132 @@
+"""All that this library reads of transformers beyond its documented interface.
+
+Holds for transformers 5.17 to 5.24; `make test` runs on the newest, `make test-oldest` on the oldest. A release may
+rename any of these. Then change this module and the bounds in pyproject.toml together.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+ATTENTION = "_attn_implementation_internal"  # field of a config: the attention implementation of its model
+SHORT_CONVOLUTIONS = ("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv")  # layers with a convolution state
+ROTATE = "apply_rotary_pos_emb"  # global function that attention modules call
+CACHE_NAMES = ("cache", "past_key_values")  # of a pass's input and output: since 5.24, and before
+CACHE = CACHE_NAMES[CACHE_NAMES[0] not in inspect.signature(LlamaForCausalLM.forward).parameters]  # in this release
+QUANTIZATION_METHODS = (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes")  # bitsandbytes has two names
+
+
+# --- forward passes -------------------------------------------------------------------------------
+
+
+@functools.cache
+def forward_names(kind: type) -> frozenset[str]:
+    """Return the argument names of a model class's `forward`, including those that `**kwargs` hands to a base class."""
+    names: set[str] = set()
+    for parameters in _forwards(kind):
+        names |= parameters.keys()
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters.values()):
+            break
+    return frozenset(names)
+
+
+@functools.cache
+def cache_argument(kind: type) -> str:
+    """Return the name under which a model class's `forward` takes its cache, by its most derived signature."""
+    for parameters in _forwards(kind):
+        for name in CACHE_NAMES:
+            if name in parameters:
+                return name
+    return CACHE
+
+
+def _forwards(kind: type) -> list[dict[str, inspect.Parameter]]:
+    classes = (base for base in kind.__mro__ if issubclass(base, PreTrainedModel) and "forward" in vars(base))
+    return [dict(inspect.signature(base.forward).parameters) for base in classes]
+
+
+def takes_mask_per_layer_type(model: PreTrainedModel) -> bool:
+    """Return True if the decoder accepts a mapping of masks. Uniform models list layer types and take one mask."""
+    source = inspect.getsource(type(model.get_decoder()).forward)
+    return "isinstance" in source and "mask_mapping" in source
+
+
+# --- kinds of modules -----------------------------------------------------------------------------
+
+
+def is_short_convolution(module: nn.Module) -> bool:
+    return type(module).__name__ in SHORT_CONVOLUTIONS
+
+
+def is_position_table(module: nn.Module) -> bool:
+    """Return True for a table of learned positions (BART and its relatives)."""
+    return isinstance(module, nn.Embedding) and "Positional" in type(module).__name__
+
+
+def sinusoidal_width(module: nn.Module) -> int | None:
+    """Return the width of a module that computes sinusoidal positions (M2M-100 and its relatives), else None."""
+    if "Positional" not in type(module).__name__ or isinstance(module, nn.Embedding):
+        return None
+    takes = "inputs_embeds" in inspect.signature(type(module).forward).parameters
+    return getattr(module, "embedding_dim", getattr(module, "embed_dim", None)) if takes else None
+
+
+def has_relative_bias(module: nn.Module) -> bool:
+    """Return True for a decoder's module with a relative position bias (T5 and its relatives)."""
+    return hasattr(type(module), "compute_bias") and module.is_decoder
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """Return True if transformers marks the model as one whose state cannot be cropped."""
+    return getattr(model, "_is_stateful", False)
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    """Return True if a hook of accelerate fetches this module's weights for each pass."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", [hook]))
+
+
+def ignored_tensors(model: PreTrainedModel) -> list[str]:
+    """Return patterns of checkpoint tensors that the model does not read."""
+    return list(model._keys_to_ignore_on_load_unexpected or ())
+
+
+def attention_implementation(config: PreTrainedConfig) -> str:
+    return config._attn_implementation or ""
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def generate_argument(name: str) -> Any:
+    """Return a local variable of the `generate` call that runs in this thread, None outside of one.
+
+    `generate` hands neither `assistant_model` nor `streamer` to a callable `custom_generate`.
+    """
+    theirs, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe()
+    while frame is not None and frame.f_code is not theirs:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
+
+
+def is_callers_cache(cache: Any) -> bool:
+    """Return True if the caller of `generate` passed this cache; `generate` marks it."""
+    return getattr(cache, "_is_user_defined", False)
+
+
+def padding_id(config: GenerationConfig) -> int | None:
+    """Return the padding id that `generate` has resolved."""
+    return None if config._pad_token_tensor is None else int(config._pad_token_tensor)
+
+
+def generation_defaults() -> dict[str, Any]:
+    """Return the options that `generate` takes where a config sets none."""
+    return GenerationConfig._get_default_generation_params()
