@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair encoder-decoder-pair clean
+.PHONY: help demo test test-changed test-ci test-all test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair encoder-decoder-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,12 +22,20 @@ demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded
 	$(BIN)/bass demo
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20
+BASE ?= origin/main
 
-test: .venv/.installed-test ## run the tests, but for the slow ones, on all cores
+test: .venv/.installed-test ## run what a change can break, every lesson included, on all cores
 	$(TEST)
 
-test-slow: .venv/.installed-test ## run the other tests, which take long and break rarely: kills, Ray, every kind of model
-	$(TEST) -m slow
+test-changed: .venv/.installed-test ## run what the difference to BASE (origin/main) reaches, in about a minute
+	$(TEST) $$($(BIN)/python tests/support/changed.py $(BASE))
+
+test-ci: .venv/.installed-test ## run the slow tests that catch what `make test` does not
+	$(TEST) -m ci
+
+test-all: .venv/.installed-test ## run everything: all kinds of models, kills, Ray, the oldest versions
+	$(TEST) -m ""
+	$(MAKE) test-quantized test-oldest
 
 # torchao prints into every program that imports transformers, so it stays out of .venv.
 build/torchao: .venv/.installed-test
