@@ -144,7 +144,8 @@ class Branching(LlamaDecoderLayer):
     """A layer whose path depends on values, as Mixtral's plain loop over experts."""
 
     def forward(self, hidden_states, *args, **options):
-        return super().forward(hidden_states if hidden_states.sum() > 0 else -hidden_states, *args, **options)
+        read = float(hidden_states.abs().sum()) >= 0
+        return super().forward(hidden_states if read else -hidden_states, *args, **options)
 
 
 @pytest.mark.usefixtures("traced_only")
