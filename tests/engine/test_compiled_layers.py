@@ -58,9 +58,9 @@ def test_few_graphs_serve_all_steps_and_sessions(graphs):
     """One graph for one token and one for more, of any depth, while rows grow step by step."""
     room = {"max_position_embeddings": 256}
     models = bass.ModelPair(tiny_model.__wrapped__(num_hidden_layers=3, **room), tiny_model(noise=0.1, **room))
-    found = assert_equals_eager(models, prompts=ragged_prompts(130, 134), max_new_tokens=40)
+    found = assert_equals_eager(models, prompts=ragged_prompts(130, 134), max_new_tokens=24)
     steps = found.trace.steps.query("kind == 'decode'")
-    assert steps.step.nunique() > 20 and (steps.drafted < steps.k).any()  # drafts are cut at the end of a row
+    assert steps.step.nunique() > 12 and (steps.drafted < steps.k).any()  # drafts are cut at the end of a row
     assert len(graphs[0]) == 2  # the draft's one token; its two and the target's three
     assert counters["graph_break"] == {}
     known = dict(counters["stats"])
@@ -115,6 +115,7 @@ def test_eight_graphs_serve_every_batch_draft_length_and_cache(graphs):
     assert len(around) <= 24
 
 
+@pytest.mark.slow
 def test_compiled_random_numbers_and_draws_keep_their_bits():
     generator = torch.Generator().manual_seed(0)
     streams = torch.randint(-(2**63), 2**63 - 1, (3,), generator=generator)
