@@ -26,7 +26,7 @@ import bass_core as bass
 from bass_core import bass_generate
 
 PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
-NEW = 24
+NEW = 16
 PAD = 0
 
 
@@ -142,25 +142,16 @@ def test_samples_share_one_prefill_per_prompt():
     assert len(found[:8].unique(dim=0)) > 1
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_samples_equal_those_of_the_engine(waiting):
-    places = 3 if waiting else None
-    found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=places, eos_token_id=None)
-    expected = bass.generate(
-        bass.ModelPair(tiny_model(), tiny_model(noise=0.1)),
-        PROMPTS,
-        num_return_sequences=4,
-        max_new_tokens=NEW,
-        temperature=1.0,
-        top_k=50,  # the default of generate
-        seed=5,
-        eos_token_id=(),
-    )
+def test_samples_equal_those_of_the_engine():
+    found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=3, eos_token_id=None)
+    options = {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 50, "seed": 5, "eos_token_id": ()}  # as in generate
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    expected = bass.generate(pair, PROMPTS, num_return_sequences=4, **options)
     assert torch.equal(found[:, WIDTH:], torch.stack(expected.sequences))
 
 
 def test_coupled_samples_equal_regular_decoding():
-    options = {"do_sample": True, "num_return_sequences": 8, "seed": 3, "verification": "coupled", "temperature": 1.5}
+    options = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "verification": "coupled", "temperature": 1.5}
     options |= {"top_k": 0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
     assert torch.equal(by_bass(**options, draft_length=4), by_bass(**options, draft_length=0))
 
@@ -198,8 +189,7 @@ def test_dictionary_holds_sequences_and_the_generation():
     assert len(out.generation.trace.tokens) > 0
 
 
-@pytest.mark.parametrize("places", [2, None])
-def test_events_hold_the_tokens_of_the_result(places):
+def test_events_hold_the_tokens_of_the_result():
     streamed = [[] for _ in PROMPTS]
 
     def on_step(event):
@@ -207,7 +197,7 @@ def test_events_hold_the_tokens_of_the_result(places):
             streamed[row] += tokens
 
     eos = frequent_ids(by_bass(eos_token_id=None), 3)
-    found = by_bass(on_step=on_step, max_batch_size=places, eos_token_id=eos, pad_token_id=PAD)
+    found = by_bass(on_step=on_step, max_batch_size=2, eos_token_id=eos, pad_token_id=PAD)
     for row, tokens in zip(found[:, WIDTH:].tolist(), streamed, strict=True):
         assert row[: len(tokens)] == tokens and set(row[len(tokens) :]) <= {PAD}
 

@@ -69,20 +69,15 @@ def test_capped_scores_stay_capped(tmp_path):
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize(
-    ("stored", "requested", "given"),
-    [
+def test_dtype_is_the_requested_one_or_float32_on_a_cpu(tmp_path):
+    for stored, requested, given in (
         ("bfloat16", None, torch.float32),
         ("float32", "bfloat16", torch.bfloat16),
-        ("bfloat16", "float64", torch.float64),
-        ("float32", torch.float16, torch.float16),
-    ],
-    ids=str,
-)
-def test_dtype_is_the_requested_one_or_float32_on_a_cpu(tmp_path, stored, requested, given):
-    folder = save(tmp_path / "model", tiny_model(vocab_size=BYTES, dtype=stored))
-    pair = bass.load_pair(folder, draft=folder, dtype=requested, device="cpu")
-    assert {p.dtype for model in (pair.target, pair.draft) for p in model.parameters()} == {given}
+        ("bfloat16", torch.float64, torch.float64),
+    ):
+        folder = save(tmp_path / stored, tiny_model(vocab_size=BYTES, dtype=stored))
+        pair = bass.load_pair(folder, draft=folder, dtype=requested, device="cpu")
+        assert {p.dtype for model in pair.models for p in model.parameters()} == {given}
 
 
 def test_draft_without_a_target_is_one_of_the_embedded_targets():
@@ -195,14 +190,13 @@ def in_shards(folder: Path, shard: str) -> Path:
     return folder / shard
 
 
-@pytest.mark.parametrize(
-    "shard", ["weights.bin", "pytorch_model.pt", "../elsewhere.safetensors", "below/some.safetensors", ".safetensors"]
-)
-def test_index_names_only_safetensors_of_its_folder(target, monkeypatch, shard):
+def test_index_names_only_safetensors_of_its_folder(draft, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a file was unpickled"))
-    in_shards(target, shard)
-    with pytest.raises(ValueError, match=f"target'.* names '{shard}' as a file of weights"):
-        bass.load_pair(target)
+    for number, shard in enumerate(("weights.bin", "../elsewhere.safetensors", "below/s.safetensors", ".safetensors")):
+        target = Path(shutil.copytree(draft, tmp_path / f"{number}/target"))
+        in_shards(target, shard)
+        with pytest.raises(ValueError, match=f"target'.* names '{shard}' as a file of weights"):
+            bass.load_pair(target)
 
 
 def test_config_names_only_safetensors_of_its_folder(target):
@@ -240,24 +234,26 @@ def test_hub_models_are_checked_and_loaded_from_one_revision(target, tmp_path, m
         bass.load_pair("owner/model")
 
 
-@pytest.mark.parametrize(
-    ("field", "wanted"),
-    [
-        ("attn_implementation", "owner/kernel"),
-        ("_attn_implementation", "flash_attention_2"),
-        ("attn_implementation", {"": "owner/kernel"}),
-        ("experts_implementation", "owner/kernel"),
-    ],
-    ids=str,
-)
-def test_kernels_of_a_config_are_fetched_only_by_permission(target, field, wanted):
-    edit_json(target / "config.json", **{field: wanted})
-    for weights in ("hub", "dummy"):
+KERNELS = [
+    ("attn_implementation", "owner/kernel"),
+    ("_attn_implementation", "flash_attention_2"),
+    ("attn_implementation", {"": "owner/kernel"}),
+    ("experts_implementation", "owner/kernel"),
+]
+
+
+@pytest.mark.parametrize("weights", ["hub", "dummy"])
+def test_kernels_of_a_config_are_fetched_only_by_permission(target, weights):
+    original = (target / "config.json").read_text()
+    for field, wanted in KERNELS:
+        (target / "config.json").write_text(original)
+        edit_json(target / "config.json", **{field: wanted})
         with pytest.raises(ValueError, match=rf"{field}='(owner/kernel|flash_attention_2)'.*trust_remote_code=True"):
             named_pair(target, weights=weights)
-        if (field, wanted) == ("attn_implementation", "owner/kernel"):
-            with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):
-                named_pair(target, weights=weights, trust_remote_code=True)  # with permission it is requested
+    (target / "config.json").write_text(original)
+    edit_json(target / "config.json", attn_implementation="owner/kernel")
+    with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):  # so it was requested
+        named_pair(target, weights=weights, trust_remote_code=True)
 
 
 @pytest.fixture
@@ -355,16 +351,14 @@ def test_absurd_sizes_are_refused_at_once(tmp_path, architecture):
     folder = save(tmp_path, tiny_model(architecture, vocab_size=BYTES))
     original = (folder / "config.json").read_text()
     for field, value in ABSURD[architecture].items():
-        edit_json(folder / "config.json", **{field: value})
-        began = time.process_time()  # other programs do not count
-        words = rf"config\.json (asks for {field}={value}|describes a model of [0-9,]+ para)"
-        with pytest.raises(ValueError, match=words):
-            bass.load_pair(folder)
-        if field == "num_hidden_layers" and value == 10**7:
-            with pytest.raises(ValueError, match=words):
-                named_pair(folder, weights="dummy")
-        assert time.process_time() - began < 1
         (folder / "config.json").write_text(original)
+        edit_json(folder / "config.json", **{field: value})
+        for weights in ("hub", "dummy") if value == 10**7 and field == "num_hidden_layers" else ("hub",):
+            began = time.process_time()  # other programs do not count
+            words = rf"config\.json (asks for {field}={value}|describes a model of [0-9,]+ para)"
+            with pytest.raises(ValueError, match=words):
+                named_pair(folder, weights=weights)
+            assert time.process_time() - began < 1
 
 
 @pytest.mark.parametrize(
@@ -392,26 +386,24 @@ def test_dtype_that_no_model_can_have_is_refused(target):
                 named_pair(target, weights=weights, dtype=dtype)
 
 
-@pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "codegen", "mixtral", "opt", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "codegen", "mixtral"])
 def test_check_of_the_files_leaves_the_config_alone(tmp_path, architecture):
     model = tiny_model(architecture, vocab_size=BYTES)
-    loaded = bass.load_pair(save(tmp_path, model)).target
-    plain = type(model).from_pretrained(tmp_path)
+    loaded, plain = bass.load_pair(save(tmp_path, model)).target, type(model).from_pretrained(tmp_path)
     assert loaded.config.to_dict() == plain.config.to_dict()
     assert loaded.config._attn_implementation == plain.config._attn_implementation
 
 
-@pytest.mark.parametrize("keep", [0, 4, 1000, -100])
-def test_truncated_file_is_refused(target, keep):
-    file = target / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"cannot load .*target'"):
-        bass.load_pair(target)
-
-
-def test_damaged_configuration_is_refused(target):
-    for config in ("", "[]", "{", "{}"):
-        (target / "config.json").write_text(config)
+def test_truncated_files_are_refused(target):
+    weights, config = target / "model.safetensors", target / "config.json"
+    whole = weights.read_bytes()
+    for keep in (0, 4, 1000, -100):
+        weights.write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match=r"cannot load .*target'"):
+            bass.load_pair(target)
+    weights.write_bytes(whole)
+    for text in ("", "[]", "{", "{}"):
+        config.write_text(text)
         with pytest.raises(ValueError, match=r"cannot load .*target'"):
             bass.load_pair(target)
 
