@@ -51,21 +51,6 @@ def test_ngram_drafts_are_accepted_where_the_text_repeats():
     assert 0 < out.trace.summary()["alpha"] < 1
 
 
-def test_draft_model_catches_up_after_regular_steps():
-    target = tiny_model(dtype="float64")
-    with bass.Session(bass.ModelPair(target, target), draft_length=3, eos_token_id=()) as session:
-        session.submit(ragged_prompts(5)[0], max_new_tokens=40)
-        session.step()
-        session.policy = bass.FixedLength(0)
-        for _ in range(9):
-            session.step()
-        assert session.rows.lengths_host[0] - session.drafter.cached[0] == 10
-        session.policy = bass.FixedLength(3)
-        event = session.step()
-        assert len(event.new_tokens[0]) == 4  # a perfect draft is accepted whole
-        assert session.rows.lengths_host[0] - session.drafter.cached[0] <= 2
-
-
 def test_regular_decoding_leaves_the_draft_model_alone(monkeypatch):
     models = bass.ModelPair(tiny_model(), tiny_model.__wrapped__(noise=0.1))
     bass.Session(models, draft_length=0).close()  # the first session tries how the models run

@@ -5,20 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from sessions import DRAFT, PAIR, PERFECT, PROMPTS, SAMPLED, TARGET, generate, run_to_the_end
+from sessions import DRAFT, PAIR, PERFECT, PROMPTS, TARGET, generate, run_to_the_end
 from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
 
 import bass_core as bass
 
 # --- limits and EOS -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("pair", "options"), [(PAIR, SAMPLED), (bass.ModelPair(TARGET), {})], ids=["draft", "n-gram"])
-def test_row_of_one_token_is_the_first_of_a_longer_row(pair, options):
-    short, long = (generate(pair=pair, max_new_tokens=new, **options) for new in (1, 9))
-    assert short.finish_reasons == ["length"] * 4
-    for one, many in zip(short.sequences, long.sequences, strict=True):
-        assert one.tolist() == many[:1].tolist()
 
 
 @pytest.mark.parametrize(("new", "draft_length"), [(1, 4), (2, 1), (3, 7), (5, 0), (8, 4), (13, 7)])

@@ -18,7 +18,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TemperatureLogitsWarper,
-    TextStreamer,
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessor
 
@@ -378,13 +377,6 @@ def test_streamer_receives_prompt_tokens_and_end():
     steps = [each for each in heard.given if isinstance(each, int)]
     assert heard.given[-1] == "end" and heard.given.count("end") == 1
     assert list(itertools.chain(*tokens)) == found[0].tolist() and len(tokens) == len(steps) + 1 < NEW
-
-
-def test_text_streamer_prints_the_text(capsys):
-    tokenizer = byte_tokenizer()
-    found = by_bass(**ONE, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    new = found[0, len(PROMPTS[1]) :]
-    assert capsys.readouterr().out.strip("\n") == tokenizer.decode(new).strip("\n")
 
 
 def test_streamer_ends_after_an_error():
