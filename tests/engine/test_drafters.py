@@ -1,4 +1,4 @@
-"""n-gram drafting, and drafts whose vocabulary is not the target's."""
+"""n-gram, suffix and layer-skip drafters, and refusals of what custom drafters return."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ from bass_core.randomness import StepKeys
 
 
 def lookup(rows, k, longest=3, shortest=1):
-    """What an NgramDrafter proposes for these rows of tokens."""
+    """Return the proposals of an NgramDrafter for rows of tokens."""
     lengths = np.array([len(row) for row in rows])
     tokens = torch.full((len(rows), lengths.max() + 4), 7)  # 7s beyond a row's end must not be found
     for line, row in zip(tokens, rows, strict=True):
@@ -28,29 +28,18 @@ def lookup(rows, k, longest=3, shortest=1):
     return [t[:n].tolist() for t, n in zip(draft.tokens, draft.lengths_host, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("row", "k", "expected"),
-    [
-        ([1, 2, 3, 4, 1, 2, 3], 2, [4, 1]),  # what followed 1 2 3
-        ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3]),  # no more than there is
+def test_ngram_drafter_proposes_the_last_continuation():
+    for row, k, expected in (
+        ([1, 2, 3, 4, 1, 2, 3], 2, [4, 1]),  # the tokens after 1 2 3
+        ([1, 2, 3, 4, 1, 2, 3], 9, [4, 1, 2, 3]),  # no more than there are
         ([5, 3, 8, 3, 9, 3], 1, [9]),  # the most recent occurrence
-        ([1, 2, 9, 3, 2, 8, 1, 2], 1, [9]),  # the longer ending wins over the more recent shorter one
+        ([1, 2, 9, 3, 2, 8, 1, 2], 1, [9]),  # a longer ending wins over a more recent shorter one
         ([1, 2, 3, 4], 3, []),  # nothing repeats
         ([6, 6, 6], 2, [6]),
         ([4], 3, []),
         ([7, 1], 3, []),
-    ],
-)
-def test_what_followed_last_time_is_drafted(row, k, expected):
-    assert lookup([row], k) == [expected]
-
-
-def test_rows_are_looked_up_independently():
-    rows = [[1, 2, 3, 4, 1, 2, 3], [4], [5, 3, 8, 3, 9, 3]]
-    assert lookup(rows, 2) == [lookup([row], 2)[0] for row in rows]
-
-
-def test_shortest_ending_is_respected():
+    ):
+        assert lookup([row, [2, 2]], k)[0] == expected
     assert lookup([[5, 3, 8, 3]], 2, longest=3, shortest=2) == [[]]
     with pytest.raises(ValueError, match="shortest"):
         bass.NgramDrafter(longest=1, shortest=2)
@@ -62,22 +51,6 @@ def test_ngram_drafts_are_accepted_where_the_text_repeats():
     assert 0 < out.trace.summary()["alpha"] < 1
 
 
-def test_draft_knows_what_was_committed_while_it_did_not_draft():
-    """Rows that draft nothing for a while feed the draft every token it missed."""
-    target = tiny_model(dtype="float64")
-    with bass.Session(bass.ModelPair(target, target), draft_length=3, eos_token_id=()) as session:
-        session.submit(ragged_prompts(5)[0], max_new_tokens=40)
-        session.step()
-        session.policy = bass.FixedLength(0)
-        for _ in range(9):
-            session.step()
-        assert session.rows.lengths_host[0] - session.drafter.cached[0] == 10
-        session.policy = bass.FixedLength(3)
-        event = session.step()
-        assert len(event.new_tokens[0]) == 4  # a perfect draft is accepted whole
-        assert session.rows.lengths_host[0] - session.drafter.cached[0] <= 2
-
-
 def test_regular_decoding_leaves_the_draft_model_alone(monkeypatch):
     models = bass.ModelPair(tiny_model(), tiny_model.__wrapped__(noise=0.1))
     bass.Session(models, draft_length=0).close()  # the first session tries how the models run
@@ -86,7 +59,7 @@ def test_regular_decoding_leaves_the_draft_model_alone(monkeypatch):
     assert [len(sequence) for sequence in out.sequences] == [8, 8]
 
 
-# --- the session's texts ---
+# --- suffix drafts from the session's texts ---
 
 
 def with_suffixes(target, **options):
@@ -100,15 +73,15 @@ def drafted_by(session, *prompts, new=12) -> list:
     return [session.result(handle).sequence.tolist() for handle in handles]
 
 
-def test_what_another_row_wrote_is_drafted():
-    """The second row begins as the first one did: all of its text is known."""
+def test_text_of_another_row_is_drafted():
+    """The second row repeats the first one."""
     prompt = ragged_prompts(9)[0].tolist()
     with bass.Session(with_suffixes(tiny_model()), max_batch_size=1, draft_length=4, eos_token_id=()) as session:
         first, second = drafted_by(session, prompt, prompt)
         steps = session.trace.steps.query("kind == 'decode'").groupby("row")
     assert first == second
     assert steps.accepted.sum()[1] > steps.accepted.sum()[0]
-    assert len(steps.get_group(1)) <= 4  # 11 tokens after the prefill's, five at a time, less what is uncertain
+    assert len(steps.get_group(1)) <= 4  # 11 tokens after the prefill's, up to five at a time
 
 
 def test_drafts_end_where_texts_disagree():
@@ -120,16 +93,16 @@ def test_drafts_end_where_texts_disagree():
     assert mine._continuation(np.array([9, 8]), 5) == []
 
 
-def test_a_prompt_counts_once_for_all_of_its_samples():
-    """Whether they start together or wait for places."""
+def test_prompt_counts_once_for_all_of_its_samples():
+    """Samples start together or wait."""
     prompt = ragged_prompts(9)[0].tolist()
-    for places in (1, 2, 4):
+    for places in (1, 4):
         with bass.Session(with_suffixes(tiny_model()), max_batch_size=places, draft_length=2) as session:
             drafted_by(session, *[prompt] * 4, new=1)
             assert session.drafter.followed[tuple(prompt[:3])] == {prompt[3]: 1}
 
 
-def test_what_was_counted_longest_ago_is_forgotten(monkeypatch):
+def test_oldest_counts_are_forgotten(monkeypatch):
     monkeypatch.setattr(suffix, "KNOWN", 60)
     rng = np.random.default_rng(0)
     mine = bass.SuffixDrafter(longest=2).begin(bass.Setting(tiny_model(), ["pad"], 1, 97))
@@ -150,11 +123,19 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt2", "opt", "phi3"])
-@pytest.mark.parametrize("compile", ["off", "graphs"])
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    ("drafter", "architecture", "compile"),
+    [
+        ("suffix", "llama", "graphs"),
+        ("suffix", "opt", "off"),
+        ("layers", "llama", "off"),
+        ("layers", "gpt2", "graphs"),
+        ("features", "qwen2", "graphs"),
+        ("features", "phi3", "off"),
+    ],
+)
 def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypatch):
-    """Rows wait for places, move and end, and two share a prompt."""
+    """Rows wait for slots, move and end, and two share a prompt."""
     use_on_cpu(monkeypatch)
     target = tiny_model(architecture, dtype="float64")
     prompts = [*ragged_prompts(5, 11, 3, 5), *ragged_prompts(5)]
@@ -165,75 +146,26 @@ def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypa
     assert out.trace.steps.drafted.sum() > 0
 
 
-def test_more_layers_than_the_target_has_are_refused():
+def test_first_layers_share_weights_and_leave_the_target_unchanged():
+    target = tiny_model(dtype="float64")
+    ids = ragged_prompts(9)[0][None]
+    before, short = target(ids).logits, first_layers(target, 1)
+    assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
+    assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
+    assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
+    with bass.Session(bass.ModelPair(target, bass.LayerSkipDrafter(1)), draft_length=3, eos_token_id=()) as session:
+        with forward_passes(target) as passes:  # its hooks see its own passes alone
+            drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
+        assert len(passes) == session.trace.steps.step.nunique() and session.trace.steps.drafted.sum() > 0
     with pytest.raises(ValueError, match="has 2 layers, and 2 of them were to draft"):
         bass.Session(bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(2)))
 
 
-def test_the_first_layers_share_weights_and_leave_the_target_as_it_was():
-    target = tiny_model(dtype="float64")
-    ids = ragged_prompts(9)[0][None]
-    before = target(ids).logits
-    short = first_layers(target, 1)
-    assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
-    assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
-    assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
-
-
-def test_hooks_of_the_target_are_not_told_of_passes_of_its_first_layers():
-    target = tiny_model(dtype="float64")
-    pair = bass.ModelPair(target, bass.LayerSkipDrafter(1))
-    with bass.Session(pair, draft_length=3, eos_token_id=()) as session, forward_passes(target) as passes:
-        drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
-        steps = session.trace.steps
-    assert len(passes) == steps.step.nunique() and steps.drafted.sum() > 0
-
-
-def returns(**changes) -> bass.Drafter:
-    """A drafter whose drafts of the last token are changed in these fields."""
-
-    class Careless(bass.Drafter):
-        def draft(self, context, lengths, policy):
-            tokens = context.last_tokens().expand(-1, int(lengths.max()))
-            draft = bass.Draft.of(tokens, lengths)
-            return draft._replace(**{name: change(getattr(draft, name)) for name, change in changes.items()})
-
-    return Careless()
-
-
-@pytest.mark.parametrize(
-    ("careless", "message"),
-    [
-        (returns(tokens=lambda t: t[:1]), r"Careless.draft returned tokens \[1, 3\] of torch.int64.* \[2, K\]"),
-        (returns(tokens=lambda t: t[:, 0]), r"tokens \[2\] of torch.int64.* \[2, K\]"),
-        (returns(tokens=lambda t: t.int()), r"tokens \[2, 3\] of torch.int32; wanted are ids \(torch.int64\)"),
-        (returns(tokens=lambda t: t * 0 + 97), "ids from 97 to 97, .* it has 97"),
-        (returns(tokens=lambda t: t * 0 - 1), "ids from -1 to -1"),
-        (returns(tokens=lambda t: t[:, :1]), r"lengths \[3, 3\] of 1 tokens"),
-        (returns(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, and was asked for \[3, 3\] at most"),
-        (returns(lengths_host=lambda n: n - 9), r"lengths \[-6, -6\]"),
-        (returns(lengths_host=lambda n: None), "lengths None; wanted is an array of 2 integers"),
-        (returns(lengths_host=lambda n: n.tolist()), r"lengths \[3, 3\]; wanted is an array"),
-        (returns(lengths_host=lambda n: n / 2), r"lengths \[1.5 1.5\]; wanted is an array of 2 integers"),
-        (returns(lengths=lambda n: n - 1), r"lengths \[2, 2\] and lengths_host \[3, 3\]"),
-        (returns(probs=lambda q: torch.ones(2, 3, 5) / 5), r"probs \[2, 3, 5\]; the target chooses among 97 tokens"),
-        (
-            returns(probs=lambda q: torch.ones(2, 3, 97).half() / 97),
-            "probs of torch.float16, in which they are rounded",
-        ),
-    ],
-    ids=range(14),
-)
-@pytest.mark.parametrize("compile", ["off", "graphs"])
-def test_what_no_drafter_may_return_is_refused(careless, message, compile, monkeypatch):
-    use_on_cpu(monkeypatch)
-    pair = bass.ModelPair(tiny_model(dtype="float64"), careless)
-    with pytest.raises(ValueError, match=message):
-        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12, compile=compile)
+# --- refusals of what custom drafters return ---
 
 
 class Returns(bass.Drafter):
-    """Returns what a function says of the context and the lengths."""
+    """Returns the result of a function of the context and the lengths."""
 
     def __init__(self, function):
         self.function = function
@@ -246,11 +178,27 @@ def repeated(context, lengths) -> torch.Tensor:
     return context.last_tokens().expand(-1, int(lengths.max()))
 
 
-@pytest.mark.parametrize("function", [lambda *_: None, repeated], ids=["nothing", "tokens"])
-def test_what_is_no_draft_is_refused(function):
-    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(function))
-    with pytest.raises(TypeError, match=r"Returns.draft returned \w+; wanted is a Draft"):
-        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+@dataclass
+class Counts(bass.Drafter):
+    """A dataclass cannot be hashed, and this one is false while its list is empty."""
+
+    ids: list[int] = field(default_factory=list)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def draft(self, context, lengths, policy):
+        return bass.Draft.of(repeated(context, lengths), lengths)
+
+
+def changed(**changes) -> bass.Drafter:
+    """A drafter of the last token whose drafts are changed in these fields."""
+
+    def function(context, lengths):
+        draft = bass.Draft.of(repeated(context, lengths), lengths)
+        return draft._replace(**{name: change(getattr(draft, name)) for name, change in changes.items()})
+
+    return Returns(function)
 
 
 def longer(context, lengths) -> bass.Draft:
@@ -258,40 +206,65 @@ def longer(context, lengths) -> bass.Draft:
     return bass.Draft.of(repeated(context, lengths), lengths)
 
 
-def test_a_drafter_that_changes_the_lengths_it_was_asked_for_is_refused():
-    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(longer))
-    with pytest.raises(ValueError, match=r"lengths \[7, 7\] of 7 tokens, and was asked for \[3, 3\]"):
-        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+WRONG = [
+    (changed(tokens=lambda t: t[:1]), r"Returns.draft returned tokens \[1, 3\] of torch.int64.* \[2, K\]"),
+    (changed(tokens=lambda t: t[:, 0]), r"tokens \[2\] of torch.int64.* \[2, K\]"),
+    (changed(tokens=lambda t: t.int()), r"tokens \[2, 3\] of torch.int32; wanted are ids \(torch.int64\)"),
+    (changed(tokens=lambda t: t * 0 + 97), "ids from 97 to 97, .* it has 97"),
+    (changed(tokens=lambda t: t * 0 - 1), "ids from -1 to -1"),
+    (changed(tokens=lambda t: t[:, :1]), r"lengths \[3, 3\] of 1 tokens"),
+    (changed(tokens=lambda t: t.to("meta")), "returned tokens on meta, and the rows are on cpu"),
+    (changed(lengths_host=lambda n: n + 1), r"lengths \[4, 4\] of 3 tokens, and was asked for \[3, 3\] at most"),
+    (changed(lengths_host=lambda n: n - 9), r"lengths \[-6, -6\]"),
+    (changed(lengths_host=lambda n: None), "lengths None; wanted is an array of 2 integers"),
+    (changed(lengths_host=lambda n: n.tolist()), r"lengths \[3, 3\]; wanted is an array"),
+    (changed(lengths_host=lambda n: n / 2), r"lengths \[1.5 1.5\]; wanted is an array of 2 integers"),
+    (changed(lengths=lambda n: n - 1), r"lengths \[2, 2\] and lengths_host \[3, 3\]"),
+    (changed(probs=lambda q: torch.ones(2, 3, 5) / 5), r"probs \[2, 3, 5\]; the target chooses among 97 tokens"),
+    (changed(probs=lambda q: torch.ones(2, 3, 97).half() / 97), "probs of torch.float16, in which they are rounded"),
+    (Returns(longer), r"lengths \[7, 7\] of 7 tokens, and was asked for \[3, 3\]"),
+]
 
 
-@pytest.mark.parametrize("kind", [list, torch.tensor])
-def test_lengths_of_a_draft_may_be_any_integers(kind):
-    target = tiny_model(dtype="float64")
-    drafter = Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), kind(lengths.tolist())))
-    out = bass.generate(bass.ModelPair(target, drafter), ragged_prompts(5)[0], draft_length=3, max_new_tokens=9)
-    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9, eos=2).tolist()
+@pytest.mark.parametrize("compile", ["off", "graphs"])
+def test_wrong_drafts_are_refused(compile, monkeypatch):
+    use_on_cpu(monkeypatch)
+    for careless, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            pair = bass.ModelPair(tiny_model(dtype="float64"), careless)
+            bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=5, compile=compile)
 
 
-def test_what_a_draft_is_made_of_lies_where_the_rows_are():
-    def elsewhere(context, lengths):
-        return bass.Draft.of(repeated(context, lengths).to("meta"), lengths)
-
-    pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(elsewhere))
-    with pytest.raises(ValueError, match=r"Returns.draft returned tokens on meta, and the rows are on cpu"):
-        bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
+def test_other_results_than_drafts_are_refused():
+    for function in (lambda *_: None, repeated):
+        pair = bass.ModelPair(tiny_model(dtype="float64"), Returns(function))
+        with pytest.raises(TypeError, match=r"Returns.draft returned \w+; wanted is a Draft"):
+            bass.generate(pair, ragged_prompts(5, 7), draft_length=3, max_new_tokens=12)
 
 
-def test_ids_that_a_gpu_cannot_look_up_are_cut_and_told():
-    """Where the host does not look."""
+def test_any_object_and_any_integers_will_do():
+    target, (prompt,) = tiny_model(dtype="float64"), ragged_prompts(5)
+    for drafter in (
+        Counts(),
+        Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), lengths.tolist())),
+        Returns(lambda context, lengths: bass.Draft.of(repeated(context, lengths), torch.tensor(lengths))),
+    ):
+        pair = bass.ModelPair(target, drafter)
+        assert pair.drafter is pair.draft
+        out = bass.generate(pair, prompt, max_new_tokens=9, eos_token_id=())  # looks up the pair's costs
+        assert out[0].sequence.tolist() == greedy_alone(target, prompt, 9).tolist()
+
+
+def test_ids_outside_the_vocabulary_are_clamped_and_marked():
+    """Recorded steps cannot check ids on the host."""
     draft = bass.Draft.of(torch.tensor([[3, -1], [96, 97], [-1, 5], [0, 400]]), [1, 2, 1, 1]).within(97)
     assert draft.tokens.tolist() == [[3, 0], [96, 96], [0, 5], [0, 96]]
-    assert draft.finite.tolist() == [True, False, False, True]  # beyond lengths anything may stand
+    assert draft.finite.tolist() == [True, False, False, True]  # ids beyond lengths do not count
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
-@pytest.mark.parametrize("compile", ["off", "graphs"])
-def test_a_law_of_nan_is_a_row_error(verification, compile, monkeypatch):
-    """Of the row that submits it alone: beyond lengths anything may stand."""
+@pytest.mark.parametrize(("verification", "compile"), [("token", "graphs"), ("block", "off")])
+def test_nan_probabilities_are_a_row_error(verification, compile, monkeypatch):
+    """The second row drafts nothing: values beyond lengths do not count."""
     use_on_cpu(monkeypatch)
 
     def draft(context, lengths):
@@ -304,26 +277,5 @@ def test_a_law_of_nan_is_a_row_error(verification, compile, monkeypatch):
     with pytest.raises(FloatingPointError, match="draft model Returns gave NaN"):
         bass.generate(pair, ragged_prompts(5, 7), verification=verification, **options)
     out = bass.generate(pair, ragged_prompts(5, 7), verification=verification, on_row_error="finish", **options)
-    assert out.finish_reasons == ["error", "error"]  # the second has taken the first one's place
+    assert out.finish_reasons == ["error", "error"]  # the second row has moved to the first slot
     assert [len(sequence) for sequence in out.sequences] == [1, 2]
-
-
-@dataclass
-class Counts(bass.Drafter):
-    """Drafts ids of a list: a dataclass, which cannot be hashed, and false while the list is empty."""
-
-    ids: list[int] = field(default_factory=list)
-
-    def __len__(self):
-        return len(self.ids)
-
-    def draft(self, context, lengths, policy):
-        return bass.Draft.of(repeated(context, lengths), lengths)
-
-
-def test_any_object_can_be_a_drafter():
-    target = tiny_model(dtype="float64")
-    pair = bass.ModelPair(target, Counts())
-    assert pair.drafter is pair.draft
-    out = bass.generate(pair, ragged_prompts(5)[0], max_new_tokens=9, eos_token_id=())  # looks for the pair's costs
-    assert out[0].sequence.tolist() == greedy_alone(target, ragged_prompts(5)[0], 9).tolist()

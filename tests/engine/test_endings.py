@@ -1,11 +1,11 @@
-"""Where a row ends: at its limit, at EOS or a stop string wherever in a draft they come, and what its text is then."""
+"""Ends of rows: limits, EOS and stop strings at any place of a draft, and the text before the end."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from sessions import DRAFT, PAIR, PERFECT, PROMPTS, SAMPLED, TARGET, generate
+from sessions import DRAFT, PAIR, PERFECT, PROMPTS, TARGET, generate, run_to_the_end
 from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
 
 import bass_core as bass
@@ -13,41 +13,35 @@ import bass_core as bass
 # --- limits and EOS -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
-@pytest.mark.parametrize("pair", [PAIR, PERFECT, bass.ModelPair(TARGET)], ids=["draft", "perfect draft", "n-gram"])
-def test_row_of_one_new_token_is_the_first_of_a_longer_row(pair, options):
-    short, long = (generate(pair=pair, max_new_tokens=new, **options) for new in (1, 9))
-    assert short.finish_reasons == ["length"] * 4
-    for one, many in zip(short.sequences, long.sequences, strict=True):
-        assert one.tolist() == many[:1].tolist()
-
-
-@pytest.mark.parametrize("draft_length", [0, 1, 4, 7])
-@pytest.mark.parametrize("new", [1, 2, 3, 5, 8, 13])
-def test_row_has_exactly_the_new_tokens_asked_for(new, draft_length):
+@pytest.mark.parametrize(("new", "draft_length"), [(1, 4), (2, 1), (3, 7), (5, 0), (8, 4), (13, 7)])
+def test_row_has_exactly_the_requested_tokens(new, draft_length):
     out = generate(pair=PERFECT, max_new_tokens=new, draft_length=draft_length)
     for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
         assert torch.equal(sequence, greedy_alone(TARGET, prompt, new))
 
 
 @pytest.mark.parametrize("at", range(8))
-def test_eos_ends_a_row_wherever_in_a_draft_it_comes(at):
+def test_eos_ends_a_row_anywhere_in_a_draft(at):
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
     first = text.index(text[at])
-    out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], draft_length=5)
-    assert out.sequences[0].tolist() == text[: first + 1]
-    assert len(out.logprobs[0]) == first + 1
-    assert out.finish_reasons == ["eos"]
+    for draft_length in (0, 5):
+        out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], draft_length=draft_length)
+        assert out.sequences[0].tolist() == text[: first + 1]
+        assert len(out.logprobs[0]) == first + 1
+        assert out.finish_reasons == ["eos"]
+    # as the last token of the limit, too
+    out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], max_new_tokens=first + 1)
+    assert (out.sequences[0].tolist(), out.finish_reasons) == (text[: first + 1], ["eos"])
 
 
 def test_first_of_several_eos_ids_ends_a_row():
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
-    for eos in ([text[6], text[3]], (text[3], text[6]), torch.tensor([text[6], text[3]]), {text[3], text[6]}):
+    for eos in ([text[6], text[3]], torch.tensor([text[6], text[3]]), {text[3], text[6]}):
         out = generate(PROMPTS[:1], PERFECT, eos_token_id=eos, draft_length=5)
         assert out.sequences[0].tolist() == text[: text.index(text[3]) + 1]
 
 
-def test_eos_of_the_model_is_the_default_and_no_eos_never_stops():
+def test_eos_of_the_model_is_the_default():
     model = copy.deepcopy(TARGET)
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
     model.generation_config.eos_token_id = [text[4], text[9]]
@@ -58,23 +52,15 @@ def test_eos_of_the_model_is_the_default_and_no_eos_never_stops():
     assert generate(PROMPTS[:1], pair, eos_token_id=None).sequences[0].tolist() == text
 
 
-def test_eos_as_the_last_token_asked_for_is_eos():
+def test_row_that_ignores_eos_goes_on():
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
-    new = text.index(text[5]) + 1
-    out = generate(PROMPTS[:1], eos_token_id=text[5], max_new_tokens=new)
-    assert (out.sequences[0].tolist(), out.finish_reasons) == (text[:new], ["eos"])
-
-
-@pytest.mark.parametrize("draft_length", [0, 5])
-def test_a_row_that_ignores_eos_goes_on_beside_one_that_does_not(draft_length):
-    text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
-    with bass.Session(PERFECT, eos_token_id=text[4], draft_length=draft_length) as session:
-        rows = [session.submit(PROMPTS[0], max_new_tokens=12, ignore_eos=ignores) for ignores in (True, False)]
-        while not session.idle:
-            session.step()
-        goes_on, ends = map(session.result, rows)
-    assert (goes_on.sequence.tolist(), goes_on.finish_reason) == (text, "length")
-    assert (ends.sequence.tolist(), ends.finish_reason) == (text[: text.index(text[4]) + 1], "eos")
+    for draft_length in (0, 5):
+        with bass.Session(PERFECT, eos_token_id=text[4], draft_length=draft_length) as session:
+            rows = [session.submit(PROMPTS[0], max_new_tokens=12, ignore_eos=ignores) for ignores in (True, False)]
+            run_to_the_end(session)
+            goes_on, ends = map(session.result, rows)
+        assert (goes_on.sequence.tolist(), goes_on.finish_reason) == (text, "length")
+        assert (ends.sequence.tolist(), ends.finish_reason) == (text[: text.index(text[4]) + 1], "eos")
 
 
 # --- stop strings ---------------------------------------------------------------------------------
@@ -83,7 +69,7 @@ TOKENIZER = byte_tokenizer()
 
 
 def speller(text: str):
-    """A model that goes on with `text` after any of its tokens, all of which must differ; then with its last one."""
+    """Return a model that continues any token of `text` as the text does. All tokens must differ."""
     ids = TOKENIZER(text)["input_ids"]
     assert len(set(ids)) == len(ids)
     following = torch.full((BYTES,), ids[-1])
@@ -118,82 +104,46 @@ def test_speller_spells():
     assert out.trace.summary()["acceptance_rate"] == 1
 
 
-@pytest.mark.parametrize("draft_length", [0, 1, 2, 3, 5, 8])
-@pytest.mark.parametrize("stop", ["t", "he", "e n", "é", "né", "€", "€g", "😀", "😀x", "the né€g😀", "z"])
-def test_stop_string_ends_a_row_at_the_token_that_completes_it(stop, draft_length):
-    out = spell([stop], draft_length)
-    before = SPELLED[1 : SPELLED.index(stop)]
-    assert out.texts == [before]
-    assert out.sequences[0].tolist() == tokens_of(before + stop)
-    assert len(out.logprobs[0]) == len(out.sequences[0])
-    assert out.finish_reasons == ["stop"]
-
-
 @pytest.mark.parametrize("draft_length", [0, 3, 8])
-def test_first_of_several_stop_strings_to_be_completed_ends_the_row(draft_length):
+def test_stop_string_ends_a_row_at_the_token_that_completes_it(draft_length):
+    for stop in ("t", "he", "e n", "é", "né", "€", "€g", "😀", "😀x", "the né€g😀", "z"):
+        out = spell([stop], draft_length)
+        before = SPELLED[1 : SPELLED.index(stop)]
+        assert out.texts == [before], stop
+        assert out.sequences[0].tolist() == tokens_of(before + stop)
+        assert len(out.logprobs[0]) == len(out.sequences[0])
+        assert out.finish_reasons == ["stop"]
     out = spell(["z", "€g", "absent", "né€"], draft_length)
-    assert out.texts == ["the "]
+    assert out.texts == ["the "]  # of the first that is complete
     assert out.sequences[0].tolist() == tokens_of("the né€")
 
 
-def test_single_stop_string_needs_no_list():
-    assert spell("é").texts == ["the n"]
+def test_stop_string_is_found_in_new_text_alone():
+    """The prompt is "!", and the last row ends within the bytes of €."""
+    for stop, new in (("!t", 12), ("!", 12), ("absent", 12), ("€", len(tokens_of("the né")) + 1)):
+        out = spell(stop, new=new)
+        assert out.finish_reasons == ["length"]
+        assert out.sequences[0].tolist() == tokens_of(SPELLED)[1 : new + 1]
 
 
-def test_stop_string_of_the_prompt_is_not_found_again():
-    assert spell(["!t"]).finish_reasons == ["length"]
-    assert spell(["!"]).finish_reasons == ["length"]
-
-
-def test_stop_string_that_never_comes_changes_nothing():
-    out = spell(["absent", "🙃"], new=12)
-    assert out.finish_reasons == ["length"]
-    assert out.sequences[0].tolist() == tokens_of(SPELLED)[1:13]
-
-
-def test_row_cut_off_within_a_character_is_no_match():
-    """The first byte of € alone decodes to a replacement character, which is not in the text to come."""
-    new = len(tokens_of("the né")) + 1
-    out = spell(["€"], new=new)
-    assert out.finish_reasons == ["length"]
-    assert len(out.sequences[0]) == new
-
-
-def test_stop_string_completed_by_the_last_token_asked_for_is_a_stop():
-    out = spell(["né"], new=len(tokens_of("the né")))
-    assert (out.finish_reasons, out.texts) == (["stop"], ["the "])
-
-
-def test_eos_that_comes_before_the_stop_string_wins_and_the_other_way_round():
+def test_first_end_decides_the_reason():
     n, e = tokens_of("n")[0], tokens_of("e")[0]
     assert spell(["né"], eos_token_id=n).finish_reasons == ["eos"]
     assert spell(["he"], eos_token_id=n).finish_reasons == ["stop"]
     assert spell(["né"], eos_token_id=e).texts == ["the"]
+    out = spell(["né"], new=len(tokens_of("the né")))  # completed by the last token of the limit
+    assert (out.finish_reasons, out.texts) == (["stop"], ["the "])
 
 
-@pytest.mark.parametrize("stop", ["!", ["absent", "!"]])
-def test_a_special_token_that_is_a_stop_string_ends_a_row_where_it_occurs(stop):
-    """Texts do not show it, so nothing in them could be found."""
+def test_special_token_as_stop_string_ends_a_row():
+    """Texts skip special tokens: a search in the text would miss it."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["!"]})
     assert tokenizer.decode(tokens_of("a!b"), skip_special_tokens=True) == "ab"
     pair = bass.ModelPair(speller("the!né€g"), MODEL, tokenizer)
-    out = bass.generate(pair, [tokens_of("t")], stop=stop, max_new_tokens=8, eos_token_id=())
+    out = bass.generate(pair, [tokens_of("t")], stop=["absent", "!"], max_new_tokens=8, eos_token_id=())
     assert (out.texts, out.finish_reasons) == (["he"], ["stop"])
     assert out.sequences[0].tolist() == tokens_of("he!")
-
-
-def test_a_special_token_within_a_stop_string_is_refused():
-    with pytest.raises(ValueError, match="'a</s>' contains '</s>', a special token, which no text shows"):
-        spell("a</s>")
-
-
-def test_stop_strings_of_one_row_leave_the_others_alone():
-    out = bass.generate(SPELLING, ["!", "n", "g", "x"], stop="€", max_new_tokens=6, eos_token_id=())
-    assert out.finish_reasons == ["length", "stop", "length", "length"]
-    assert out.texts[1] == "é"
-    for text, row in ((SPELLED[1:], 0), ("😀xy", 2)):
-        assert out.sequences[row].tolist() == tokens_of(text)[:6]
 
 
 def test_texts_skip_special_tokens_and_are_none_without_a_tokenizer():
@@ -214,8 +164,9 @@ def test_texts_skip_special_tokens_and_are_none_without_a_tokenizer():
     assert generate(PROMPTS).texts == [None] * 4
 
 
-def test_results_of_a_running_session_end_before_the_stop_string_too():
+def test_results_of_a_running_session_end_before_the_stop_string():
     session = bass.Session(SPELLING, stop="€g", draft_length=3, eos_token_id=())
+    other = session.submit("g", max_new_tokens=6)
     handle = session.submit("!", max_new_tokens=18)
     texts = []
     while not session.idle:
@@ -223,7 +174,8 @@ def test_results_of_a_running_session_end_before_the_stop_string_too():
         texts.append(session.result(handle).text)
     assert texts[-1] == "the né"
     assert all("g" not in text for text in texts)
-    assert session.result(handle).finish_reason == "stop"
+    assert (session.result(handle).finish_reason, session.result(other).finish_reason) == ("stop", "length")
+    assert session.result(other).sequence.tolist() == tokens_of("😀xy")[:6]
 
 
 # --- stop strings of a row ------------------------------------------------------------------------
@@ -234,13 +186,11 @@ def spell_rows(stops, session_stop=(), **options) -> list[bass.Result]:
     options = {"draft_length": 5, "eos_token_id": (), "max_batch_size": len(stops)} | options
     session = bass.Session(SPELLING, stop=session_stop, **options)
     handles = [session.submit("!", max_new_tokens=18, stop=stop) for stop in stops]
-    while not session.idle:
-        session.step()
+    run_to_the_end(session)
     return [session.result(handle) for handle in handles]
 
 
-@pytest.mark.parametrize("draft_length", [0, 1, 3, 8])
-@pytest.mark.parametrize("session_stop", [(), "y"])
+@pytest.mark.parametrize(("draft_length", "session_stop"), [(0, "y"), (1, ()), (8, "y")])
 def test_each_row_ends_at_its_own_stop_strings(draft_length, session_stop):
     stops = [None, (), "é", ["€g", "absent"], "he", ["z", "😀"]]
     for stop, row in zip(stops, spell_rows(stops, session_stop, draft_length=draft_length), strict=True):
@@ -249,7 +199,7 @@ def test_each_row_ends_at_its_own_stop_strings(draft_length, session_stop):
         assert (row.text, row.finish_reason) == (out.texts[0], out.finish_reasons[0])
 
 
-def test_rows_of_many_stop_strings_share_the_steps():
+def test_rows_with_different_stop_strings_share_steps():
     stops, passes = [None, "e n", "é", ()], []
     hook = MODEL.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[0]))
     try:
@@ -260,19 +210,15 @@ def test_rows_of_many_stop_strings_share_the_steps():
     assert len(passes) == 1 + 17  # a token by the prompt's pass, and one by each step
 
 
-@pytest.mark.parametrize(
-    ("stop", "error"),
-    [([""], ValueError), (5, TypeError), ([5], TypeError), (b"x", TypeError)],
-)
-def test_what_is_no_stop_string_of_a_row_is_refused_and_takes_no_number(stop, error):
-    session = bass.Session(SPELLING)
-    with pytest.raises(error, match="stop"):
-        session.submit("!", max_new_tokens=4, stop=stop)
-    assert session.submit("!", max_new_tokens=4).row == 0
-
-
-def test_stop_strings_of_a_row_need_a_tokenizer():
-    session = bass.Session(PAIR)
-    with pytest.raises(ValueError, match="need a tokenizer"):
-        session.submit(PROMPTS[0], max_new_tokens=4, stop="x")
-    assert session.submit(PROMPTS[0], max_new_tokens=4, stop=()).row == 0
+def test_bad_stop_strings_of_a_row_are_refused():
+    for pair, prompt, stop, error, message in (
+        (SPELLING, "!", [""], ValueError, "stop"),
+        (SPELLING, "!", 5, TypeError, "stop"),
+        (SPELLING, "!", [5], TypeError, "stop"),
+        (SPELLING, "!", "a</s>", ValueError, "'a</s>' contains '</s>', a special token, which no text shows"),
+        (PAIR, PROMPTS[0], "x", ValueError, "need a tokenizer"),
+    ):
+        session = bass.Session(pair)
+        with pytest.raises(error, match=message):
+            session.submit(prompt, max_new_tokens=4, stop=stop)
+        assert session.submit(prompt, max_new_tokens=4, stop=()).row == 0  # the refused row took no number

@@ -1,4 +1,4 @@
-"""What a recording is made with, what a void one leaves, and who may record beside whom: CUDA graphs, as a stub."""
+"""CUDA graphs, stubbed: memory of recordings, failed recordings, and recordings by several threads."""
 
 import time
 import weakref
@@ -15,7 +15,7 @@ from bass_core.graphs import Graphs, NotRecordable
 
 @pytest.fixture
 def captures(monkeypatch):
-    """What a GPU is told while a function is recorded. `voids`: so many recordings fail as they end, `said`: why."""
+    """Calls to the GPU during recordings. `voids` recordings fail at their end, with the error `said`."""
     calls, gpu = [], SimpleNamespace(voids=0, graphs=weakref.WeakSet())
     gpu.said = "operation failed due to a previous error during capture"
 
@@ -57,14 +57,14 @@ def captures(monkeypatch):
     graphs._stream_beside.cache_clear()
 
 
-def test_workspaces_of_products_are_made_inside_the_recording(captures):
-    """Others may free those outside, and a recording goes on pointing at them."""
+def test_workspaces_are_made_inside_the_recording(captures):
+    """Other code may free those outside."""
     captures.record(lambda: captures.calls.append("run"))
     assert captures.calls[-5:] == ["clear", "begin", "run", "end", "clear"]
 
 
-def test_a_void_recording_is_made_once_more_and_leaves_nothing(captures):
-    """Another thread has waited for the whole device. The allocator would go on giving memory of the pool."""
+def test_failed_recording_is_repeated_once(captures):
+    """Another thread waited for the device. The allocator must leave the recording's pool."""
     void = ["begin", "run", "end", "end of pool (0, 1)"]
     captures.voids = 1
     captures.record(lambda: captures.calls.append("run"))
@@ -76,8 +76,8 @@ def test_a_void_recording_is_made_once_more_and_leaves_nothing(captures):
     assert captures.calls[-13:] == ["clear", *void, "clear", "empty", "clear", *void, "clear"]
 
 
-def test_memory_that_is_only_cached_is_given_back_for_a_recording(captures):
-    """While it records, torch's allocator takes none of it."""
+def test_cached_memory_is_freed_for_a_recording(captures):
+    """torch's allocator does not use cached memory during a recording."""
     turns = iter(range(5))  # the fourth is recorded
 
     def function():
@@ -87,11 +87,11 @@ def test_memory_that_is_only_cached_is_given_back_for_a_recording(captures):
 
     replay = captures.record(function)
     assert captures.calls[-7:] == ["end of pool (0, 1)", "clear", "empty", "clear", "begin", "end", "clear"]
-    assert replay is not None and len(captures.graphs) == 1  # what the void one held was free before the next
+    assert replay is not None and len(captures.graphs) == 1  # the failed recording was freed before the next
 
 
-def test_memory_that_the_driver_has_none_of_is_said_as_such(captures):
-    """Recordings are not given up for ever, as those of functions that cannot be recorded are."""
+def test_full_memory_of_the_driver_is_an_out_of_memory_error(captures):
+    """Recordings stay possible, unlike those of functions that cannot be recorded."""
     captures.voids, captures.said = 2, "CUDA error: out of memory"
     with pytest.raises(torch.OutOfMemoryError, match="CUDA error: out of memory"):
         captures.record(lambda: None)
@@ -99,7 +99,7 @@ def test_memory_that_the_driver_has_none_of_is_said_as_such(captures):
     assert captures.record(lambda: None) is not None
 
 
-def test_what_is_interrupted_while_it_is_recorded_leaves_nothing(captures):
+def test_interrupted_recording_leaves_nothing(captures):
     turns = iter(range(4))  # three come before the recording
 
     def interrupted():
@@ -112,7 +112,7 @@ def test_what_is_interrupted_while_it_is_recorded_leaves_nothing(captures):
 
 
 def test_threads_record_one_after_the_other():
-    """They share a stream, and a recording holds all that is launched there."""
+    """Threads share a stream, and a recording holds all launches there."""
     running, most = [], []
 
     def record(function):
@@ -125,7 +125,7 @@ def test_threads_record_one_after_the_other():
     def work(number):
         graphs = Graphs(record)
         for key in range(5):
-            graphs.run(key, lambda: record(number))  # compilers wait for the device, which voids recordings
+            graphs.run(key, lambda: record(number))  # a compiler waits for the device, too
             graphs.record(key, lambda: number)
 
     with ThreadPoolExecutor(4) as threads:
@@ -133,7 +133,7 @@ def test_threads_record_one_after_the_other():
     assert most == [1] * 40
 
 
-def test_what_occurs_once_is_not_recorded():
+def test_first_call_is_not_recorded():
     graphs = Graphs(lambda function: lambda: "replayed")
     assert not graphs.due("sum") and graphs.run("sum", lambda: "called") == "called"
     assert graphs.due("sum")

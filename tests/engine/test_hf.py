@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from tiny import SUPPORTED, VOCABULARY, byte_tokenizer, forward_passes, ragged_prompts, tiny_model
+from tiny import VOCABULARY, byte_tokenizer, forward_passes, ragged_prompts, tiny_model
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -18,7 +18,6 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TemperatureLogitsWarper,
-    TextStreamer,
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessor
 
@@ -27,7 +26,7 @@ from bass_core import bass_generate
 from bass_core.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
-NEW = 24
+NEW = 16
 PAD = 0
 
 
@@ -43,44 +42,44 @@ WIDTH = BATCH["input_ids"].shape[1]
 
 
 def by_bass(model=None, draft=None, **options):
-    """`generate` by our engine, on the left-padded batch unless the options say otherwise."""
+    """`generate` by bass_generate, on the left-padded batch by default."""
     model, draft = model or tiny_model(), draft or tiny_model(noise=0.1)
     options = {"max_new_tokens": NEW} | (BATCH if "inputs" not in options else {}) | options
     return model.generate(custom_generate=bass_generate, draft_model=draft, **options)
 
 
 def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
-    """Ids that rows generate early and late: good ends of sequence."""
+    """Return ids that rows generate early and late, for use as EOS."""
     return sequences[:, WIDTH:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:count].tolist()
 
 
 # --- greedy: token for token ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED)
-def test_greedy_is_generate_on_left_padded_rows_of_every_architecture(architecture):
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "opt", "codegen"])
+def test_greedy_rows_with_left_padding_equal_generate(architecture):
     model, draft = tiny_model(architecture), tiny_model(architecture, noise=0.1)
     plain = {**BATCH, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
     expected = model.generate(**plain)
-    for eos in (None, frequent_ids(expected, 1)[0], frequent_ids(expected, 4)):
+    for eos in (None, frequent_ids(expected, 4)):
         options = plain | {"eos_token_id": eos}
-        expected = model.generate(**options)
         found = by_bass(model, draft, **options)
-        assert torch.equal(found, expected)
+        assert torch.equal(found, model.generate(**options))
         assert found.dtype == torch.int64 and not found.is_inference()
 
 
-@pytest.mark.parametrize("draft", ["ngram", bass.NgramDrafter(longest=2)], ids=["by name", "by hand"])
-def test_greedy_without_a_draft_model_is_generate(draft):
-    options = {**BATCH, "max_new_tokens": NEW, "custom_generate": bass_generate, "draft_model": draft}
-    assert torch.equal(tiny_model().generate(**options), tiny_model().generate(**BATCH, max_new_tokens=NEW))
+def test_ngram_drafts_and_short_integers_equal_generate():
+    model, ids = tiny_model(), PROMPTS[3][None]
+    for draft in ("ngram", bass.NgramDrafter(longest=2)):
+        found = model.generate(ids.int(), custom_generate=bass_generate, draft_model=draft, max_new_tokens=NEW)
+        assert torch.equal(found, model.generate(ids, max_new_tokens=NEW))
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"max_new_tokens": None, "max_length": WIDTH + 7},
-        {"max_new_tokens": None},  # generate's own default: 20
+        {"max_new_tokens": None},  # the default of generate: 20
         {"min_length": WIDTH},  # true already
         {"min_new_tokens": 5, "eos_token_id": None},  # nothing to suppress
         {"pad_token_id": 5, "eos_token_id": list(range(10, 30))},
@@ -88,9 +87,9 @@ def test_greedy_without_a_draft_model_is_generate(draft):
         {"begin_suppress_tokens": list(range(10, 60))},
         {"bad_words_ids": [[each] for each in range(10, 60)]},
         {"pad_token_id": None, "eos_token_id": list(range(10, 30))},  # generate pads with the first of them
-        {"temperature": 0.5, "top_p": 0.5, "do_sample": False},  # of no account without sampling
+        {"temperature": 0.5, "top_p": 0.5, "do_sample": False},  # unused without sampling
         {"generation_config": GenerationConfig(max_length=WIDTH + 3, pad_token_id=7)},
-        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},  # counts from when tests are collected
+        {"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(1e6)])},  # counts from the collection of tests
     ],
     ids=lambda options: ",".join(options),
 )
@@ -103,8 +102,8 @@ def test_greedy_with_option_is_generate(options):
     assert torch.equal(found, expected)
 
 
-def test_an_end_of_rows_is_no_bad_word():
-    """As `generate` has it: by the ids that end rows in this call, whatever the model's own are."""
+def test_eos_is_never_a_bad_word():
+    """`generate` ignores bad words that are EOS ids of the call, not of the model."""
     model, ends = tiny_model(), frequent_ids(tiny_model().generate(**BATCH, max_new_tokens=NEW), 4)
     options = {**BATCH, "max_new_tokens": NEW, "eos_token_id": ends, "bad_words_ids": [[each] for each in (*ends, 11)]}
     expected = model.generate(**options)
@@ -118,33 +117,21 @@ def test_an_end_of_rows_is_no_bad_word():
     assert "eos" in out.finish_reasons
 
 
-def test_repetition_penalty_is_that_of_each_row_without_its_padding():
+def test_repetition_penalty_ignores_padding():
     options = {"max_new_tokens": NEW, "repetition_penalty": 1.4, "eos_token_id": None, "pad_token_id": PAD}
     for prompt, row in zip(PROMPTS, by_bass(**options), strict=True):
         assert torch.equal(row[WIDTH - len(prompt) :], tiny_model().generate(prompt[None], **options)[0])
 
 
-def test_mask_is_inferred_from_the_pad_token_as_in_generate():
+def test_mask_is_inferred_from_the_pad_token():
     options = {"input_ids": BATCH["input_ids"], "max_new_tokens": NEW, "pad_token_id": PAD}
     assert torch.equal(by_bass(attention_mask=None, **options), tiny_model().generate(**options))
-
-
-def test_inputs_may_be_positional_and_short_integers():
-    ids = PROMPTS[3][None]
-    found = tiny_model().generate(ids.int(), custom_generate=bass_generate, draft_model="ngram", max_new_tokens=NEW)
-    assert torch.equal(found, tiny_model().generate(ids, max_new_tokens=NEW))
-
-
-def test_options_may_be_bound_beforehand():
-    method = functools.partial(bass_generate, draft_model=tiny_model(noise=0.1), draft_length=3)
-    found = tiny_model().generate(**BATCH, custom_generate=method, max_new_tokens=NEW)
-    assert torch.equal(found, by_bass())
 
 
 # --- sampling -------------------------------------------------------------------------------------
 
 
-def test_samples_have_the_shape_of_generates_and_share_one_prefill_per_prompt():
+def test_samples_share_one_prefill_per_prompt():
     options = {"do_sample": True, "num_return_sequences": 8, "eos_token_id": None, "pad_token_id": PAD}
     with forward_passes(tiny_model()) as passes:
         found = by_bass(**options)
@@ -155,36 +142,28 @@ def test_samples_have_the_shape_of_generates_and_share_one_prefill_per_prompt():
     assert len(found[:8].unique(dim=0)) > 1
 
 
-@pytest.mark.parametrize("waiting", [False, True])
-def test_samples_are_those_of_the_engine(waiting):
-    places = 3 if waiting else None
-    found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=places, eos_token_id=None)
-    expected = bass.generate(
-        bass.ModelPair(tiny_model(), tiny_model(noise=0.1)),
-        PROMPTS,
-        num_return_sequences=4,
-        max_new_tokens=NEW,
-        temperature=1.0,
-        top_k=50,  # what generate takes unless told otherwise
-        seed=5,
-        eos_token_id=(),
-    )
+def test_samples_equal_those_of_the_engine():
+    found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=3, eos_token_id=None)
+    options = {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 50, "seed": 5, "eos_token_id": ()}  # as in generate
+    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    expected = bass.generate(pair, PROMPTS, num_return_sequences=4, **options)
     assert torch.equal(found[:, WIDTH:], torch.stack(expected.sequences))
 
 
-def test_coupled_samples_are_those_of_regular_decoding():
-    options = {"do_sample": True, "num_return_sequences": 8, "seed": 3, "verification": "coupled", "temperature": 1.5}
+def test_coupled_samples_equal_regular_decoding():
+    options = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "verification": "coupled", "temperature": 1.5}
     options |= {"top_k": 0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
     assert torch.equal(by_bass(**options, draft_length=4), by_bass(**options, draft_length=0))
 
 
-@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}], ids=str)
-def test_sampling_option_that_leaves_one_choice_gives_greedy_text(options):
-    assert torch.equal(by_bass(do_sample=True, **options), by_bass())
-    assert not torch.equal(by_bass(do_sample=True), by_bass())
+def test_sampling_options_with_one_choice_give_greedy_text():
+    greedy = by_bass()
+    assert not torch.equal(by_bass(do_sample=True), greedy)
+    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}):
+        assert torch.equal(by_bass(do_sample=True, **options), greedy), options
 
 
-def test_manual_seed_governs_and_greedy_decoding_leaves_the_generator_alone():
+def test_manual_seed_governs_sampling_alone():
     def sample():
         torch.manual_seed(11)
         return by_bass(do_sample=True), by_bass(do_sample=True)
@@ -198,10 +177,10 @@ def test_manual_seed_governs_and_greedy_decoding_leaves_the_generator_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- what comes back ------------------------------------------------------------------------------
+# --- results -------------------------------------------------------------------------------------
 
 
-def test_dictionary_holds_the_sequences_and_what_the_engine_knows():
+def test_dictionary_holds_sequences_and_the_generation():
     out = by_bass(return_dict_in_generate=True, trace="tokens")
     assert isinstance(out, GenerateDecoderOnlyOutput)
     assert torch.equal(out.sequences, by_bass()) and torch.equal(out["sequences"], out[0])
@@ -210,8 +189,7 @@ def test_dictionary_holds_the_sequences_and_what_the_engine_knows():
     assert len(out.generation.trace.tokens) > 0
 
 
-@pytest.mark.parametrize("places", [2, None])
-def test_streamed_tokens_are_those_of_the_result_in_order(places):
+def test_events_hold_the_tokens_of_the_result():
     streamed = [[] for _ in PROMPTS]
 
     def on_step(event):
@@ -219,7 +197,7 @@ def test_streamed_tokens_are_those_of_the_result_in_order(places):
             streamed[row] += tokens
 
     eos = frequent_ids(by_bass(eos_token_id=None), 3)
-    found = by_bass(on_step=on_step, max_batch_size=places, eos_token_id=eos, pad_token_id=PAD)
+    found = by_bass(on_step=on_step, max_batch_size=2, eos_token_id=eos, pad_token_id=PAD)
     for row, tokens in zip(found[:, WIDTH:].tolist(), streamed, strict=True):
         assert row[: len(tokens)] == tokens and set(row[len(tokens) :]) <= {PAD}
 
@@ -232,7 +210,7 @@ def test_max_time_ends_rows_and_pads_them():
     assert torch.equal(by_bass(max_time=600.0), by_bass())
 
 
-def test_models_are_left_as_they_were_found():
+def test_models_stay_unchanged():
     model, draft = tiny_model("gpt2", seed=4, attn_pdrop=0.5), tiny_model("gpt2", seed=5)
     expected = model.generate(**BATCH, max_new_tokens=NEW)
     before = [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)]
@@ -245,7 +223,7 @@ def test_models_are_left_as_they_were_found():
         model.eval()
 
 
-# --- what is refused, by name ---------------------------------------------------------------------
+# --- refusals by name ---------------------------------------------------------------------------
 
 
 class Any(LogitsProcessor, StoppingCriteria):
@@ -254,41 +232,41 @@ class Any(LogitsProcessor, StoppingCriteria):
 
 
 def of_new_tokens_alone(penalty):
-    """As a caller makes it of lengths; older transformers take none when it is made."""
+    """Older transformers have no such argument."""
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     processor.prompt_ignore_length = torch.full((5,), WIDTH)
     return processor
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "num_beams=3", "min_new_tokens=4", "min_length=40", "no_repeat_ngram_size=2", "bad_words_ids=[[4, 5]]",
-        "sequence_bias={(4,): 2.0}", "typical_p=0.5", "top_h=0.5", "epsilon_cutoff=0.1", "eta_cutoff=0.1",
-        "length_penalty=2.0", "early_stopping=True", "renormalize_logits=True", "forced_bos_token_id=3",
-        "forced_eos_token_id=3", "remove_invalid_values=True", "exponential_decay_length_penalty=(3, 1.5)",
-        "guidance_scale=1.5", "encoder_repetition_penalty=1.5",
-        "output_scores=True", "output_logits=True", "output_attentions=True", "output_hidden_states=True",
-        "use_cache=False", "cache_implementation='static'", "prompt_lookup_num_tokens=3", "num_assistant_tokens=7",
-        "assistant_confidence_threshold=0.1", "penalty_alpha=0.6", "dola_layers='high'", "prefill_chunk_size=4",
-        "disable_compile=True",
-    ],
+REFUSED = (
+    "num_beams=3", "min_new_tokens=4", "min_length=40", "no_repeat_ngram_size=2", "bad_words_ids=[[4, 5]]",
+    "sequence_bias={(4,): 2.0}", "typical_p=0.5", "top_h=0.5", "epsilon_cutoff=0.1", "eta_cutoff=0.1",
+    "length_penalty=2.0", "early_stopping=True", "renormalize_logits=True", "forced_bos_token_id=3",
+    "forced_eos_token_id=3", "remove_invalid_values=True", "exponential_decay_length_penalty=(3, 1.5)",
+    "guidance_scale=1.5", "encoder_repetition_penalty=1.5",
+    "output_scores=True", "output_logits=True", "output_attentions=True", "output_hidden_states=True",
+    "use_cache=False", "cache_implementation='static'", "prompt_lookup_num_tokens=3", "num_assistant_tokens=7",
+    "assistant_confidence_threshold=0.1", "penalty_alpha=0.6", "dola_layers='high'", "prefill_chunk_size=4",
+    "disable_compile=True",
 )  # fmt: skip
-def test_generation_option_is_refused_by_name(name):
-    key, value = name.split("=", 1)
-    with pytest.raises(ValueError, match=f"bass_generate cannot honour the generation option {key}=.*: "):
-        by_bass(do_sample=key not in ("early_stopping", "penalty_alpha"), **{key: eval(value)})
 
 
-def test_option_of_the_models_own_configuration_is_refused_too():
+@pytest.mark.filterwarnings("ignore")
+def test_generation_options_are_refused_by_name():
+    for option in REFUSED:
+        key, value = option.split("=", 1)
+        with pytest.raises(ValueError, match=f"bass_generate cannot honour the generation option {key}=.*: "):
+            by_bass(do_sample=key not in ("early_stopping", "penalty_alpha"), **{key: eval(value)})
+
+
+def test_options_of_the_models_configuration_are_refused():
     model, before = tiny_model(), tiny_model().generation_config
     try:
         model.generation_config = GenerationConfig(no_repeat_ngram_size=2, pad_token_id=PAD)
         with pytest.raises(ValueError, match="no_repeat_ngram_size"):
             by_bass(model)
         model.generation_config = GenerationConfig(cache_implementation="hybrid", temperature=0.6, top_k=20)
-        assert by_bass(model).shape == (5, WIDTH + NEW)  # what hub models set; generate itself drops the cache
+        assert by_bass(model).shape == (5, WIDTH + NEW)  # hub models set these; generate drops the cache
         model.generation_config = GenerationConfig(unheard_of=1)
         with pytest.raises(ValueError, match="unheard_of"):
             by_bass(model)
@@ -296,30 +274,19 @@ def test_option_of_the_models_own_configuration_is_refused_too():
         model.generation_config = before
 
 
+PENALTY, HALVED = {"repetition_penalty": 1.4}, {"temperature": 0.5, "do_sample": True}  # generate would divide twice
+IN_THE_MIDDLE = SuppressTokensAtBeginLogitsProcessor([5], WIDTH + 3)
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
         ({"logits_processor": LogitsProcessorList([Any()])}, "the logits processor Any"),
         ({"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)])}, "set the option temperature"),
-        (
-            {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, 3)], "repetition_penalty": 1.4},
-            "RepetitionPenaltyLogitsProcessor",
-        ),
-        (
-            {"logits_processor": [of_new_tokens_alone(1.4)], "repetition_penalty": 1.4},
-            "RepetitionPenaltyLogitsProcessor",
-        ),
-        (
-            {
-                "logits_processor": [SuppressTokensAtBeginLogitsProcessor([5], WIDTH + 3)],
-                "begin_suppress_tokens": [5],
-            },
-            "SuppressTokensAtBeginLogitsProcessor",  # in the middle of texts
-        ),
-        (
-            {"logits_processor": [TemperatureLogitsWarper(0.5)], "temperature": 0.5, "do_sample": True},
-            "TemperatureLogitsWarper",  # generate would divide twice
-        ),
+        ({"logits_processor": [RepetitionPenaltyLogitsProcessor(1.4, 3)], **PENALTY}, "RepetitionPenaltyLogitsProc"),
+        ({"logits_processor": [of_new_tokens_alone(1.4)], **PENALTY}, "RepetitionPenaltyLogitsProcessor"),
+        ({"logits_processor": [IN_THE_MIDDLE], "begin_suppress_tokens": [5]}, "SuppressTokensAtBeginLogitsProcessor"),
+        ({"logits_processor": [TemperatureLogitsWarper(0.5)], **HALVED}, "TemperatureLogitsWarper"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [4]}, "prefix_allowed_tokens_fn"),
         ({"stopping_criteria": StoppingCriteriaList([Any()])}, "the stopping criterion Any"),
         ({CACHE: DynamicCache()}, CACHE),
@@ -359,7 +326,7 @@ def test_rows_that_may_end_early_need_a_pad_token():
         model.generation_config = before
 
 
-def test_draft_of_another_kind_and_encoder_decoder_models_are_refused():
+def test_unfit_models_are_refused():
     with pytest.raises(TypeError, match=r"draft_model must be .*got 'a name'"):
         by_bass(draft="a name")
     config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
@@ -368,25 +335,21 @@ def test_draft_of_another_kind_and_encoder_decoder_models_are_refused():
         by_bass(T5ForConditionalGeneration(config))
 
 
-# --- what transformers keeps from us --------------------------------------------------------------
+# --- arguments that generate does not pass on --------------------------------------------------------------
 
 
 ONE = {"input_ids": PROMPTS[1][None], "attention_mask": None}
 
 
-def test_an_assistant_model_drafts():
+def test_assistant_model_drafts():
     model, draft = tiny_model(), tiny_model(noise=0.1)
-    options = {"input_ids": ONE["input_ids"], "max_new_tokens": NEW, "custom_generate": bass_generate}
-    with forward_passes(draft) as passes:
-        found = model.generate(**options, assistant_model=draft)
-    assert passes and torch.equal(found, by_bass(draft=draft, **ONE))
-    method = functools.partial(bass_generate, draft_length=2)
-    with forward_passes(draft) as passes:
-        model.generate(**options | {"custom_generate": method}, assistant_model=draft)
-    assert passes
+    for method in (bass_generate, functools.partial(bass_generate, draft_length=2)):
+        with forward_passes(draft) as passes:
+            found = model.generate(ONE["input_ids"], max_new_tokens=NEW, custom_generate=method, assistant_model=draft)
+        assert passes and torch.equal(found, by_bass(draft=draft, **ONE))
 
 
-def test_where_drafts_come_from_is_never_guessed():
+def test_draft_model_is_required_and_unique():
     with pytest.raises(ValueError, match=r'pass draft_model=small, .* or draft_model="ngram"'):
         tiny_model().generate(**BATCH, max_new_tokens=NEW, custom_generate=bass_generate)
     with pytest.raises(ValueError, match="draft_model or assistant_model"):
@@ -396,7 +359,7 @@ def test_where_drafts_come_from_is_never_guessed():
 
 
 class Heard(BaseStreamer):
-    """What a streamer was given."""
+    """A streamer that keeps its tokens."""
 
     def __init__(self):
         self.given = []
@@ -408,7 +371,7 @@ class Heard(BaseStreamer):
         self.given.append("end")
 
 
-def test_a_streamer_hears_the_prompt_then_tokens_as_they_are_committed_then_the_end():
+def test_streamer_receives_prompt_tokens_and_end():
     heard = Heard()
     found = by_bass(**ONE, streamer=heard, on_step=lambda event: heard.given.append(event.step))
     tokens = [each for each in heard.given if isinstance(each, list)]
@@ -417,35 +380,21 @@ def test_a_streamer_hears_the_prompt_then_tokens_as_they_are_committed_then_the_
     assert list(itertools.chain(*tokens)) == found[0].tolist() and len(tokens) == len(steps) + 1 < NEW
 
 
-def test_a_text_streamer_prints_the_text(capsys):
-    tokenizer = byte_tokenizer()
-    found = by_bass(**ONE, streamer=TextStreamer(tokenizer, skip_prompt=True))
-    new = found[0, len(PROMPTS[1]) :]
-    assert capsys.readouterr().out.strip("\n") == tokenizer.decode(new).strip("\n")
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "error"),
-    [
+def test_streamer_ends_after_an_error():
+    for options, kind, error in (
         ({"max_new_tokens": 1000}, ValueError, "beyond the target model's context"),
         ({"no_repeat_ngram_size": 2}, ValueError, "no_repeat_ngram_size"),
         ({"draft": "a name"}, TypeError, "draft_model must be"),
-    ],
-    ids=["decoding", "option", "draft"],
-)
-def test_whoever_reads_a_streamer_does_not_wait_for_ever_after_an_error(options, kind, error):
-    heard = Heard()
-    with pytest.raises(kind, match=error):
-        by_bass(**ONE, streamer=heard, **options)
-    assert heard.given[-1] == "end"
-
-
-def test_a_streamer_of_several_rows_is_refused():
+    ):
+        heard = Heard()
+        with pytest.raises(kind, match=error):
+            by_bass(**ONE, streamer=heard, **options)
+        assert heard.given[-1] == "end"
     with pytest.raises(ValueError, match=r"cannot honour streamer=Heard: .*on_step"):
-        by_bass(streamer=Heard())
+        by_bass(streamer=Heard())  # of several rows
 
 
-def test_a_call_within_a_call_sees_its_own_arguments():
+def test_nested_call_sees_its_own_arguments():
     def on_step(event):
         with pytest.raises(ValueError, match="where drafts come from"):
             tiny_model("gpt2").generate(**ONE, max_new_tokens=2, custom_generate=bass_generate)

@@ -1,20 +1,17 @@
-"""Loading a pair: exactly what the checkpoint says, no foreign code, nothing damaged."""
+"""Loading a pair: exact weights, no foreign code, no damaged checkpoint."""
 
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from tiny import BYTES, SUPPORTED, byte_tokenizer, feature_head, ragged_prompts, tiny_model
-from transformers import BertConfig, BertForMaskedLM
+from tiny import BYTES, byte_tokenizer, feature_head, tiny_model
 
 import bass_core as bass
 from bass_core.models import ASSETS
@@ -52,11 +49,12 @@ def edit_json(file: Path, **changes) -> None:
 
 
 def test_loaded_pair_is_the_saved_one(target, draft):
-    pair = bass.load_pair(target, draft=draft)
+    pair = bass.load_pair(str(target), draft=draft)
     saved = bass.ModelPair(tiny_model(vocab_size=BYTES), tiny_model(vocab_size=BYTES, noise=0.02), byte_tokenizer())
     for loaded, model in ((pair.target, saved.target), (pair.draft, saved.draft)):
         assert loaded.state_dict().keys() == model.state_dict().keys()
         assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+        assert not any(module.training for module in loaded.modules())
     outs = [bass.generate(each, "what is new?", max_new_tokens=12, eos_token_id=()) for each in (pair, saved)]
     assert outs[0].sequences[0].tolist() == outs[1].sequences[0].tolist()
     assert outs[0].texts == outs[1].texts
@@ -64,41 +62,22 @@ def test_loaded_pair_is_the_saved_one(target, draft):
 
 @torch.inference_mode()
 def test_capped_scores_stay_capped(tmp_path):
-    """Whatever attention transformers takes for Gemma 2, its text is that of scores with the cap."""
+    """The attention that transformers chooses for Gemma 2 ignores the cap."""
     model, ids = tiny_model("gemma2", vocab_size=BYTES), torch.arange(3, 30)[None]
     loaded = bass.load_pair(save(tmp_path, model)).target
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
     assert model.config._attn_implementation == "eager"
 
 
-def test_folder_may_be_named_by_a_string(target):
-    assert bass.load_pair(str(target)).target.config.vocab_size == BYTES
-
-
-def test_loaded_models_are_in_evaluation_mode(target, draft):
-    pair = bass.load_pair(target, draft=draft)
-    assert not any(module.training for model in (pair.target, pair.draft) for module in model.modules())
-
-
-@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("asked", "given"),
-    [(None, torch.float32), ("bfloat16", torch.bfloat16), ("float64", torch.float64), (torch.float16, torch.float16)],
-    ids=str,
-)
-def test_dtype_is_the_one_asked_for_and_float32_by_default_on_a_cpu(tmp_path, stored, asked, given):
-    folder = save(tmp_path / "model", tiny_model(vocab_size=BYTES, dtype=stored))
-    pair = bass.load_pair(folder, draft=folder, dtype=asked, device="cpu")
-    assert {p.dtype for model in (pair.target, pair.draft) for p in model.parameters()} == {given}
-
-
-def test_without_a_draft_drafts_come_from_the_text_itself(target):
-    pair = bass.load_pair(target)
-    assert pair.draft is None
-    out = bass.generate(pair, "abcabcabcabc", max_new_tokens=60, eos_token_id=())
-    assert out.trace.steps.drafted.sum() > 0
-    drafter = bass.NgramDrafter(longest=2)
-    assert bass.load_pair(target, draft=drafter).draft is drafter
+def test_dtype_is_the_requested_one_or_float32_on_a_cpu(tmp_path):
+    for stored, requested, given in (
+        ("bfloat16", None, torch.float32),
+        ("float32", "bfloat16", torch.bfloat16),
+        ("bfloat16", torch.float64, torch.float64),
+    ):
+        folder = save(tmp_path / stored, tiny_model(vocab_size=BYTES, dtype=stored))
+        pair = bass.load_pair(folder, draft=folder, dtype=requested, device="cpu")
+        assert {p.dtype for model in pair.models for p in model.parameters()} == {given}
 
 
 def test_draft_without_a_target_is_one_of_the_embedded_targets():
@@ -111,6 +90,10 @@ def test_draft_without_a_target_is_one_of_the_embedded_targets():
 
 
 def test_drafters_have_names(target):
+    out = bass.generate(bass.load_pair(target), "abcabcabcabc", max_new_tokens=60, eos_token_id=())
+    assert out.trace.steps.drafted.sum() > 0  # without a draft, by n-grams
+    drafter = bass.NgramDrafter(longest=2)
+    assert bass.load_pair(target, draft=drafter).draft is drafter
     for name, kind in (("ngram", bass.NgramDrafter), ("suffix", bass.SuffixDrafter)):
         assert type(bass.load_pair(target, draft=name).draft) is kind
     assert bass.load_pair(target, draft="layers:1").draft.layers == 1
@@ -119,7 +102,7 @@ def test_drafters_have_names(target):
             bass.Session(bass.load_pair(target, draft=name))
 
 
-def test_a_feature_head_is_loaded_from_its_folder(target, tmp_path):
+def test_feature_head_is_loaded_from_its_folder(target, tmp_path):
     pair = bass.load_pair(target)
     head = feature_head(pair.target)
     head.save_pretrained(tmp_path)
@@ -140,7 +123,7 @@ def test_tied_embeddings_are_not_missing(tmp_path):
     assert pair.target.lm_head.weight is pair.target.model.embed_tokens.weight
 
 
-def test_checkpoint_in_shards_loads_and_a_lost_shard_is_refused(tmp_path):
+def test_lost_shard_is_refused(tmp_path):
     model = tiny_model(vocab_size=BYTES)
     model.save_pretrained(tmp_path, max_shard_size="30kB")
     byte_tokenizer().save_pretrained(tmp_path)
@@ -166,45 +149,35 @@ class Plant:
         return Path.touch, (self.file,)
 
 
-def test_planted_pickle_works(tmp_path):
-    pickle.loads(pickle.dumps(Plant(tmp_path / "unpickled")))
-    assert (tmp_path / "unpickled").exists()
-
-
-@pytest.mark.parametrize("write", ["torch", "pickle"])
-def test_pickled_checkpoint_is_refused_and_not_unpickled(target, tmp_path, write):
-    (target / "model.safetensors").unlink()
-    plant = {"lm_head.weight": Plant(tmp_path / "unpickled")}
-    with (target / "pytorch_model.bin").open("wb") as file:
-        torch.save(plant, file) if write == "torch" else pickle.dump(plant, file)
-    with pytest.raises(ValueError, match="safetensors"):
+@pytest.mark.parametrize(
+    ("role", "write"),
+    [
+        ("target", torch.save),
+        ("target", lambda plant, file: file.write_bytes(pickle.dumps(plant))),
+        ("draft", torch.save),
+    ],
+    ids=["torch", "pickle", "draft"],
+)
+def test_pickled_checkpoint_is_refused_and_not_unpickled(target, draft, tmp_path, role, write):
+    folder = {"target": target, "draft": draft}[role]
+    plant = Plant(tmp_path / "unpickled")
+    write({"lm_head.weight": plant}, folder / "pytorch_model.bin")
+    if role == "target":  # safetensors win
         bass.load_pair(target)
-    assert not (tmp_path / "unpickled").exists()
-
-
-def test_pickled_checkpoint_is_refused_even_if_it_is_harmless(target):
-    torch.save(load_file(target / "model.safetensors"), target / "pytorch_model.bin")
-    (target / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="safetensors"):
-        bass.load_pair(target)
-
-
-def test_pickled_draft_is_refused_too(target, draft, tmp_path):
-    (draft / "model.safetensors").unlink()
-    torch.save({"lm_head.weight": Plant(tmp_path / "unpickled")}, draft / "pytorch_model.bin")
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="safetensors"):
         bass.load_pair(target, draft=draft)
-    assert not (tmp_path / "unpickled").exists()
-
-
-def test_pickle_beside_safetensors_is_not_unpickled(target, tmp_path):
-    torch.save({"lm_head.weight": Plant(tmp_path / "unpickled")}, target / "pytorch_model.bin")
-    bass.load_pair(target)
-    assert not (tmp_path / "unpickled").exists()
+    assert not plant.file.exists()
+    pickle.loads(pickle.dumps(plant))
+    assert plant.file.exists()  # the plant works
+    torch.save(tensors, folder / "pytorch_model.bin")  # harmless ones, too
+    with pytest.raises(ValueError, match="safetensors"):
+        bass.load_pair(target, draft=draft)
 
 
 def in_shards(folder: Path, shard: str) -> Path:
-    """Put the folder's weights into one file under another name, which an index gives."""
+    """Move the folder's weights to one file that an index names."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
@@ -217,17 +190,16 @@ def in_shards(folder: Path, shard: str) -> Path:
     return folder / shard
 
 
-@pytest.mark.parametrize(
-    "shard", ["weights.bin", "pytorch_model.pt", "../elsewhere.safetensors", "below/some.safetensors", ".safetensors"]
-)
-def test_index_may_name_only_safetensors_files_of_its_own_folder(target, monkeypatch, shard):
+def test_index_names_only_safetensors_of_its_folder(draft, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("a file was unpickled"))
-    in_shards(target, shard)
-    with pytest.raises(ValueError, match=f"target'.* names '{shard}' as a file of weights"):
-        bass.load_pair(target)
+    for number, shard in enumerate(("weights.bin", "../elsewhere.safetensors", "below/s.safetensors", ".safetensors")):
+        target = Path(shutil.copytree(draft, tmp_path / f"{number}/target"))
+        in_shards(target, shard)
+        with pytest.raises(ValueError, match=f"target'.* names '{shard}' as a file of weights"):
+            bass.load_pair(target)
 
 
-def test_config_may_name_only_a_safetensors_file_of_its_own_folder(target):
+def test_config_names_only_safetensors_of_its_folder(target):
     (target / "model.safetensors").rename(target / "other.safetensors")
     edit_json(target / "config.json", transformers_weights="other.safetensors")
     assert torch.equal(bass.load_pair(target).target.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
@@ -237,8 +209,8 @@ def test_config_may_name_only_a_safetensors_file_of_its_own_folder(target):
             bass.load_pair(target)
 
 
-def test_models_of_the_hub_are_checked_and_loaded_from_one_revision(target, tmp_path):
-    """Without network: `main` of a model in the hub's cache is a good revision, and a bad one once it was checked."""
+def test_hub_models_are_checked_and_loaded_from_one_revision(target, tmp_path, monkeypatch):
+    """Without network: `main` of a cached model moves to a bad revision after the check."""
     hub, good, bad = tmp_path / "hub", "a" * 40, "b" * 40
     snapshots, main = hub / "models--owner--model/snapshots", hub / "models--owner--model/refs/main"
     shutil.copytree(target, snapshots / good)
@@ -247,45 +219,46 @@ def test_models_of_the_hub_are_checked_and_loaded_from_one_revision(target, tmp_
     in_shards(snapshots / bad, "weights.bin")
     main.parent.mkdir()
     main.write_text(good)
-    load = f"""
-from pathlib import Path
-import bass_core as bass
-from bass_core import checkpoints
+    read = transformers.AutoConfig.from_pretrained
 
-def checked_and_moved(*arguments, check=checkpoints._checked_config):
-    found = check(*arguments)
-    Path({str(main)!r}).write_text({bad!r})
-    return found
+    def read_and_moved(*arguments, **options):
+        main.write_text(bad)
+        return read(*arguments, **options)
 
-checkpoints._checked_config = checked_and_moved
-print(bass.load_pair("owner/model").target.lm_head.weight.sum().item())
-bass.load_pair("owner/model")
-"""
-    environment = os.environ | {"HF_HUB_CACHE": str(hub), "HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run([sys.executable, "-c", load], env=environment, capture_output=True, text=True)
-    assert ran.stdout == f"{tiny_model(vocab_size=BYTES).lm_head.weight.sum().item()}\n", ran.stderr
-    assert "'owner/model' (safetensors checkpoints only): it names 'weights.bin' as a file of weights" in ran.stderr
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub))
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", read_and_moved)
+    loaded = bass.load_pair("owner/model").target
+    assert main.read_text() == bad
+    assert torch.equal(loaded.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
+    with pytest.raises(ValueError, match=r"'owner/model' \(safetensors .* only\): it names 'weights.bin' as a file"):
+        bass.load_pair("owner/model")
 
 
-@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-@pytest.mark.parametrize("wanted", ["owner/kernel", "flash_attention_2", {"": "owner/kernel"}])
-@pytest.mark.parametrize("weights", ["hub", "dummy"])
-def test_config_may_not_fetch_kernels_unless_the_caller_says_so(target, weights, field, wanted):
-    edit_json(target / "config.json", **{field: wanted})
-    with pytest.raises(ValueError, match=rf"{field}='(owner/kernel|flash_attention_2)'.*trust_remote_code=True"):
-        named_pair(target, weights=weights)
+KERNELS = [
+    ("attn_implementation", "owner/kernel"),
+    ("_attn_implementation", "flash_attention_2"),
+    ("attn_implementation", {"": "owner/kernel"}),
+    ("experts_implementation", "owner/kernel"),
+]
 
 
 @pytest.mark.parametrize("weights", ["hub", "dummy"])
-def test_caller_may_allow_kernels(target, weights):
+def test_kernels_of_a_config_are_fetched_only_by_permission(target, weights):
+    original = (target / "config.json").read_text()
+    for field, wanted in KERNELS:
+        (target / "config.json").write_text(original)
+        edit_json(target / "config.json", **{field: wanted})
+        with pytest.raises(ValueError, match=rf"{field}='(owner/kernel|flash_attention_2)'.*trust_remote_code=True"):
+            named_pair(target, weights=weights)
+    (target / "config.json").write_text(original)
     edit_json(target / "config.json", attn_implementation="owner/kernel")
-    with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):  # so it was asked for
+    with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):  # so it was requested
         named_pair(target, weights=weights, trust_remote_code=True)
 
 
 @pytest.fixture
 def executed(target, tmp_path, monkeypatch) -> Path:
-    """A file that the code planted in the target's folder creates when it is imported."""
+    """Plant code in the target's folder. The returned file exists after an import of the code."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     file = tmp_path / "executed"
@@ -304,20 +277,15 @@ TOKENIZER_MAP = {"AutoTokenizer": [None, "planted.PlantedTokenizer"]}
 
 
 @pytest.mark.parametrize("weights", ["hub", "dummy"])
-def test_code_in_a_model_folder_is_not_executed_unless_the_caller_says_so(target, executed, weights):
-    edit_json(target / "config.json", model_type="planted", auto_map=MODEL_MAP)
+def test_code_in_a_model_folder_runs_only_by_permission(target, executed, weights):
+    edit_json(target / "config.json", auto_map=MODEL_MAP)
+    assert type(named_pair(target, weights=weights).target).__name__ == "LlamaForCausalLM"  # a known architecture
+    edit_json(target / "config.json", model_type="planted")
     with pytest.raises(ValueError, match="trust_remote_code"):
         named_pair(target, weights=weights)
     assert not executed.exists()
     assert type(named_pair(target, weights=weights, trust_remote_code=True).target).__name__ == "PlantedModel"
     assert executed.exists()
-
-
-@pytest.mark.parametrize("weights", ["hub", "dummy"])
-def test_code_in_the_folder_of_a_known_architecture_is_not_executed(target, executed, weights):
-    edit_json(target / "config.json", auto_map=MODEL_MAP)
-    assert type(named_pair(target, weights=weights).target).__name__ == "LlamaForCausalLM"
-    assert not executed.exists()
 
 
 @pytest.mark.parametrize("kind", ["PlantedTokenizer", "PreTrainedTokenizerFast"])
@@ -333,54 +301,37 @@ def test_code_of_a_tokenizer_is_not_executed(target, executed, kind):
 # --- damaged or unfit checkpoints -----------------------------------------------------------------
 
 
-def test_missing_tensor_is_refused(target):
-    edit_weights(target, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ValueError, match=r"target' has missing tensors: model\.layers\.1\.mlp\.up_proj\.weight"):
-        bass.load_pair(target)
+def set_one(name: str, value: float):
+    return lambda tensors: tensors[name][3:4].fill_(value)
 
 
-def test_unexpected_tensor_is_refused(target):
-    edit_weights(target, lambda tensors: tensors.update({"model.layers.7.stray": torch.ones(2)}))
-    with pytest.raises(ValueError, match=r"target' has unexpected tensors: model\.layers\.7\.stray"):
-        bass.load_pair(target)
+@pytest.mark.parametrize(
+    ("role", "edit", "message"),
+    [
+        ("target", lambda tensors: tensors.pop("model.norm.weight"), r" has missing tensors: model\.norm\.weight"),
+        ("draft", lambda tensors: tensors.update(stray=torch.ones(2)), " has unexpected tensors: stray"),
+        ("target", lambda tensors: tensors.update({"lm_head.weight": torch.ones(9, 32)}), r".*lm_head\.weight"),
+        ("target", set_one("model.norm.weight", float("nan")), r" has NaN or infinite values in model\.norm\.weight"),
+        ("draft", set_one("lm_head.weight", float("-inf")), r" has NaN or infinite values in lm_head\.weight"),
+        ("target", set_one("lm_head.weight", 1e20), "NaN or infinite"),  # in float16
+    ],
+    ids=["missing", "unexpected", "shape", "NaN", "infinite", "out of range"],
+)
+def test_damaged_tensors_are_refused(target, draft, role, edit, message):
+    edit_weights({"target": target, "draft": draft}[role], edit)
+    with pytest.raises(ValueError, match=f"(?s){role}'.*{message}"):
+        bass.load_pair(target, draft=draft, dtype="float16" if message == "NaN or infinite" else None)
 
 
-def test_tensor_of_another_shape_is_refused(target):
-    edit_weights(target, lambda tensors: tensors.update({"lm_head.weight": torch.ones(BYTES - 1, 32)}))
-    with pytest.raises(ValueError, match=r"(?s)target'.*lm_head\.weight"):
-        bass.load_pair(target)
+def test_weights_of_other_types_are_refused(target):
+    weight = load_file(target / "model.safetensors")["lm_head.weight"]
+    for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64):
+        edit_weights(target, lambda tensors, dtype=dtype: tensors.update({"lm_head.weight": weight.to(dtype)}))
+        with pytest.raises(ValueError, match=r"target'.*lm_head\.weight is stored as "):
+            bass.load_pair(target)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_tensor_with_values_that_are_no_numbers_is_refused(target, draft, role, value):
-    def spoil(tensors):
-        tensors["model.norm.weight"][3] = value
-
-    edit_weights({"target": target, "draft": draft}[role], spoil)
-    with pytest.raises(ValueError, match=rf"{role}' has NaN or infinite values in model\.norm\.weight"):
-        bass.load_pair(target, draft=draft)
-
-
-def test_values_beyond_the_range_of_the_dtype_asked_for_are_refused(target):
-    def enlarge(tensors):
-        tensors["model.norm.weight"][3] = 1e20
-
-    edit_weights(target, enlarge)
-    with pytest.raises(ValueError, match="NaN or infinite"):
-        bass.load_pair(target, dtype="float16")
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "bool", "complex64"])
-def test_weights_that_are_no_floating_point_numbers_are_refused(target, dtype):
-    edit_weights(
-        target, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(getattr(torch, dtype))})
-    )
-    with pytest.raises(ValueError, match=r"target'.*lm_head\.weight is stored as "):
-        bass.load_pair(target)
-
-
-def test_integer_tensors_that_an_architecture_passes_over_are_not_weights(tmp_path):
+def test_integer_tensors_that_an_architecture_ignores_are_no_weights(tmp_path):
     folder = save(tmp_path, tiny_model("gpt2", vocab_size=BYTES))
     mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()
     edit_weights(folder, lambda tensors: tensors.update({"transformer.h.0.attn.bias": mask}))
@@ -389,132 +340,115 @@ def test_integer_tensors_that_an_architecture_passes_over_are_not_weights(tmp_pa
 
 ABSURD = {
     "llama": {"num_hidden_layers": 10**7, "vocab_size": 10**8, "hidden_size": 10**6, "head_dim": 10**9},
-    "gpt2": {"n_layer": 10**18, "n_positions": 10**8, "n_embd": 10**6},
+    "gpt2": {"n_layer": 10**18, "n_positions": 10**8},
     "opt": {"num_hidden_layers": 100, "ffn_dim": 10**8},
     "mixtral": {"num_local_experts": 10**7},
 }
 
 
-@pytest.mark.parametrize(
-    ("architecture", "field", "value"), [(kind, *item) for kind, fields in ABSURD.items() for item in fields.items()]
-)
-def test_config_that_asks_for_more_than_the_files_hold_is_refused_at_once(tmp_path, architecture, field, value):
+@pytest.mark.parametrize("architecture", ABSURD)
+def test_absurd_sizes_are_refused_at_once(tmp_path, architecture):
     folder = save(tmp_path, tiny_model(architecture, vocab_size=BYTES))
-    edit_json(folder / "config.json", **{field: value})
-    began = time.process_time()  # other programs take none of it
-    with pytest.raises(ValueError, match=rf"config\.json (asks for {field}={value}|describes a model of [0-9,]+ para)"):
-        bass.load_pair(folder)
-    assert time.process_time() - began < 1
+    original = (folder / "config.json").read_text()
+    for field, value in ABSURD[architecture].items():
+        (folder / "config.json").write_text(original)
+        edit_json(folder / "config.json", **{field: value})
+        for weights in ("hub", "dummy") if value == 10**7 and field == "num_hidden_layers" else ("hub",):
+            began = time.process_time()  # other programs do not count
+            words = rf"config\.json (asks for {field}={value}|describes a model of [0-9,]+ para)"
+            with pytest.raises(ValueError, match=words):
+                named_pair(folder, weights=weights)
+            assert time.process_time() - began < 1
 
 
-def test_dummy_weights_are_not_made_for_layers_without_end(target):
-    edit_json(target / "config.json", num_hidden_layers=10**7)
-    with pytest.raises(ValueError, match=r"config\.json asks for num_hidden_layers=10000000"):
-        named_pair(target, weights="dummy")
-
-
-@pytest.mark.parametrize("weights", ["hub", "dummy"])
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
         ("quantization_config", {"quant_method": "of-tomorrow"}, r"quantization_config\.quant_method='of-tomorrow'"),
         ("quantization_config", {"bits": 4}, r"quantization_config\.quant_method=None"),
-        (
-            "text_config",
-            {"quantization_config": {"quant_method": "x"}},
-            r"text_config\.quantization_config\.quant_method",
-        ),
+        ("text_config", {"quantization_config": {"quant_method": "x"}}, r"text_config\.quantization_config\.quant_met"),
         ("dtype", "float12", "dtype in config.json .* got 'float12'"),
         ("torch_dtype", "nn", "torch_dtype in config.json .* got 'nn'"),
         ("dtype", "int8", "dtype in config.json .* got 'int8'"),
     ],
 )
-def test_words_of_a_config_that_mean_nothing_are_refused_by_name(target, weights, field, value, named):
+def test_meaningless_fields_of_a_config_are_refused_by_name(target, field, value, named):
     edit_json(target / "config.json", **{field: value})
-    with pytest.raises(ValueError, match=f"target'.*{named}"):
-        named_pair(target, weights=weights)
+    for weights in ("hub", "dummy"):
+        with pytest.raises(ValueError, match=f"target'.*{named}"):
+            named_pair(target, weights=weights)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "nn", "float12", "complex64", 3, torch.int64])
-@pytest.mark.parametrize("weights", ["hub", "dummy"])
-def test_dtype_that_no_model_can_have_is_refused(target, weights, dtype):
-    with pytest.raises(ValueError, match="dtype must be a floating-point dtype of torch"):
-        named_pair(target, weights=weights, dtype=dtype)
+def test_dtype_that_no_model_can_have_is_refused(target):
+    for dtype in ("int8", "nn", "float12", "complex64", 3, torch.int64):
+        for weights in ("hub", "dummy"):
+            with pytest.raises(ValueError, match="dtype must be a floating-point dtype of torch"):
+                named_pair(target, weights=weights, dtype=dtype)
 
 
-@pytest.mark.parametrize("architecture", SUPPORTED)
-def test_check_of_the_files_passes_every_architecture_and_leaves_its_config_alone(tmp_path, architecture):
+@pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "codegen", "mixtral"])
+def test_check_of_the_files_leaves_the_config_alone(tmp_path, architecture):
     model = tiny_model(architecture, vocab_size=BYTES)
-    loaded = bass.load_pair(save(tmp_path, model)).target
-    plain = type(model).from_pretrained(tmp_path)
+    loaded, plain = bass.load_pair(save(tmp_path, model)).target, type(model).from_pretrained(tmp_path)
     assert loaded.config.to_dict() == plain.config.to_dict()
     assert loaded.config._attn_implementation == plain.config._attn_implementation
 
 
-@pytest.mark.parametrize("keep", [0, 4, 1000, -100])
-def test_truncated_file_is_refused(target, keep):
-    file = target / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(ValueError, match=r"cannot load .*target'"):
-        bass.load_pair(target)
+def test_truncated_files_are_refused(target):
+    weights, config = target / "model.safetensors", target / "config.json"
+    whole = weights.read_bytes()
+    for keep in (0, 4, 1000, -100):
+        weights.write_bytes(whole[:keep])
+        with pytest.raises(ValueError, match=r"cannot load .*target'"):
+            bass.load_pair(target)
+    weights.write_bytes(whole)
+    for text in ("", "[]", "{", "{}"):
+        config.write_text(text)
+        with pytest.raises(ValueError, match=r"cannot load .*target'"):
+            bass.load_pair(target)
 
 
-@pytest.mark.parametrize("config", ["", "[]", "{", "{}"], ids=["empty", "list", "cut off", "no model type"])
-def test_damaged_configuration_is_refused(target, config):
-    (target / "config.json").write_text(config)
-    with pytest.raises(ValueError, match=r"cannot load .*target'"):
-        bass.load_pair(target)
-
-
-def test_folder_or_model_that_is_not_there_is_refused_by_name(tmp_path):
+def test_absent_model_or_tokenizer_is_refused_by_name(tmp_path):
     for name in (tmp_path / "nowhere", "no-such-owner/no-such-model"):
         with pytest.raises(ValueError, match=f"cannot load .*{name}"):
             bass.load_pair(name)
-
-
-def test_model_without_its_tokenizer_is_refused(tmp_path):
     tiny_model(vocab_size=BYTES).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"tokenizer of '{tmp_path}'"):
         bass.load_pair(tmp_path)
 
 
-def test_tokenizers_that_differ_are_refused(target, draft):
+def test_draft_with_another_tokenizer_is_refused(target, draft):
+    for role, token in (("bos_token", "<pad>"), ("eos_token", "<new>")):
+        edit_json(draft / "tokenizer_config.json", **{role: token})
+        with pytest.raises(ValueError, match=f"tokenizers differ: {role} is '</?s>' for the target and '{token}'"):
+            bass.load_pair(target, draft=draft)
+        edit_json(draft / "tokenizer_config.json", **{role: None})  # many have no BOS
+        bass.load_pair(target, draft=draft)
     byte_tokenizer(swap=(100, 200)).save_pretrained(draft)
     with pytest.raises(ValueError, match="tokenizers differ: id 100"):
         bass.load_pair(target, draft=draft)
 
 
-@pytest.mark.parametrize("role", ["bos_token", "eos_token"])
-@pytest.mark.parametrize("token", ["<pad>", "<new>"])
-def test_draft_that_begins_or_ends_texts_with_another_token_is_refused(target, draft, role, token):
-    edit_json(draft / "tokenizer_config.json", **{role: token})
-    with pytest.raises(ValueError, match=f"tokenizers differ: {role} is '</?s>' for the target and '{token}'"):
-        bass.load_pair(target, draft=draft)
-    edit_json(draft / "tokenizer_config.json", **{role: None})  # many have none to begin with
-    bass.load_pair(target, draft=draft)
-
-
 def gives_up_on(letter: str) -> dict:
-    """A step of a tokenizer whose regular expression gives up on long runs of a letter; the library panics then."""
+    """A step of a tokenizer whose regular expression gives up on long runs of a letter: the library panics."""
     return {"type": "Replace", "pattern": {"Regex": f"(?:{letter}+{letter}+)+\\d"}, "content": ""}
 
 
-def test_tokenizer_that_panics_on_plain_text_is_refused(target):
-    edit_json(target / "tokenizer.json", normalizer=gives_up_on("q"))
-    with pytest.raises(ValueError, match=r"tokenizer of .*target': the tokenizer failed on a text: .*retry-limit"):
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ({"normalizer": gives_up_on("q")}, ".*retry-limit"),
+        ({"decoder": {"type": "Strip", "content": "h", "start": 5, "stop": 5}}, "index out of bounds"),
+    ],
+    ids=["encode", "decode"],
+)
+def test_tokenizer_that_panics_on_plain_text_is_refused(target, step, says):
+    edit_json(target / "tokenizer.json", **step)
+    with pytest.raises(ValueError, match=rf"tokenizer of .*target': the tokenizer failed on a text: {says}"):
         bass.load_pair(target)
 
 
-def test_tokenizer_that_cannot_decode_is_refused(target):
-    strip = {"type": "Strip", "content": "h", "start": 5, "stop": 5}
-    edit_json(target / "tokenizer.json", decoder=strip)
-    with pytest.raises(
-        ValueError, match=r"tokenizer of .*target': the tokenizer failed on a text: index out of bounds"
-    ):
-        bass.load_pair(target)
-
-
-def test_tokenizer_that_panics_on_one_prompt_is_a_value_error_for_that_prompt(target):
+def test_tokenizer_that_panics_on_one_prompt_is_a_value_error(target):
     edit_json(target / "tokenizer.json", normalizer=gives_up_on("ж"))
     pair = bass.load_pair(target)
     bass.generate(pair, "ж" * 5, max_new_tokens=2)
@@ -522,24 +456,7 @@ def test_tokenizer_that_panics_on_one_prompt_is_a_value_error_for_that_prompt(ta
         bass.generate(pair, ["plain", "ж" * 500], max_new_tokens=2)
 
 
-def test_encoder_only_checkpoint_is_refused(tmp_path):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = BertConfig(vocab_size=BYTES, initializer_range=0.3, **sizes)
-    folder = save(tmp_path / "bert", BertForMaskedLM(config))
-    with pytest.raises(ValueError, match="Bert"):
-        bass.generate(bass.load_pair(folder), ragged_prompts(5))
-
-
-def test_refused_load_leaves_nothing_that_a_repaired_checkpoint_would_meet(target, tmp_path):
-    shutil.copytree(target, tmp_path / "good")
-    edit_weights(target, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(ValueError, match="missing"):
-        bass.load_pair(target)
-    shutil.copy(tmp_path / "good" / "model.safetensors", target)
-    assert torch.equal(bass.load_pair(target).target.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
-
-
-def test_models_where_names_belong_are_told_where_they_go():
+def test_models_in_place_of_names_are_refused():
     with pytest.raises(TypeError, match=r"load_pair takes names and folders, got LlamaForCausalLM; .*ModelPair"):
         bass.load_pair(tiny_model())
     with pytest.raises(TypeError, match=r"name the tokenizer: ModelPair\(model, tokenizer=tokenizer\)"):
