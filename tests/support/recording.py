@@ -159,7 +159,7 @@ def session(compile="graphs", models=None, **options) -> bass.Session:
     return bass.Session(models or pair(), compile=compile, eos_token_id=(), **({"draft_length": 3} | options))
 
 
-def submitted(running: bass.Session, prompts=PROMPTS, new=60) -> list:
+def submitted(running: bass.Session, prompts=PROMPTS, new=40) -> list:
     return [running.submit(prompt, max_new_tokens=new) for prompt in prompts]
 
 
