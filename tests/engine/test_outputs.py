@@ -51,6 +51,8 @@ def test_generation_is_indexed_by_row_and_by_prompt():
     assert [[row.text for row in rows] for rows in out.by_prompt] == [out.texts[:2], out.texts[2:4], out.texts[4:]]
     with pytest.raises(IndexError):
         out[6]
+    greedy = [generate(temperature=0.0, num_return_sequences=samples).texts for samples in (1, 2)]
+    assert greedy[1] == [text for text in greedy[0] for _ in range(2)]
     table = out.to_pandas()
     assert table["prompt"].tolist() == [0, 0, 1, 1, 2, 2] and table["sample"].tolist() == [0, 1] * 3
     assert table.text.tolist() == out.texts and set(table.tokens) == {40} and set(table.finish_reason) == {"length"}
@@ -145,17 +147,13 @@ def test_clean_up_of_spaces_takes_nothing_back():
     assert joined(bass.stream(pair, "a", **options), 1) == ["I don't know, I'm here."]
 
 
-def test_closed_stream_closes_its_session():
+def test_closed_stream_frees_its_models():
     pieces = bass.stream(PAIR, TEXTS, **OPTIONS)
     next(pieces)
     session = pieces.gi_frame.f_locals["session"]
     pieces.close()
     with pytest.raises(RuntimeError, match="closed"):
         session.step()
-
-
-def test_spent_time_budget_ends_a_stream():
-    assert joined(bass.stream(PAIR, TEXTS, **OPTIONS, time_budget=0.0), 3) == ["", "", ""]
 
 
 @pytest.mark.parametrize(
@@ -189,29 +187,23 @@ def slow_steps(monkeypatch):
 
 def test_asynchronous_stream_lets_other_tasks_run():
     async def both():
-        ticks = 0
+        ticks = []
 
         async def tick():
-            nonlocal ticks
             while True:
                 await asyncio.sleep(0)
-                ticks += 1
+                ticks.append(1)
 
         ticking = asyncio.create_task(tick())
         pieces = await all_pieces(TEXTS)
         ticking.cancel()
-        return pieces, ticks
+        return pieces, len(ticks)
 
     pieces, ticks = asyncio.run(both())
     assert joined(pieces, 3) == generate().texts and ticks > len(pieces)
 
 
-def test_asynchronous_stream_may_be_left_and_cancelled(slow_steps):
-    async def first_piece():
-        async for piece in bass.astream(PAIR, TEXTS, **OPTIONS):
-            return piece
-
-    assert asyncio.run(first_piece())[1]
+def test_asynchronous_stream_may_be_cancelled(slow_steps):
     with pytest.raises(TimeoutError):
         asyncio.run(asyncio.wait_for(all_pieces(TEXTS * 4), timeout=0.02))
     assert generate(max_new_tokens=1).texts  # the models are free again

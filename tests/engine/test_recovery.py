@@ -163,6 +163,8 @@ def test_ctrl_c_while_caches_grow_leaves_them_whole(pair, line, cancelled):
 
 
 def test_finished_and_refused_calls_leave_everything_as_it_was(pair, before, cache_memory):
+    sound = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.02))
+    assert_same(generate(pair), generate(sound))  # without dropout, though the models are in training mode
     out = generate(pair, num_return_sequences=2, max_batch_size=4, trace="tokens", repetition_penalty=1.1)
     assert len(out.sequences) == 6 and attention.pass_at_hand() is None
     for options in ({"max_new_tokens": 1000}, {"attention": "flash"}, {"top_p": 0}):
@@ -170,11 +172,6 @@ def test_finished_and_refused_calls_leave_everything_as_it_was(pair, before, cac
             generate(pair, **options)
     assert states(pair) == before
     assert cache_memory.was_used and cache_memory.held == 0
-
-
-def test_models_in_training_mode_decode_without_dropout(pair):
-    sound = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.02))
-    assert_same(generate(pair), generate(sound))
 
 
 def test_interrupted_probe_leaves_everything_as_it_was(monkeypatch, fresh_pair, before, cache_memory):

@@ -151,11 +151,10 @@ def test_model_that_another_thread_decodes_with_is_refused():
 
 
 def test_on_step_may_decode_with_the_same_models():
-    """Both transformers' own `generate` and this library's."""
-    alone, texts, found = greedy_alone(TARGET, PROMPTS[1], 8).tolist(), generate().sequences, []
+    alone, texts, found = greedy_alone(TARGET, PROMPTS[1], 8), generate().sequences, []
 
     def on_step(event):
-        found.append(greedy_alone(TARGET, PROMPTS[1], 8).tolist() == alone)
+        found.append(torch.equal(greedy_alone(TARGET, PROMPTS[1], 8), alone))  # transformers' own `generate`
         found.append(all(map(torch.equal, generate().sequences, texts)))
 
     assert all(map(torch.equal, generate(on_step=on_step).sequences, texts))

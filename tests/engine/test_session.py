@@ -71,17 +71,6 @@ def test_idle_session_runs_no_model():
     assert torch.equal(session.result(handle).sequence, greedy_alone(TARGET, PROMPTS[0], 4))
 
 
-def test_seed_of_a_row_overrides_the_sessions():
-    def row(session_seed, **own):
-        session = session_over(temperature=0.8, seed=session_seed)
-        handle = session.submit(PROMPTS[0], max_new_tokens=12, **own)
-        run_to_the_end(session)
-        return session.result(handle).sequence.tolist()
-
-    assert row(1, seed=7) == row(2, seed=7) == row(7)
-    assert row(1) != row(7)
-
-
 # --- rows next to other rows ----------------------------------------------------------------------
 
 
@@ -117,26 +106,15 @@ def test_rows_equal_rows_alone_in_any_order_of_events(options, any_length):
             assert result.sequence.tolist() == expected[row, which][:length]
 
 
-def test_rows_of_different_lengths_equal_rows_alone():
-    """Batch slots close one by one."""
-    news, prompts = [1, 30, 4, 17, 2, 24, 9, 3], ragged_prompts(12, 3, 8, 20, 6, 2, 10, 4)
-    session = session_over(max_batch_size=8, **SAMPLED)
-    handles = [session.submit(prompt, max_new_tokens=new) for prompt, new in zip(prompts, news, strict=True)]
-    run_to_the_end(session)
-    for row, (handle, prompt, new) in enumerate(zip(handles, prompts, news, strict=True)):
-        assert_same_result(session.result(handle), alone(row, prompt, new, **SAMPLED))
-
-
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
-def test_longer_row_that_joins_leaves_live_rows_as_they_were(options):
-    session, prompts, handles = session_over(**options), [*ragged_prompts(4, 6), *ragged_prompts(30, 60, seed=1)], []
+def test_longer_row_that_joins_leaves_live_rows_as_they_were():
+    session, prompts, handles = session_over(**SAMPLED), [*ragged_prompts(4, 6), *ragged_prompts(30, 60, seed=1)], []
     for prompt in prompts:
         handles.append(session.submit(prompt, max_new_tokens=14))
         for _ in range(2):
             session.step()
     run_to_the_end(session)
     for row, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
-        assert_same_result(session.result(handle), alone(row, prompt, 14, **options))
+        assert_same_result(session.result(handle), alone(row, prompt, 14, **SAMPLED))
 
 
 @pytest.mark.parametrize(
@@ -151,17 +129,6 @@ def test_waiting_rows_equal_rows_that_start_at_once(max_batch_size, temperature,
     assert max(rows for rows, _ in passes) <= max_batch_size
     for result, other in zip(out, expected, strict=True):
         assert_same_result(result, other)
-
-
-def test_freed_slot_is_taken_before_the_other_rows_end():
-    session = session_over(max_batch_size=2)
-    for new in (3, 40, 3):
-        session.submit(PROMPTS[0], max_new_tokens=new)
-    events = []
-    while not session.idle:
-        events.append(session.step())
-    last_of_the_long_row = max(event.step for event in events if 1 in event.rows)
-    assert min(event.step for event in events if 2 in event.rows) < last_of_the_long_row
 
 
 # --- cancelling -----------------------------------------------------------------------------------
@@ -185,16 +152,13 @@ def test_cancelled_row_keeps_its_tokens_and_the_others_are_unchanged(cancelled, 
 
 
 def test_foreign_handle_is_refused():
-    session, other = session_over(), session_over()
-    handle, foreign = session.submit(PROMPTS[0], max_new_tokens=8), other.submit(PROMPTS[1], max_new_tokens=8)
+    session, foreign = session_over(), session_over().submit(PROMPTS[1], max_new_tokens=8)
     for call in (session.cancel, session.result):
         with pytest.raises(TypeError, match="the handle that submit returned for it, got 99"):
             call(99)
         with pytest.raises(ValueError, match=r"Request\(row 0, .* is a row of another session"):
             call(foreign)
-    run_to_the_end(session)
-    run_to_the_end(other)
-    assert session.result(handle).finish_reason == other.result(foreign).finish_reason == "length"
+    assert foreign.finish_reason is None
 
 
 def test_cancelled_row_that_waits_never_starts():
@@ -210,17 +174,6 @@ def test_cancelled_row_that_waits_never_starts():
     assert (len(result.sequence), result.finish_reason) == (0, "cancelled")
     assert not any(length >= len(PROMPTS[1]) and length != len(PROMPTS[2]) for _, length in passes)
     assert_same_result(session.result(third), alone(2, PROMPTS[2], 6))
-
-
-def test_session_with_all_rows_cancelled_is_idle():
-    session = session_over(max_batch_size=2)
-    handles = [session.submit(prompt, max_new_tokens=6) for prompt in PROMPTS]
-    session.step()
-    for handle in handles:
-        session.cancel(handle)
-    assert session.idle
-    assert [session.result(handle).finish_reason for handle in handles] == ["cancelled"] * 4
-    assert [len(session.result(handle).sequence) for handle in handles] == [1, 1, 0, 0]
 
 
 # --- deadlines and budgets ------------------------------------------------------------------------
@@ -247,13 +200,12 @@ def test_row_past_its_deadline_ends_with_its_tokens_so_far(clock):
     assert_same_result(session.result(other), alone(1, PROMPTS[1], 20))
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=str)
-def test_time_budget_ends_live_rows_with_their_tokens_and_waiting_rows_empty(clock, options):
+def test_time_budget_ends_live_rows_with_their_tokens_and_waiting_rows_empty(clock):
     def on_step(event):
         clock.now += 1.0
 
-    full = generate(max_new_tokens=20, max_batch_size=2, **options)
-    out = generate(max_new_tokens=20, max_batch_size=2, time_budget=3.5, on_step=on_step, **options)
+    full = generate(max_new_tokens=20, max_batch_size=2, **SAMPLED)
+    out = generate(max_new_tokens=20, max_batch_size=2, time_budget=3.5, on_step=on_step, **SAMPLED)
     assert out.finish_reasons == ["budget"] * 4
     for sequence, logprobs, whole in zip(out.sequences[:2], out.logprobs, full.sequences, strict=False):
         assert 4 <= len(sequence) < 20
@@ -295,6 +247,7 @@ def test_events_handles_and_trace_agree(options):
     while not session.idle:
         event = session.step()
         numbers.append(event.step)
+        assert session.trace.steps.step.max() == event.step
         assert len(event.rows) == len(set(event.rows)) == len(event.new_tokens)
         for row, new in zip(event.rows, event.new_tokens, strict=True):
             tokens[row] += new

@@ -76,14 +76,11 @@ def test_kept_cache_is_dropped_when_the_last_sample_starts(saved_caches):
     while not len(session.result(handles[2]).sequence):
         session.step()
     assert saved_caches() == 0 and not session.idle
-
-
-def test_no_cache_is_kept_where_all_samples_start_together(saved_caches):
     session = session_over(max_batch_size=4)
     for _ in range(4):
         session.submit(LONG[0], max_new_tokens=4)
     session.step()
-    assert saved_caches() == 0
+    assert saved_caches() == 0, "all samples start together"
 
 
 @pytest.mark.parametrize("how", ["cancel", "deadline"])

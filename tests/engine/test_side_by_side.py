@@ -72,7 +72,7 @@ def test_model_of_an_open_session_is_saved_copied_and_trained(tmp_path):
     assert not torch.equal(own.state_dict()[name], expected[name])
 
 
-# --- weights that somebody else has changed -------------------------------------------------------
+# --- weights that the caller has changed ---------------------------------------------------------
 
 
 class Wrapped(nn.Linear):
