@@ -1,4 +1,4 @@
-"""Quantized models, with torchao: `make test-quantized`, which keeps it apart from all else (conftest.py says why)."""
+"""Models that torchao has quantized: `make test-quantized` (conftest.py says why they are apart)."""
 
 import pytest
 import torch
@@ -30,8 +30,7 @@ def test_quantized_checkpoint_decodes_as_transformers_does(target, draft, tmp_pa
 
 def test_quantized_weights_in_half_precision_are_decoded(target):  # noqa: F811
     pair = bass.load_pair(target, quantization_config=WEIGHTS, dtype="bfloat16")
-    assert pair.target.dtype == torch.bfloat16
-    assert [len(row) for row in greedy(pair)] == [16, 16, 16]
+    assert pair.target.dtype == torch.bfloat16 and [len(row) for row in greedy(pair)] == [16, 16, 16]
 
 
 def test_quantized_activations_are_refused_in_float32(target):  # noqa: F811

@@ -1,4 +1,4 @@
-"""Accepted counts that are drawn: as often as asked for, each row for itself, and always labelled."""
+"""Synthetic acceptance: drafts are accepted as often as requested, row by row, and results are labelled."""
 
 import numpy as np
 import pytest
@@ -12,86 +12,74 @@ from bass_lab.study.recorded_acceptance import SHIPPED, AcceptanceTrace
 PROMPTS = ragged_prompts(5, 11, 3, 8)
 
 
-def pair():
-    return bass.ModelPair(tiny_model(max_position_embeddings=512), tiny_model(max_position_embeddings=512, seed=1))
+def decode(acceptance, prompts=PROMPTS, new=300, k=4, **options):
+    pair = bass.ModelPair(*(tiny_model(max_position_embeddings=512, seed=seed) for seed in (0, 1)))
+    options = {"draft_length": k, "acceptance": acceptance, "eos_token_id": ()} | options
+    return bass.generate(pair, prompts, max_new_tokens=new, **options)
 
 
-def decode(acceptance, prompts=PROMPTS, new=400, k=4, **options):
-    return bass.generate(
-        pair(), prompts, max_new_tokens=new, draft_length=k, acceptance=acceptance, eos_token_id=(), **options
-    )
+def decode_steps(out):
+    return out.trace.steps.query("kind == 'decode'")
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.8}, {"temperature": 0.8, "verification": "coupled"}])
-def test_each_draft_is_accepted_with_the_chance_asked_for(options):
-    found = decode("synthetic:0.8", **options).trace.summary()
-    decisions = 4 * 400 * 0.8  # about as many as tokens, less the last ones of steps
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "verification": "coupled"}], ids=str)
+def test_each_draft_is_accepted_with_the_requested_probability(options):
+    out = decode("synthetic:0.8", **options)
+    found, decisions = out.trace.summary(), 4 * 300 * 0.8  # about as many as tokens, less the last ones of steps
     assert found["alpha"] == pytest.approx(0.8, abs=4 * np.sqrt(0.8 * 0.2 / decisions))
     assert found["tokens_per_step"] == pytest.approx((1 - 0.8**5) / (1 - 0.8), rel=0.08)
+    # One count for the whole batch would keep it from growing ragged.
+    counts = decode_steps(out).pivot(index="step", columns="row", values="accepted").dropna().to_numpy()
+    assert abs(np.corrcoef(counts, rowvar=False)[~np.eye(4, dtype=bool)]).max() < 4 / np.sqrt(len(counts))
 
 
 @pytest.mark.parametrize(("chance", "tokens_per_step"), [(0, 1), (1, 5)])
-def test_certain_chances(chance, tokens_per_step):
-    steps = decode(f"synthetic:{chance}", new=41).trace.steps.query("kind == 'decode'")
+def test_certain_acceptance(chance, tokens_per_step):
+    steps = decode_steps(decode(f"synthetic:{chance}", new=41))
     assert (steps.accepted == chance * steps.drafted).all()
     assert set(steps.emitted) == {tokens_per_step}
 
 
-def test_rows_draw_for_themselves():
-    """One count for the whole batch would keep it from growing ragged."""
-    counts = (
-        decode("synthetic:0.6")
-        .trace.steps.query("kind == 'decode'")
-        .pivot(index="step", columns="row", values="accepted")
+def test_row_draws_the_same_alone_in_a_batch_and_in_recorded_steps(monkeypatch):
+    use_on_cpu(monkeypatch)
+    columns = ["step", "row", "drafted", "accepted", "emitted", "kv_length"]
+    eager, recorded, alone = (
+        decode("synthetic:0.7", prompts, new=40, temperature=0.5, compile=compile).trace.steps[columns]
+        for prompts, compile in ((PROMPTS, "off"), (PROMPTS, "graphs"), (PROMPTS[:1], "off"))
     )
-    full = counts.dropna().to_numpy()
-    assert abs(np.corrcoef(full, rowvar=False)[~np.eye(4, dtype=bool)]).max() < 4 / np.sqrt(len(full))
+    assert recorded.equals(eager)
+    assert alone.accepted.tolist() == eager.query("row == 0").accepted.tolist()
 
 
-def test_a_row_draws_the_same_alone_and_in_a_batch():
-    def accepted(out):
-        return out.trace.steps.query("row == 0").accepted.tolist()
-
-    assert accepted(decode("synthetic:0.7", PROMPTS[:1], new=60)) == accepted(decode("synthetic:0.7", new=60))
-
-
-def test_a_recording_is_followed_place_by_place(tmp_path):
-    """Texts in which every third draft is certain to fail: nothing is drawn, and everything depends on the place."""
+def saved_trace(path, chances, **changes) -> str:
+    """The option for a recording of one text whose drafts have these probabilities."""
     made = AcceptanceTrace.synthetic(alpha=0.5, length=31, sequences=1)
-    chances = np.where(np.arange(31) % 3 == 0, 0.0, 1.0).astype(np.float32)[None]
-    forced = AcceptanceTrace(**(vars(made) | {"p": np.ones_like(chances), "q": chances}))
-    forced.save(tmp_path / "thirds.npz")
-    steps = decode(f"synthetic:{tmp_path / 'thirds.npz'}", PROMPTS[:1], new=120).trace.steps
-    steps = steps.query("kind == 'decode'")
-    places = (steps.kv_length.to_numpy()[:, None] + np.arange(4)) % 30 + 1  # the first token is the prefill's
-    kept = (places % 3 != 0) & (np.arange(4) < steps.drafted.to_numpy()[:, None])
+    chances = chances.astype(np.float32)[None]
+    AcceptanceTrace(**vars(made) | {"p": np.ones_like(chances), "q": chances} | changes).save(path)
+    return f"synthetic:{path}"
+
+
+def test_recording_is_followed_position_by_position(tmp_path):
+    """Each third draft fails."""
+    name = saved_trace(tmp_path / "thirds.npz", np.arange(31) % 3 != 0)
+    steps = decode_steps(decode(name, PROMPTS[:1], new=120))
+    positions = (steps.kv_length.to_numpy()[:, None] + np.arange(4)) % 30 + 1  # the first token is the prefill's
+    kept = (positions % 3 != 0) & (np.arange(4) < steps.drafted.to_numpy()[:, None])
     assert steps.accepted.tolist() == kept.cumprod(1).sum(1).tolist()
 
 
-def test_what_stands_behind_the_end_of_a_text_is_not_followed(tmp_path):
-    """Drafts are certain within the text, ten places long, and impossible behind it."""
-    made = AcceptanceTrace.synthetic(alpha=0.5, length=31, sequences=1)
-    chances = np.where(np.arange(31) < 11, 1.0, 0.0).astype(np.float32)[None]
-    parts = vars(made) | {"p": np.ones_like(chances), "q": chances, "lengths": np.array([11])}
-    AcceptanceTrace(**parts).save(tmp_path / "short.npz")
-    found = decode(f"synthetic:{tmp_path / 'short.npz'}", PROMPTS[:1], k=3, new=100).trace.summary()
-    assert found["acceptance_rate"] == 1
+def test_padding_behind_the_end_of_a_recorded_text_is_not_followed(tmp_path):
+    """Drafts are certain within the text, ten positions long, and impossible behind it."""
+    name = saved_trace(tmp_path / "short.npz", np.arange(31) < 11, lengths=np.array([11]))
+    assert decode(name, PROMPTS[:1], k=3, new=100).trace.summary()["acceptance_rate"] == 1
 
 
-def test_the_shipped_recording_has_its_own_alpha():
-    shipped = AcceptanceTrace.load(SHIPPED / "library.npz")
-    found = decode("synthetic:trace", k=3, num_return_sequences=8, new=100).trace.summary()
-    assert found["alpha"] == pytest.approx(shipped.alpha, abs=0.1)
+def test_shipped_recording_has_its_own_alpha():
+    found = decode("synthetic:trace", k=3, num_return_sequences=8, new=50).trace.summary()
+    assert found["alpha"] == pytest.approx(AcceptanceTrace.load(SHIPPED / "library.npz").alpha, abs=0.1)
 
 
-def test_recorded_steps_draw_the_same(monkeypatch):
-    use_on_cpu(monkeypatch)
-    eager, recorded = (decode("synthetic:0.8", new=40, temperature=0.5, compile=way) for way in ("off", "graphs"))
-    columns = ["step", "row", "drafted", "accepted", "emitted", "kv_length"]
-    assert recorded.trace.steps[columns].equals(eager.trace.steps[columns])
-
-
-def test_whatever_is_made_so_says_so(tmp_path):
+def test_synthetic_results_are_labelled(tmp_path):
     out = decode("synthetic:0.8", new=10)
     assert out.synthetic and out.trace.summary()["synthetic"] is True
     assert out.trace.summary()["acceptance"] == "synthetic:0.8"
@@ -102,10 +90,8 @@ def test_whatever_is_made_so_says_so(tmp_path):
     assert not earned.synthetic and earned.trace.summary()["acceptance"] == "earned"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["0.8", "synthetic", "synthetic:", "synthetic:1.2", "synthetic:-0.1", "synthetic:nan", 0.8, "synthetic:x.npz"],
-)
-def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match="acceptance"):
-        decode(name)
+def test_unknown_names_are_refused():
+    wrong = ("0.8", "synthetic", "synthetic:", "synthetic:1.2", "synthetic:-0.1", "synthetic:nan", 0.8)
+    for name in (*wrong, "synthetic:x.npz"):
+        with pytest.raises(ValueError, match="acceptance"):
+            decode(name)

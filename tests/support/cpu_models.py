@@ -1,4 +1,4 @@
-"""Models whose layers a CPU runs in fewer operators, what they write, and which operators that takes."""
+"""Models on a CPU: their texts, their logits and the operators of a pass."""
 
 import torch
 from tiny import ragged_prompts, tiny_model
@@ -10,7 +10,7 @@ PROMPTS = ragged_prompts(5, 11)
 
 
 class Operators(TorchDispatchMode):
-    """Notes each operator, by name, with the shape of its first tensor."""
+    """Records the name of each operator and the shape of its first tensor."""
 
     def __init__(self):
         super().__init__()

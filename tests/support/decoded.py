@@ -1,4 +1,4 @@
-"""The greedy texts of three prompts, from here and from transformers."""
+"""Greedy texts of three prompts by this library and by transformers."""
 
 from tiny import greedy_alone, ragged_prompts
 

@@ -1,8 +1,7 @@
-"""CUDA graphs played on a CPU: what was recorded is done again with the same operators, addresses and numbers.
+"""CUDA graphs emulated on a CPU: a recording repeats its operators on the same addresses with the same numbers.
 
-A CUDA graph knows nothing of Python: a length that was read on the host, a tensor made of host values, a Python branch
-are frozen in it. This recorder freezes them too, so that code which a graph would make wrong is wrong here, and it
-refuses what a capture refuses: values read by the host, and tensors made of the host's values.
+The recorder freezes host lengths, host tensors and Python branches, as a CUDA graph does. It refuses a host read and a
+tensor made of host values, as a capture does.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from bass_lab.checks.oracle import Oracle
 
 
 class Recorder(NothingReadByHost):
-    """Notes every operator, its arguments and its results."""
+    """Records each operator with its arguments and results."""
 
     def __init__(self):
         super().__init__()
@@ -29,9 +28,9 @@ class Recorder(NothingReadByHost):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         before = len(self.calls)
         result = super().__torch_dispatch__(operator, types, args, kwargs)
-        if len(self.calls) == before:  # else the operators that this one consists of were noted
+        if len(self.calls) == before:  # a composite operator recorded its parts
             given = {storage(tensor) for tensor in tensors((args, kwargs))}
-            # A view or an argument changes with what it shows; into what is new the next result is copied.
+            # Views and arguments change by themselves. A replay copies new results into the old memory.
             found = [tensor if storage(tensor) not in given else None for tensor in tensors(result)]
             self.calls.append((operator, args, kwargs or {}, found))
         return result
@@ -52,10 +51,10 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def recorded(device: torch.device):
-    """Stands in for `graphs.captured`."""
+    """Replacement of `graphs.captured`."""
 
     def record(function):
-        function()  # what is made when first needed is not part of a recording
+        function()  # warm-up: lazily made state is no part of a recording
         with Recorder() as recorder:
             result = function()
 
@@ -69,14 +68,14 @@ def recorded(device: torch.device):
 
 
 def use_on_cpu(monkeypatch) -> None:
-    """Where a GPU would have its graphs, sessions have this recorder from now on."""
+    """Sessions use this recorder in place of CUDA graphs."""
     resolve, gpu = recorded_step.resolve, torch.device("cuda")
     monkeypatch.setattr(step_ahead, "captured", recorded)
     monkeypatch.setattr(recorded_step, "resolve", lambda wanted, device, *rest: resolve(wanted, gpu, *rest))
 
 
 class Known(Graphs):
-    """Functions that count as recorded as soon as they are met."""
+    """Graphs whose functions count as recorded from the first call."""
 
     def run(self, key, function):
         self._recordings[key] = function
@@ -84,7 +83,7 @@ class Known(Graphs):
 
 
 def use_fixed_steps(monkeypatch) -> None:
-    """Every session takes steps of fixed shapes from now on, launched each time, and ahead as soon as can be."""
+    """Sessions take steps of fixed shapes, launched each time, and launch ahead as early as possible."""
 
     def make(way, fall_back, *arguments):
         return step_ahead.StepAhead(*arguments, Known(launched_each_time))
@@ -94,7 +93,7 @@ def use_fixed_steps(monkeypatch) -> None:
 
 
 def _draw_again_what_is_taken_back(monkeypatch) -> None:
-    """The oracle of `enumeration` gives a random number once; those of a step that is taken back decide nothing."""
+    """Let the oracle of `enumeration` draw the random numbers of a revoked step again."""
     oracles, use, take_back = [], Oracle._use, step_ahead.StepAhead.take_back
 
     def noted(self, *key):
@@ -112,7 +111,7 @@ def _draw_again_what_is_taken_back(monkeypatch) -> None:
 
 
 def count_ahead(monkeypatch) -> Counter:
-    """How many steps are launched before the one before is read, from now on, and how many of them are taken back."""
+    """Count the steps that are launched ahead, and those that are taken back."""
     seen, launch, take_back = Counter(), step_ahead.StepAhead._launch, step_ahead.StepAhead.take_back
 
     def launched(self):
@@ -140,7 +139,7 @@ def pair(architecture="llama", **changes):
 
 
 def assert_same(models, prompts=PROMPTS, new=24, **options):
-    """Recorded steps give the sequences and log-probabilities of eager ones. Returns both."""
+    """Recorded steps give the sequences, log-probabilities and trace of eager steps. Return both generations."""
     options = {"eos_token_id": (), "max_new_tokens": new} | options
     policy = options.pop("draft_length")
     make = policy if callable(policy) else lambda: policy
@@ -154,3 +153,18 @@ def assert_same(models, prompts=PROMPTS, new=24, **options):
     assert recorded.trace.steps[columns].equals(eager.trace.steps[columns])
     assert (recorded.trace.meta["compile"], eager.trace.meta["compile"]) == ("graphs", "off")
     return recorded, eager
+
+
+def session(compile="graphs", models=None, **options) -> bass.Session:
+    return bass.Session(models or pair(), compile=compile, eos_token_id=(), **({"draft_length": 3} | options))
+
+
+def submitted(running: bass.Session, prompts=PROMPTS, new=40) -> list:
+    return [running.submit(prompt, max_new_tokens=new) for prompt in prompts]
+
+
+def texts(running: bass.Session, handles) -> list[list[int]]:
+    """Texts of the rows after the session has ended."""
+    while not running.idle:
+        running.step()
+    return [running.result(handle).sequence.tolist() for handle in handles]

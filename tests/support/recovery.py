@@ -1,4 +1,4 @@
-"""For tests of recovery: a pair that is easily disturbed, calls that fail at a chosen moment, and what caches hold."""
+"""Recovery: models that are easily disturbed, calls that fail at a chosen time, and the memory of caches."""
 
 import copy
 import itertools
@@ -15,7 +15,7 @@ PROMPTS = ragged_prompts(5, 9, 13)
 
 
 def disturbed_pair() -> bass.ModelPair:
-    """Models of this test's own, in training mode in part, with dropout that would change the text."""
+    """Copies of models, in training mode in part. Their dropout would change the text."""
     dropout = {"attention_dropout": 0.5}
     pair = bass.ModelPair(
         copy.deepcopy(tiny_model(dtype="float64", **dropout)),
@@ -28,7 +28,7 @@ def disturbed_pair() -> bass.ModelPair:
 
 
 def probed(pair: bass.ModelPair) -> bass.ModelPair:
-    """The pair after the probes of its attention, whose calls would be counted else."""
+    """The pair after the probes of its attention, whose calls would otherwise be counted."""
     for model in pair.models:
         probe.resolve(model)
     return pair
@@ -59,7 +59,7 @@ def assert_same_results(session, handles, other, other_handles) -> None:
 
 
 def fail_at_call(monkeypatch, owner, name: str, number: int, error: BaseException) -> None:
-    """The call number `number` (from 1) of owner.name raises."""
+    """Let call `number` (from 1) of owner.name raise."""
     original, calls = getattr(owner, name), itertools.count(1)
 
     def failing(*args, **kwargs):
@@ -71,7 +71,7 @@ def fail_at_call(monkeypatch, owner, name: str, number: int, error: BaseExceptio
 
 
 class CacheMemory:
-    """Watches the bytes behind every key and value that a cache ever stored, whoever still holds them."""
+    """Counts the bytes of all keys and values that caches have stored and that are still in memory."""
 
     def __init__(self, monkeypatch):
         self._storages = []
@@ -93,6 +93,6 @@ class CacheMemory:
 
     @property
     def held(self) -> int:
-        """Bytes that are not free yet; nobody should have to wait for the garbage collector."""
+        """Bytes that are not free yet, without a run of the garbage collector."""
         storages = [torch.UntypedStorage._new_with_weak_ptr(storage.cdata) for storage in self._storages]
         return sum(storage.nbytes() for storage in storages if storage is not None)

@@ -1,4 +1,4 @@
-"""For tests of sessions: a pair and its prompts, a session over them, and what a row is when it is alone."""
+"""Sessions: a pair with prompts, and the result of a row without other rows."""
 
 import torch
 from tiny import ragged_prompts, tiny_model
@@ -27,7 +27,7 @@ def run_to_the_end(session: bass.Session) -> None:
 
 
 def alone(row: int, prompt, new: int, **options):
-    """The result of a row that has the whole session for itself."""
+    """The result of a row in a session of its own."""
     session = session_over(max_batch_size=1, **options)
     for _ in range(row):
         session.submit(prompt, max_new_tokens=0)  # the row's number names its random numbers
