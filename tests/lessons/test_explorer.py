@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import replace
 
-import lesson_runs
 import numpy as np
 import plotly.graph_objects as go
 import pytest
@@ -223,31 +222,3 @@ def test_record_holds_settings_and_acceptance(pair):
     assert (record["alpha"], record["tokens_per_step"]) == (summary["alpha"], summary["tokens_per_step"])
     explorer.controls["draft_length"].value = 0
     assert explorer.record()["method"] == "regular" and explorer.record()["alpha"] is None
-
-
-# --- the lesson with other parameters ---
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"batch_size": 3, "draft_length": 1, "prompt_set": "library", "temperature": 0.0},
-        {"batch_size": 2, "draft_length": 7, "prompt_set": "mini", "verification": "block", "seed": 5},
-    ],
-)
-def test_lesson_takes_parameters(pair, tmp_path, changed):
-    changed = changed | {"max_new_tokens": 16}
-    executed = lesson_runs.execute("03_acceptance_explorer", tmp_path, **changed)
-    printed = [str(output.get("text", "")) for cell in executed.cells for output in cell.get("outputs", [])]
-    (record,) = [json.loads(text) for text in printed if text.startswith('{"schema"')]
-    texts = prompt_set(changed["prompt_set"], changed["batch_size"])
-    names = ("draft_length", "max_new_tokens", "verification", "seed")
-    options = {name: changed[name] for name in names if name in changed}
-    summary = bass.generate(pair, texts, temperature=changed.get("temperature", 0.8), **options).trace.summary()
-    assert (record["prompt_set"], record["batch"]) == (changed["prompt_set"], changed["batch_size"])
-    assert record["k"] == changed["draft_length"]
-    assert record["alpha"] == pytest.approx(summary["alpha"])
-    assert record["tokens_per_step"] == pytest.approx(summary["tokens_per_step"])
-    promised = changed.get("temperature") == 0 or changed.get("verification") == "coupled"
-    assert record["same_text"] is (True if promised else None)

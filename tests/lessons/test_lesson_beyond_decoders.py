@@ -28,15 +28,6 @@ def test_attention_over_the_source_has_a_row_per_token(reading_pair):
     assert len(figures.attention_figure(weights).data) == 1
 
 
-def test_acceptance_by_source_adds_up(reading_pair):
-    out = bass.generate(reading_pair, PROMPTS, max_new_tokens=24, draft_length=3)
-    table = demonstrations.by_source(out, PROMPTS, [9, 12])
-    assert table.source.tolist() == ["Return the even numbers.", "Return the sum of the lengths of the words."]
-    assert table.written.tolist() == [len(row.sequence) for row in out]
-    assert table.drafted.sum() == out.trace.steps.drafted.sum()
-    assert table["α"].between(0, 1).all() and len(figures.sources_figure(table).data) == 1
-
-
 def test_four_methods_are_timed(reading_pair):
     table = demonstrations.timed(reading_pair, PROMPTS, batch_sizes=[1, 2], draft_length=3, most=16, repeats=1)
     assert table.index.tolist() == [(batch, way) for batch in (1, 2) for way in demonstrations.WAYS]

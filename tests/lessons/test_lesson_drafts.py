@@ -164,15 +164,6 @@ def test_quantized_copy_shares_the_other_weights():
 # --- figures ---
 
 
-def test_lines_of_equal_speed_follow_the_formula():
-    costs, chances = np.array([0.0, 0.1]), np.linspace(0, 0.99, 100)
-    free, dear = figures._needed(2.0, costs, chances)
-    assert free == pytest.approx(0.5, abs=0.011)  # the grid's step; without costs, with many drafts: 1 / (1 - α) = 2
-    best = max(sum(dear**i for i in range(k + 1)) / (1 + k / 10) for k in range(figures.LONGEST + 1))
-    assert dear > free and best == pytest.approx(2.0, abs=0.05)
-    assert np.isnan(figures._needed(2.0, np.array([5.0]), chances)).all()
-
-
 def test_menus_choose_draft_and_prompts(pairs):
     prompts = {name: prompt_set(name, 2) for name in ("mini", "library")}
     view = figures.drafter_view(pairs, prompts, "ngram", "mini", **OPTIONS)

@@ -1,10 +1,9 @@
 """Lesson 08: phases of a step, the roofline, figures, and the record of a run."""
 
-import lesson_runs
 import pytest
 
 from bass_lab.lessons import l08_demonstrations
-from bass_lab.measure import gpu_benchmark, records
+from bass_lab.measure import records
 from bass_lab.measure.roofline import Device, Roofline, Workload
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -46,26 +45,3 @@ def test_bounds_follow_the_roofline(pair, phases):
     assert (bound.emitted <= bound.verified).all()
     regular = bound.query("k == 0")
     assert regular.emitted.to_numpy() == pytest.approx(regular.verified.to_numpy())
-
-
-def test_paper_is_shown_with_its_hardware(record):
-    table = l08_demonstrations.beside_the_paper(record)
-    assert table.loc["the paper, abstract", "device"] == "one A100"
-    assert table.loc["the paper, abstract", "mean ms per token"] == 5.8
-    assert len(table) == 9 and table.device.str.contains("EPYC").sum() == 8
-    slow, fast = gpu_benchmark.paper_at(3.35e12)
-    assert slow == pytest.approx(2.68, abs=0.01) and fast == pytest.approx(3.46, abs=0.01)
-
-
-@pytest.mark.slow
-def test_lesson_takes_parameters_and_writes_a_record(tmp_path):
-    path = tmp_path / "record.jsonl"
-    changed = {"batch_size": [1, 2], "draft_length": None, "prompt_set": "library", "max_new_tokens": 12, "repeats": 2}
-    lesson_runs.execute("08_latency_and_utilization", tmp_path, output=str(path), **changed)
-    lines = records.read(path)  # checks the schema
-    found = records.frame(lines)
-    assert sorted(found.batch.unique()) == [1, 2] and set(found.prompt_set) == {"library"}
-    assert set(found.method) >= {"transformers", "assisted", "regular", "batched"}
-    assert (found.identical == found.rows).all() and (found.rows == found.batch).all()
-    assert found.query("method == 'batched'").k.isna().all()
-    assert all(len(line["seconds"]) == 2 for line in lines)

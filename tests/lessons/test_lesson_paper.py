@@ -5,7 +5,6 @@ import re
 import lesson_runs
 import nbformat
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -125,15 +124,6 @@ def test_policies_are_compared_with_the_best_fixed_length(made_up):
     assert by.k["regular"] == 0 and by.k["Algorithm 1"] > 1
     figure = figures.lengths_figure(found, ["Algorithm 1"], "")
     assert [trace.name for trace in figure.data] == ["Algorithm 1", "Algorithm 1", "best fixed"]
-
-
-def test_modelled_lines(made_up):
-    works = demonstrations.modelled_pair("opt-13b")
-    assert works[0].weights == pytest.approx(13e9, rel=0.03) and works[1].weights == pytest.approx(125e6, rel=0.03)
-    found = pd.DataFrame(demonstrations.modelled_lines(works, made_up, (1, 4), 5, repeats=1))
-    assert found.precision.tolist() == ["16 bits"] * 2 + ["8 bits"] * 2
-    assert (found["first"] <= found["all"]).all() and (found["all"] <= found["last"]).all()
-    assert found["all"][2] < found["all"][0]
 
 
 # --- other settings ---

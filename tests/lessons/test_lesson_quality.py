@@ -60,17 +60,6 @@ def test_verdicts_equal_the_scores(runs):
             assert table.done[method] == (run.samples.finish_seconds <= budget).sum()
 
 
-def test_budget_figure_has_a_line_per_method_and_score(runs):
-    curve = pd.concat(run.scores([1, 2, 4]).assign(method=method) for method, run in runs.items())
-    figure = l09_figures.budget_figure(curve)
-    lines = {(trace.name, trace.xaxis): trace for trace in figure.data if trace.name}
-    assert len(lines) == 6 and len(figure.data) == 12
-    assert list(lines["batched", "x"].y) == [0, 1, 1] and list(lines["batched", "x2"].y) == [0, 1, 1]
-    assert list(lines["single", "x2"].y) == [0, 1, 1] and list(lines["regular", "x2"].y) == [0, 0, 1]
-    styles = {(t.line.color, t.line.dash, t.marker.symbol) for t in lines.values()}
-    assert len(styles) == 3 and len({dash for _, dash, _ in styles}) == 3
-
-
 def test_budget_slider_redraws(runs):
     explorer = l09_figures.budget_explorer(runs, steps=5)
     problem, budget, figure, sentence, _ = explorer.children
@@ -89,17 +78,6 @@ def test_budget_slider_redraws(runs):
 def execute(tmp_path, **parameters):
     changed = {"output": str(tmp_path / "samples"), "max_new_tokens": 64, **parameters}
     return lesson_runs.execute("09_quality_within_a_time_budget", tmp_path, **changed)
-
-
-@pytest.mark.slow
-def test_lesson_takes_parameters_and_keeps_its_samples(tmp_path):
-    execute(tmp_path, problem_count=2, batch_size=3, draft_length=3, temperature=0.2, seed=4)
-    stored = evaluation.load(tmp_path / "samples")
-    assert list(stored) == list(evaluation.METHODS)
-    for run in stored.values():
-        assert run.samples.problem.nunique() == 2 and len(run.samples) == 2 * 3
-        assert (run.settings["seed"], run.settings["temperature"]) == (4, 0.2)
-    assert [run.settings["draft_length"] for run in stored.values()] == [f"FixedLength(k={n})" for n in (0, 3, 3)]
 
 
 @pytest.mark.slow

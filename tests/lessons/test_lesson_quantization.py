@@ -9,7 +9,6 @@ import bass_core as bass
 from bass_core.quantization import kind_of
 from bass_lab.lessons import l10_demonstrations as demonstrations
 from bass_lab.lessons import l10_exercises as exercises
-from bass_lab.lessons import l10_figures as figures
 from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -94,10 +93,3 @@ def test_methods_are_timed_and_modelled(pair):
 
 
 # --- figures ---
-
-
-def test_every_block_has_one_program():
-    owners = figures.programs(1024, 4096, 32, 256, 4)
-    assert owners.shape == (32, 16) and owners[0].tolist() == [n for n in range(4) for _ in range(4)]
-    assert set(owners.ravel()) == set(range(128))
-    assert figures.blocks_figure(1024, 4096, 32, 256, 4).data[0].z.shape == (8, 16)

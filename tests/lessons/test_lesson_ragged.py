@@ -1,7 +1,5 @@
 """Lesson 02: replays, cache states, the naive implementation with and without bugs, figures."""
 
-import itertools
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,7 +8,6 @@ from recording import use_on_cpu
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.draft_length import expected_tokens
 from bass_lab.lessons import l02_demonstrations, l02_figures, l02_naive_batches
 from bass_lab.measure import benchmark
 from bass_lab.show import plots
@@ -34,22 +31,7 @@ def run():
     return decode(tiny_pair())
 
 
-# --- lock-step ---
-
-
-def enumerated_tokens(alpha, k, batch):
-    """Expected tokens per step over every pattern of accepted and rejected drafts."""
-    total = 0.0
-    for pattern in itertools.product((True, False), repeat=batch * k):
-        rows = np.array(pattern).reshape(batch, k)
-        kept = rows.cumprod(1).sum(1).min()
-        total += alpha ** rows.sum() * (1 - alpha) ** (batch * k - rows.sum()) * (kept + 1)
-    return total
-
-
-@pytest.mark.parametrize("batch, k", [(1, 4), (3, 2)])
-def test_lock_step_formula_equals_enumeration(batch, k):
-    assert expected_tokens(0.7**batch, k)[k] == pytest.approx(enumerated_tokens(0.7, k, batch))
+# --- replays ---
 
 
 def test_replay_of_hand_made_rows():
@@ -128,13 +110,6 @@ def test_naive_rows_without_a_bug_equal_transformers(architecture, k):
     for prompt, found in zip(PROMPTS, naive.sequences, strict=True):
         assert found.tolist() == greedy_alone(pair.target, prompt, NEW).tolist()
     assert naive.missing == 0
-
-
-def test_naive_rows_accept_what_the_engine_accepts(run):
-    naive = l02_naive_batches.naive_generate(tiny_pair(), PROMPTS, draft_length=3, max_new_tokens=NEW)
-    ours, theirs = plots.raster_matrix(run.trace), pd.DataFrame(naive.accepted).T
-    both = min(ours.shape[1], theirs.shape[1]) - 1  # the engine drafts less where a row ends
-    assert ours.iloc[:, : both // 2].to_numpy().tolist() == theirs.iloc[:, : both // 2].to_numpy().tolist()
 
 
 def test_naive_refuses_what_it_cannot_do():

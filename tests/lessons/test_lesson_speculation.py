@@ -11,7 +11,6 @@ import bass_core as bass
 from bass_core.draft_length import expected_tokens
 from bass_lab.lessons import l01_demonstrations, l01_figures, l01_rules
 from bass_lab.measure.roofline import TARGET_8B
-from bass_lab.show import looks
 from bass_lab.texts.prompt_sets import prompt_set
 
 
@@ -156,17 +155,6 @@ def test_tokens_table_counts_by_definition():
     assert table.loc["easy", "formula"].tolist() == pytest.approx([1.8, 1 + 0.8 + 0.64])  # 4 of 5 tries, all together
 
 
-def test_speed_table_has_expected_and_measured_side_by_side(pair):
-    sets = {"mini": prompt_set("mini", 1)}
-    options = {"repeats": 1, "max_new_tokens": 8, "temperature": 0.8}
-    table = l01_demonstrations.speed_table(pair, sets, [1, 2], costs([10, 10, 10], 1), **options)
-    columns = ["prompts", "k", "tokens per step", "step cost", "expected", "measured", "low", "high"]
-    assert table.columns.tolist() == columns and table.k.tolist() == [1, 2]
-    assert table["step cost"].tolist() == pytest.approx([1.1, 1.2])
-    assert table.expected.tolist() == pytest.approx((table["tokens per step"] / table["step cost"]).tolist())
-    assert (table.low <= table.measured).all() and (table.measured <= table.high).all()
-
-
 # --- what is drawn ---
 
 
@@ -187,14 +175,6 @@ def told_step(story, step):
     read = lines[lines.verdict.isin(["accepted", "rejected"])]
     bars = {verdict: part["slot"].tolist() for verdict, part in lines.groupby("verdict")}
     return bars, list(zip(read["slot"], read.u, strict=True))
-
-
-def test_static_steps_equal_the_story(story):
-    steps = story.telling_steps()
-    figure = l01_figures.steps_figure(story, steps)
-    for step, axis in zip(steps, ["x", "x2", "x3"], strict=True):
-        assert drawn_step([trace for trace in figure.data if trace.xaxis == axis]) == told_step(story, step)
-    assert len({looks.LOOKS[verdict].hatch for verdict in l01_figures.VERDICTS[:5]}) == 5  # told apart without colours
 
 
 def test_step_slider_redraws_text_and_bars(pair, story):

@@ -154,16 +154,6 @@ def test_cost_table_compares_steps(speculative, regular):
     assert table.kernels["speculative"] > table.kernels["regular"]
 
 
-def test_profiler_cost_is_a_ratio_of_medians(speculative):
-    _, trace = speculative
-    table = l06_figures.profiler_cost(trace, trace)
-    assert list(table.index) == ["draft", "verify", "other", "step"] and (table.factor == 1).all()
-    slower = json.loads(json.dumps(trace.steps.to_dict("list")))
-    twice = bass.Trace("steps")
-    twice.record_step(**slower | {"draft_ms": [2 * ms for ms in slower["draft_ms"]]})
-    assert l06_figures.profiler_cost(trace, twice).factor["draft"] == pytest.approx(2)
-
-
 # --- the model of launches ---
 
 

@@ -19,7 +19,7 @@ from bass_lab.lessons import (
     l08_demonstrations,
     l08_figures,
 )
-from bass_lab.lessons.l04_explorer import MODELLED, LengthExplorer
+from bass_lab.lessons.l04_explorer import MODELLED
 from bass_lab.measure.gpu_plan import USELESS
 from bass_lab.measure.gpu_records import NONE, gpu_record
 from bass_lab.measure.roofline import MODELS
@@ -64,15 +64,6 @@ def test_replays_use_the_recorded_costs(record, pair):
     assert (found.speed.xs(NAME) != found.speed.xs(MODELLED)).any()
     titles = [note.text for note in l04_figures.lengths_figure(found.reset_index(), "").layout.annotations]
     assert f"easy: {NAME}" in titles
-
-
-def test_the_explorer_offers_the_recorded_costs(record):
-    explorer = LengthExplorer(repeats=2, recorded=record("costs"))
-    modelled = explorer.table
-    explorer.controls["costs"].value = NAME
-    assert explorer.controls["launch"].disabled
-    assert not modelled.speed.equals(explorer.table.speed)
-    assert NAME not in LengthExplorer(repeats=2).controls["costs"].options
 
 
 # --- lesson 06 ---

@@ -14,7 +14,6 @@ import bass_lab as lab
 from bass_core.draft_length import BassHeuristic
 from bass_core.verification import token
 from bass_lab.lessons import l02_naive_batches
-from bass_lab.show.source import Beside
 
 
 def plain(source):
@@ -77,15 +76,6 @@ def test_only_lines_around_a_mark_are_shown():
     _, gap, *code, end = repr(part).splitlines()
     assert gap.strip() == end.strip() == "⋮" and len(code) == 5 and code[2].startswith("▶")
     assert plain(part).count("⋮") == 2 and len(plain(part).splitlines()) == 7  # the place stands before the first gap
-
-
-def test_bug_and_repair_are_shown_together():
-    bug = lab.show_source(l02_naive_batches.PaddedModel.keep, 'self.bug == "pads"')
-    both = Beside({"the bug": bug, "its <repair>": lab.show_source(decorated)})
-    assert repr(both).startswith(f"the bug: {bug!r}\n\nits <repair>: ")
-    page = both._repr_html_()
-    assert page.index("the bug") < page.index(bug._repr_html_()) < page.index("its &lt;repair&gt;")
-    assert "flex-wrap:wrap" in page
 
 
 def test_mark_without_a_line_is_refused():

@@ -77,27 +77,3 @@ def test_route_names_existing_cells_and_covers_the_paper(minutes):
         taught |= part
         assert heading(cells, first) == row.heading
         assert all(row.said) and len(row.said) == 3 and "?" in row.said[1]
-
-
-def test_quiz_has_five_questions_and_answers_per_lesson():
-    sections = re.split(r"^## ", (TEACHING / "quiz.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    assert sections
-    for section in sections:
-        number, title = section.splitlines()[0].split(" · ")
-        [lesson] = NOTEBOOKS.glob(f"{number}_*.ipynb")
-        assert notebook(lesson.stem)[0]["source"][0].startswith(f"# {number} · {title}")
-        asked, answered = section.split("<details><summary>Answers</summary>")
-        for part in (asked, answered):
-            assert re.findall(r"^(\d)\. ", part, re.MULTILINE) == list("12345")
-        assert answered.rstrip().endswith("</details>")
-
-
-def test_glossary_names_existing_lessons():
-    head, _, *rows = [
-        cells_of(line)
-        for line in (TEACHING / "glossary.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("|")
-    ]
-    assert head == ["word", "meaning", "formula or example", "lesson"]
-    assert all(all(row) and len(row) == 4 for row in rows)
-    assert all(list(NOTEBOOKS.glob(f"{number}_*.ipynb")) for row in rows for number in row[3].split(", "))

@@ -54,9 +54,10 @@ QUICKER = DEFAULTS | {
     "13_beyond_decoders": {"batch_size": 2, "max_new_tokens": 16, "source_count": 4, "repeats": 1},
     "14_the_paper": {"batch_size": 4, "batch_sizes": [4, 16], "max_new_tokens": 16, "problem_count": 1, "repeats": 1},
 }
+ONE = {"batch_size": 1, "draft_length": 1, "repeats": 1}
 SMALLEST = {  # `make test`: the smallest values, and the default policy if the lesson takes it
     "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
-    "01_speculative_decoding": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 8, "repeats": 1},
+    "01_speculative_decoding": ONE | {"max_new_tokens": 8},
     "02_ragged_batches": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4},
     "03_acceptance_explorer": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4},
     "04_draft_length": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
@@ -75,14 +76,7 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
     "07_ragged_attention_kernels": {"kv_lengths": [5], "draft_length": 0, "heads": 1, "kv_heads": 1, "head_dim": 16},
     "08_latency_and_utilization": {"batch_size": 1, "draft_length": None, "max_new_tokens": 2, "repeats": 1},
     "09_quality_within_a_time_budget": {"problem_count": 1, "batch_size": 1, "max_new_tokens": 1},
-    "10_quantization": {
-        "batch_size": 1,
-        "draft_length": 1,
-        "max_new_tokens": 2,
-        "prompt_count": 2,
-        "problem_count": 1,
-        "repeats": 1,
-    },
+    "10_quantization": ONE | {"max_new_tokens": 2, "prompt_count": 2, "problem_count": 1},
     "11_interactive_serving": {
         "batch_size": 1,
         "request_count": 20,
@@ -94,16 +88,8 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
         "prefill_chunk": 16,
         "calibration_seconds": 0.1,
     },
-    "13_beyond_decoders": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 2, "source_count": 1, "repeats": 1},
-    "14_the_paper": {
-        "batch_size": 1,
-        "draft_length": 1,
-        "batch_sizes": [16],
-        "max_new_tokens": 2,
-        "problem_count": 1,
-        "samples": [1],
-        "repeats": 1,
-    },
+    "13_beyond_decoders": ONE | {"max_new_tokens": 2, "source_count": 1},
+    "14_the_paper": ONE | {"batch_sizes": [16], "max_new_tokens": 2, "problem_count": 1, "samples": [1]},
 }
 # Cells that run first with the smallest values. tests/lab has the whole check of drafters and the whole corpus.
 PREPARED = {
@@ -111,7 +97,7 @@ PREPARED = {
 import functools
 from bass_lab.checks import drafter_checks
 from bass_lab.texts import corpus
-drafter_checks.WAYS = drafter_checks.WAYS[:1]
+drafter_checks.WAYS, drafter_checks.NEW = [(*drafter_checks.WAYS[1][:2], 3)], 6
 corpus.library_functions = functools.partial(corpus.library_functions, held_out=True)
 """
 }
