@@ -19,8 +19,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["kernels/*"
 collect_ignore_glob += [] if importlib.util.find_spec("torchao") else ["engine/test_quantized.py"]
 
 
-# The proofs come first. Last are files that start programs, wait for kills, time limits and a browser, or run lessons:
-# minutes each, the longest first, so that two workers end together.
+# The proofs come first. The slow files come last, the longest first: two workers then end at about the same time.
 PROOFS = ("law", "engine", "policies", "kernels")
 SLOW_LAST = (
     "test_notebooks",
@@ -34,16 +33,16 @@ SLOW_LAST = (
 
 
 def place_in_the_run(path: Path) -> tuple[int, int]:
-    """By folder of the proofs, then all other tests, then what is slow."""
+    """Return the sort key of a test file: proofs by folder, then other tests, then slow files."""
     if path.stem in SLOW_LAST:
         return len(PROOFS) + 1, SLOW_LAST.index(path.stem)
     return (PROOFS.index(path.parent.name) if path.parent.name in PROOFS else len(PROOFS)), 0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Kernels run on a CPU in Triton's interpreter, which a process has from its start or never.
+    """Sort the tests, and deselect `interpreted` tests unless Triton's interpreter is on.
 
-    Tests marked `interpreted` belong to processes with TRITON_INTERPRET=1; test_interpreter.py starts one.
+    TRITON_INTERPRET=1 must be set before the imports. test_interpreter.py starts such a process.
     """
     items.sort(key=lambda item: place_in_the_run(item.path))
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,11 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _with_room(call):
-    """Call it where Python has room for all the frames that follow.
+    """Call a function in a frame of one megabyte.
 
-    It keeps frames in chunks of 16 kB. Where calls in a loop cross the end of one, each of them maps a new chunk and
-    gives it back: more than half of the kernels' time in Triton's interpreter, at the depth that pytest calls tests at.
-    A frame that claims this many words comes with a chunk of a megabyte, and those after it lie in the rest.
+    Python keeps frames in chunks of 16 kB. A loop of calls that cross the end of a chunk maps and frees one per call,
+    which takes half of the interpreted kernels' time. The large frame brings a chunk for all later frames.
     """
     return call()
 
@@ -68,7 +66,7 @@ _with_room.__code__ = _with_room.__code__.replace(co_stacksize=80_000)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
-    """Call the test, as pytest does where nobody else has."""
+    """Call the test like pytest does, but in a large frame."""
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     _with_room(lambda: pyfuncitem.obj(**given))
     return True
@@ -76,7 +74,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
 
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
-    """The folder of measured costs, where nothing is and nothing shipped."""
+    """An empty folder of measured costs, without the shipped ones."""
     from bass_core.policies import costs
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
@@ -86,7 +84,7 @@ def caches(tmp_path, monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until its `now` is moved."""
+    """A clock that stands still until a test sets its `now`."""
 
     class Clock:
         now = 1000.0
@@ -97,7 +95,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def cache_memory(monkeypatch):
-    """Watches the bytes that caches hold: `recovery.CacheMemory`."""
+    """The bytes that caches hold: `recovery.CacheMemory`."""
     from recovery import CacheMemory
 
     return CacheMemory(monkeypatch)

@@ -1,4 +1,4 @@
-"""What the documentation tells its reader to type works: programs run, commands exist and take these options."""
+"""The documentation's programs run, and its commands exist with these options."""
 
 import contextlib
 import io
@@ -21,7 +21,6 @@ HUB = {"7B": "target", "0.5B": "draft"}  # which embedded model stands for a hub
 CHAT = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
 TOLD = re.compile(r"`(make|bass) ([a-z][a-z-]*)")  # in a sentence
 WITH_PROGRAMS = [name for name in DOCUMENTS if blocks(name, "python")]
-TYPED = [(name, words) for name in DOCUMENTS for words in commands(name)]
 
 
 @pytest.fixture(scope="module")
@@ -62,26 +61,22 @@ def test_slow_programs_run(document, desk, monkeypatch):
     run(document, slow=True)
 
 
-def test_the_readme_and_the_guide_show_programs_and_an_output():
-    assert {"README.md", "docs/API.md"} <= set(WITH_PROGRAMS)
-    assert any(block.output for block in blocks("README.md", "python"))
-
-
-@pytest.mark.parametrize(("document", "words"), TYPED, ids=lambda value: value if isinstance(value, str) else value[0])
-def test_commands_can_be_typed(document, words, monkeypatch):
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_can_be_typed(document, monkeypatch):
     monkeypatch.chdir(ROOT)
-    program, *arguments = words
-    if program == "bass":
-        types_bass(arguments)
-    elif program == "make":
-        names = [each for each in arguments if "=" not in each]
-        assert set(names) <= targets() and all(variable(each) for each in arguments if "=" in each)
-    elif program == "pip":
-        assert arguments[0] == "install" and extras(arguments[-1]) <= set(project()["optional-dependencies"])
-    elif program == "conda":
-        assert arguments[:3] == ["env", "create", "-f"] and (ROOT / arguments[3]).is_file()
-    else:
-        assert program in ("git", "cd"), f"{document} shows {' '.join(words)}, which nothing here checks"
+    for words in commands(document):
+        program, *arguments = words
+        if program == "bass":
+            types_bass(arguments)
+        elif program == "make":
+            names = [each for each in arguments if "=" not in each]
+            assert set(names) <= targets() and all(variable(each) for each in arguments if "=" in each)
+        elif program == "pip":
+            assert arguments[0] == "install" and extras(arguments[-1]) <= set(project()["optional-dependencies"])
+        elif program == "conda":
+            assert arguments[:3] == ["env", "create", "-f"] and (ROOT / arguments[3]).is_file()
+        else:
+            assert program in ("git", "cd"), f"{' '.join(words)}: nothing here checks this program"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -91,15 +86,20 @@ def test_commands_named_in_sentences_exist(document):
     assert [f"{program} {name}" for program, name in told if name not in known[program]] == []
 
 
-def test_pip_is_told_extras_that_exist():
-    """In sentences, too, and none by the name of a distribution: the project is in no index."""
+def test_pip_installs_existing_extras():
+    """The project is in no package index, so that no sentence may name it as a distribution."""
     for document in DOCUMENTS:
         for what in re.findall(r"pip install ('[^']*'|[^\s`,)]+)", (ROOT / document).read_text(encoding="utf-8")):
             assert what.strip("'").startswith("."), f"{document}: pip install {what}"
             assert extras(what.strip("'")) <= set(project()["optional-dependencies"])
 
 
-def test_a_command_that_does_not_exist_is_noticed():
+def test_programs_outputs_and_commands_are_found():
+    assert {"README.md", "docs/API.md"} <= set(WITH_PROGRAMS)
+    assert any(block.output for block in blocks("README.md", "python")) and len(commands("README.md")) > 3
+
+
+def test_unknown_command_is_found():
     with pytest.raises(KeyError):
         types_bass(["no-such-command"])
     with pytest.raises(Exception, match="--no-such-option"):

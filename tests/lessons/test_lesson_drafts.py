@@ -1,17 +1,14 @@
-"""Lesson 05: what is counted of drafts, costs that are modelled, intervals, figures, the exercise, other parameters."""
+"""Lesson 05: counts per draft, modelled costs, intervals, memory of drafters, figures."""
 
-import lesson_runs
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.drafters import FeatureHead
 from bass_core.models import ASSETS
 from bass_lab.lessons import l05_demonstrations as demonstrations
-from bass_lab.lessons import l05_exercises as exercises
 from bass_lab.lessons import l05_figures as figures
 from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.written import Written
@@ -34,27 +31,25 @@ def runs(pairs):
 # --- drafts side by side ---
 
 
-def test_drafts_share_one_target_and_are_called_by_the_end_of_their_names():
+def test_drafts_share_one_target():
     found = demonstrations.pairs(["suffix", str(ASSETS / "deep_draft")], dtype="bfloat16")
     assert list(found) == ["suffix", "deep_draft"]
     assert found["suffix"].target is found["deep_draft"].target and found["suffix"].target.dtype == torch.bfloat16
 
 
-def test_what_is_no_draft_is_refused(pairs):
-    with pytest.raises(ValueError, match="at least one draft"):
-        demonstrations.pairs([])
-    with pytest.raises(ValueError, match="eagle"):
-        demonstrations.pairs(["eagle"])
-    with pytest.raises(ValueError, match="needs a draft model"):
-        demonstrations.shapes(pairs)
+def test_unknown_and_missing_drafts_are_refused(pairs):
+    for call, words in (
+        (lambda: demonstrations.pairs([]), "at least one draft"),
+        (lambda: demonstrations.pairs(["eagle"]), "eagle"),
+        (lambda: demonstrations.shapes(pairs), "needs a draft model"),
+        (lambda: figures.drafter_view(pairs, {"mini": []}, "eagle", "mini"), "draft must be one of ngram, layers:2"),
+        (lambda: figures.drafter_view(pairs, {"mini": []}, "draft", "poems"), "prompt_set must be one of mini"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
 
 
-def test_shapes_are_those_of_the_models(pairs):
-    line = demonstrations.shapes({"draft": pairs["draft"]}).loc["draft"]
-    assert line.tolist() == [1, 224, pairs["draft"].draft.num_parameters()]
-
-
-def test_all_drafts_take_turns_and_the_first_round_is_not_counted(runs, pairs):
+def test_drafts_are_interleaved_and_the_first_round_is_dropped(runs, pairs):
     turns = [demonstrations.REGULAR, *pairs]
     assert runs.draft.tolist() == turns * 4 and set(runs.repeat) == {1, 2}
     assert (runs.tokens == runs.batch * (OPTIONS["max_new_tokens"] - 1)).all()  # the prefill gave the first
@@ -62,7 +57,7 @@ def test_all_drafts_take_turns_and_the_first_round_is_not_counted(runs, pairs):
     assert (regular.judged == 0).all() and regular.draft_ms.isna().all()
 
 
-def test_what_is_counted_is_what_the_trace_says(pairs):
+def test_counts_equal_the_trace(pairs):
     prompts = {"library": prompt_set("library", 2)}
     options = OPTIONS | {"seed": 4}
     line = demonstrations.runs({"draft": pairs["draft"]}, prompts, [2], repeats=1, **options).iloc[-1]
@@ -83,16 +78,10 @@ def test_comparison_pools_counts_and_pairs_times(runs):
     assert line.low <= line.over_regular <= line.high
 
 
-def test_two_drafts_are_compared_within_every_pair_of_runs(runs):
-    ratio = demonstrations.over(runs, "draft", "layers:2")
-    pairs = runs[runs.draft == "layers:2"].ms.to_numpy() / runs[runs.draft == "draft"].ms.to_numpy()
-    assert len(pairs) == 4 and ratio.median == pytest.approx(np.median(pairs))
-
-
 # --- the ladder ---
 
 
-def test_a_modelled_draft_of_the_papers_shape_costs_what_lesson_04_says():
+def test_modelled_ladder_equals_the_cost_model():
     layers = demonstrations.PAPERS_LAYERS
     table = demonstrations.modelled_ladder({layers: 0.8}, 8).set_index("launches")
     for how, launch in demonstrations.LAUNCHES.items():
@@ -102,13 +91,6 @@ def test_a_modelled_draft_of_the_papers_shape_costs_what_lesson_04_says():
         assert table.ms[how] == pytest.approx(1e3 * best)
 
 
-def test_depth_costs_launches():
-    table = demonstrations.modelled_ladder({1: 0.8, 8: 0.8}, 1).set_index(["launches", "layers"])
-    eager, graph = (table.loc[how, "draft ms"] for how in demonstrations.LAUNCHES)
-    assert eager[8] > 5 * eager[1] and graph[8] < 2 * graph[1]
-    assert (table.ms.xs(1, level="layers") < table.ms.xs(8, level="layers")).all()  # the same α
-
-
 # --- intervals ---
 
 
@@ -116,12 +98,12 @@ def counts(accepted, judged):
     return pd.DataFrame({"accepted": accepted, "judged": judged})
 
 
-def test_drafts_are_accepted_where_texts_say_so(pairs):
+def test_judged_drafts_equal_those_of_a_run(pairs):
     """Greedy, where the chance of each draft is 0 or 1."""
     pair, prompts = pairs["draft"], prompt_set("library", 3)
-    texts = Written.by(pair, prompts, max_new_tokens=40, temperature=0.0)
+    texts = Written.by(pair, prompts, max_new_tokens=24, temperature=0.0)
     chances = [torch.minimum(p, q).sum(-1) for p, q in zip(texts.p, texts.read_by(pair.draft), strict=True)]
-    tokens = bass.generate(pair, prompts, max_new_tokens=40, draft_length=2, trace="tokens").trace.tokens
+    tokens = bass.generate(pair, prompts, max_new_tokens=24, draft_length=2, trace="tokens").trace.tokens
     starts = [len(text) - len(p) for text, p in zip(texts.tokens, texts.p, strict=True)]
     judged = tokens[tokens.kind.isin(["accepted", "recovered"])]
     for line in judged.itertuples():
@@ -132,7 +114,7 @@ def test_drafts_are_accepted_where_texts_say_so(pairs):
     assert found.judged.tolist() == list(map(len, texts.p))
 
 
-def test_gain_that_all_prompts_have_is_sure_and_one_of_chance_is_not():
+def test_gain_of_all_prompts_is_certain_and_a_random_one_is_not():
     generator = np.random.default_rng(0)
     before = counts(generator.integers(10, 30, 40), 40)
     better, other = before.assign(accepted=before.accepted + 4), counts(generator.integers(10, 30, 40), 40)
@@ -146,7 +128,7 @@ def test_gain_that_all_prompts_have_is_sure_and_one_of_chance_is_not():
 # --- what drafters keep ---
 
 
-def test_what_is_kept_is_counted_for_every_drafter(pairs):
+def test_bytes_and_parameters_are_counted_for_every_drafter(pairs):
     config = pairs["draft"].target.config
     head = bass.FeatureDrafter(feature_head_for(pairs["draft"].target))
     found = demonstrations.keeps(pairs | {"head": bass.ModelPair(pairs["draft"].target, head)})
@@ -167,46 +149,22 @@ def feature_head_for(target):
     return FeatureHead(config).eval()
 
 
+def test_quantized_copy_shares_the_other_weights():
+    pair = demonstrations.pairs(["draft", "target:int4"])["target:int4"]
+    assert pair.draft.get_input_embeddings().weight is pair.target.get_input_embeddings().weight
+    found = demonstrations.keeps({"target:int4": pair}).loc["target:int4"]
+    linear = sum(
+        each.in_features * each.out_features
+        for each in pair.target.model.layers.modules()
+        if hasattr(each, "in_features")
+    )
+    assert found["own parameters"] == linear
+
+
 # --- figures ---
 
 
-def test_ladder_figure_has_three_measures_by_depth(runs, pairs):
-    table = demonstrations.compared(runs).query("batch == 2")
-    figure = figures.ladder_figure(table, {"draft": 1, "layers:2": 2})
-    assert [list(line.x) for line in figure.data] == [[1, 2]] * 3
-    found = table.set_index("draft").loc[["draft", "layers:2"]]
-    for line, column in zip(figure.data, ("alpha", "draft_ms", "ms"), strict=True):
-        np.testing.assert_allclose(line.y, found[column])
-
-
-def test_lines_of_equal_speed_are_those_of_the_formula():
-    costs, chances = np.array([0.0, 0.1]), np.linspace(0, 0.99, 100)
-    free, dear = figures._needed(2.0, costs, chances)
-    assert free == pytest.approx(0.5, abs=0.011)  # the grid's step; without costs, with many drafts: 1 / (1 - α) = 2
-    best = max(sum(dear**i for i in range(k + 1)) / (1 + k / 10) for k in range(figures.LONGEST + 1))
-    assert dear > free and best == pytest.approx(2.0, abs=0.05)
-    assert np.isnan(figures._needed(2.0, np.array([5.0]), chances)).all()
-
-
-def test_cost_figure_has_every_draft_at_its_cost_and_acceptance(runs, pairs):
-    table = demonstrations.compared(runs).query("batch == 2")
-    points = {line.name: line for line in figures.cost_figure(table, "cost").data if line.name}
-    found = table.set_index("draft")
-    assert list(points) == found.index[1:].tolist()
-    for name, point in points.items():
-        share = found.draft_ms[name] / found.pass_ms[demonstrations.REGULAR]
-        assert (point.x[0], point.y[0]) == pytest.approx((share, found.alpha[name]))
-    assert len({point.marker.symbol for point in points.values()}) == len(points)  # told apart without colour
-
-
-def test_alignment_figure_has_both_alphas_with_their_intervals():
-    table = demonstrations.alphas(counts([1, 2, 3], [4, 4, 4]), counts([3, 2, 3], [4, 4, 4]))
-    before, after = figures.alignment_figure({"library": table}).data
-    assert (before.y[0], after.y[0]) == pytest.approx((0.5, 2 / 3))
-    assert after.y[0] + after.error_y.array[0] == pytest.approx(table.high["after"])
-
-
-def test_menus_choose_what_decodes(pairs):
+def test_menus_choose_draft_and_prompts(pairs):
     prompts = {name: prompt_set(name, 2) for name in ("mini", "library")}
     view = figures.drafter_view(pairs, prompts, "ngram", "mini", **OPTIONS)
     draft, prompts_of, sentence, text, raster, _ = view.children
@@ -217,110 +175,3 @@ def test_menus_choose_what_decodes(pairs):
     trace = bass.generate(pairs["draft"], prompts["library"], **OPTIONS).trace
     assert f"{trace.summary()['tokens_per_step']:.2f} tokens per step" in sentence.value
     assert "draft on library" in raster.layout.title.text
-
-
-def test_a_start_that_no_menu_has_is_refused(pairs):
-    with pytest.raises(ValueError, match="draft must be one of ngram, layers:2, draft; got 'eagle'"):
-        figures.drafter_view(pairs, {"mini": []}, "eagle", "mini")
-    with pytest.raises(ValueError, match="prompt_set must be one of mini; got 'poems'"):
-        figures.drafter_view(pairs, {"mini": []}, "draft", "poems")
-
-
-# --- the drafter of ten lines ---
-
-
-class Bigram(demonstrations.BigramTable):
-    def draft(self, context, lengths, policy):
-        token, drawn = context.last_tokens()[:, 0], []
-        for slot in range(int(lengths.max())):
-            q = self.law(context, token)
-            token = context.draw(q, slot)
-            context = context.after(token)
-            drawn.append((token, self.claimed(q)))
-        tokens, laws = (torch.stack(each, 1) for each in zip(*drawn, strict=True))
-        return bass.Draft.of(tokens, lengths, laws)
-
-    def law(self, context, token):
-        return context.law(self.logits[token])
-
-    def claimed(self, q):
-        return q
-
-
-class DraftsOne(Bigram):
-    def draft(self, context, lengths, policy):
-        return super().draft(context, lengths.clip(max=1), policy)
-
-
-class StaysAtTheLastToken(Bigram):
-    def law(self, context, token):
-        return context.law(self.logits[context.last_tokens()[:, 0]])
-
-
-class ForgetsTheTemperature(Bigram):
-    def law(self, context, token):
-        return self.logits[token].softmax(-1)
-
-
-class Flatters(Bigram):
-    def claimed(self, q):
-        return (q + q.mean(-1, keepdim=True)) / 2
-
-
-class DrawsAgain(Bigram):
-    """The right law, and random numbers that are used twice."""
-
-    def draft(self, context, lengths, policy):
-        context.draw(context.law(self.logits[context.last_tokens()[:, 0]]), 0)
-        return super().draft(context, lengths, policy)
-
-
-@pytest.mark.slow  # the lesson itself has its solution checked
-def test_exercise_takes_the_solution_and_a_stub_is_not_solved(capsys):
-    lesson_runs.accepted_and_stub_is_not(exercises.check_bigram, Bigram, capsys)
-
-
-@pytest.mark.parametrize(
-    "attempt, message",
-    [
-        (DraftsOne, "3 tokens were asked for, and 1 drafted"),
-        (StaysAtTheLastToken, "and the likeliest is"),
-        (ForgetsTheTemperature, "by `logits`, at that temperature, it is"),
-        (Flatters, "it says that it drew"),
-        (DrawsAgain, "law, token verification: a random number was used twice"),
-    ],
-)
-def test_exercise_names_what_is_wrong(attempt, message, capsys):
-    lesson_runs.refused(exercises.check_bigram, attempt, message, capsys)
-
-
-def test_bigram_table_is_cut_to_the_targets_tokens():
-    small = tiny_model()
-    logits = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))
-    pair = bass.ModelPair(small, Bigram(logits))
-    out = bass.generate(pair, [torch.tensor([5, 6, 7])], max_new_tokens=8, draft_length=2, temperature=1.0)
-    assert out.trace.summary()["acceptance_rate"] >= 0 and len(out.sequences[0]) == 8
-
-
-# --- other parameters ---
-
-
-@pytest.mark.slow
-def test_notebook_runs_with_other_parameters(tmp_path):
-    changed = {"ladder": ["deep_draft", "draft"], "drafts": ["suffix"], "batch_sizes": [2], "temperature": 0.8}
-    changed |= {"max_new_tokens": 12, "repeats": 1, "aligning_tokens": 10_000, "seed": 3}
-    executed = lesson_runs.execute("05_draft_models", tmp_path, **changed)
-    text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))
-    assert "suffix: 2 of 2 rows are identical" in text and text.count("Not solved yet.") == 1
-
-
-def test_the_targets_own_copy_shares_what_is_not_quantized():
-    pair = demonstrations.pairs(["draft", "target:int4"])["target:int4"]
-    assert pair.draft.get_input_embeddings().weight is pair.target.get_input_embeddings().weight
-    found = demonstrations.keeps({"target:int4": pair}).loc["target:int4"]
-    linear = sum(
-        each.in_features * each.out_features
-        for each in pair.target.model.layers.modules()
-        if hasattr(each, "in_features")
-    )
-    assert found["own parameters"] == linear

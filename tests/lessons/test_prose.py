@@ -1,4 +1,4 @@
-"""Numbers in the prose of lessons are what their cells use, or have a stated source: no result is written by hand."""
+"""Numbers in the prose of lessons come from their cells or have a stated source. No result is written by hand."""
 
 import re
 from pathlib import Path
@@ -47,11 +47,11 @@ def unsourced(notebook: nbformat.NotebookNode, sourced: dict[str, str]) -> list[
 
 
 @pytest.mark.parametrize("path", [each for each in NOTEBOOKS if not each.stem.startswith("05")], ids=lambda p: p.stem)
-def test_numbers_in_prose_are_those_of_cells_or_have_a_source(path):
+def test_numbers_in_prose_have_a_source(path):
     assert unsourced(nbformat.read(path, 4), SOURCED.get(path.stem, {})) == []
 
 
-def test_a_result_written_by_hand_is_found():
+def test_unsourced_number_is_found():
     cells = [
         nbformat.v4.new_code_cell("x = f(0.9, k=5)"),
         nbformat.v4.new_markdown_cell(
@@ -61,7 +61,7 @@ def test_a_result_written_by_hand_is_found():
     assert unsourced(nbformat.v4.new_notebook(cells=cells), {"12": "a source"}) == ["2.4"]
 
 
-def test_every_source_is_of_a_number_that_stands_there():
+def test_every_source_is_used():
     for path in NOTEBOOKS:
         without = {number.rstrip(".,") for number in unsourced(nbformat.read(path, 4), {})}
         assert set(SOURCED.get(path.stem, {})) <= without, path

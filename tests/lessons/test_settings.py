@@ -1,4 +1,4 @@
-"""What lessons do with their settings: the pair that is loaded, and what is claimed of its texts."""
+"""Settings of lessons: the dtype of the loaded pair, and the claims about identical text."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def tiny_pair(dtype):
     return bass.ModelPair(tiny_model(dtype=dtype), tiny_model(dtype=dtype, noise=0.1))
 
 
-def test_the_embedded_pair_is_float32_unless_told_otherwise():
+def test_embedded_pair_is_float32_by_default():
     pair = settings.load_pair("", "", None, None)
     assert pair.target.dtype == pair.draft.dtype == torch.float32 and settings.is_exact(pair)
     half = settings.load_pair("", "", "bfloat16", "cpu")
@@ -21,21 +21,20 @@ def test_the_embedded_pair_is_float32_unless_told_otherwise():
 
 
 @pytest.mark.parametrize(("target", "dtype"), [(models.READER, "float32"), ("somebodys/model", None)])
-def test_so_is_the_embedded_pair_that_reads(monkeypatch, target, dtype):
-    """Of others a GPU is given the checkpoint's own."""
+def test_other_models_keep_the_dtype_of_their_checkpoint(monkeypatch, target, dtype):
     given = []
     monkeypatch.setattr(models, "load_pair", lambda *_, **options: given.append(options["dtype"]))
     settings.load_pair(target, "", None, "cuda")
     assert given == [dtype]
 
 
-def test_in_float32_every_row_has_to_be_identical():
+def test_float32_rows_must_be_identical():
     pair = tiny_pair("float32")
     assert settings.identity(3, 3, pair, "that") == "3 of 3 rows are identical to that"
     with pytest.raises(AssertionError, match="2 of 3 rows are identical to that; in float32 all have to be"):
         settings.identity(2, 3, pair, "that")
 
 
-def test_in_another_dtype_they_are_counted():
+def test_identical_rows_are_counted_in_other_dtypes():
     told = settings.identity(2, 3, tiny_pair("bfloat16"), "that")
     assert told.startswith("2 of 3 rows are identical to that (in bfloat16 rounding may tip close calls")

@@ -1,11 +1,10 @@
-"""What tests of several lessons do: try an exercise, run a notebook with other parameters, find Chromium."""
+"""Parameters of notebooks for tests, and functions that run notebooks and find Chromium."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     import nbformat
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-# Every lesson runs on the least in `make test`, and with its defaults among the slow tests, but for repeats: they make
-# times exact, which no cell judges. The demo runs lesson 00 with its defaults.
+# Slow tests run every lesson with its defaults, except repeats: no cell asserts times. The demo runs lesson 00.
 DEFAULTS = {
     "00_start_here": {"batch_size": 2, "draft_length": 3, "max_new_tokens": 24, "repeats": 2},
     "01_speculative_decoding": {"repeats": 2},
@@ -45,13 +43,7 @@ QUICKER = DEFAULTS | {
     "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
     "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
     "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
-    "10_quantization": {
-        "batch_size": 2,
-        "max_new_tokens": 16,
-        "prompt_count": 4,
-        "problem_count": 2,
-        "repeats": 1,
-    },
+    "10_quantization": {"batch_size": 2, "max_new_tokens": 16, "prompt_count": 4, "problem_count": 2, "repeats": 1},
     "11_interactive_serving": {
         "request_count": 40,
         "shares": [0.3, 1.1],
@@ -62,9 +54,10 @@ QUICKER = DEFAULTS | {
     "13_beyond_decoders": {"batch_size": 2, "max_new_tokens": 16, "source_count": 4, "repeats": 1},
     "14_the_paper": {"batch_size": 4, "batch_sizes": [4, 16], "max_new_tokens": 16, "problem_count": 1, "repeats": 1},
 }
-SMALLEST = {  # the least that each lesson takes, the default policy where it takes one
+ONE = {"batch_size": 1, "draft_length": 1, "repeats": 1}
+SMALLEST = {  # `make test`: the smallest values, and the default policy if the lesson takes it
     "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
-    "01_speculative_decoding": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 8, "repeats": 1},
+    "01_speculative_decoding": ONE | {"max_new_tokens": 8},
     "02_ragged_batches": {"batch_size": 1, "draft_length": 1, "max_new_tokens": 4},
     "03_acceptance_explorer": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4},
     "04_draft_length": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
@@ -83,14 +76,7 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
     "07_ragged_attention_kernels": {"kv_lengths": [5], "draft_length": 0, "heads": 1, "kv_heads": 1, "head_dim": 16},
     "08_latency_and_utilization": {"batch_size": 1, "draft_length": None, "max_new_tokens": 2, "repeats": 1},
     "09_quality_within_a_time_budget": {"problem_count": 1, "batch_size": 1, "max_new_tokens": 1},
-    "10_quantization": {
-        "batch_size": 1,
-        "draft_length": 1,
-        "max_new_tokens": 2,
-        "prompt_count": 2,
-        "problem_count": 1,
-        "repeats": 1,
-    },
+    "10_quantization": ONE | {"max_new_tokens": 2, "prompt_count": 2, "problem_count": 1},
     "11_interactive_serving": {
         "batch_size": 1,
         "request_count": 20,
@@ -99,56 +85,31 @@ SMALLEST = {  # the least that each lesson takes, the default policy where it ta
         "draft_length": 1,
         "max_new_tokens": 2,
         "deadline": 0.1,
-        "prefill_chunk": 16,  # of 800 tokens: in chunks of one they take a third of all lessons' time
+        "prefill_chunk": 16,
         "calibration_seconds": 0.1,
     },
-    "13_beyond_decoders": {
-        "batch_size": 1,
-        "draft_length": 1,
-        "max_new_tokens": 2,
-        "source_count": 1,
-        "repeats": 1,
-    },
-    "14_the_paper": {
-        "batch_size": 1,
-        "draft_length": 1,
-        "batch_sizes": [16],
-        "max_new_tokens": 2,
-        "problem_count": 1,
-        "samples": [1],
-        "repeats": 1,
-    },
+    "13_beyond_decoders": ONE | {"max_new_tokens": 2, "source_count": 1},
+    "14_the_paper": ONE | {"batch_sizes": [16], "max_new_tokens": 2, "problem_count": 1, "samples": [1]},
 }
-HALF = {  # another dtype, in which no text is promised token for token
+# Cells that run first with the smallest values. tests/lab has the whole check of drafters and the whole corpus.
+PREPARED = {
+    "05_draft_models": """\
+import functools
+from bass_lab.checks import drafter_checks
+from bass_lab.texts import corpus
+drafter_checks.WAYS, drafter_checks.NEW = [(*drafter_checks.WAYS[1][:2], 3)], 6
+corpus.library_functions = functools.partial(corpus.library_functions, held_out=True)
+"""
+}
+HALF = {  # another dtype: its texts need not be identical
     name: QUICKER[name] | {"dtype": "bfloat16"}
     for name in QUICKER
     if name not in ("04_draft_length", "04b_draft_length_further", "09_quality_within_a_time_budget")
 }
 
 
-def accepted_and_stub_is_not(check: Callable, solution: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    """Asserts that the check of an exercise takes the solution, and answers a stub with "Not solved yet."."""
-    assert check(solution)
-    out = capsys.readouterr().out
-    assert out.startswith("Right: "), out
-
-    def stub(*_):
-        raise NotImplementedError
-
-    assert not check(stub)
-    out = capsys.readouterr().out
-    assert out == "Not solved yet.\n", out
-
-
-def refused(check: Callable, attempt: Callable, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Asserts that the check of an exercise tells a wrong attempt the first case that it fails, with this message."""
-    assert not check(attempt)
-    out = capsys.readouterr().out
-    assert out.startswith("Not right. Case ") and message in out, out
-
-
 def without_gpus(folder: Path) -> Path:
-    """A new folder of records: those that ship but for any of a GPU."""
+    """Make a folder of the shipped records except those of a GPU."""
     folder.mkdir(parents=True)
     for record in records.SHIPPED.iterdir():
         if not gpu_box.of_a_stage(record):
@@ -157,18 +118,13 @@ def without_gpus(folder: Path) -> Path:
 
 
 def execute(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
-    """The notebook of that name (no ending) as it is after a run with these parameters in `folder`, far from the
-    repository; the folder gets a copy."""
-    return run(NOTEBOOKS / f"{name}.ipynb", folder, **parameters)
-
-
-def run(notebook: Path, folder: Path, /, **parameters) -> nbformat.NotebookNode:
-    """`execute` for any notebook."""
+    """Run the notebook of that name (no ending) with these parameters in `folder`, and return it with its outputs."""
+    notebook = NOTEBOOKS / f"{name}.ipynb"
     return _papermill(notebook, folder / "out.ipynb", parameters, cwd=folder, store_widget_state=False)
 
 
 def parameterized(name: str, folder: Path, /, **parameters) -> nbformat.NotebookNode:
-    """The notebook of that name with these parameters, not yet run; `folder` gets a copy of the same name."""
+    """Return the notebook of that name with these parameters. It is not run. `folder` gets a copy."""
     return _papermill(NOTEBOOKS / f"{name}.ipynb", folder / f"{name}.ipynb", parameters, prepare_only=True)
 
 
@@ -182,7 +138,7 @@ def _papermill(notebook: Path, copy: Path, parameters: dict, **options) -> nbfor
 
 
 def chromium() -> str:
-    """The machine's Chromium. Skips the test where there is none, but not in CI, which installs it."""
+    """Return the path of Chromium, or skip the test. CI installs Chromium and must not skip."""
     found = shutil.which("chromium")
     if found is None:
         assert not os.environ.get("CI"), "CI installs chromium: this test may not be skipped there"

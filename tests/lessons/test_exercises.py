@@ -1,0 +1,228 @@
+"""Exercises: the checks refuse wrong answers and say why.
+
+A wrong answer is the solution of the notebook with one piece of its text replaced. The notebooks themselves check the
+solutions and the stubs.
+"""
+
+import json
+import math
+import re
+
+import lesson_runs
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import bass_core as bass
+from bass_core import randomness, verification
+from bass_kernels import accounting
+from bass_lab.lessons import (
+    checking,
+    l01_exercises,
+    l02_exercises,
+    l03_exercises,
+    l04_exercises,
+    l05_demonstrations,
+    l05_exercises,
+    l06_exercises,
+    l07_exercises,
+    l08_exercises,
+    l09_exercises,
+    l10_exercises,
+    l11_exercises,
+    l13_exercises,
+)
+
+NAMES = {"torch": torch, "math": math, "bass": bass, "accounting": accounting, "demonstrations": l05_demonstrations}
+SOURCES = [
+    "".join(cell["source"])
+    for path in sorted(lesson_runs.NOTEBOOKS.glob("*.ipynb"))
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+    if cell["cell_type"] == "code"
+]
+CHECKS = {
+    name: check
+    for module in (
+        l01_exercises, l02_exercises, l03_exercises, l04_exercises, l05_exercises, l06_exercises, l07_exercises,
+        l08_exercises, l09_exercises, l10_exercises, l11_exercises, l13_exercises,
+    )
+    for name, check in vars(module).items()
+    if name.startswith("check_") and name not in ("check_softcap", "check_drafter", "check_bigram")
+}  # fmt: skip
+MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
+    ("accept_or_recover", "(p - q).clamp(min=0)", "p", "the text gets the distribution [0.65, 0.19, 0.16]"),
+    ("accept_or_recover", "min(1.0, float(p[drafted] / q[drafted]))", "p[drafted] / q[drafted]", "the chance is 3"),
+    ("by_block", "        if u[i - 1] < h:", "        if accepted == i - 1 and u[i - 1] < h:", "a later one may still"),
+    ("by_block", "(weight * p", "(p", "p is to be multiplied by the weight"),
+    ("expected_tokens", "sum(alpha**i for i in range(k + 1))", "1 + alpha * k", "only if all before it"),
+    ("expected_tokens", "range(k + 1)", "range(1, k + 1)", "the target adds itself"),
+    ("positions", "- 1 +", "+", "row 0, query 0 (the last committed token) stands at 4, got 5"),
+    ("positions", "lengths[:, None]", "lengths.max()", "two rows of different lengths"),
+    ("positions", "torch.minimum(queries, drafted[:, None])", "queries", "padding, which repeats the row's last valid"),
+    ("keep", "<=", "<", "entry 2 (drafted token 2) was accepted, yet it is dropped"),
+    ("keep", "<= accepted[:, None]", ">= 0 * accepted[:, None]", "was rejected, yet it is kept"),
+    ("commit", "lengths[:, None] +", "lengths.max() + 0 * lengths[:, None] +", "stand behind the longest row"),
+    ("commit", "accepted + 1", "accepted", "the target's own token counts, too"),
+    ("alpha", "sum(accepted) / judged", "sum(accepted) / sum(drafted)", "this is the acceptance rate"),
+    ("alpha", ", sum(accepted) / sum(drafted)", ", sum(accepted) / judged", "(this is alpha)"),
+    ("algorithm_1", "math.ceil", "math.floor", "rounded up"),
+    ("algorithm_1", " - s)", ")", "s shortens it once more"),
+    ("algorithm_1", "min(length + 2, 32)", "length + 2", "the limit is 32"),
+    ("best_length", "speeds.index(max(speeds))", "1 + speeds[1:].index(max(speeds[1:]))", "drafts are never accepted"),
+    ("gaps", "max(reached, end)", "end", "(a long one contains a short one): expected 1, got 7"),
+    ("owner", "launches.get(correlation)) for correlation, _", "at) for _, at", "it runs during the next phase"),
+    ("owner", "in kernels]", "in dict(kernels).items()]", "(a CUDA graph: three"),
+    ("merge", "torch.where(lse == -torch.inf, 0.0, lse)", "lse", "(nothing in either): out should be [0.0"),
+    ("merge", "lse = torch.logaddexp(lse_a, lse_b)", "lse = (lse_a.exp() + lse_b.exp()).log()", "(scores near 1000)"),
+    ("keys_needed", "window + 1", "window", "expected (28, 72), got (24, 72)"),
+    ("keys_needed", "min(last + 1, kv_length)", "last + 1", "expected ("),
+    ("cut", "at + chunk, n", "at + chunk, n - 1", "of 1000"),
+    ("cut", "range(16, max(lengths) + 16, 16)", "(10**6,)", "is done after 1032; "),
+    ("latencies", "(n - 1)", "n", "the prefill's token"),
+    ("latencies", "1e3 * ", "", "these are seconds"),
+    ("floor", "max(memory, arithmetic)", "memory + arithmetic", "both go on at the same time"),
+    ("floor", "(2 * weights + per_key", "(2 * weights * batch + per_key", "expected"),
+    ("pass_at_first", "passed[max(in_time, key=lambda row: confidence[row])]", "any(passed)", "the most confident"),
+    ("pass_at_first", "<= budget", "< budget", "row 0"),
+    ("unpack", "code - 16 if code > 7 else code", "code", "its codes have no sign"),
+    ("unpack", "[each & 15 for each in packed] + [each >> 4 for each in packed]",
+     "[half for each in packed for half in (each & 15, each >> 4)]", "takes the two codes of a byte for neighbours"),
+    ("step_bytes", "4 + 16 / 32", "4", "weights of 4 bits have scales"),
+    ("step_bytes", "draft_length * draft ", "min(draft_length, 1) * draft ", "in every one of its passes"),
+    ("step_bytes", ") / 8", ")", "these are bits"),
+    ("lossy_law", "refused * a for", "0 for", "forgets the draws that take the place"),
+    ("lossy_law", "a >= epsilon * max(p)", "b >= epsilon * max(q)", "it compares q, not p"),
+    ("lossy_law", ">= epsilon", "> epsilon", "exactly at the limit is kept"),
+    ("goodput", "for arrived, _, first, ended, tokens", "for _, arrived, first, ended, tokens", "not from the arrival"),
+    ("goodput", "(tokens - 1)", "tokens", "n tokens have n - 1 gaps"),
+    ("goodput", " - requests[0][0])", ")", "first arrival"),
+    ("source_mask", "< torch", ">= torch", "may *not* look"),
+    ("source_mask", "torch.tensor(lengths)[:, None]", "1 + torch.arange(len(lengths))[:, None]", "causal"),
+    ("state_after", "start + accepted + 1", "len(inputs)", "rejected ones too"),
+    ("state_after", "start + accepted + 1", "start", "before the step"),
+    ("cache_bytes", " * 2", "", "not both"),
+    ("cache_bytes", "len(sources) * (max(sources) + max(texts))", "(sum(sources) + sum(texts))", "as the longest"),
+]  # fmt: skip
+
+
+def solution(name, right="", wrong=""):
+    """Return the notebook's solution of an exercise, with a piece of its text replaced."""
+    (called,) = re.findall(rf"check_{name}\((\w+olution)\)", "\n".join(SOURCES))
+    (source,) = [each for each in SOURCES if re.search(rf"^(def|class) {called}\b", each, re.MULTILINE)]
+    source = source.partition("\nassert ")[0]
+    assert right in source
+    names = dict(NAMES)
+    exec(source.replace(right, wrong) if right else source, names)
+    return names[called]
+
+
+def refused(check, attempt, words, capsys):
+    assert not check(attempt)
+    out = capsys.readouterr().out
+    assert out.startswith("Not right. Case ") and words in out, out
+
+
+@pytest.mark.parametrize(("name", "right", "wrong", "words"), MISTAKES)
+def test_mistake_is_named(name, right, wrong, words, capsys):
+    refused(CHECKS[f"check_{name}"], solution(name, right, wrong), words, capsys)
+
+
+def test_every_exercise_has_a_mistake_and_refuses_nothing_at_all(capsys):
+    assert {f"check_{name}" for name, *_ in MISTAKES} == set(CHECKS)
+    for name in sorted(set(CHECKS) - {"check_source_mask"}):
+        refused(CHECKS[name], lambda *given: None, "None", capsys)
+
+
+def test_check_passes_stubs_and_errors_on(capsys):
+    def judge(result):
+        return "" if result == 2 else "expected 2"
+
+    assert checking.check(lambda x: x + 1, iter([("one", (1,), judge)])) and "1 cases agree" in capsys.readouterr().out
+
+    def stub(x):
+        raise NotImplementedError
+
+    assert not checking.check(stub, iter([("one", (1,), judge)]))
+    assert capsys.readouterr().out == "Not solved yet.\n"
+    with pytest.raises(ZeroDivisionError):
+        checking.check(lambda x: x // 0, iter([("one", (1,), judge)]))
+    assert capsys.readouterr().out.startswith("Case 1 (one) raises")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ("lengths.max()", "1", "3 tokens were asked for, and 1 drafted"),
+        ("            context = context.after(token)\n", "", "a random number was used twice"),
+        ("q = context.law(self.logits[token])", "q = self.logits[token].softmax(-1)", "at that temperature"),
+        ("(token, q)", "(token, (q + q.mean(-1, keepdim=True)) / 2)", "it says that it drew"),
+    ],
+)
+def test_mistake_in_a_drafter_is_named(right, wrong, words, capsys):
+    refused(l05_exercises.check_bigram, solution("bigram", right, wrong), words, capsys)
+
+
+class Launched:
+    """A stand-in for a Triton kernel: `kernel[grid](scores, out, cap, N=N)`."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __getitem__(self, grid):
+        return lambda scores, out, cap, N: out.copy_(self.function(scores, cap))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (lambda s, cap: s, "the scores come back unchanged"),
+        (lambda s, cap: (s / cap).tanh(), "the cap is missing"),
+        (lambda s, cap: cap * s.tanh(), "divided by the cap first"),
+        (lambda s, cap: cap * ((2 * s / cap).exp() - 1) / ((2 * s / cap).exp() + 1), "e^x overflowed"),
+    ],
+)
+def test_softcap_mistake_is_named(wrong, words, capsys):
+    refused(l07_exercises.check_softcap, Launched(wrong), words, capsys)
+
+
+def test_relative_error_is_infinite_for_nan_and_other_shapes():
+    wanted = torch.tensor([3.0, 4.0])
+    assert checking.relative_error(torch.tensor([3.0, 4.5]), wanted) == pytest.approx(0.1)
+    assert checking.relative_error(torch.tensor([3.0, torch.nan]), wanted) == float("inf")
+    assert checking.relative_error(torch.tensor([[3.0, 4.0]]), wanted) == float("inf")
+
+
+# --- the exercises ask for the library's own rules ---
+
+
+def test_block_exercise_accepts_the_engines_rule(monkeypatch, capsys):
+    def engine(drafted, q, p, u):
+        source = []
+        monkeypatch.setattr(randomness, "accept", lambda h, key: u[None] < h)
+        monkeypatch.setattr(randomness, "draw", lambda probs, key: source.append(probs[0]) or torch.zeros(1).long())
+        keys = randomness.StepKeys(torch.zeros(1).long(), torch.zeros(1).long(), len(drafted))
+        outcome = verification.block(drafted[None], torch.tensor([len(drafted)]), q[None], p[None], keys)
+        return int(outcome.accepted), source[0]
+
+    assert l01_exercises.check_by_block(engine), capsys.readouterr().out
+
+
+def test_algorithm_1_exercise_asks_for_the_engines_rule():
+    update, policy = solution("algorithm_1"), bass.BassHeuristic()
+    generator = np.random.default_rng(0)
+    length, s = policy.length, policy.shrinking
+    for _ in range(100):
+        accepted = generator.binomial(length, 0.9, size=2)
+        policy.update(*map(torch.as_tensor, ([length] * 2, accepted)))
+        length, s = update(length, s, accepted.tolist())
+        assert (length, s) == (policy.length, policy.shrinking)
+
+
+def test_rates_exercise_asks_for_the_rates_of_a_trace(pair):
+    trace = bass.generate(pair, ["def f(x):\n", "class A:\n"], max_new_tokens=16, temperature=0.8).trace
+    summary, decode = trace.summary(), trace.steps.query("kind == 'decode'")
+    found = solution("alpha")(decode.accepted.tolist(), decode.drafted.tolist())
+    assert found == pytest.approx((summary["alpha"], summary["acceptance_rate"]))
