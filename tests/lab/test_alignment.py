@@ -10,7 +10,13 @@ from bass_lab.pair.fitting import Teacher, distillation_loss, quick, write_texts
 from bass_lab.pair.windows import Windows
 
 TEXTS = [f"def f{number}(x):\n    return x + {number}\n" for number in range(400)]
-BUDGET = {"tokens": 12 * alignment.BATCH * alignment.LENGTH, "own_texts": 4, "seed": 1}
+BUDGET = {"tokens": 12 * alignment.BATCH * 64, "own_texts": 4, "seed": 1}
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch):
+    monkeypatch.setattr(alignment, "LENGTH", 64)
+    monkeypatch.setattr(alignment, "AT_ONCE", 2)
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +46,8 @@ def test_aligned_draft_is_nearer_and_given_models_are_unchanged(pair):
 
 
 def test_same_seed_aligns_to_the_same_draft(pair):
-    """With texts that threads write."""
-    options = BUDGET | {"own_texts": 2 * alignment.AT_ONCE + 2}
+    """With several groups of texts that threads write."""
+    options = BUDGET | {"own_texts": 6, "tokens": 4 * alignment.BATCH * 64}
     before = torch.get_rng_state()
     first, second, other = (alignment.align(pair, TEXTS, **options | {"seed": seed}).draft for seed in (1, 1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
