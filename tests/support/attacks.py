@@ -1,31 +1,26 @@
 """Programs that try to leave the sandbox, to harm the host or to pass without a right answer, and their target.
 
-`python attacks.py SECONDS [NAME ...]` runs the attacks once and prints the faults of each as JSON. A function `attack`
-takes the arguments of `add`. FACTS describes the host. A result that begins with "breach" names forbidden actions that
-succeeded.
+A function `attack` takes the arguments of `add`. FACTS describes the host. A result that begins with "breach" names
+forbidden actions that succeeded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from bass_lab.evaluation import confinement
 from bass_lab.evaluation.problems import Problem
 from bass_lab.evaluation.sandbox import grade
 
-ORDINARY = 12345  # a uid that owns nothing
 ADD = Problem(
     task_id="t/0",
     prompt='def add(a, b):\n    """Return a plus b."""\n',
@@ -478,9 +473,6 @@ def running_children(process: int | str = "self") -> list[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------- other users, older Landlock
-
-
 # Added to confinement.py: confine as a kernel with an older version of Landlock does.
 LANDLOCK = "\n\ndef landlock_version() -> int:\n    return {}\n"
 
@@ -505,32 +497,3 @@ def standalone(added: str = "") -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-def ordinary_python() -> str | None:
-    """Return an interpreter that an ordinary user can run. This one may lie under root's home."""
-    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
-        with contextlib.suppress(OSError):
-            code = "import sys; sys.exit(sys.version_info < (3, 11))"
-            if subprocess.run([path, "-c", code], user=ORDINARY, stderr=subprocess.DEVNULL, cwd="/").returncode == 0:
-                return path
-    return None
-
-
-def complaints(folder: Path, names: Iterable[str], *, ordinary: bool) -> dict[str, list[str]]:
-    """Run attacks from a `standalone` folder, for root optionally as an ordinary user. Return the faults by name."""
-    python = ordinary_python() if ordinary else sys.executable
-    user = {"user": ORDINARY, "group": ORDINARY, "extra_groups": []} if ordinary else {}
-    command = [python, str(folder / "attacks.py"), "0.5", *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", **user)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["uid"] == (ORDINARY if ordinary else os.getuid()) and set(result["report"]) == set(names)
-    return {name: found for name, found in result["report"].items() if found}
-
-
-if __name__ == "__main__":
-    adopt_orphans()
-    with contextlib.closing(Host()) as host:
-        report = {name: run(name, host, float(sys.argv[1])) for name in sys.argv[2:] or ATTACKS}
-    print(json.dumps({"uid": os.getuid(), "report": report}))
