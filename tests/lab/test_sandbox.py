@@ -116,6 +116,11 @@ def test_busy_check_ends_and_the_next_job_runs(loop):
 
 
 @confined
+def test_check_may_not_fill_the_memory():
+    assert "MemoryError" in grade(problem("    1 in [candidate(1, 2)] * 2**28\n"), "    return 2\n", seconds=5).reason
+
+
+@confined
 def test_check_uses_helpers_and_the_entry_points_name():
     prompt = 'import math\n\ndef half(x):\n    return x / 2\n\ndef add(a, b):\n    """Adds."""\n'
     case = problem("    assert math.floor(half(candidate(1, b=2))) == 1\n    assert add(2, 2) == 4\n", prompt)

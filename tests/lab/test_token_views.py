@@ -1,4 +1,4 @@
-"""What the views of a step, a row and a run say of a trace, under each verification rule."""
+"""Views of a step, a row and a run of a trace under each verification rule."""
 
 import html
 import re
@@ -22,7 +22,7 @@ def pair():
 @pytest.fixture(scope="module")
 def traces(pair):
     """A run of three library prompts per verification rule, and a greedy one."""
-    options = {"max_new_tokens": 32, "draft_length": 4, "trace": "tokens"}
+    options = {"max_new_tokens": 24, "draft_length": 4, "trace": "tokens"}
     texts = prompt_set("library", 3)
     sampled = {rule: bass.generate(pair, texts, verification=rule, temperature=0.8, **options) for rule in RULES}
     return {name: out.trace for name, out in sampled.items()} | {"greedy": bass.generate(pair, texts, **options).trace}
@@ -48,7 +48,7 @@ def test_outcomes_are_the_steps_of_the_trace(traces, rule):
     assert (tokens.nth == 0).sum() == 3  # the prefill's
 
 
-def test_token_verification_refuses_where_q_is_above_p_and_replaces_where_p_is_above_q(traces):
+def test_rejected_tokens_have_larger_q_and_recovered_ones_larger_p(traces):
     tokens = token_views.outcomes(traces["token"])
     rejected, recovered = (tokens[tokens.outcome == outcome] for outcome in ("rejected", "recovered"))
     assert len(rejected) > 5 and (rejected.p < rejected.q).all() and (recovered.p > recovered.q).all()
@@ -70,21 +70,21 @@ def test_step_figure_draws_p_and_q_of_each_token(pair, traces):
         assert "NaN" not in figure.to_json()
 
 
-@pytest.mark.parametrize(
-    "rule, words",
-    [
-        ("token", "kept with probability p/q"),
-        ("block", "judges the drafted tokens together"),
-        ("coupled", "choose with the same noise"),
-        ("greedy", "At temperature 0 only the target"),
-    ],
-)
-def test_reason_of_a_rejection_is_the_rules_own(pair, traces, rule, words):
-    row, nth = token_views.surest_rejection(traces[rule])
-    assert words in token_views.why(traces[rule], row, nth, pair.tokenizer)
+REASONS = {
+    "token": "kept with probability p/q",
+    "block": "judges the drafted tokens together",
+    "coupled": "choose with the same noise",
+    "greedy": "At temperature 0 only the target",
+}
 
 
-def test_reasons_without_a_rejection(pair):
+def test_rejection_has_the_reason_of_its_rule(pair, traces):
+    for rule, words in REASONS.items():
+        row, nth = token_views.surest_rejection(traces[rule])
+        assert words in token_views.why(traces[rule], row, nth, pair.tokenizer)
+
+
+def test_step_without_a_rejection_has_its_reason(pair):
     both = bass.ModelPair(pair.target, pair.target, pair.tokenizer)
     full = bass.generate(both, "def f(x):\n", draft_length=3, max_new_tokens=9, trace="tokens").trace
     assert "All 3 drafted tokens were accepted" in token_views.why(full, 0, 1, pair.tokenizer)
@@ -96,7 +96,7 @@ def test_reasons_without_a_rejection(pair):
     assert "The row ended with an accepted token" in token_views.why(ended, 0, 1, pair.tokenizer)
 
 
-def test_text_of_a_row_is_complete_and_knows_its_numbers(pair, traces):
+def test_row_shows_its_text_and_numbers(pair, traces):
     trace = traces["token"]
     mine = token_views.outcomes(trace).query("row == 1 and kind != 'rejected'")
     text = pair.tokenizer.decode(mine.token.tolist(), skip_special_tokens=True)
@@ -110,7 +110,7 @@ def test_text_of_a_row_is_complete_and_knows_its_numbers(pair, traces):
     assert shown.count("background:") == (mine.nth == 2).sum() > 0
 
 
-def test_step_in_words_shows_the_text_before_and_every_token(pair, traces):
+def test_step_shows_the_text_before_and_every_token(pair, traces):
     trace = traces["token"]
     part = token_views.step_tokens(trace, 0, 2)
     shown = token_views.step_html(trace, 0, 2, pair.tokenizer, prompt="def f(x):\n")
@@ -121,17 +121,11 @@ def test_step_in_words_shows_the_text_before_and_every_token(pair, traces):
         assert f"{token_views.SYMBOLS[line.outcome]} {token_views.label(line.token, pair.tokenizer)}" in plain
 
 
-def test_headline_is_the_summary(traces):
+def test_headline_and_figure_count_the_run(traces):
     summary, words = traces["token"].summary(), token_views.headline(traces["token"])
-    for part in (
-        f"{summary['tokens_per_step']:.2f} tokens per step",
-        f"acceptance rate <b>{summary['acceptance_rate']:.0%} at k = 4",
-        f"α = {summary['alpha']:.2f}",
-    ):
-        assert part in words
-
-
-def test_verdicts_of_a_run_are_counted(traces):
+    assert f"{summary['tokens_per_step']:.2f} tokens per step" in words
+    assert f"acceptance rate <b>{summary['acceptance_rate']:.0%} at k = 4" in words
+    assert f"α = {summary['alpha']:.2f}" in words
     _, accepted, rejected = l03_figures.p_against_q(traces["token"]).data
     decode = traces["token"].steps.query("kind == 'decode'")
     assert len(rejected.x) == (decode.accepted < decode.drafted).sum()
