@@ -266,13 +266,6 @@ def test_named_pair_is_loaded_from_its_ids_with_its_own_draft(hub, name):
     assert len(out.sequences[0]) == 8 and out.texts[0] is not None
 
 
-def test_draft_replaces_that_of_a_named_pair(hub):
-    drafter = bass.NgramDrafter()
-    assert named_pair("llama-3.1-8b", drafter, device="cpu").draft is drafter
-    pair = named_pair("llama-3.1-8b", "meta-llama/Llama-3.1-8B", device="cpu")
-    assert torch.equal(pair.draft.lm_head.weight, pair.target.lm_head.weight)
-
-
 def test_name_goes_before_a_folder_of_that_name(hub):
     tiny_model("gpt2", vocab_size=BYTES).save_pretrained("opt-13b")
     byte_tokenizer().save_pretrained("opt-13b")

@@ -56,38 +56,41 @@ FIELDS = (
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
+METHODS = ("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW")
+OTHER_PATHS = ("/", "/v1", "/v1/completion", "/v1/../x", "//", "/v1/models/%ff", "/%00", "/v1/files")
+TYPES = ("text/plain", "", "application/xml", "multipart/form-data")
+HOSTS = ("evil.example", "", "[", "127.0.0.1.evil.example", "[::1")
+BYTE_FAULTS = (b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\x00")
+TEXTS = (
+    b"[" * 10**5, b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"a":' * 10**4, b"", b"null", b"[]", b'"x"',
+    b"5", b"{}", b"9" * 5000, b'{"n":' + b"9" * 5000 + b"}",
+)  # fmt: skip
+
+
 def fuzzed(generator: random.Random) -> tuple[str, str, dict, bytes]:
     """Return method, path, headers and body of a request that is almost always wrong."""
     path, method, headers = generator.choice(PATHS), "POST", {"Content-Type": "application/json"}
-    body = {"prompt": PROMPT} if "chat" not in path else {"messages": [{"role": "user", "content": "x"}]}
-    body |= {"max_tokens": 2} | {
-        generator.choice(FIELDS): generator.choice(ODD) for _ in range(generator.randint(0, 3))
-    }
-    text = json.dumps(body).encode()
+    body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": PROMPT}
+    changes = {generator.choice(FIELDS): generator.choice(ODD) for _ in range(generator.randint(0, 3))}
+    text = json.dumps(body | {"max_tokens": 2} | changes).encode()
+    at = generator.randrange(len(text))
     match generator.randrange(12):
         case 0:
-            text = text[: generator.randrange(len(text))]
+            text = text[:at]
         case 1:
-            at = generator.randrange(len(text))
-            text = text[:at] + generator.choice((b"\xff", b"\xc3(", b"\xed\xa0\x80", b"\x00")) + text[at:]
-        case 2:
-            text = generator.choice((b"[" * 10**5, b'{"prompt":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"a":' * 10**4))
-        case 3:
-            text = generator.choice(
-                (b"", b"null", b"[]", b'"x"', b"5", b"{}", b"9" * 5000, b'{"n":' + b"9" * 5000 + b"}")
-            )
+            text = text[:at] + generator.choice(BYTE_FAULTS) + text[at:]
+        case 2 | 3:
+            text = generator.choice(TEXTS)
         case 4:
             text = generator.randbytes(generator.randrange(200))
         case 5:
-            method = generator.choice(("GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW"))
+            method = generator.choice(METHODS)
         case 6:
-            path = generator.choice(
-                ("/", "/v1", "/v1/completion", "/v1/../x", "//", "/v1/models/%ff", "/%00", "/v1/files")
-            )
+            path = generator.choice(OTHER_PATHS)
         case 7:
-            headers = {"Content-Type": generator.choice(("text/plain", "", "application/xml", "multipart/form-data"))}
+            headers = {"Content-Type": generator.choice(TYPES)}
         case 8:
-            headers |= {"Host": generator.choice(("evil.example", "", "[", "127.0.0.1.evil.example", "[::1"))}
+            headers |= {"Host": generator.choice(HOSTS)}
     return method, path, headers, text
 
 

@@ -266,7 +266,7 @@ def children(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("end", "values"), [("done", "pause=0.0"), ("timeout", "pause=60"), ("failed", "fails=true")])
+@pytest.mark.parametrize(("end", "values"), [("done", "pause=0.0"), ("timeout", "pause=60")])
 def test_processes_of_a_notebook_end_with_its_run(children, tmp_path, end, values):
     notebook, log, listed, all_gone = children
 
@@ -295,20 +295,6 @@ def test_temporary_folders_have_short_names(tmp_path, monkeypatch):
     short = Path(run_process.short_folder(None))
     assert len(str(short)) < 40
     short.rmdir()
-
-
-@pytest.mark.slow
-def test_run_with_a_killed_process_is_started_again(notebook, tmp_path):
-    log, out = tmp_path / "started", tmp_path / "out"
-    values, local = ("size=1,2", "pause=1.0", f"started={log}"), executors.LocalExecutor()
-    child = sweeps.forked(lambda: swept(notebook, out, *values, executor=local))
-    until(lambda: started(log))
-    ((_, kernel, run),) = started(log)
-    os.kill(run, signal.SIGKILL)
-    until(lambda: not sweeps.alive(kernel), 1)  # it dies with its run
-    assert os.waitpid(child, 0)[1] == 0
-    assert [size for size, _, _ in started(log)] == [1, 1, 2] and sizes(out) == [1, 2]
-    assert [result.mark["attempts"] for result in store.finished_runs(out)] == [2, 1]
 
 
 def test_run_that_cannot_start_is_given_up_after_retries(notebook, tmp_path):

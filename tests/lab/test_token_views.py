@@ -3,11 +3,9 @@
 import html
 import re
 
-import numpy as np
 import pytest
 
 import bass_core as bass
-from bass_lab.lessons import l03_figures
 from bass_lab.show import token_views
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -55,19 +53,6 @@ def test_rejected_tokens_have_larger_q_and_recovered_ones_larger_p(traces):
     row, nth = token_views.surest_rejection(traces["token"])
     refused = token_views.step_tokens(traces["token"], row, nth).query("outcome == 'rejected'")
     assert (refused.q - refused.p).item() == (rejected.q - rejected.p).max()
-
-
-def test_step_figure_draws_p_and_q_of_each_token(pair, traces):
-    trace = traces["token"]
-    for row, nth in trace.steps.query("kind == 'decode'").groupby("row").cumcount().add(1).items():
-        row = trace.steps.row[row]
-        part = token_views.step_tokens(trace, row, nth)
-        figure = token_views.step_figure(trace, row, nth, pair.tokenizer)
-        p, q = figure.data[:2]
-        assert list(p.y) == part.p.tolist()
-        assert list(q.y) == [None if np.isnan(value) else value for value in part.q]
-        assert len(figure.layout.xaxis.ticktext) == len(part)
-        assert "NaN" not in figure.to_json()
 
 
 REASONS = {
@@ -121,20 +106,8 @@ def test_step_shows_the_text_before_and_every_token(pair, traces):
         assert f"{token_views.SYMBOLS[line.outcome]} {token_views.label(line.token, pair.tokenizer)}" in plain
 
 
-def test_headline_and_figure_count_the_run(traces):
+def test_headline_is_the_summary(traces):
     summary, words = traces["token"].summary(), token_views.headline(traces["token"])
     assert f"{summary['tokens_per_step']:.2f} tokens per step" in words
     assert f"acceptance rate <b>{summary['acceptance_rate']:.0%} at k = 4" in words
     assert f"α = {summary['alpha']:.2f}" in words
-    _, accepted, rejected = l03_figures.p_against_q(traces["token"]).data
-    decode = traces["token"].steps.query("kind == 'decode'")
-    assert len(rejected.x) == (decode.accepted < decode.drafted).sum()
-    assert len(accepted.x) == (token_views.outcomes(traces["token"]).outcome == "accepted").sum()
-
-
-def test_policy_figure_draws_lengths_and_rows(pair):
-    out = bass.generate(pair, prompt_set("mini", 3), draft_length=bass.BassHeuristic(), max_new_tokens=24)
-    line, discs = token_views.policy_figure({"Algorithm 1": out.trace}).data
-    decode = out.trace.steps.query("kind == 'decode'")
-    assert list(line.y) == decode.groupby("step").k.first().tolist() and line.y[0] == 7
-    assert discs.customdata.sum() == len(decode)

@@ -341,12 +341,13 @@ def attack(a, b):
         send({"nonce": nonce(), "value": value})
     return 3
 """,
-    "forged reply to an earlier call": """
-first = []
+    "forged replies to later calls": """
 def attack(a, b):
     import time
-    first.append(nonce())
-    send({"nonce": first[0], "value": {1: 3, 5: -2, 40: 42}[a]})
+    first = nonce()
+    for value in (3, -2, 42):  # each after the next question
+        send({"nonce": first, "value": value})
+        time.sleep(0.1)
     time.sleep(1000)
 """,
     "forged verdict": """
