@@ -350,6 +350,13 @@ def attack(a, b):
         time.sleep(0.1)
     time.sleep(1000)
 """,
+    "second reply to the last call": """
+def attack(a, b):
+    import json
+    if a == 40:
+        send(2 * (json.dumps({"nonce": nonce(), "value": 42}).encode() + b"\\n"))
+    return a + b
+""",
     "forged verdict": """
 def attack(a, b):
     send({"nonce": nonce(), "passed": True, "reason": "passed", "lacking": []})
