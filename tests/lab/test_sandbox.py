@@ -86,6 +86,7 @@ REASONS = {
     "    import os\n    os.abort()\n": "died: SIG",
     "    return a + b\n\nadd = 3\n": "error: TypeError: 'int' object is not callable",
     "    raise UnicodeDecodeError('utf-8', b'', 0, 1, 'x')\n": "error: UnicodeDecodeError: ",
+    "    return 'x' * 2**21\n": "error: a reply of more than",
     "    return b + a\n": "passed",
 }
 
@@ -343,6 +344,17 @@ def test_filter_alone_lets_files_be_opened_to_read_only(standalone):
     assert outcomes(standalone, "pass", REFUSED) == dict.fromkeys(REFUSED, "works")
     limits = "sys.path.append('bass_lab/evaluation'); import _worker; _worker.limit()"
     assert outcomes(standalone, limits, [TIMER]) == {TIMER: "EAGAIN"}  # the user's queue of signals stays free
+
+
+@confined
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has an identity to drop")
+def test_root_becomes_nobody_without_groups(standalone):
+    code = (
+        "import os; from bass_lab.evaluation import confinement\n"
+        "os.setgroups([0, 1]); confinement.drop_root(); print(os.getresuid(), os.getresgid(), os.getgroups())"
+    )
+    nobody = (confinement.NOBODY,) * 3
+    assert in_folder(standalone, code) == f"{nobody} {nobody} []\n"
 
 
 BODY = """    import time

@@ -272,7 +272,7 @@ def attack(a, b):
                  mount=lambda: zero(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)),
                  chroot=lambda: zero(libc.chroot(b"/usr")), nested=lambda: system("clone", 0x10000011, 0, 0, 0, 0),
                  uid=lambda: os.setuid(0), all=lambda: os.setresuid(0, 0, 0), groups=lambda: os.setgroups([0]),
-                 root=lambda: 1 / (os.geteuid() == 0), kept=lambda: 1 / (0 in os.getgroups()))
+                 root=lambda: 1 / (os.geteuid() == 0))
 """,
     "objects that outlive the process": """
 def attack(a, b):
