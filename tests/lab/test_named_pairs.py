@@ -1,4 +1,4 @@
-"""Named pairs: the published architectures, with dummy weights or with those of checkpoints laid out as on the hub."""
+"""Named pairs: published architectures, with dummy weights or with checkpoints as on the hub."""
 
 import copy
 import dataclasses
@@ -21,37 +21,21 @@ from bass_lab.pairs import in_dtype, name_of
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.ids]
 ROLES = ("target", "draft")
 CONTEXT = 64
-SMALL = {  # what is changed of a shipped config to make it tiny
-    "llama": {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": CONTEXT,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "opt": {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "ffn_dim": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": CONTEXT,
-    },
-    "codegen": {
-        "vocab_size": 97,
-        "n_embd": 32,
-        "n_layer": 3,
-        "n_head": 4,
-        "rotary_dim": 4,
-        "n_positions": CONTEXT,
-        "eos_token_id": 2,
-    },
+TINY = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+LLAMA = TINY | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-SMALL["qwen2"] = SMALL["llama"]
+CODEGEN = {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_positions": CONTEXT, "eos_token_id": 2}
+SMALL = {  # changes that make a shipped config tiny
+    "llama": LLAMA,
+    "qwen2": LLAMA,
+    "opt": TINY | {"hidden_size": 32, "ffn_dim": 48},
+    "codegen": CODEGEN | {"vocab_size": 97},
+}
 
 
 def small(config: dict) -> dict:
@@ -60,7 +44,7 @@ def small(config: dict) -> dict:
 
 @pytest.fixture
 def small_shapes(monkeypatch) -> None:
-    """All named pairs, tiny; a draft's vocabulary is a little smaller than its target's."""
+    """Tiny named pairs. A draft's vocabulary is smaller than its target's."""
     for name, shape in SHAPES.items():
         tiny = dataclasses.replace(shape, target=small(shape.target), draft=small(shape.draft) | {"vocab_size": 93})
         monkeypatch.setitem(SHAPES, name, tiny)
@@ -71,7 +55,7 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
         return model(ids, use_cache=False).logits
 
 
-# --- what ships -----------------------------------------------------------------------------------
+# --- what ships ---
 
 
 @pytest.mark.parametrize(
@@ -98,12 +82,12 @@ def test_sizes_are_the_published_ones(name, role, parameters, layers, heads, kv_
     assert model.config.max_position_embeddings == context and work.element == 2
 
 
-def test_every_named_pair_is_counted_above():
+def test_every_named_pair_has_a_published_size():
     counted = test_sizes_are_the_published_ones.pytestmark[0].args[1]
     assert {(name, role) for name, role, *_ in counted} == {(name, role) for name in SHAPES for role in ROLES}
 
 
-# --- dummy weights --------------------------------------------------------------------------------
+# --- dummy weights ---
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -118,9 +102,11 @@ def test_pair_with_dummy_weights_decodes_as_its_target_alone(small_shapes, name)
     assert drafted.trace.summary()["attention"] == ("eager" if name == "codegen-16b" else "pad")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", SHAPES)
-def test_dummy_model_computes_what_the_same_weights_compute_after_they_were_saved(small_shapes, tmp_path, name, dtype):
+DTYPES = ("float32", "bfloat16", "float16", "bfloat16", "float32")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*zip(SHAPES, DTYPES, strict=True)])
+def test_saved_dummy_model_computes_the_same(small_shapes, tmp_path, name, dtype):
     pair = named_pair(name, weights="dummy", dtype=dtype, device="cpu")
     ids = torch.arange(3, 51).view(2, 24)
     for role, model in zip(ROLES, pair.models, strict=True):
@@ -134,7 +120,7 @@ def test_dummy_model_computes_what_the_same_weights_compute_after_they_were_save
 
 
 @pytest.mark.parametrize("architecture", SUPPORTED)
-def test_whatever_a_dummy_model_computes_with_is_initialised(architecture, tmp_path):
+def test_dummy_model_is_initialised_in_full(architecture, tmp_path):
     tiny_model(architecture).config.save_pretrained(tmp_path)
     dummy = named_pair(tmp_path, weights="dummy", device="cpu").target
     made_in_full = copy.deepcopy(tiny_model(architecture))
@@ -144,7 +130,7 @@ def test_whatever_a_dummy_model_computes_with_is_initialised(architecture, tmp_p
     torch.testing.assert_close(logits(dummy, ids), logits(made_in_full, ids))
 
 
-def test_activations_stay_finite_through_forty_layers_in_half_precision(small_shapes, monkeypatch):
+def test_activations_of_forty_layers_are_finite_in_half_precision(small_shapes, monkeypatch):
     for name, dtype in (("paper-7.8b", "bfloat16"), ("opt-13b", "float16")):
         deep = SHAPES[name].target | {"num_hidden_layers": 40}
         monkeypatch.setitem(SHAPES, name, dataclasses.replace(SHAPES[name], target=deep))
@@ -152,7 +138,7 @@ def test_activations_stay_finite_through_forty_layers_in_half_precision(small_sh
         assert logits(pair.target, torch.arange(3, 51).view(2, 24)).isfinite().all()
 
 
-def test_dtype_is_the_one_asked_for_or_the_configs_own_or_float32_on_a_cpu(small_shapes):
+def test_dtype_is_the_given_one_or_that_of_the_config(small_shapes):
     def dtypes(**options):
         pair = named_pair("opt-13b", weights="dummy", device="cpu", **options)
         return {parameter.dtype for model in pair.models for parameter in model.parameters()}
@@ -160,10 +146,13 @@ def test_dtype_is_the_one_asked_for_or_the_configs_own_or_float32_on_a_cpu(small
     assert dtypes() == {torch.float32}
     assert dtypes(dtype=torch.bfloat16) == dtypes(dtype="bfloat16") == {torch.bfloat16}
     assert dtypes(dtype="auto") == {torch.float16}
+    for unknown in ("float12", "nn"):
+        with pytest.raises(ValueError, match=f"such as 'bfloat16'; got '{unknown}'"):
+            dtypes(dtype=unknown)
 
 
 class Made(TorchDispatchMode):
-    """Notes dtype and device of every matrix that is computed or allocated meanwhile."""
+    """Notes dtype and device of every new matrix."""
 
     def __init__(self):
         super().__init__()
@@ -176,13 +165,13 @@ class Made(TorchDispatchMode):
         return out
 
 
-def test_weights_are_made_in_their_dtype_and_on_their_device_only(small_shapes):
+def test_weights_are_made_in_their_dtype_only(small_shapes):
     with Made() as made:
         named_pair("llama-3.1-8b", weights="dummy", dtype="bfloat16", device="cpu")
     assert made.kinds == {(torch.bfloat16, "cpu")}
 
 
-def test_dummy_weights_are_the_same_each_time_and_leave_the_random_state_alone(small_shapes):
+def test_dummy_weights_repeat_and_leave_the_random_state(small_shapes):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first = named_pair("paper-7.8b", weights="dummy", device="cpu")
@@ -193,19 +182,15 @@ def test_dummy_weights_are_the_same_each_time_and_leave_the_random_state_alone(s
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-def test_two_dummy_models_of_one_shape_are_not_one_model():
-    target, draft = (ASSETS / "draft",) * 2
-    pair = named_pair(target, draft=draft, weights="dummy", device="cpu")
+def test_two_dummy_models_of_one_shape_differ():
+    pair = named_pair(ASSETS / "draft", draft=ASSETS / "draft", weights="dummy", device="cpu")
     assert not torch.equal(pair.target.lm_head.weight, pair.draft.lm_head.weight)
 
 
-def test_folder_with_a_config_is_built_without_its_weights(tmp_path):
+def test_folders_and_drafters_replace_named_models(small_shapes, tmp_path):
     tiny_model("opt").config.save_pretrained(tmp_path)
     pair = named_pair(tmp_path, weights="dummy", device="cpu")
     assert type(pair.target) is type(tiny_model("opt")) and pair.draft is None and pair.synthetic
-
-
-def test_draft_of_the_callers_replaces_the_named_one(small_shapes, tmp_path):
     drafter = bass.NgramDrafter()
     assert named_pair("opt-13b", drafter, weights="dummy", device="cpu").draft is drafter
     tiny_model("gpt2").config.save_pretrained(tmp_path)
@@ -213,30 +198,23 @@ def test_draft_of_the_callers_replaces_the_named_one(small_shapes, tmp_path):
     assert type(pair.draft) is type(tiny_model("gpt2"))
 
 
-# --- nobody takes them for real -------------------------------------------------------------------
+# --- synthetic pairs ---
 
 
-def test_pair_says_that_it_is_synthetic_and_its_models_say_why(small_shapes):
+def test_dummy_weights_are_synthetic_also_after_they_were_saved(small_shapes, tmp_path):
     pair = named_pair("paper-7.8b", weights="dummy", device="cpu")
     assert pair.synthetic and in_dtype(pair, torch.bfloat16).synthetic
     assert bass.ModelPair(pair.target).synthetic and bass.ModelPair(tiny_model(), pair.draft).synthetic
     assert name_of(pair.target) == "LlamaForCausalLM paper-7.8b (dummy weights)"
     assert name_of(pair.draft) == "LlamaForCausalLM paper-7.8b draft (dummy weights)"
-
-
-def test_dummy_weights_do_not_become_real_by_being_saved(small_shapes, tmp_path):
-    named_pair("opt-13b", weights="dummy", device="cpu").target.save_pretrained(tmp_path / "model")
+    pair.target.save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
-    pair = bass.load_pair(tmp_path / "model")
-    assert pair.synthetic and name_of(pair.target) == "OPTForCausalLM model (dummy weights)"
+    loaded = bass.load_pair(tmp_path / "model")
+    assert loaded.synthetic and name_of(loaded.target) == "LlamaForCausalLM model (dummy weights)"
+    assert not bass.load_pair().synthetic and not bass.ModelPair(tiny_model()).synthetic
 
 
-def test_real_weights_are_not_synthetic():
-    assert not bass.load_pair().synthetic
-    assert not bass.ModelPair(tiny_model()).synthetic
-
-
-# --- weights of checkpoints -----------------------------------------------------------------------
+# --- weights of checkpoints ---
 
 
 @pytest.fixture(scope="module")
@@ -288,14 +266,7 @@ def test_named_pair_is_loaded_from_its_ids_with_its_own_draft(hub, name):
     assert len(out.sequences[0]) == 8 and out.texts[0] is not None
 
 
-def test_draft_overrides_that_of_a_named_pair_with_real_weights(hub):
-    drafter = bass.NgramDrafter()
-    assert named_pair("llama-3.1-8b", drafter, device="cpu").draft is drafter
-    pair = named_pair("llama-3.1-8b", "meta-llama/Llama-3.1-8B", device="cpu")
-    assert torch.equal(pair.draft.lm_head.weight, pair.target.lm_head.weight)
-
-
-def test_name_goes_before_a_folder_that_is_called_the_same(hub):
+def test_name_goes_before_a_folder_of_that_name(hub):
     tiny_model("gpt2", vocab_size=BYTES).save_pretrained("opt-13b")
     byte_tokenizer().save_pretrained("opt-13b")
     assert named_pair("opt-13b", device="cpu").target.config.model_type == "opt"
@@ -303,7 +274,7 @@ def test_name_goes_before_a_folder_that_is_called_the_same(hub):
         assert named_pair(folder, device="cpu").target.config.model_type == "gpt2"
 
 
-def test_only_masks_of_codegen_are_passed_over(hub):
+def test_only_masks_of_codegen_are_ignored(hub):
     file = hub / "Salesforce/codegen-16B-mono/model.safetensors"
     save_file(load_file(file) | {"transformer.h.7.attn.bias": torch.ones(2)}, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"unexpected tensors: transformer\.h\.7\.attn\.bias$"):
@@ -314,18 +285,24 @@ def test_only_masks_of_codegen_are_passed_over(hub):
         named_pair("llama-3.1-8b", device="cpu")
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refusals ---
 
 
-def test_the_papers_models_have_no_weights_to_load():
-    with pytest.raises(ValueError, match=r"never published; weights='dummy'.*opt-13b"):
-        named_pair("paper-7.8b")
-
-
-@pytest.mark.parametrize("weights", ["random", "Dummy", None, True])
-def test_other_kinds_of_weights_are_refused(weights):
-    with pytest.raises(ValueError, match=r"weights must be one of hub, dummy; got "):
-        named_pair("opt-13b", weights=weights)
+@pytest.mark.parametrize(
+    ("name", "weights", "said"),
+    [
+        ("paper-7.8b", "hub", r"never published; weights='dummy'.*opt-13b"),
+        ("opt-13b", "Dummy", r"weights must be one of hub, dummy; got "),
+        ("opt-13b", None, r"weights must be one of hub, dummy; got "),
+        ("damaged", "dummy", "cannot read the config of 'damaged'"),
+    ],
+)
+def test_impossible_pair_is_refused(name, weights, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("damaged").mkdir()
+    Path("damaged/config.json").write_text("{")
+    with pytest.raises(ValueError, match=said):
+        named_pair(name, weights=weights)
 
 
 @pytest.mark.parametrize("name", ["opt-12b", "facebook/opt-13b", "empty"])
@@ -336,15 +313,3 @@ def test_dummy_weights_without_a_config_are_refused_with_the_names(name, tmp_pat
     for pair in ((name,), ("opt-13b", name)):
         with pytest.raises(ValueError, match=rf"'{name}' is no folder with a config\.json; .*{names}"):
             named_pair(*pair, weights="dummy")
-
-
-def test_damaged_config_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=f"cannot read the config of '{tmp_path}'"):
-        named_pair(tmp_path, weights="dummy")
-
-
-@pytest.mark.parametrize("dtype", ["float12", "nn"])
-def test_dtype_that_torch_has_not_is_refused(small_shapes, dtype):
-    with pytest.raises(ValueError, match=f"such as 'bfloat16'; got '{dtype}'"):
-        named_pair("opt-13b", weights="dummy", dtype=dtype)

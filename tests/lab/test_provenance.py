@@ -1,4 +1,4 @@
-"""Which commit a figure is said to be of, and that asking for it changes nothing and starts nothing."""
+"""The commit of a figure. The query changes nothing and starts nothing."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from bass_lab import provenance
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """repository(path): the module lies there, in a repository that has committed it; its git."""
+    """repository(path): put the module into a new repository, commit it and return its git."""
 
     def git(*arguments):
         user = ["-c", "user.name=a", "-c", "user.email=a@b"]
@@ -31,7 +31,7 @@ def repository(tmp_path, monkeypatch):
     return made
 
 
-def test_the_commit_of_this_repository_and_whether_the_tree_differs(repository, tmp_path):
+def test_commit_and_changes_of_this_repository(repository, tmp_path):
     git = repository(provenance.HERE)
     assert provenance._commit() == git("rev-parse", "--short=12", "HEAD")
     found = set()
@@ -40,23 +40,23 @@ def test_the_commit_of_this_repository_and_whether_the_tree_differs(repository, 
         commit, _, changes = provenance._commit().partition("+")
         assert commit == git("rev-parse", "--short=12", "HEAD") and len(changes) == 6
         found.add(changes)
-    assert len(found) == 2  # what one of them found says nothing of the other
+    assert len(found) == 2
 
 
-def test_a_repository_that_the_package_is_installed_in_is_not_its_own(repository, monkeypatch, tmp_path):
+def test_surrounding_repository_is_ignored(repository, monkeypatch, tmp_path):
     repository("environment/site-packages/bass_lab/provenance.py")
     assert provenance._commit() == ""
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "environment/not_committed.py"))
     assert provenance._commit() == ""
 
 
-def test_a_tree_that_was_copied_without_its_history_is_told_its_commit(repository, monkeypatch):
+def test_environment_names_the_commit_of_a_copy(repository, monkeypatch):
     repository(provenance.HERE)
     monkeypatch.setenv("BASS_COMMIT", "abc")
     assert provenance._commit() == "abc"
 
 
-def test_asking_writes_no_index_and_starts_no_program(repository, tmp_path):
+def test_query_writes_no_index_and_starts_no_program(repository, tmp_path):
     git = repository(provenance.HERE)
     spy = tmp_path / "spy"
     spy.write_text(f"#!/bin/sh\ntouch {tmp_path}/was_started\n")
@@ -69,8 +69,7 @@ def test_asking_writes_no_index_and_starts_no_program(repository, tmp_path):
     assert not (tmp_path / "was_started").exists()
 
 
-def test_actions_are_named_by_their_commit():
-    """A tag can be moved to other code."""
+def test_actions_are_pinned_by_commit():
     workflows = Path(__file__).parents[2].glob(".github/workflows/*.yml")
     used = re.findall(r"uses: (.*)", "".join(path.read_text() for path in workflows))
     assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", each) for each in used)

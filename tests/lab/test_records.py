@@ -1,4 +1,4 @@
-"""Records: where they lie, what their lines may hold by the JSON schema, and what is said of lines that are wrong."""
+"""Records: their folder, the JSON schema of their lines, and refusals of wrong lines."""
 
 import json
 
@@ -19,14 +19,14 @@ def lines_of(path):
     return map(json.loads, path.read_text(encoding="utf-8").splitlines())
 
 
-def test_every_line_that_ships_is_of_its_kind():
+def test_shipped_lines_follow_the_schema():
     paths = sorted(records.SHIPPED.rglob("*.jsonl"))
     kinds = {path.name: {record_lines.kind_of(line) for line in lines_of(path)} for path in paths}
     assert kinds["embedded_cpu.jsonl"] == kinds["records.jsonl"] == {"speed"}
     assert kinds["batched.jsonl"] == {"evaluation", "samples"}
 
 
-def test_lines_of_gpus_are_of_their_kinds():
+def test_lines_of_gpus_follow_the_schema():
     (line,) = gpu_box.decode_lines([DRY])[:1]
     assert record_lines.kind_of(line) == "gpu_speed"
     failed = {name: line[name] for name in record_schema.required("gpu_failure") if name in line}
@@ -37,16 +37,16 @@ def test_lines_of_gpus_are_of_their_kinds():
     assert {record_lines.kind_of(line) for line in gpu_box.kernel_lines()} == {"kernel"}
 
 
-@pytest.mark.parametrize("field", record_schema.required("speed"))
-def test_both_validators_miss_a_field_that_is_missing(field):
-    lacking = {name: value for name, value in LINE.items() if name != field}
-    with pytest.raises(ValueError, match=f"'{field}' is missing"):
-        records.check(lacking)
-    with pytest.raises(jsonschema.ValidationError):
-        record_lines.validator().validate(lacking)
+def test_missing_field_is_refused_by_both_validators():
+    for field in record_schema.required("speed"):
+        lacking = {name: value for name, value in LINE.items() if name != field}
+        with pytest.raises(ValueError, match=f"'{field}' is missing"):
+            records.check(lacking)
+        with pytest.raises(jsonschema.ValidationError):
+            record_lines.validator().validate(lacking)
 
 
-def test_a_kind_that_nobody_knows_is_refused_with_those_that_are(tmp_path):
+def test_unknown_kind_is_refused_with_the_known(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text(json.dumps(LINE | {"schema": "sped"}) + "\n")
     with pytest.raises(ValueError, match=r"lines.jsonl, line 1: schema must be one of speed, .*stage; got 'sped'"):
@@ -55,13 +55,13 @@ def test_a_kind_that_nobody_knows_is_refused_with_those_that_are(tmp_path):
         gpu_benchmark.check(LINE)
 
 
-def test_lines_without_a_kind_are_read_as_they_are(tmp_path):
+def test_lines_without_a_kind_are_read(tmp_path):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"size": 1, "prompt_set": "mine"}\n')
     assert lab.load_records(path).prompt_set.tolist() == ["mine"]
 
 
-def test_the_page_shows_the_schema():
+def test_page_shows_the_schema():
     told = "PYTHONPATH=.:kernels:tests/support python tests/support/records_page.py writes it anew"
     assert records_page.PAGE.read_text(encoding="utf-8") == records_page.page(), told
 
@@ -75,25 +75,23 @@ def test_every_field_has_a_meaning():
 # --- where they lie ---
 
 
-@pytest.mark.parametrize(
-    "content", [b"my precious notes, one line", b"notes\nhalf", b"PK\x03\x04\x00\n\x00\x01", b'{\n "a": 1}']
-)
-def test_a_file_of_another_kind_is_left_as_it_is(tmp_path, content):
+def test_file_of_another_kind_stays_as_it_is(tmp_path):
     path = tmp_path / "notes.txt"
-    path.write_bytes(content)
-    for change in (records.mend, lambda path: records.append(path, [{"a": 1}], check=lambda line: None)):
-        with pytest.raises(ValueError, match="something else than records; it is left as it is, give another file"):
-            change(path)
-    assert path.read_bytes() == content
+    for content in (b"my precious notes, one line", b"notes\nhalf", b"PK\x03\x04\x00\n\x00\x01", b'{\n "a": 1}'):
+        path.write_bytes(content)
+        for change in (records.mend, lambda path: records.append(path, [{"a": 1}], check=lambda line: None)):
+            with pytest.raises(ValueError, match="something else than records; it is left as it is, give another file"):
+                change(path)
+        assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("half", [b"", b"{", b'{"', b'{"a": 1, "b'])
-@pytest.mark.parametrize("before", [b"", b'{"a": 1}\n'])
-def test_half_a_record_goes(tmp_path, before, half):
+def test_half_a_record_is_removed(tmp_path):
     path = tmp_path / "records.jsonl"
-    path.write_bytes(before + half)
-    records.mend(path)
-    assert path.read_bytes() == before
+    for before in (b"", b'{"a": 1}\n'):
+        for half in (b"", b"{", b'{"', b'{"a": 1, "b'):
+            path.write_bytes(before + half)
+            records.mend(path)
+            assert path.read_bytes() == before
 
 
 def test_records_are_found_from_any_folder(tmp_path, monkeypatch):
@@ -103,7 +101,7 @@ def test_records_are_found_from_any_folder(tmp_path, monkeypatch):
     assert len(lab.load_records()) > 1000
 
 
-def test_another_folder_can_be_named_and_what_it_lacks_is_said(tmp_path, monkeypatch):
+def test_another_folder_is_named_by_the_environment(tmp_path, monkeypatch):
     (tmp_path / "mine.jsonl").write_text(json.dumps(LINE) + "\n")
     monkeypatch.setenv("BASS_RECORDS", str(tmp_path))
     assert len(lab.load_records()) == 1

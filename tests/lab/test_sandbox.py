@@ -1,31 +1,22 @@
-"""Programs are graded from outside a sandbox that they neither leave nor deceive."""
+"""Programs are graded from outside a sandbox. They neither leave nor deceive it."""
 
 import json
 import math
 import os
+import platform
 import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import attacks
 import pytest
 from attacks import ADD
 
-from bass_lab.evaluation import (
-    Problem,
-    SandboxUnavailable,
-    confinement,
-    grade,
-    grade_all,
-    load_problems,
-    sandbox,
-    values,
-)
+from bass_lab.evaluation import Problem, SandboxUnavailable, confinement, grade, grade_all, load_problems, values
 from bass_lab.evaluation.sandbox import Checker, require_sandbox
 from bass_lab.pair.data_card import share_passed
 
@@ -36,97 +27,102 @@ try:
 except SandboxUnavailable as error:
     WHY_NOT = str(error)
 confined = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+slow = pytest.mark.slow
 
 
 def problem(test: str, prompt: str = ADD.prompt, name: str = "add") -> Problem:
     return Problem("t/1", prompt, name, "", "def check(candidate):\n" + test)
 
 
-def returning(value: str) -> str:
-    return f"    return {value}\n"
+def in_folder(folder: Path, code: str, *arguments: str) -> str:
+    """Return what the code prints in an `attacks.standalone` folder."""
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-# ----------------------------------------------------------------------------------------------------------- grades
+def wait_until(true, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
-def problem_sets() -> list:
-    skip = pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="HumanEval is not committed; its file is not here")
-    return [pytest.param(HUMAN_EVAL, id="HumanEval", marks=[pytest.mark.slow, skip]), pytest.param(None, id="mini set")]
+# --- grades ---
 
-
-@confined
-@pytest.mark.parametrize("path", problem_sets())
-def test_every_canonical_solution_passes_and_no_stub_does_in_30_s_of_cpu_time(path):
-    problems = load_problems(path)
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    right = grade_all([(each, each.canonical_solution) for each in problems], seconds=30)
-    stubs = grade_all([(each, "    pass\n") for each in problems], seconds=30)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert [found for found in right if not found.passed] == [] and len(right) == 164
-    assert [found for found in stubs if found.passed] == [] and len(stubs) == 164
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 30  # 15 s on each of 2 cores
+absent = pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="the file of HumanEval is absent")
 
 
 @confined
 @pytest.mark.parametrize(
-    ("completion", "reason"),
-    [
-        ("    return a + b\n", "passed"),
-        ("    return a - b\n", "wrong: assert found == total, found: -1"),
-        ("    return a +\n", "error: SyntaxError: "),
-        ("    return a + c\n", "error: NameError: name 'c' is not defined"),
-        ("    while True: pass\n", "timeout"),
-        ("    return add(a, b)\n", "error: RecursionError: "),
-        ("    return [0] * 10**10\n", "error: MemoryError"),
-        ("    raise SystemExit\n", "error: SystemExit"),
-        ("    open('/etc/passwd')\n    return a + b\n", "error: PermissionError: "),
-        ("    import os\n    os.abort()\n", "died: SIG"),
-        ("    return a + b\n\nadd = 3\n", "error: TypeError: 'int' object is not callable"),
-        ("    return a + b\n\ndel add\n", "error: AttributeError: "),
-        ("    raise UnicodeDecodeError('utf-8', b'', 0, 1, 'x')\n", "error: UnicodeDecodeError: "),
-    ],
+    ("path", "every"),
+    [(None, 8), pytest.param(None, 1, marks=slow), pytest.param(HUMAN_EVAL, 1, marks=[slow, absent])],
 )
-def test_a_grade_says_why(completion, reason):
-    found = grade(ADD, completion, seconds=1 if reason == "timeout" else 10)
-    assert found.reason.startswith(reason) and found.passed == (reason == "passed")
+def test_solutions_pass_and_stubs_fail_within_cpu_time(path, every):
+    problems = load_problems(path)
+    assert len(problems) == 164
+    problems = problems[::every]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    right = grade_all([(each, each.canonical_solution) for each in problems], seconds=30)
+    stubs = grade_all([(each, "    pass\n") for each in problems], seconds=30)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert [found for found in right if not found.passed] == [] and len(right) == len(problems)
+    assert [found for found in stubs if found.passed] == [] and len(stubs) == len(problems)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < 30 / every  # 15 s on each of 2 cores for all problems
+
+
+REASONS = {
+    "    return a + b\n": "passed",
+    "    return a - b\n": "wrong: assert found == total, found: -1",
+    "    return a +\n": "error: SyntaxError: ",
+    "    while True: pass\n": "timeout",
+    "    return a + c\n": "error: NameError: name 'c' is not defined",
+    "    return add(a, b)\n": "error: RecursionError: ",
+    "    return [0] * 10**10\n": "error: MemoryError",
+    "    raise SystemExit\n": "error: SystemExit",
+    "    open('/etc/passwd')\n    return a + b\n": "error: PermissionError: ",
+    "    import os\n    os.abort()\n": "died: SIG",
+    "    return a + b\n\nadd = 3\n": "error: TypeError: 'int' object is not callable",
+    "    raise UnicodeDecodeError('utf-8', b'', 0, 1, 'x')\n": "error: UnicodeDecodeError: ",
+    "    return 'x' * 2**21\n": "error: a reply of more than",
+    "    return b + a\n": "passed",
+}
 
 
 @confined
-def test_grades_are_in_the_order_of_the_jobs_and_a_program_out_of_time_harms_no_other():
-    completions = ["    return a + b\n", "    while True: pass\n", "    return 0\n", "    return b + a\n"] * 2
-    found = grade_all([(ADD, completion) for completion in completions], seconds=2, workers=3)
-    assert [each.passed for each in found] == [True, False, False, True] * 2
-
-
-@confined
-def test_share_passed_counts_programs():
+def test_grades_give_the_reason_in_the_order_of_the_jobs():
+    found = grade_all([(ADD, completion) for completion in REASONS], seconds=1, workers=2)
+    for one, (completion, reason) in zip(found, REASONS.items(), strict=True):
+        assert one.reason.startswith(reason) and one.passed == (reason == "passed"), completion
+    assert grade_all([]) == []
     assert share_passed([ADD] * 4, [ADD.canonical_solution] * 3 + ["    return 0\n"]) == 0.75
 
 
 @confined
-def test_no_jobs_no_grades():
-    assert grade_all([]) == []
-
-
-@confined
-def test_the_cpu_limit_ends_a_loop_before_the_wall_clock():
+def test_cpu_limit_ends_a_loop_before_the_wall_clock():
     began = time.monotonic()
     assert grade(ADD, "    while True: pass\n", seconds=60).reason == "timeout: 4 s of CPU time"
     assert time.monotonic() - began < 30
 
 
 @confined
-@pytest.mark.parametrize(
-    "loop", ["while candidate(1, 2): pass", "sum(range(candidate(1, 2)))", "1 in [candidate(1, 2)] * 2**40"]
-)
-def test_a_check_that_a_value_keeps_busy_ends_too(loop):
+@pytest.mark.parametrize("loop", ["while candidate(1, 2): pass", "sum(range(candidate(1, 2)))"])
+def test_busy_check_ends_and_the_next_job_runs(loop):
     began = time.monotonic()
-    assert not grade(problem(f"    {loop}\n"), returning("10**18"), seconds=1).passed
+    jobs = [(problem(f"    {loop}\n"), "    return 10**18\n"), (ADD, ADD.canonical_solution)]
+    assert [found.passed for found in grade_all(jobs, seconds=0.5, workers=1)] == [False, True]
     assert time.monotonic() - began < 3
 
 
 @confined
-def test_helpers_of_the_prompt_and_the_entry_points_name_are_there_for_the_check():
+def test_check_may_not_fill_the_memory():
+    assert "MemoryError" in grade(problem("    1 in [candidate(1, 2)] * 2**28\n"), "    return 2\n", seconds=5).reason
+
+
+@confined
+def test_check_uses_helpers_and_the_entry_points_name():
     prompt = 'import math\n\ndef half(x):\n    return x / 2\n\ndef add(a, b):\n    """Adds."""\n'
     case = problem("    assert math.floor(half(candidate(1, b=2))) == 1\n    assert add(2, 2) == 4\n", prompt)
     assert grade(case, "    return a + b\n").passed
@@ -134,15 +130,16 @@ def test_helpers_of_the_prompt_and_the_entry_points_name_are_there_for_the_check
 
 
 @confined
-def test_a_check_sees_builtin_exceptions_and_cannot_hide_the_sandboxs():
+def test_check_sees_builtin_exceptions_and_cannot_hide_those_of_the_sandbox():
     expecting = "    try:\n        candidate(1, 2)\n    except ValueError:\n        return\n    assert False\n"
-    assert grade(problem(expecting), "    raise ValueError('no')\n").passed
-    assert grade(problem(expecting), "    raise KeyError('no')\n").reason == "error: KeyError: 'no'"
     mapping = "    assert all(map(lambda a: candidate(a, 1) == a + 1, range(9)))\n"
-    assert grade(problem(mapping), "    return a + b\n").passed
-    assert not grade(problem(mapping), "    raise StopIteration\n").passed
     hiding = "    try:\n        candidate(1, 2)\n    except:\n        pass\n"
-    assert grade(problem(hiding), "    import os\n    os._exit(0)\n").reason == "died: exit status 0"
+    jobs = [(expecting, "    raise ValueError('no')\n"), (expecting, "    raise KeyError('no')\n")]
+    jobs += [(mapping, "    return a + b\n"), (mapping, "    raise StopIteration\n")]
+    jobs += [(hiding, "    import os\n    os._exit(0)\n")]
+    found = [each.reason for each in grade_all([(problem(test), text) for test, text in jobs])]
+    assert found[:3] == ["passed", "error: KeyError: 'no'", "passed"]
+    assert found[3] != "passed" and found[4] == "died: exit status 0"
 
 
 @confined
@@ -152,7 +149,7 @@ def test_arguments_go_by_value():
 
 
 @confined
-def test_a_problem_that_cannot_be_checked_is_named():
+def test_problem_that_cannot_be_checked_is_named():
     with pytest.raises(ValueError, match="problem t/1 cannot be checked: NameError"):
         grade(problem("    pass\nnothing\n"), "    return 1\n")
     with pytest.raises(ValueError, match="seconds must be positive"):
@@ -160,61 +157,34 @@ def test_a_problem_that_cannot_be_checked_is_named():
 
 
 @confined
-@pytest.mark.parametrize(
-    "name", ["math", "re", "collections.abc", "random", "hashlib", "datetime", "decimal", "statistics"]
-)
-def test_programs_can_import_the_usual_modules(name):
-    assert grade(ADD, f"    import {name}\n    return a + b\n").passed
+def test_programs_import_the_usual_modules():
+    modules = "math, re, collections.abc, random, hashlib, datetime, decimal, statistics"
+    assert grade(ADD, f"    import {modules}\n    return a + b\n").passed
 
 
-# ----------------------------------------------------------------------------------------------------------- values
+# --- values ---
 
 EXACT = [
-    None,
-    True,
-    0,
-    -1,
-    2**63,
-    -(2**64),
-    10**400,
-    0.1,
-    -0.0,
-    math.inf,
-    1j,
-    "",
-    "é\n\0",
-    "\ud83d\ude00",
-    b"\xff",
-    [],
-    (),
-]
-NESTED = [[(1, [2.0])], {1: "a", (2, None): {3}}, {"tuple": [1]}, {1, "a"}, frozenset({b"x"}), [True, 1, 1.0, "1"]]
+    None, True, 0, -1, 2**63, -(2**64), 10**400, 0.1, -0.0, math.inf, 1j, "", "é\n\0", "\ud83d\ude00", b"\xff", [], (),
+    [(1, [2.0])], {1: "a", (2, None): {3}}, {"tuple": [1]}, {1, "a"}, frozenset({b"x"}), [True, 1, 1.0, "1"],
+]  # fmt: skip
 
 
 def sent(value: object) -> object:
-    """As it comes through the channel."""
     return values.decode(json.loads(json.dumps(values.encode(value))))
 
 
-@pytest.mark.parametrize("value", EXACT + NESTED)
-def test_values_come_back_exactly(value):
-    found = sent(value)
-    assert found == value and repr(found) == repr(value) and type(found) is type(value)
-
-
-def test_nan_comes_back():
+def test_values_return_exactly():
+    for value in EXACT:
+        found = sent(value)
+        assert found == value and repr(found) == repr(value) and type(found) is type(value)
     assert math.isnan(sent([math.nan])[0])
 
 
-@pytest.mark.parametrize(
-    "value", [type("Int", (int,), {})(1), range(3), object(), {1: [int]}, iter([])], ids=lambda x: type(x).__name__
-)
-def test_other_types_are_refused(value):
-    with pytest.raises(TypeError, match="is not one of the built-in types"):
-        values.encode(value)
-
-
-def test_what_is_too_large_deep_or_cyclic_is_refused():
+def test_other_types_and_large_deep_or_cyclic_values_are_refused():
+    for value in (type("int", (int,), {})(1), range(3), object(), {1: [int]}, iter([])):
+        with pytest.raises(TypeError, match="is not one of the built-in types"):
+            values.encode(value)
     cycle: list = []
     cycle.append(cycle)
     wide: list = []
@@ -226,32 +196,19 @@ def test_what_is_too_large_deep_or_cyclic_is_refused():
 
 
 FORGED = [
-    "[",
-    "[" * 10**5,
-    "{}",
-    '{"list": [1]}',
-    '{"set": [[]]}',
-    '{"dict": [1]}',
-    '{"int": 3}',
-    '{"int": "0x", "a": 1}',
-]
-MORE_FORGED = [
-    '{"bytes": "x"}',
-    '{"complex": ["a", 1]}',
-    '{"complex": [1' + "0" * 400 + ", 1]}",
-    '{"tuple": "ab"}',
-    '{"int": "' + "f" * 10**6 + '"}',
-    "9" * 10**4,
-]
+    "[", "[" * 10**5, "{}", '{"list": [1]}', '{"set": [[]]}', '{"dict": [1]}', '{"int": 3}', '{"int": "0x", "a": 1}',
+    '{"bytes": "x"}', '{"complex": ["a", 1]}', '{"complex": [1' + "0" * 400 + ", 1]}", '{"tuple": "ab"}',
+    '{"int": "' + "f" * 10**6 + '"}', "9" * 10**4, '{"__class__": "Equal", "int": "3"}',
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", FORGED + MORE_FORGED, ids=lambda text: text[:20])
-def test_other_text_is_no_value(text):
-    with pytest.raises((ValueError, TypeError, RecursionError)):
-        values.decode(json.loads(text))
+def test_forged_values_are_refused():
+    for text in FORGED:
+        with pytest.raises((ValueError, TypeError, RecursionError)):
+            values.decode(json.loads(text))
 
 
-# ---------------------------------------------------------------------------------------------------------- attacks
+# --- attacks ---
 
 
 @pytest.fixture(scope="module")
@@ -262,8 +219,14 @@ def host():
     host.close()
 
 
+@pytest.fixture(scope="module")
+def standalone():
+    with attacks.standalone() as folder:
+        yield folder
+
+
 @pytest.mark.parametrize("name", attacks.HARMLESS)
-def test_an_attack_works_where_there_is_no_sandbox(name):
+def test_attack_works_without_a_sandbox(name):
     host = attacks.Host()
     try:
         code = attacks.program(name, host) + "\nprint(add(1, 2))"
@@ -275,46 +238,23 @@ def test_an_attack_works_where_there_is_no_sandbox(name):
 
 @confined
 @pytest.mark.parametrize("name", attacks.ATTACKS)
-def test_an_attack_neither_passes_nor_harms_nor_stays(host, name):
-    assert attacks.run(name, host, seconds=1) == []
+def test_attack_neither_passes_nor_harms_nor_stays(host, name):
+    assert attacks.run(name, host, seconds=0.5) == []
 
 
-@pytest.fixture(scope="module")
-def standalone():
-    with attacks.standalone() as folder:
-        yield folder
-
-
-USERS = [
-    pytest.param(False, id="this user"),
-    pytest.param(
-        True,
-        id="an ordinary user",
-        marks=[
-            pytest.mark.skipif(os.getuid() != 0, reason="the others have run as an ordinary user already"),
-            pytest.mark.skipif(attacks.ordinary_python() is None, reason="an ordinary user can run no Python >= 3.11"),
-        ],
-    ),
-]
-
-
-@pytest.mark.slow
+@slow
 @confined
-@pytest.mark.parametrize("ordinary", USERS[1:])
-def test_attacks_fail_as_an_ordinary_user_too(standalone, ordinary):
-    assert attacks.complaints(standalone, attacks.ATTACKS, ordinary=ordinary) == {}
-
-
-@pytest.mark.slow
-@confined
-@pytest.mark.parametrize("ordinary", USERS)
 @pytest.mark.parametrize("version", range(1, 6))
-def test_attacks_on_the_host_fail_with_older_landlock_too(version, ordinary):
-    """The others have nothing to do with Landlock; `python tests/support/attacks.py` runs them all."""
+def test_attacks_on_the_host_fail_with_older_landlock(version):
     if version > confinement.landlock_version():
         pytest.skip(f"this kernel has Landlock {confinement.landlock_version()}")
+    code = (
+        "import attacks; attacks.adopt_orphans(); host = attacks.Host()\n"
+        "for name in attacks.ON_THE_HOST:\n    for found in attacks.run(name, host, 0.5):\n        print(name, found)\n"
+        "host.close()\nprint('done')"
+    )
     with attacks.standalone(attacks.LANDLOCK.format(version)) as folder:
-        assert attacks.complaints(folder, attacks.ON_THE_HOST, ordinary=ordinary) == {}
+        assert in_folder(folder, code) == "done\n"
 
 
 OPENS_ANYTHING = """
@@ -327,27 +267,11 @@ refuse_calls = without_judging_what_is_opened
 
 
 @confined
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_landlock_alone_sees_from_version_3_on_that_a_file_is_emptied_but_not_that_it_is_opened(version):
-    code = (
-        "import attacks; from bass_lab.evaluation.sandbox import grade_all\n"
-        "host = attacks.Host(); program = attacks.program('open a file for neither reading nor writing', host)\n"
-        "print(grade_all([(attacks.ADD, program.removeprefix(attacks.ADD.prompt))], unsafe=True)[0].reason)\n"
-        "print(host.complaints()); host.close()"
-    )
-    with attacks.standalone(attacks.LANDLOCK.format(version) + OPENS_ANYTHING) as folder:
-        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    reason, host = done.stdout.splitlines()
-    achieved = "only, emptied" if version < 3 else "only"
-    assert reason.endswith(f"breach: {achieved}") and host == str(["the host has changed"] if version < 3 else [])
-
-
-@confined
-def test_a_sandbox_that_opens_what_landlock_does_not_see_fails_its_self_test():
+def test_sandbox_that_opens_any_file_fails_its_self_test():
     code = "from bass_lab.evaluation.sandbox import sandbox_obstacle; print(sandbox_obstacle())"
     with attacks.standalone(OPENS_ANYTHING) as folder:
-        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert "failed its self-test" in done.stdout and "['empty /dev/null']" in done.stdout
+        said = in_folder(folder, code)
+    assert "failed its self-test" in said and "['empty /dev/null']" in said
 
 
 CALLS = """
@@ -378,6 +302,7 @@ with tempfile.TemporaryDirectory() as folder:
         os._exit(0)
     os.wait()
 """
+TIMER = "call('timer_create', 0, 0, ctypes.addressof(number))"
 REFUSED = dict.fromkeys(
     [
         "os.open(path, os.O_WRONLY)",
@@ -392,12 +317,12 @@ REFUSED = dict.fromkeys(
         "fcntl.fcntl(file, fcntl.F_SETOWN, os.getppid())",
         "fcntl.fcntl(pipe, 1031, 2**20)",  # F_SETPIPE_SZ: the user's pages for pipes are counted, too
         "fcntl.lockf(file, fcntl.LOCK_EX)",
-        "call('timer_create', 0, 0, ctypes.addressof(number))",
+        TIMER,
     ],
     "EPERM",
 )
 REFUSED["call('openat2', -100, ctypes.addressof(name), ctypes.addressof(flags), 24)"] = "ENOSYS"
-LET_THROUGH = (
+ALLOWED = (
     "os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)",
     "os.listdir(folder)",
     "open(path).read()",
@@ -408,67 +333,57 @@ LET_THROUGH = (
 
 
 def outcomes(standalone: Path, measure: str, calls) -> dict[str, str]:
-    """What becomes of each of CALLS' expressions after one of the sandbox's measures: "works", or the error's name."""
-    command = [sys.executable, "-c", CALLS, measure, json.dumps(list(calls))]
-    done = subprocess.run(command, cwd=standalone, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """Return "works" or the error's name of each expression after a measure of the sandbox."""
+    return json.loads(in_folder(standalone, CALLS, measure, json.dumps(list(calls))))
 
 
 @confined
-def test_the_filter_alone_lets_files_be_opened_to_read_and_nothing_else(standalone):
-    through = dict.fromkeys(LET_THROUGH, "works")
-    assert outcomes(standalone, "confinement.refuse_calls()", [*REFUSED, *LET_THROUGH]) == REFUSED | through
+def test_filter_alone_lets_files_be_opened_to_read_only(standalone):
+    allowed = dict.fromkeys(ALLOWED, "works")
+    assert outcomes(standalone, "confinement.refuse_calls()", [*REFUSED, *ALLOWED]) == REFUSED | allowed
     assert outcomes(standalone, "pass", REFUSED) == dict.fromkeys(REFUSED, "works")
+    limits = "sys.path.append('bass_lab/evaluation'); import _worker; _worker.limit()"
+    assert outcomes(standalone, limits, [TIMER]) == {TIMER: "EAGAIN"}  # the user's queue of signals stays free
 
 
 @confined
-def test_the_limits_alone_keep_the_users_queue_of_signals_from_running_dry(standalone):
-    measure = "sys.path.append('bass_lab/evaluation'); import _worker; _worker.limit()"
-    assert set(outcomes(standalone, measure, [call for call in REFUSED if "timer" in call]).values()) == {"EAGAIN"}
-
-
-@confined
-def test_kill_9_of_the_harness_leaves_no_process_after_2_s(host, standalone):
+@pytest.mark.skipif(os.getuid() != 0, reason="only root has an identity to drop")
+def test_root_becomes_nobody_without_groups(standalone):
     code = (
-        "from bass_lab.evaluation.sandbox import grade_all; from attacks import ADD, HELPERS\n"
-        "body = '''    import time\n"
-        "    tried(outlive=lambda: system('prctl', 1, 0, 0, 0, 0))\n    time.sleep(60)\n'''\n"
-        "grade_all([(ADD, body + HELPERS)] * 3, seconds=60)"
+        "import os; from bass_lab.evaluation import confinement\n"
+        "os.setgroups([0, 1]); confinement.drop_root(); print(os.getresuid(), os.getresgid(), os.getgroups())"
     )
+    nobody = (confinement.NOBODY,) * 3
+    assert in_folder(standalone, code) == f"{nobody} {nobody} []\n"
+
+
+BODY = """    import time
+    tried(outlive=lambda: system('prctl', 1, 0, 0, 0, 0))
+    time.sleep(60)
+"""
+HARNESS = f"""
+import signal
+from bass_lab.evaluation.sandbox import grade_all; from attacks import ADD, HELPERS
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+grade_all([(ADD, {BODY!r} + HELPERS)] * 100, seconds=2)
+"""
+
+
+@confined
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 2), (signal.SIGINT, 10)])
+def test_killed_or_interrupted_harness_leaves_no_process(host, standalone, number, seconds):
     before = set(attacks.running_children())
-    harness = subprocess.Popen([sys.executable, "-c", code], cwd=standalone)
+    harness = subprocess.Popen([sys.executable, "-c", HARNESS], cwd=standalone, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: len(attacks.running_children(harness.pid)) == 4, 30)  # two checkers, two workers
     time.sleep(0.5)  # the programs have begun
-    harness.kill()
-    harness.wait()
+    harness.send_signal(number)
+    said = harness.communicate(timeout=seconds)[1]
+    assert number == signal.SIGKILL or "KeyboardInterrupt" in said  # after the present jobs
     wait_until(lambda: set(attacks.running_children()) <= before, 2)
 
 
 @confined
-def test_an_interrupt_ends_after_the_present_jobs_and_leaves_nothing(host, standalone):
-    code = (  # a shell that starts tests in the background has them ignore the signal
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from bass_lab.evaluation.sandbox import grade_all; from attacks import ADD\n"
-        "grade_all([(ADD, '    import time; time.sleep(60)')] * 100, seconds=2)"
-    )
-    before = set(attacks.running_children())
-    harness = subprocess.Popen([sys.executable, "-c", code], cwd=standalone, stderr=subprocess.PIPE, text=True)
-    wait_until(lambda: len(attacks.running_children(harness.pid)) == 4, 30)
-    harness.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in harness.communicate(timeout=10)[1]
-    assert set(attacks.running_children()) <= before
-
-
-def wait_until(true, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@confined
-def test_a_checker_that_dies_is_an_error_and_leaves_nothing(host):
+def test_dead_checker_is_an_error_and_leaves_nothing(host):
     before = set(attacks.running_children())
     checker = Checker()
     (process,) = set(attacks.running_children()) - before
@@ -478,11 +393,13 @@ def test_a_checker_that_dies_is_an_error_and_leaves_nothing(host):
     assert set(attacks.running_children()) <= before
 
 
-# ---------------------------------------------------------------------------------------------------------- refusal
+# --- refusal ---
+
+SECCOMP = 317 if platform.machine() == "x86_64" else 277
 
 
-@pytest.mark.parametrize(("number", "name"), [(444, "Landlock"), (confinement._numbers("s 317 277")["s"], "seccomp")])
-def test_a_kernel_without_it_is_refused(monkeypatch, number, name):
+@pytest.mark.parametrize(("number", "name"), [(444, "Landlock"), (SECCOMP, "seccomp")])
+def test_kernel_without_a_measure_is_refused(monkeypatch, number, name):
     real = confinement.syscall
 
     def without(called: int, *arguments: object) -> int:
@@ -497,10 +414,9 @@ def test_a_kernel_without_it_is_refused(monkeypatch, number, name):
     assert grade_all([(ADD, ADD.canonical_solution)], unsafe=True)[0].passed
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_another_system_is_refused(monkeypatch, system):
-    monkeypatch.setattr(sys, "platform", system)
-    with pytest.raises(SandboxUnavailable, match=f"this is {system}.*Linux container or virtual machine"):
+def test_another_system_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(SandboxUnavailable, match=r"this is darwin.*Linux container or virtual machine"):
         grade(ADD, ADD.canonical_solution)
 
 
@@ -514,7 +430,7 @@ CASES = {
 
 @confined
 @pytest.mark.parametrize("call", CASES)
-def test_where_a_measure_fails_no_program_runs(standalone, call):
+def test_no_program_runs_after_a_measure_has_failed(standalone, call):
     if "uid" in call and os.getuid() != 0:
         pytest.skip("only root has a uid to drop")
     code = (
@@ -524,15 +440,6 @@ def test_where_a_measure_fails_no_program_runs(standalone, call):
         "print(grade_all([(ADD, ADD.canonical_solution)], unsafe=True)[0].reason)\n"
         "try:\n    grade(ADD, ADD.canonical_solution)\nexcept SandboxUnavailable as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=standalone, capture_output=True, text=True)
-    unsafe, refused = done.stdout.splitlines()
+    unsafe, refused = in_folder(standalone, code).splitlines()
     assert unsafe == "passed"
     assert re.search(CASES[call], refused), refused
-
-
-@confined
-def test_a_probe_that_finds_a_way_out_is_a_refusal(monkeypatch):
-    monkeypatch.setattr(sandbox, "PROBE", replace(sandbox.PROBE, canonical_solution="    return ['open a socket']\n"))
-    monkeypatch.setattr(sandbox, "_self_test", sandbox._self_test.__wrapped__)  # not the cached result
-    with pytest.raises(SandboxUnavailable, match=r"failed its self-test: .*open a socket"):
-        require_sandbox()

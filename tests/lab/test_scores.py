@@ -25,7 +25,7 @@ def sample(problem, row, finish, logprob, passed, tokens=10):
 
 
 def random_samples(seed: int, problems: int = 12) -> pd.DataFrame:
-    """Problems of 1 to 6 rows; some unfinished, many ties in time and in log-probability, lines in any order."""
+    """Return problems of 1 to 6 shuffled rows, some unfinished, with many ties in time and log-probability."""
     rng = np.random.default_rng(seed)
     lines = [
         sample(
@@ -56,7 +56,7 @@ def by_definition(samples: pd.DataFrame, budget: float) -> tuple[float, float]:
     return float(np.mean(firsts)), float(np.mean(alls))
 
 
-# --- pass@k ---------------------------------------------------------------------------------------
+# --- pass@k ---
 
 
 def test_pass_at_k_equals_enumeration():
@@ -76,22 +76,22 @@ def test_pass_at_k_of_many_samples_is_exact():
         assert abs(pass_at_k(n, c, k) - float(1 - Fraction(comb(n - c, k), comb(n, k)))) < 1e-12
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)])
-def test_pass_at_k_refuses_what_has_no_meaning(n, c, k):
-    with pytest.raises(ValueError, match=r"pass@k needs"):
-        pass_at_k(n, c, k)
+def test_pass_at_k_refuses_impossible_counts():
+    for counts in ((3, 4, 1), (3, -1, 1), (3, 1, 0), (3, 1, 4)):
+        with pytest.raises(ValueError, match=r"pass@k needs"):
+            pass_at_k(*counts)
 
 
-def test_k_is_dropped_where_a_problem_has_fewer_rows():
+def test_k_beyond_the_rows_of_a_problem_is_dropped():
     samples = pd.DataFrame([sample("a", row, 1, -1, True) for row in range(3)] + [sample("b", 0, 1, -1, False)])
     assert set(score(samples, [2], ks=(1, 2, 3)).metric) == {"Pass@First", "Pass@All", "pass@1"}
 
 
-# --- Pass@First and Pass@All ----------------------------------------------------------------------
+# --- Pass@First and Pass@All ---
 
 
-@pytest.mark.parametrize("seed", range(15))
-def test_scores_equal_their_definition_and_keep_their_order(seed):
+@pytest.mark.parametrize("seed", range(6))
+def test_scores_equal_their_definition_in_any_order_of_lines(seed):
     samples = random_samples(seed)
     budgets = [0.0, 0.5, 0.75, 1.0, 1.5, 2.0, INF]
     scores = score(samples, budgets, resamples=50)
@@ -101,16 +101,11 @@ def test_scores_equal_their_definition_and_keep_their_order(seed):
     assert (np.diff(every) >= 0).all() and (np.diff(values(scores, "pass@1")) >= 0).all()
     assert first[0] == every[0] == 0
     assert (scores.low <= scores.high).all() and scores[["low", "high"]].stack().between(0, 1).all()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_order_of_the_lines_does_not_matter(seed):
-    samples = random_samples(seed)
     shuffled = samples.sample(frac=1, random_state=seed + 1)
     assert np.allclose(score(samples, [1, INF]).value, score(shuffled, [1, INF]).value)
 
 
-def test_pass_at_n_is_pass_at_all_and_pass_at_one_a_mean():
+def test_pass_at_n_is_pass_at_all():
     rng = np.random.default_rng(1)
     lines = [
         sample(p, row, rng.choice([1.0, 2.0, INF]), -1, bool(rng.random() < 0.3)) for p in range(20) for row in range(4)
@@ -122,16 +117,7 @@ def test_pass_at_n_is_pass_at_all_and_pass_at_one_a_mean():
     assert values(scores, "pass@1")[0] == pytest.approx(expected)
 
 
-def test_the_likeliest_finished_row_is_first_and_ties_go_to_the_lower_row():
-    likelier_later = [sample("a", 0, 1, -2, True), sample("a", 1, 2, -1, False)]
-    assert list(values(score(pd.DataFrame(likelier_later), [1, 2]), "Pass@First")) == [1, 0]  # First may fall
-    tied = pd.DataFrame([sample("a", 1, 1, -1, False, tokens=4), sample("a", 0, 1, -1, True, tokens=8)])
-    assert list(values(score(tied, [1]), "Pass@First")) == [1]
-    unfinished = pd.DataFrame([sample("a", 0, INF, -0.1, True), sample("a", 1, 1, -3, False)])
-    assert list(values(score(unfinished, [INF]), "Pass@All")) == [0]
-
-
-# --- intervals, tables, bad input -----------------------------------------------------------------
+# --- intervals, tables, bad input ---
 
 
 def test_intervals_are_the_bootstrap_of_the_mean():
@@ -192,7 +178,7 @@ def two_methods(seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     )
 
 
-def test_a_difference_is_the_difference_of_the_scores():
+def test_difference_is_that_of_the_scores():
     one, other = two_methods(1)
     found = difference(one, other, [0.5, 1.0], ks=(1, 2))
     expected = score(one, [0.5, 1.0], ks=(1, 2)).value - score(other, [0.5, 1.0], ks=(1, 2)).value
@@ -202,8 +188,7 @@ def test_a_difference_is_the_difference_of_the_scores():
     assert np.allclose(mirrored.value, -found.value) and np.allclose(mirrored.low, -found.high, atol=1e-9)
 
 
-def test_a_difference_is_paired():
-    """What both share cancels: equal samples differ by exactly nothing, whichever problems are drawn."""
+def test_difference_is_paired():
     one, _ = two_methods(2)
     same = difference(one, one.copy(), [1.0])
     assert (same[["value", "low", "high"]] == 0).all(axis=None)
@@ -212,7 +197,7 @@ def test_a_difference_is_paired():
     assert (gain.value > 0).all() and (gain.value < alone.value).all()
 
 
-def test_a_difference_needs_the_same_problems():
+def test_difference_needs_the_same_problems():
     one, other = two_methods(3)
     with pytest.raises(ValueError, match="same problems"):
         difference(one, other[other.problem != "p3"], [1.0])

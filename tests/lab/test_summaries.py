@@ -26,7 +26,7 @@ def test_articles_are_read_from_a_file(tmp_path):
         load_articles(path)
 
 
-def test_xsum_comes_from_the_hub_or_the_error_says_what_to_do(monkeypatch):
+def test_xsum_comes_from_the_hub(monkeypatch):
     asked = []
 
     def load_dataset(name, **options):
@@ -61,7 +61,7 @@ def test_rouge_2_counts_pairs_of_words_and_records_the_stemmer():
     assert stemmed.rouge_score.str.match(r"\d+\.").all()
 
 
-def test_rouge_2_says_what_is_missing(monkeypatch):
+def test_rouge_2_refuses_wrong_counts_and_a_missing_package(monkeypatch):
     with pytest.raises(ValueError, match="1 predictions for 2 references"):
         rouge_2(["a"], ["a", "b"])
     monkeypatch.setitem(sys.modules, "rouge_score", None)

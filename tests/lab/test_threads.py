@@ -1,4 +1,4 @@
-"""Threads that suit the machine: what is chosen beside which programs, and that the user's own settings stay."""
+"""Threads that suit the machine: the choice next to other programs. Settings of the user stay."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def speeds(one: float, two: float):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Two CPUs, no settings, and a look at the others that finds what it is told to."""
+    """Two CPUs without settings, and given loads and speeds."""
 
     def use(others: float, one: float = 1.0, two: float = 2.0) -> None:
         monkeypatch.setattr(threads, "cpus_of_others", lambda seconds: others)
@@ -46,67 +46,46 @@ def machine(monkeypatch):
         (0.1, 1.0, 1.6, 2, "Threads: 2, awake while they wait; other programs use 0.1 of 2 CPUs."),
         (0.1, 1.0, 0.3, 1, "Threads: 1, faster here than 2; other programs use 0.1 of 2 CPUs."),
         (0.1, 1.0, 0.9, 2, "Threads: 2, awake while they wait; other programs use 0.1 of 2 CPUs."),
-        (1.9, 1.0, 0.9, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
         (1.9, 1.0, 1.0, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
         (1.9, 1.0, 1.2, 2, f"Threads: 2, asleep while they wait; other programs use 1.9 of 2 CPUs{WARNING}."),
-        (1.9, 1.0, 0.6, 1, f"Threads: 1, faster here than 2; other programs use 1.9 of 2 CPUs{WARNING}."),
     ],
 )
-def test_choice_by_what_others_leave_and_what_is_faster(others, one, two, chosen, sentence):
+def test_choice_depends_on_free_cpus_and_speeds(others, one, two, chosen, sentence):
     choice = threads.choose(2, others, 2, speeds(one, two))
     assert choice == threads.Choice(chosen, others > 1, sentence)
 
 
-def test_one_thread_is_not_timed():
-    choice = threads.choose(1, 0.0, 1, None)
-    assert (choice.threads, choice.busy) == (1, False)
-    assert choice.sentence == "Threads: 1, with no other to wait for; other programs use 0.0 of 1 CPUs."
+def test_one_thread_is_not_timed_and_free_cpus_do_not_count():
+    sentence = "Threads: 1, with no other to wait for; other programs use 0.0 of 1 CPUs."
+    assert threads.choose(1, 0.0, 1, None) == threads.Choice(1, False, sentence)
+    assert threads.is_busy(16, 1.0, 16) and not threads.is_busy(8, 7.0, 16)
 
 
-def test_programs_on_cpus_that_we_leave_free_do_not_count():
-    assert threads.is_busy(16, 1.0, 16)
-    assert not threads.is_busy(8, 7.0, 16)
+def test_settings_of_the_user_count():
+    for name, value in (("OMP_NUM_THREADS", "8"), ("MKL_NUM_THREADS", "8"), ("OMP_WAIT_POLICY", "PASSIVE")):
+        assert threads.settled_by_user({name: value}, 8, 8)
+    assert threads.settled_by_user({}, 2, 8)
+    assert not threads.settled_by_user({}, 8, 8)
+    assert not threads.settled_by_user({}, 4, 8)  # torch counts cores, the system each twice
 
 
-@pytest.mark.parametrize(
-    ("environment", "count", "cpus", "settled"),
-    [
-        ({}, 8, 8, False),
-        ({}, 4, 8, False),  # torch counts cores, the system each twice
-        ({}, 2, 8, True),
-        ({"OMP_NUM_THREADS": "8"}, 8, 8, True),
-        ({"MKL_NUM_THREADS": "8"}, 8, 8, True),
-        ({"OMP_WAIT_POLICY": "PASSIVE"}, 8, 8, True),
-    ],
-)
-def test_settled_by_user(environment, count, cpus, settled):
-    assert threads.settled_by_user(environment, count, cpus) == settled
-
-
-def test_settings_of_the_user_stay_and_nothing_is_said(machine, monkeypatch):
+def test_settings_of_the_user_stay(machine, monkeypatch):
     machine(others=2.0, one=9.0)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert threads.settle_threads(pytest.fail) is None
     assert torch.get_num_threads() == 2
 
 
-def test_settling_says_one_line_and_sets_the_number(machine, capsys):
+def test_settling_prints_one_line_and_starts_from_all_threads(machine, capsys):
     machine(others=0.0, one=2.0, two=1.0)
     assert threads.settle_threads().threads == torch.get_num_threads() == 1
     assert capsys.readouterr().out.count("\n") == 1
-
-
-def test_settling_again_looks_at_all_threads_again(machine):
-    machine(others=0.0, one=2.0, two=1.0)
-    assert threads.settle_threads(str).threads == 1
     machine(others=0.0)
     assert threads.settle_threads(str).threads == torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize(("arguments", "said"), [(["notebooks"], 1), (["notebooks", "--help"], 0)])
-def test_command_settles_threads_on_standard_error_unless_asked_for_help(
-    machine, monkeypatch, tmp_path, arguments, said
-):
+def test_command_reports_threads_on_standard_error(machine, monkeypatch, tmp_path, arguments, said):
     monkeypatch.chdir(tmp_path)  # where there are no lessons to build
     monkeypatch.setattr(sys, "argv", ["bass", *arguments])
     result = CliRunner().invoke(app, arguments)
@@ -145,7 +124,7 @@ def test_cpus_of_others_counts_a_busy_process_and_not_this_one(monkeypatch):
     assert threads.cpus_of_others(0.0) == pytest.approx(0.5 / 0.25)
 
 
-def test_times_a_pass_and_leaves_the_number_of_threads():
+def test_timing_keeps_the_number_of_threads():
     before = torch.get_num_threads()
     assert threads.speed(2) > 0
     assert torch.get_num_threads() == before
@@ -172,7 +151,7 @@ print(used_while_nothing_is_done())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has the OpenMP of GNU on Linux")
-def test_threads_beside_an_idle_team_soon_sleep():
+def test_threads_next_to_an_idle_team_sleep():
     environment = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
     done = subprocess.run([sys.executable, "-c", WAITING], env=environment, capture_output=True, text=True, check=True)
     awake, asleep = map(float, done.stdout.split())

@@ -1,4 +1,4 @@
-"""Training can be cut off and gone on with; it writes folders that transformers loads."""
+"""Training resumes after an interrupt and writes folders that transformers loads."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ TINY = training.Recipe(
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return corpus.generated_functions(1500, seed=3)
+    return corpus.generated_functions(600, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def prompt_of(function: str) -> str:
     return function[:end]
 
 
-def test_tokenizer_gives_any_text_back_and_adds_nothing(tokenizer, texts):
+def test_tokenizer_decodes_any_text(tokenizer, texts):
     for text in [*texts[:50], "déjà vu → 測試\t\n\n   x  , y .\r\n", ""]:
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text
@@ -56,7 +56,7 @@ def test_tokenizer_gives_any_text_back_and_adds_nothing(tokenizer, texts):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0
 
 
-def test_a_prompt_is_the_beginning_of_the_tokens_of_its_function(tokenizer, texts):
+def test_tokens_of_a_prompt_begin_those_of_its_function(tokenizer, texts):
     for text in texts:
         begin = tokenizer(prompt_of(text))["input_ids"]
         assert tokenizer(text)["input_ids"][: len(begin)] == begin
@@ -80,22 +80,16 @@ def test_windows_stay_unpadded_after_a_padded_batch(tokenizer, texts):
     assert torch.equal(Windows(texts[:100], tokenizer).stream, before)
 
 
-def test_training_attention_equals_sdpa(tokenizer):
-    torch.manual_seed(0)
-    model = fitting.new_model(TINY.target, tokenizer)
-    windows = torch.randint(0, TINY.vocab_size, (2, 40))
-    ours = model(windows, use_cache=False).logits
-    model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(ours, model(windows, use_cache=False).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_training_norm_equals_the_models_own(tokenizer):
+def test_training_attention_and_norm_equal_those_of_transformers(tokenizer):
     torch.manual_seed(0)
     model = fitting.new_model(TINY.target, tokenizer)
     plain = LlamaForCausalLM(model.config)
     plain.load_state_dict(model.state_dict())
     windows = torch.randint(0, TINY.vocab_size, (2, 40))
-    torch.testing.assert_close(model(windows).logits, plain(windows).logits, rtol=1e-4, atol=1e-5)
+    ours = model(windows, use_cache=False).logits
+    torch.testing.assert_close(ours, plain(windows).logits, rtol=1e-4, atol=1e-5)
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(ours, model(windows, use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
 def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
@@ -117,15 +111,11 @@ def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
     return model, report
 
 
-def test_a_short_training_lowers_the_loss(tokenizer, texts, tmp_path):
-    _, report = fitted(tokenizer, Windows(texts, tokenizer), tmp_path)
+def test_interrupted_training_ends_as_the_whole_one(tokenizer, texts, tmp_path, monkeypatch):
+    windows = Windows(texts, tokenizer)
+    whole, report = fitted(tokenizer, windows, tmp_path / "whole")
     assert report["tokens"] == TINY.target_tokens and report["steps"] == 40
     assert report["last_loss"] < report["first_loss"] - 0.1
-
-
-def test_a_training_that_was_cut_off_ends_where_the_whole_one_does(tokenizer, texts, tmp_path, monkeypatch):
-    windows = Windows(texts, tokenizer)
-    whole, _ = fitted(tokenizer, windows, tmp_path / "whole")
     steps = []
 
     def cut(*args):
@@ -141,26 +131,16 @@ def test_a_training_that_was_cut_off_ends_where_the_whole_one_does(tokenizer, te
     assert report["steps"] == 40 and len(steps) == 41  # the step that was cut off is done again, no other
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_a_finished_training_is_not_repeated(tokenizer, texts, tmp_path):
-    windows = Windows(texts, tokenizer)
-    first, _ = fitted(tokenizer, windows, tmp_path)
-    windows.take = None  # would raise
-    again, report = fitted(tokenizer, windows, tmp_path)
+    windows.take = None  # a finished training takes no more windows
+    again, report = fitted(tokenizer, windows, tmp_path / "whole")
     assert report["steps"] == 40
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
-
-
-def test_another_recipe_does_not_go_on_with_this_ones_training(tokenizer, texts, tmp_path):
-    windows = Windows(texts, tokenizer)
-    fitted(tokenizer, windows, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     with pytest.raises(ValueError, match="another recipe"):
-        fitted(tokenizer, windows, tmp_path, tokens=2 * TINY.target_tokens)
+        fitted(tokenizer, windows, tmp_path / "whole", tokens=2 * TINY.target_tokens)
 
 
 @pytest.mark.slow
-def test_the_recipe_writes_models_and_a_card_of_what_was_measured(tmp_path, monkeypatch):
+def test_recipe_writes_models_and_a_data_card(tmp_path, monkeypatch):
     monkeypatch.setattr(data_card, "MAX_NEW_TOKENS", 4)
     monkeypatch.setattr(data_card, "prompt_set", lambda name: prompt_set(name, 2))
     monkeypatch.setattr(data_card, "load_problems", lambda: load_problems()[:2])
@@ -178,7 +158,7 @@ def test_the_recipe_writes_models_and_a_card_of_what_was_measured(tmp_path, monk
 
 
 @pytest.mark.slow
-def test_drafts_are_trained_for_a_target_that_is_there_already(tokenizer, tmp_path):
+def test_drafts_are_trained_for_an_existing_target(tokenizer, tmp_path):
     torch.manual_seed(0)
     target = fitting.new_model(TINY.target, tokenizer)
     training.save(target, tokenizer, tmp_path / "target")
@@ -199,7 +179,7 @@ def test_alignment_lowers_the_distance_to_the_target(tokenizer):
     assert fitting.distillation_loss([draft], teacher, windows, (1.0, 0.4)) > 0
 
 
-def test_recipe_says_what_it_accepts():
+def test_recipe_refuses_empty_budgets():
     for budget in ("target_tokens", "feature_tokens", "threads"):
         with pytest.raises(ValueError, match=f"{budget} must be positive, got 0"):
             training.Recipe(**{budget: 0})

@@ -1,7 +1,5 @@
-"""What is written stands there whole or not at all: after a full disk, after kills, and beside other writers."""
+"""Files are written whole or not at all: after a full disk, after kills, and next to other writers."""
 
-import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -22,9 +20,9 @@ from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.environment import write_whole
-from bass_core.policies import costs
 from bass_lab.evaluation import sample_file
 from bass_lab.evaluation.sample_file import SampleFile
+from bass_lab.locks import lock
 from bass_lab.measure import records
 from bass_lab.measure.modelled_costs import measured_cpu
 from bass_lab.measure.profiling import Profile
@@ -34,7 +32,7 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 @contextmanager
 def full_disk(free=64):
-    """Files cannot grow beyond so many bytes."""
+    """Limit the size of files."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free, limits[1]))
@@ -65,7 +63,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path, name, monkeypatch):
+def test_full_disk_leaves_the_old_file(tmp_path, name, monkeypatch):
     save, folder = WRITERS[name](tmp_path), tmp_path / "written"
     folder.mkdir()
     save(folder / name)
@@ -82,7 +80,7 @@ def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path, name, monkeypatch):
 
 
 def killed_after(steps, action):
-    """Run it in a process that is killed at its so-manieth operation on files; how the process ended."""
+    """Run an action in a process that is killed after some operations on files. Return its status."""
 
     def counted():
         left = steps
@@ -101,7 +99,7 @@ def killed_after(steps, action):
     return os.waitpid(sweeps.forked(counted), 0)[1]
 
 
-def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
+def test_kill_leaves_the_old_file_or_the_new_one(tmp_path):
     path, found = tmp_path / "file", []
     for step in range(100):
         write_whole(path, "old\n" * 1000)
@@ -113,7 +111,7 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
     assert ended == 0 and found[0] == "old" and found[-1] == "new" and len(found) > 3
 
 
-def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
+def test_link_stays_a_link_and_device_a_device(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
     write_whole(tmp_path / "link", "new")
@@ -125,7 +123,7 @@ def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
     os.close(reader)
 
 
-def test_many_writers_of_one_file_leave_one_of_theirs(tmp_path):
+def test_many_writers_leave_one_whole_file(tmp_path):
     path = tmp_path / "file"
 
     def write(letter):
@@ -138,7 +136,7 @@ def test_many_writers_of_one_file_leave_one_of_theirs(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_read_only_folder_keeps_what_it_has():
+def test_read_only_folder_keeps_its_files():
     def keeps(folder):
         if os.geteuid() == 0:  # who writes everywhere
             os.setgroups([])
@@ -160,7 +158,7 @@ def test_a_read_only_folder_keeps_what_it_has():
         assert len(list(folder.iterdir())) == 2
 
 
-# --- lines that are added ---
+# --- lines ---
 
 
 def numbers(path):
@@ -171,7 +169,7 @@ def add(path, *new):
     records.append(path, [{"n": number, "filled": "x" * 50} for number in new], check=lambda line: None)
 
 
-def test_lines_are_added_after_half_a_line_and_none_is_lost(tmp_path):
+def test_lines_are_added_after_half_a_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     add(path, 1, 2)
     whole = path.read_bytes()
@@ -182,7 +180,7 @@ def test_lines_are_added_after_half_a_line_and_none_is_lost(tmp_path):
         assert numbers(path) == [*there, 3]
 
 
-def test_a_full_disk_adds_no_line(tmp_path):
+def test_full_disk_adds_no_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     add(path, 1)
     whole = path.read_bytes()
@@ -193,7 +191,7 @@ def test_a_full_disk_adds_no_line(tmp_path):
     assert numbers(path) == [1, 2, 3]
 
 
-def test_writers_that_are_killed_lose_no_line_of_others_and_double_none(tmp_path):
+def test_killed_writers_lose_and_double_no_line(tmp_path):
     path, draw = tmp_path / "lines.jsonl", random.Random(0)
     told = {}
 
@@ -203,13 +201,13 @@ def test_writers_that_are_killed_lose_no_line_of_others_and_double_none(tmp_path
         def work():
             for number in range(first, first + 10_000):
                 add(path, number)
-                os.write(written, b".")  # it has been told that the line is there
+                os.write(written, b".")  # the line is there
 
         child = sweeps.forked(work)
         os.close(written)
         return child, read
 
-    for turn in range(6):
+    for turn in range(4):
         begun = {first: write(first) for first in (20_000 * turn, 20_000 * turn + 10_000)}
         time.sleep(draw.uniform(0.02, 0.15))
         for first, (child, read) in begun.items():
@@ -225,13 +223,14 @@ def test_writers_that_are_killed_lose_no_line_of_others_and_double_none(tmp_path
         assert own == list(range(first, first + len(own))) and count <= len(own) <= count + 1
 
 
-def test_a_line_that_is_being_written_is_waited_for(tmp_path):
+def test_writer_waits_for_another_line(tmp_path):
     path = tmp_path / "lines.jsonl"
     add(path, 1)
     begun, told = os.pipe()
 
     def write_slowly():
-        with records._for_more(path) as file:
+        with path.open("ab", buffering=0) as file:
+            lock(file.fileno())
             file.write(b'{"n": ')
             os.write(told, b".")
             time.sleep(0.3)
@@ -243,64 +242,35 @@ def test_a_line_that_is_being_written_is_waited_for(tmp_path):
     assert os.waitpid(child, 0)[1] == 0 and numbers(path) == [1, 2, 3]
 
 
-# --- several commands on one folder, each killed at random ---
+# --- stored samples ---
 
 
-def killed_at_random(turns, seconds, *actions):
-    """Run all of them at once and kill each after a while, again and again; yields the turns that are left, less than
-    none for a machine so busy that nothing was met so far, and how all have ended by then."""
-    draw, ended = random.Random(0), []
-    for left in range(turns - 1, -100, -1):
-        children = [sweeps.forked(action) for action in actions]
-        for child in draw.sample(children, len(children)):
-            time.sleep(draw.uniform(0, seconds))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        yield left, ended
+def test_full_disk_stores_no_part_of_a_sample(tmp_path):
+    path = tmp_path / "batched.jsonl"
+    with SampleFile(path, {"seed": 0}, {}) as file:
+        file.append({"task_id": "one"})
+        with full_disk(path.stat().st_size + 1000), pytest.raises(OSError, match="File too large"):
+            file.append({"task_id": "two", "filled": "x" * 2000})
+    assert list(sample_file.read(path)[1]) == ["one"]
+    with SampleFile(path, {"seed": 0}, {}) as file:
+        file.append({"task_id": "two"})
+    assert list(sample_file.read(path)[1]) == ["one", "two"]
 
 
-def test_calibrations_of_one_folder_leave_costs_of_one_of_them(tmp_path):
-    shipped = measured_cpu()
-    path = tmp_path / shipped.file_name
+def test_killed_writer_gives_its_file_free(tmp_path):
+    path = tmp_path / "batched.jsonl"
+    begun, told = os.pipe()
 
-    def calibrate(number):
-        while True:
-            dataclasses.replace(shipped, measured={"by": number}).save(path)
+    def hold():
+        with SampleFile(path, {"seed": 0}, {}):
+            os.write(told, b".")
+            time.sleep(60)
 
-    dataclasses.replace(shipped, measured={"by": 0}).save(path)
-    found = set()
-    for left, _ in killed_at_random(16, 0.05, lambda: calibrate(1), lambda: calibrate(2)):
-        found.add(costs.CostModel.load(path).measured["by"])
-        if left <= 0 and found >= {1, 2}:
-            break
-    assert found >= {1, 2}
-
-
-def test_evaluations_of_one_folder_lose_and_double_no_sample(tmp_path):
-    path, told = tmp_path / "batched.jsonl", tmp_path / "told"
-    tasks = [f"task/{number}" for number in range(400)]
-
-    def evaluate(stay=0):
-        try:
-            file = SampleFile(path, {"seed": 0}, {})
-        except ValueError as error:
-            os._exit(7 if "is being written by another process" in str(error) else 99)
-        with file, told.open("a") as said:
-            for task in tasks:
-                if task not in file.lines:
-                    file.append({"task_id": task, "filled": "x" * 2000})
-                    said.write(f"{task}\n")
-                    said.flush()
-            time.sleep(stay)
-
-    for left, ended in killed_at_random(10, 0.05, *[lambda: evaluate(stay=60)] * 2):
-        if path.exists() and path.stat().st_size > 100:
-            assert set(told.read_text().splitlines()) <= set(sample_file.read(path)[1])
-        if left <= 0 and 7 in ended and -signal.SIGKILL in ended:
-            break
-    with SampleFile(path, {"seed": 0}, {}) as file, full_disk(path.stat().st_size + 1000), pytest.raises(OSError):
-        file.append({"task_id": "one/more", "filled": "x" * 2000})
-    os.waitpid(sweeps.forked(evaluate), 0)
-    assert sorted(sample_file.read(path)[1]) == sorted(tasks)  # which refuses what stands there twice
-    assert 7 in ended and -signal.SIGKILL in ended and 99 not in ended
+    child = sweeps.forked(hold)
+    os.read(begun, 1)
+    with pytest.raises(ValueError, match="is being written by another process"):
+        SampleFile(path, {"seed": 0}, {})
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with SampleFile(path, {"seed": 0}, {}) as file:
+        assert file.lines == {}

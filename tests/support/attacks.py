@@ -1,34 +1,26 @@
-"""Programs that try to leave the sandbox, to harm the host, or to pass without being right, and what they are run on.
+"""Programs that try to leave the sandbox, to harm the host or to pass without a right answer, and their target.
 
-    python tests/support/attacks.py    # in the repository's root: all, with this and each older version of Landlock, as
-                                       # root (for root) and as an ordinary user; three minutes
-
-`python attacks.py SECONDS [NAME ...]` runs some once and prints what went wrong with each, as JSON.
-The functions called `attack` take the arguments of `add`, and FACTS: what they need to know of the host. They return
-text that begins with "breach" where they did what they must not be able to do.
+A function `attack` takes the arguments of `add`. FACTS describes the host. A result that begins with "breach" names
+forbidden actions that succeeded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import platform
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from bass_lab.evaluation import confinement
 from bass_lab.evaluation.problems import Problem
 from bass_lab.evaluation.sandbox import grade
 
-ORDINARY = 12345  # a uid that owns nothing
 ADD = Problem(
     task_id="t/0",
     prompt='def add(a, b):\n    """Return a plus b."""\n',
@@ -50,6 +42,10 @@ def tried(**attempts):
             pass
     return "breach: " + ", ".join(done) if done else "refused"
 
+def zero(result):
+    if result != 0:
+        raise OSError
+
 def system(name, *args):
     import ctypes
     numbers = {"kill": (62, 129), "tgkill": (234, 131), "clone": (56, 220), "ptrace": (101, 117), "prctl": (157, 167),
@@ -63,15 +59,16 @@ def system(name, *args):
         raise OSError(ctypes.get_errno(), name)
     return result
 
-def loop_locals():
+def nonce():
     import sys
     frame = sys._getframe()
     while "channel" not in frame.f_locals or "message" not in frame.f_locals:
         frame = frame.f_back
-    return frame.f_locals
+    return frame.f_locals["message"]["nonce"]
 
-def send(text):
-    import os
+def send(reply):
+    import json, os
+    text = reply if isinstance(reply, bytes) else json.dumps(reply).encode() + b"\\n"
     for descriptor in range(3, 32):
         try:
             os.write(descriptor, text)
@@ -83,9 +80,8 @@ ON_RESOURCES = {
     "fork bomb": """
 def attack(a, b):
     import os
-    while True:
-        return tried(fork=lambda: os.fork() or os._exit(0), vfork=lambda: os.posix_spawn("/bin/true", ["true"], {}),
-                     clone=lambda: system("clone", 17, 0, 0, 0, 0) or os._exit(0))
+    return tried(fork=lambda: os.fork() or os._exit(0), vfork=lambda: os.posix_spawn("/bin/true", ["true"], {}),
+                 clone=lambda: system("clone", 17, 0, 0, 0, 0) or os._exit(0))
 """,
     "thread bomb": """
 def attack(a, b):
@@ -99,9 +95,6 @@ def attack(a, b):
         kept.append(bytearray(b"x") * 2**20)
     return "breach: 600 MiB"
 """,
-    "loop": "def attack(a, b):\n    while True: pass",
-    "loop in C": "def attack(a, b):\n    return sum(range(10**18))",
-    "sleep": "def attack(a, b):\n    import time\n    time.sleep(1000)",
     "ignored signals": """
 import signal
 for number in range(1, 65):
@@ -115,7 +108,7 @@ def attack(a, b):
     "SIGSTOP": """
 def attack(a, b):
     import os, signal
-    found = tried(stop=lambda: os.kill(os.getpid(), signal.SIGSTOP), raised=lambda: signal.raise_signal(signal.SIGSTOP))
+    tried(stop=lambda: os.kill(os.getpid(), signal.SIGSTOP), raised=lambda: signal.raise_signal(signal.SIGSTOP))
     signal.pause()
 """,
     "huge output": """
@@ -126,15 +119,19 @@ def attack(a, b):
         sys.stderr.write("x" * 2**16)
         os.write(1, bytes(2**16))
 """,
-    "segfault": "def attack(a, b):\n    import ctypes\n    ctypes.string_at(0)",
-    "stack overflow": """
-def attack(a, b):
-    import sys
-    sys.setrecursionlimit(10**9)
-    return attack(a, b)
-""",
 }
-ON_THE_HOST = {  # what Landlock keeps from happening, alone or with seccomp
+if platform.machine() == "x86_64":
+    ON_RESOURCES["calls of another architecture"] = """
+def attack(a, b):
+    import ctypes
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    address = libc.mmap(None, ctypes.c_size_t(4096), 7, 0x22, -1, ctypes.c_long(0))
+    code = b"\\xb8\\x02\\x00\\x00\\x00\\xcd\\x80\\xc3"  # fork as 32-bit Linux numbers it
+    ctypes.memmove(address, code, len(code))
+    return f"breach: {ctypes.CFUNCTYPE(ctypes.c_int)(address)()}"
+"""
+ON_THE_HOST = {  # Landlock refuses these, alone or with seccomp
     # ----------------------------------------------------------------------------------------------------------- files
     "disk bomb": """
 def attack(a, b):
@@ -147,21 +144,16 @@ def attack(a, b):
     return tried(**{folder: lambda folder=folder: fill(folder) for folder in folders},
                  memory=lambda: system("memfd_create", id(b"x") + 32, 0))
 """,
-    "write": """
+    "write and delete": """
 def attack(a, b):
     import os
-    return tried(new=lambda: open(FACTS["folder"] + "/new", "w"), over=lambda: open(FACTS["victim"], "w"),
-                 append=lambda: open(FACTS["victim"], "a"), truncate=lambda: os.truncate(FACTS["victim"], 0),
-                 folder=lambda: os.mkdir(FACTS["folder"] + "/made"), null=lambda: open("/dev/null", "w"),
-                 link=lambda: os.symlink("/", FACTS["folder"] + "/link"),
-                 fifo=lambda: os.mkfifo(FACTS["folder"] + "/fifo"))
-""",
-    "delete": """
-def attack(a, b):
-    import os
-    return tried(unlink=lambda: os.unlink(FACTS["victim"]),
-                 rename=lambda: os.rename(FACTS["secret"], FACTS["folder"] + "/moved"),
-                 replace=lambda: os.replace(FACTS["secret"], FACTS["victim"]), rmdir=lambda: os.rmdir(FACTS["empty"]))
+    folder, victim = FACTS["folder"], FACTS["victim"]
+    return tried(new=lambda: open(folder + "/new", "w"), over=lambda: open(victim, "w"),
+                 append=lambda: open(victim, "a"), truncate=lambda: os.truncate(victim, 0),
+                 folder=lambda: os.mkdir(folder + "/made"), null=lambda: open("/dev/null", "w"),
+                 link=lambda: os.symlink("/", folder + "/link"), fifo=lambda: os.mkfifo(folder + "/fifo"),
+                 rmdir=lambda: os.rmdir(FACTS["empty"]), rename=lambda: os.rename(FACTS["secret"], folder + "/moved"),
+                 replace=lambda: os.replace(FACTS["secret"], victim), unlink=lambda: os.unlink(victim))
 """,
     "open a file for neither reading nor writing": """
 def attack(a, b):
@@ -175,28 +167,19 @@ def attack(a, b):
                  creat=lambda: system("creat", ctypes.addressof(name), 0o600),
                  openat2=lambda: system("openat2", -100, ctypes.addressof(name), ctypes.addressof(how), 24))
 """,
-    "change a file's flags and hints": """
+    "change a file's attributes": """
 def attack(a, b):
     import ctypes, os
-    libc, value = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    path, libc, value = FACTS["victim"], ctypes.CDLL(None), ctypes.create_string_buffer(64)
     value[0] = 5
-    def zero(result):
-        if result != 0:
-            raise OSError
     opened = {"file": 0}
     return tried(
-        opened=lambda: opened.update(file=os.open(FACTS["victim"], 3)),
+        opened=lambda: opened.update(file=os.open(path, 3)),
         hint=lambda: zero(libc.fcntl(opened["file"], 1036, value)),  # F_SET_RW_HINT
         flags=lambda: zero(libc.ioctl(opened["file"], ctypes.c_ulong(0x40086602), value)),  # FS_IOC_SETFLAGS
-        more=lambda: zero(libc.ioctl(opened["file"], ctypes.c_ulong(0x401C5820), value)))  # FS_IOC_FSSETXATTR
-""",
-    "change a file's mode, times and attributes": """
-def attack(a, b):
-    import os
-    path = FACTS["victim"]
-    return tried(chmod=lambda: os.chmod(path, 0), times=lambda: os.utime(path, (0, 0)),
-                 owner=lambda: os.chown(path, os.getuid(), os.getgid()),
-                 attributes=lambda: os.setxattr(path, "user.x", b"x"))
+        more=lambda: zero(libc.ioctl(opened["file"], ctypes.c_ulong(0x401C5820), value)),  # FS_IOC_FSSETXATTR
+        chmod=lambda: os.chmod(path, 0), times=lambda: os.utime(path, (0, 0)),
+        owner=lambda: os.chown(path, os.getuid(), os.getgid()), attributes=lambda: os.setxattr(path, "user.x", b"x"))
 """,
     "read a secret": """
 def attack(a, b):
@@ -226,22 +209,14 @@ def attack(a, b):
     return tried(pipes=lambda: 1 / (len(pipes) > 2), others=lambda: 1 / len(others))
 """,
     # --------------------------------------------------------------------------------------------------------- network
-    "TCP": """
-def attack(a, b):
-    import socket
-    return tried(connect=lambda: socket.create_connection(("127.0.0.1", FACTS["tcp"]), 1),
-                 listen=lambda: socket.create_server(("127.0.0.1", 0)))
-""",
-    "UDP": """
+    "network": """
 def attack(a, b):
     import socket
     to = ("127.0.0.1", FACTS["udp"])
-    return tried(send=lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", to))
-""",
-    "abstract unix socket": """
-def attack(a, b):
-    import socket
-    return tried(connect=lambda: socket.socket(socket.AF_UNIX).connect(FACTS["unix"]), pair=socket.socketpair)
+    return tried(tcp=lambda: socket.create_connection(("127.0.0.1", FACTS["tcp"]), 1),
+                 listen=lambda: socket.create_server(("127.0.0.1", 0)),
+                 udp=lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", to),
+                 unix=lambda: socket.socket(socket.AF_UNIX).connect(FACTS["unix"]), pair=socket.socketpair)
 """,
     # -------------------------------------------------------------------------------------------------- other processes
     "kill the parent": """
@@ -268,17 +243,13 @@ def attack(a, b):
                  sent=lambda: os.kill(os.getpid(), 64), raised=lambda: signal.raise_signal(64),
                  queued=lambda: system("rt_sigqueueinfo", os.getpid(), 64, ctypes.addressof(about)))
 """,
-    "limit and starve the parent": """
+    "limit, starve and trace the parent": """
 def attack(a, b):
     import os, resource
     return tried(limit=lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0)),
                  nice=lambda: os.setpriority(os.PRIO_USER, 0, 19), pin=lambda: os.sched_setaffinity(os.getppid(), {0}),
-                 own=lambda: system("prlimit64", 0, 0, 0, 0))
-""",
-    "ptrace": """
-def attack(a, b):
-    import os
-    return tried(attach=lambda: system("ptrace", 16, os.getppid(), 0, 0), me=lambda: system("ptrace", 0, 0, 0, 0),
+                 own=lambda: system("prlimit64", 0, 0, 0, 0),
+                 attach=lambda: system("ptrace", 16, os.getppid(), 0, 0), me=lambda: system("ptrace", 0, 0, 0, 0),
                  read=lambda: system("process_vm_readv", os.getppid(), 0, 0, 0, 0, 0))
 """,
     "daemonise": """
@@ -293,33 +264,24 @@ def attack(a, b):
     found = tried(run=lambda: subprocess.run(["/bin/sh", "-c", "exit 0"]), shell=lambda: 1 / (os.system("exit 0") == 0))
     return tried(replace=lambda: os.execv("/bin/true", ["true"])) if found == "refused" else found
 """,
-    "namespaces": """
+    "namespaces and privileges": """
 def attack(a, b):
-    import ctypes
+    import ctypes, os
     libc = ctypes.CDLL(None, use_errno=True)
-    def zero(result):
-        if result != 0:
-            raise OSError
     return tried(user=lambda: zero(libc.unshare(0x10000000)), network=lambda: zero(libc.unshare(0x40000000)),
                  mount=lambda: zero(libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)),
-                 chroot=lambda: zero(libc.chroot(b"/usr")), nested=lambda: system("clone", 0x10000011, 0, 0, 0, 0))
-""",
-    "privileges": """
-def attack(a, b):
-    import os
-    return tried(uid=lambda: os.setuid(0), all=lambda: os.setresuid(0, 0, 0), groups=lambda: os.setgroups([0]),
+                 chroot=lambda: zero(libc.chroot(b"/usr")), nested=lambda: system("clone", 0x10000011, 0, 0, 0, 0),
+                 uid=lambda: os.setuid(0), all=lambda: os.setresuid(0, 0, 0), groups=lambda: os.setgroups([0]),
                  root=lambda: 1 / (os.geteuid() == 0))
 """,
-    "what outlives": """
+    "objects that outlive the process": """
 def attack(a, b):
     return tried(shared=lambda: system("shmget", 0, 4096, 0o1600), ring=lambda: system("io_uring_setup", 4, 0),
                  keys=lambda: system("keyctl", 0, -3, 1), bpf=lambda: system("bpf", 0, 0, 0))
 """,
 }
 ON_THE_GRADE = {
-    "exit": "def attack(a, b):\n    raise SystemExit(0)",
-    "exit at once": "import os\nos._exit(0)",
-    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef attack(a, b):\n    raise SystemExit(0)",
+    "exit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef attack(a, b):\n    raise SystemExit(0)",
     "printed tokens": """
 def attack(a, b):
     import sys
@@ -335,19 +297,13 @@ class Equal(int):
     def __ne__(self, other): return False
     def __hash__(self): return 0
     def __bool__(self): return True
+Equal.__name__ = Equal.__qualname__ = "int"
 def attack(a, b):
     return Equal(0)
 """,
-    "equality by another type's name": """
-class Equal:
-    def __eq__(self, other): return True
-Equal.__name__ = Equal.__qualname__ = "int"
+    "expected values in frames and objects": """
 def attack(a, b):
-    return Equal()
-""",
-    "frames": """
-def attack(a, b):
-    import sys
+    import gc, sys
     frame, seen = sys._getframe(), []
     while frame:
         seen.append((frame.f_code.co_filename, repr(frame.f_locals)))
@@ -355,122 +311,85 @@ def attack(a, b):
             if name in ("total", "check", "test", "candidate"):
                 return "breach: " + name
         frame = frame.f_back
-    return "breach" if any("assert fou" + "nd" in text for _, text in seen) else "nothing"
-""",
-    "gc": """
-def attack(a, b):
-    import gc
+    if any("assert fou" + "nd" in text for _, text in seen):
+        return "breach: a frame"
     for thing in gc.get_objects():
         if isinstance(thing, dict) and any(isinstance(value, str) and "def check" + "(candidate)" in value
                                            for value in list(thing.values())):
             return "breach: the test"
     return "nothing"
 """,
-    "patched builtins": """
-import builtins
+    "patched modules": """
+import builtins, json, sys
 builtins.AssertionError = type("AssertionError", (Exception,), {})
 builtins.isinstance = lambda *_: True
-builtins.type = lambda *_: int
 builtins.len = lambda *_: 0
-def attack(a, b):
-    return object()
-""",
-    "patched json": """
-import json, sys
 json.dumps = lambda *_, **__: '{"passed": true, "reason": "passed", "value": 3}'
 sys.modules["values"].encode = lambda value: {"anything": 1}
 def attack(a, b):
-    return 0
+    return object()
 """,
     "forged reply, early": """
 for value in (3, -2, 42, True):
-    send(b'{"nonce": "0000000000000000", "value": %d}\\n' % value)
+    send({"nonce": "0000000000000000", "value": value})
 def attack(a, b):
     return 0
 """,
     "forged replies, all at once": """
 def attack(a, b):
-    import json
-    for value in (3, -2, 42):  # knows the first call's number, and not the next ones'
-        send(json.dumps({"nonce": loop_locals()["message"]["nonce"], "value": value}).encode() + b"\\n")
+    for value in (3, -2, 42):  # knows the first call's number only
+        send({"nonce": nonce(), "value": value})
     return 3
 """,
-    "forged reply to an earlier call": """
-first = []
+    "forged replies to later calls": """
 def attack(a, b):
-    import json, os
-    first.append(loop_locals()["message"]["nonce"])
-    send(json.dumps({"nonce": first[0], "value": {1: 3, 5: -2, 40: 42}[a]}).encode() + b"\\n")
     import time
+    first = nonce()
+    for value in (3, -2, 42):  # each after the next question
+        send({"nonce": first, "value": value})
+        time.sleep(0.1)
     time.sleep(1000)
+""",
+    "second reply to the last call": """
+def attack(a, b):
+    import json
+    if a == 40:
+        send(2 * (json.dumps({"nonce": nonce(), "value": 42}).encode() + b"\\n"))
+    return a + b
 """,
     "forged verdict": """
 def attack(a, b):
-    import json
-    reply = {"nonce": loop_locals()["message"]["nonce"], "passed": True, "reason": "passed", "lacking": []}
-    send(json.dumps(reply).encode() + b"\\n")
-""",
-    "forged tags": """
-def attack(a, b):
-    import json
-    reply = {"nonce": loop_locals()["message"]["nonce"], "value": {"__class__": "Equal", "int": "3"}}
-    send(json.dumps(reply).encode() + b"\\n")
+    send({"nonce": nonce(), "passed": True, "reason": "passed", "lacking": []})
 """,
     "forged exception": """
 def attack(a, b):
-    import json
     for name in ("ChannelError", "SystemExit", "BaseException", "eval", "__import__"):
-        reply = {"nonce": loop_locals()["message"]["nonce"], "raised": [name, "passed"]}
-        send(json.dumps(reply).encode() + b"\\n")
-""",
-    "pickle": """
-class Evil:
-    def __reduce__(self): return (print, ("x",))
-def attack(a, b):
-    import pickle
-    send(pickle.dumps(Evil()) + b"\\n")
-    return pickle.dumps(3)
+        send({"nonce": nonce(), "raised": [name, "passed"]})
 """,
     "endless reply": "def attack(a, b):\n    while True: send(b'x' * 2**16)",
-    "huge value": "def attack(a, b):\n    return 'x' * 2**24",
     "deep reply": "def attack(a, b):\n    send(b'[' * 500_000 + b'\\n')",
     "half a line": "def attack(a, b):\n    import time\n    send(b'{\"nonce\": ')\n    time.sleep(1000)",
     "closed pipes": "def attack(a, b):\n    import os, time\n    os.closerange(0, 64)\n    time.sleep(1000)",
-    "NaN": "def attack(a, b):\n    return float('nan')",
-    "cycle": "def attack(a, b):\n    cycle = []\n    cycle.append(cycle)\n    return cycle",
-    "one list many times over": "def attack(a, b):\n    x = []\n    for _ in range(45): x = [x, x]\n    return x",
-    "huge int": "def attack(a, b):\n    return 1 << 10**7",
 }
-if platform.machine() == "x86_64":
-    ON_RESOURCES["calls of another architecture"] = """
-def attack(a, b):
-    import ctypes
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_void_p
-    address = libc.mmap(None, ctypes.c_size_t(4096), 7, 0x22, -1, ctypes.c_long(0))
-    code = b"\\xb8\\x02\\x00\\x00\\x00\\xcd\\x80\\xc3"  # fork as 32-bit Linux numbers it
-    ctypes.memmove(address, code, len(code))
-    return f"breach: {ctypes.CFUNCTYPE(ctypes.c_int)(address)()}"
-"""
 ATTACKS = ON_RESOURCES | ON_THE_HOST | ON_THE_GRADE
-# attacks that can be shown to work without a sandbox, at no cost to the host
+# These attacks work without a sandbox, at no cost to the host.
 HARMLESS = (
-    "write",
-    "delete",
+    "fork bomb",
+    "write and delete",
     "open a file for neither reading nor writing",
-    "change a file's flags and hints",
-    "change a file's mode, times and attributes",
+    "change a file's attributes",
     "read a secret",
     "environment",
-    "TCP",
-    "UDP",
+    "inherited descriptors",
+    "network",
+    "fill the user's queue of signals",
+    "daemonise",
+    "execute",
 )
-HARMLESS += ("inherited descriptors", "abstract unix socket", "execute", "daemonise", "fork bomb")
-HARMLESS += ("fill the user's queue of signals",)
 
 
 class Host:
-    """What the attacks aim at: files and sockets that every user could reach, were there no sandbox."""
+    """Files and sockets that every user can reach without a sandbox."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="bass-host-"))
@@ -494,16 +413,9 @@ class Host:
         self.before = self.state()
 
     def facts(self) -> dict:
-        return {
-            "folder": str(self.folder),
-            "secret": str(self.folder / "secret"),
-            "victim": str(self.folder / "victim"),
-            "empty": str(self.folder / "empty"),
-            "tcp": self.tcp.getsockname()[1],
-            "udp": self.udp.getsockname()[1],
-            "unix": f"\0{self.folder.name}",
-            "harness": os.getpid(),
-        }
+        files = {name: str(self.folder / name) for name in ("secret", "victim", "empty")}
+        ports = {"tcp": self.tcp.getsockname()[1], "udp": self.udp.getsockname()[1], "unix": f"\0{self.folder.name}"}
+        return {"folder": str(self.folder), "harness": os.getpid()} | files | ports
 
     def state(self) -> list:
         paths = [self.folder, *sorted(self.folder.rglob("*"))]
@@ -516,11 +428,9 @@ class Host:
     def complaints(self) -> list[str]:
         found = [] if self.state() == self.before else ["the host has changed"]
         for name, receive in (("TCP", self.tcp.accept), ("UDP", lambda: self.udp.recv(1)), ("unix", self.unix.accept)):
-            try:
+            with contextlib.suppress(BlockingIOError):
                 receive()
                 found.append(f"{name} has come through")
-            except BlockingIOError:
-                pass
         return found
 
     def close(self) -> None:
@@ -536,7 +446,7 @@ def program(name: str, host: Host) -> str:
 
 
 def run(name: str, host: Host, seconds: float) -> list[str]:
-    """What an attack achieved that it must not; empty if nothing."""
+    """Return the faults that an attack revealed, an empty list if the sandbox held."""
     before = set(running_children())
     began = time.monotonic()
     found = grade(ADD, program(name, host).removeprefix(ADD.prompt), seconds=seconds)
@@ -552,12 +462,12 @@ def run(name: str, host: Host, seconds: float) -> list[str]:
 
 
 def adopt_orphans() -> None:
-    """What a dead child leaves becomes a child of this process, so that `running_children` sees it."""
+    """Make orphans of dead children visible to `running_children`."""
     confinement.syscall(157 if platform.machine() == "x86_64" else 167, 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def running_children(process: int | str = "self") -> list[int]:
-    """Processes below this one, the dead that nobody has reaped left out."""
+    """Return the descendants of a process, without zombies."""
     found, gone = [], (FileNotFoundError, ProcessLookupError)
     with contextlib.suppress(*gone):  # the process has ended meanwhile; below, one of its threads or children
         for task in Path(f"/proc/{process}/task").iterdir():
@@ -571,22 +481,15 @@ def running_children(process: int | str = "self") -> list[int]:
     return found
 
 
-# ------------------------------------------------------------------------------------- other users, older Landlock
-
-
-# For `standalone`: confines as on a kernel with an older version of Landlock. Its rights alone are handled then.
-LANDLOCK = """
-
-def landlock_version() -> int:
-    return {}
-"""
+# Added to confinement.py: confine as a kernel with an older version of Landlock does.
+LANDLOCK = "\n\ndef landlock_version() -> int:\n    return {}\n"
 
 
 @contextlib.contextmanager
 def standalone(added: str = "") -> Iterator[Path]:
-    """A folder that every user can read, with this file and the evaluation package alone, which needs no torch.
+    """Yield a folder readable by every user, with this file and the evaluation package.
 
-    added: what stands at the end of its confinement.py.
+    added: code at the end of its confinement.py.
     """
     folder = Path(tempfile.mkdtemp(prefix="bass-standalone-"))
     try:
@@ -602,51 +505,3 @@ def standalone(added: str = "") -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder)
-
-
-def ordinary_python() -> str | None:
-    """An interpreter that an ordinary user can run: this one may live under root's home."""
-    for path in (sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"):
-        try:
-            code = "import sys; sys.exit(sys.version_info < (3, 11))"
-            if subprocess.run([path, "-c", code], user=ORDINARY, stderr=subprocess.DEVNULL, cwd="/").returncode == 0:
-                return path
-        except OSError:
-            continue
-    return None
-
-
-def complaints(folder: Path, names: Iterable[str], *, ordinary: bool) -> dict[str, list[str]]:
-    """What the attacks achieved, run from a `standalone` folder by this user, or (for root) an ordinary one."""
-    python = ordinary_python() if ordinary else sys.executable
-    user = {"user": ORDINARY, "group": ORDINARY, "extra_groups": []} if ordinary else {}
-    command = [python, str(folder / "attacks.py"), "0.5", *names]
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/", **user)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    assert result["uid"] == (ORDINARY if ordinary else os.getuid()) and set(result["report"]) == set(names)
-    return {name: found for name, found in result["report"].items() if found}
-
-
-def main() -> None:
-    """Run every attack with every version of Landlock up to this kernel's, as every user that this one can be."""
-    held = True
-    for version in range(1, confinement.landlock_version() + 1):
-        for ordinary in (False, True) if os.getuid() == 0 and ordinary_python() else (False,):
-            began = time.monotonic()
-            with standalone(LANDLOCK.format(version)) as folder:
-                found = complaints(folder, ATTACKS, ordinary=ordinary)
-            held = held and not found
-            user = "an ordinary user" if ordinary or os.getuid() != 0 else "root"
-            took = f"{len(ATTACKS)} attacks in {time.monotonic() - began:.0f} s"
-            print(f"Landlock {version}, {user}, {took}: {found or 'all held'}", flush=True)
-    sys.exit(not held)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 1:
-        main()
-    adopt_orphans()
-    with contextlib.closing(Host()) as host:
-        report = {name: run(name, host, float(sys.argv[1])) for name in sys.argv[2:] or ATTACKS}
-    print(json.dumps({"uid": os.getuid(), "report": report}))

@@ -1,4 +1,4 @@
-"""Whether a line of a record is what the JSON schema says, by a validator that is not ours."""
+"""Validation of a record's lines by the JSON schema, with a validator that is not ours."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def validator() -> jsonschema.Draft202012Validator:
 
 
 def kind_of(line: dict) -> str:
-    """The kind of a line as it is written and read back. Raises an error where it is no line of that kind."""
+    """Return the kind of a line after JSON. Raise an error if the line does not follow the schema of its kind."""
     line = json.loads(json.dumps(line, allow_nan=False))
     validator().validate(line)
     record_schema.check(line)

@@ -24,18 +24,17 @@ PROMPT = "def add(a, b):\n"
 
 @contextmanager
 def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterator[Server]:
-    """A server of copies of these models, which it keeps to itself, on a free port of this machine until the block
-    ends; it has to have drained by then."""
+    """Run a server of copies of these models on a free port of this machine. It drains when the block ends."""
     target, draft = deepcopy((pair.target, pair.draft))
     server = Server(bass.ModelPair(target, draft, pair.tokenizer), Settings(name, **settings), lambda where: None)
     with bound("127.0.0.1", 0, None) as listening:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
-        until(lambda: server.started and hasattr(server, "address"))  # which it knows a moment later
+        until(lambda: server.started and hasattr(server, "address"))
         try:
             yield server
         finally:
-            with suppress(RuntimeError):  # its loop is closed: it has ended by itself
+            with suppress(RuntimeError):  # it has ended by itself
                 server._loop.call_soon_threadsafe(server.drain)
             thread.join(20)
             assert not thread.is_alive()
@@ -43,8 +42,7 @@ def served(pair: bass.ModelPair, name: str = "tiny", **settings: Any) -> Iterato
 
 @contextmanager
 def held(server: Server, after: int = 0) -> Iterator[None]:
-    """The engine stands still before its next step, or `after` steps later, until the block ends: rows that run now are
-    still there then. The server answers meanwhile."""
+    """Hold the engine before its next step, or `after` steps later, until the block ends. The server answers."""
     step, going, left = server.driver.session.step, threading.Event(), iter(range(after))
 
     def waiting() -> Any:
@@ -61,7 +59,7 @@ def held(server: Server, after: int = 0) -> Iterator[None]:
 
 
 def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for it. Raises AssertionError when it takes longer."""
+    """Wait for a condition. Raise AssertionError after the seconds."""
     ends = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < ends
@@ -75,7 +73,7 @@ def post(server: Server | str, path: str = "/v1/completions", **body: Any) -> ht
 
 @contextmanager
 def process(*options: str, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen, str]]:
-    """`bass serve` in a process of its own, and its address once it listens. It is killed if it has not ended."""
+    """Start `bass serve`, yield its process and address, and kill it when the block ends."""
     command = [sys.executable, "-m", "bass_lab.cli", "serve", "--port", "0", "--json", *options]
     surroundings = os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -87,7 +85,7 @@ def process(*options: str, environment: dict[str, str] | None = None) -> Iterato
 
 
 def raw(server: Server, sent: bytes) -> bytes:
-    """What comes back for these bytes on a connection that is then closed for sending."""
+    """Send bytes on a connection and return the answer."""
     host, port = server.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         connection.sendall(sent)

@@ -1,11 +1,10 @@
-"""What the tests of sweeps share: a notebook that runs in no time, and an executor that needs no kernel."""
+"""A notebook that runs in no time, and an executor without a kernel, for the tests of sweeps."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +39,8 @@ if output:
 
 
 def stub(folder: Path, *more: str, name: str = "stub") -> Path:
-    """A notebook that says that it has started, waits, fails if told to, and records a line per factor."""
-    import nbformat  # where only processes are looked at it need not be installed
+    """Write a notebook that notes its start, waits, fails on demand and records a line per factor."""
+    import nbformat  # tests of processes run without it
 
     cells = [nbformat.v4.new_code_cell(source) for source in (PARAMETERS, *more, BEGIN, END)]
     cells[0].metadata["tags"] = ["parameters"]
@@ -52,18 +51,18 @@ def stub(folder: Path, *more: str, name: str = "stub") -> Path:
 
 
 class Instant:
-    """An executor whose runs end when they start; `outcomes`: what becomes of them, else they are done."""
+    """An executor whose runs end at once with these outcomes, then with DONE. records: the text that each writes."""
 
     jobs = 1
 
-    def __init__(self, *outcomes: str, pause: float = 0.0):
-        self.outcomes, self.started, self.pause = list(outcomes), 0, pause
+    def __init__(self, *outcomes: str, records: str | None = None):
+        self.outcomes, self.started, self.records = list(outcomes), 0, records
 
     def start(self, job: dict, folder: Path) -> Ended:
         self.started += 1
-        time.sleep(self.pause)
+        line = json.dumps({"size": job["parameters"]["size"], "found": 2}) + "\n"
         (folder / run_process.NOTEBOOK).write_text(json.dumps(job["notebook"]))
-        (folder / run_process.RECORDS).write_text(json.dumps({"size": job["parameters"]["size"], "found": 2}) + "\n")
+        (folder / run_process.RECORDS).write_text(line if self.records is None else self.records, encoding="utf-8")
         return Ended(folder, self.outcomes.pop(0) if self.outcomes else run_process.DONE)
 
     def __enter__(self) -> Instant:
@@ -74,7 +73,7 @@ class Instant:
 
 
 class Ended(NamedTuple):
-    """A run that has ended with this status."""
+    """A finished run."""
 
     folder: Path
     status: str
@@ -84,7 +83,7 @@ class Ended(NamedTuple):
 
 
 def forked(action: Callable[[], None]) -> int:
-    """Start a process that does something with what is imported here already; its id."""
+    """Run a function in a forked process with this one's imports. Return the process id."""
     child = os.fork()
     if child:
         return child
@@ -100,7 +99,7 @@ def forked(action: Callable[[], None]) -> int:
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return True if a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
