@@ -1,4 +1,4 @@
-"""Interpreted tests of the kernels around attention. test_interpreter_attention.py runs the others on a second worker."""
+"""Interpreted tests of the kernels around attention. test_interpreter_attention.py runs the others in parallel."""
 
 import interpreter_run
 import pytest
