@@ -229,25 +229,23 @@ def test_plan_takes_the_chunk_that_costs_least(kv_lengths):
     assert found.rows[:, 1].tolist() == [max(1, -(-n // best)) if n >= 5 else 1 for n in kv_lengths]
 
 
-def test_prefill_that_fills_the_gpu_is_not_split():
+def test_long_prefill_is_not_split():
     query, key = torch.empty(4, 8, 600, 64), torch.empty(4, 8, 4096, 64)
     kv = torch.tensor([600, 20, 300, 599])
     assert not make_plan(query, key, kv - 600, kv).may_split
-
-
-def test_deterministic_prefill_keeps_no_partial_results():
     query, key = torch.empty(1, 2, 600, 64), torch.empty(1, 2, 4096, 64)
     kv = torch.tensor([4000])
-    assert not make_plan(query, key, kv - 600, kv, deterministic=True).may_split
-    assert make_plan(query[:, :, :64], key, kv - 64, kv, deterministic=True).may_split
+    deterministic = {"deterministic": True}  # partial results of a long prompt would fill the memory
+    assert not make_plan(query, key, kv - 600, kv, **deterministic).may_split
     narrow = key[:, :, :300]  # the same kernel for every width, since bits depend on the kernel
-    assert make_plan(query[:, :, :64], narrow, kv - 3800, kv - 3740, deterministic=True).may_split
+    assert make_plan(query[:, :, :64], key, kv - 64, kv, **deterministic).may_split
+    assert make_plan(query[:, :, :64], narrow, kv - 3800, kv - 3740, **deterministic).may_split
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_longer_than_the_list_was_made_for_lose_no_key(monkeypatch, deterministic):
+def test_rows_longer_than_the_plan_lose_no_key(monkeypatch, deterministic):
     monkeypatch.setattr(plan, "most_items", lambda *_: 4)  # as in a CUDA graph captured over a narrower cache
-    arguments = case([1300, 20, 700])
+    arguments = case([800, 20, 300])
     found = ragged_attention(*arguments.arguments, deterministic=deterministic)
     assert_agrees(found, arguments)
 

@@ -30,7 +30,9 @@ METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the 
 def dry_run(tmp_path_factory):
     """Exit code, records and the folder that holds them."""
     output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
-    code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_benchmark, "WARM_UPS", 0)
+        code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
     return code, records.read(output, gpu_benchmark.check), output.parent
 
 
@@ -82,7 +84,8 @@ def test_run_out_of_time_reports_what_it_left_out_and_fails(capsys):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No check of exactness, and no measurement of this machine."""
+    """No warm-ups, no check of exactness, no measurement of this machine."""
+    monkeypatch.setattr(gpu_benchmark, "WARM_UPS", 0)
     monkeypatch.setattr(gpu_benchmark, "checked", lambda *_: {"passed": True})
     monkeypatch.setattr(gpu_benchmark, "measure_device", lambda *_: H100)
 

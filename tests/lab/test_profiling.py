@@ -8,7 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -93,16 +92,6 @@ def test_times_count_from_the_first_phase_in_milliseconds():
     assert ranges.start_ms.tolist() == [0, 0.01, 0.03, 0.05] and ranges.end_ms.iloc[-1] == 0.1
     assert kernels[["start_ms", "duration_ms", "launch_ms"]].iloc[0].tolist() == [0.016, 0.004, 0.012]
     assert kernels.lane[0] == "GPU 0, stream 7"
-
-
-def test_busy_time_of_intervals_by_brute_force():
-    generator = np.random.default_rng(0)
-    assert kernel_events.busy_time(np.array([]), np.array([])) == 0
-    for _ in range(50):
-        starts = generator.integers(0, 50, 8)
-        ends = starts + generator.integers(0, 12, 8)
-        covered = {moment for a, b in zip(starts, ends, strict=True) for moment in range(a, b)}
-        assert kernel_events.busy_time(starts, ends) == len(covered)
 
 
 # --- a whole GPU profile, from a file ---
@@ -226,14 +215,6 @@ def test_steps_of_a_session_that_runs_already():
     assert found.steps.number.tolist() == [1, 2] and found.steps.kind.tolist() == ["decode"] * 2
 
 
-def test_trace_off_leaves_counts_open(tmp_path):
-    with profile() as found:
-        decode(trace="off", max_new_tokens=4)
-    assert found.steps.rows.isna().all() and len(found.kernels) > 100
-    found.save(tmp_path / "t.json")
-    pd.testing.assert_frame_equal(Profile.load(tmp_path / "t.json").steps, found.steps)
-
-
 # --- what it leaves behind ---
 
 
@@ -270,8 +251,12 @@ def test_error_inside_passes_through_and_the_next_profile_works():
     with pytest.raises(ValueError, match="after its with block has ended"):
         _ = broken.kernels
     with profile() as found:
-        decode()
-    assert len(found.steps) > 3
+        pass
+    with pytest.raises(ValueError, match="no step ran in this profile"):
+        _ = found.phases
+    with profile() as found:
+        decode(max_new_tokens=3, trace="off")
+    assert len(found.steps) > 1 and found.steps.rows.isna().all()
 
 
 def test_step_that_failed_is_not_given_the_counts_of_its_repetition(monkeypatch):
@@ -285,13 +270,6 @@ def test_step_that_failed_is_not_given_the_counts_of_its_repetition(monkeypatch)
             session.step()
     assert found.steps.number.tolist() == [1, 1]
     assert found.steps.rows.isna().tolist() == [True, False]
-
-
-def test_profile_is_used_after_its_block():
-    with profile() as found, pytest.raises(ValueError, match="after its with block has ended"):
-        _ = found.phases
-    with pytest.raises(ValueError, match="no step ran in this profile"):
-        _ = found.phases
 
 
 def test_sessions_of_other_threads_are_left_out():
@@ -321,8 +299,6 @@ def test_saved_profile_comes_back(recorded, tmp_path):
     for table in ("kernels", "spans", "steps", "phases"):
         pd.testing.assert_frame_equal(getattr(again, table), getattr(found, table))
     assert again.about == found.about and again.about["dtype"] == "float32"
-    again.save(tmp_path / "again.json")
-    pd.testing.assert_frame_equal(Profile.load(tmp_path / "again.json").spans, found.spans)
 
 
 def refuse(constant):

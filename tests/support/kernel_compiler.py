@@ -3,8 +3,8 @@
 A stand-in driver names the GPU to compile for; the launchers are then called as they are, with tensors that have shapes
 and no memory, and every launch is a compilation. Registers, shared memory and machine code are read with the tools that
 triton brings. Run as a program (in a process of its own, without TRITON_INTERPRET, under which nothing compiles):
-`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel; `few` behind it compiles one launch of each
-kind, in float16 for GPUs without bfloat16.
+`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel; with `few` behind it, one
+launch of each kind is compiled, in float16 for GPUs without bfloat16.
 """
 
 from __future__ import annotations
@@ -160,17 +160,9 @@ def few_cases(half: str) -> Iterator[dict]:
 
 
 def attend(
-    head_dim,
-    query_length,
-    dtype="bfloat16",
-    batch=8,
-    group=4,
-    kv_heads=8,
-    function="ragged",
-    sinks=False,
-    prompt=False,
-    **flags,
-):
+    head_dim, query_length, dtype="bfloat16", batch=8, group=4, kv_heads=8, function="ragged", sinks=False,
+    prompt=False, **flags,
+):  # fmt: skip
     """A launcher with tensors of these shapes on the device "meta". prompt: of a batch that is not split."""
     import bass_kernels
 
