@@ -7,6 +7,6 @@ from test_interpreter_attention import ATTENTION
 AROUND = interpreter_run.files() - ATTENTION
 
 
-@pytest.mark.parametrize(("which", "least"), [("not slow", 120)])
+@pytest.mark.parametrize(("which", "least"), [("not slow", 120), pytest.param("slow", 1, marks=pytest.mark.slow)])
 def test_kernels_around_attention_pass_in_the_interpreter(which, least):
     assert interpreter_run.passed(AROUND, which) > least
