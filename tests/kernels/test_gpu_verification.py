@@ -3,8 +3,12 @@
 import pytest
 import test_kernel_peaks
 import torch
+from kernel_steps import committing, differing
 from test_kernel_draw import drawn, is_right
-from test_kernel_verification import COMMITS, assert_same_bits, committing, differing, disagreements
+from test_kernel_verification import COMMITS, assert_same_bits, disagreements
+
+from bass_kernels import draft_draw, reference, verify
+from bass_kernels.fused_verification import BLOCK
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +33,7 @@ def step(rows, drafts, vocabulary, dtype, temperature, certain, seed):
 
 
 def assert_agrees(found, expected, arguments):
-    """Decisions are equal but where a uniform number lies within 1e-6 of the boundary, which is rare."""
+    """Decisions are equal, unless a uniform number lies within 1e-6 of the boundary."""
     found, expected = (type(x)(*(field.cpu() for field in x)) for x in (found, expected))
     arguments = [x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments]
     if disagreements(found, expected, arguments) == 0:
@@ -42,9 +46,6 @@ def assert_agrees(found, expected, arguments):
 @pytest.mark.parametrize("temperature", [0, 0.2, 1, 1.7, 1e-7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_decisions_on_the_gpu_are_those_of_the_reference(dtype, temperature, certain):
-    from bass_kernels import reference, verify
-    from bass_kernels.fused_verification import BLOCK
-
     for rows, drafts, vocabulary in ((1, 0, 1), (3, 5, BLOCK - 1), (5, 1, BLOCK), (2, 3, BLOCK + 1), (8, 7, 50257)):
         arguments = step(rows, drafts, vocabulary, dtype, temperature, certain, seed=vocabulary)
         assert_agrees(verify(*arguments), reference.verify(*arguments), arguments)
@@ -53,8 +54,6 @@ def test_decisions_on_the_gpu_are_those_of_the_reference(dtype, temperature, cer
 @pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("temperature", [0, 0.7, 1])
 def test_a_captured_graph_replays_for_other_inputs(temperature, certain):
-    from bass_kernels import reference, verify
-
     shape = (4, 3, 10_007, torch.bfloat16, temperature, certain)
     arguments = step(*shape, seed=0)
     verify(*arguments)  # compiles; a capture cannot
@@ -71,8 +70,6 @@ def test_a_captured_graph_replays_for_other_inputs(temperature, certain):
 
 
 def test_extreme_uniform_numbers_never_return_an_impossible_id():
-    from bass_kernels.fused_verification import verify
-
     for uniform in (0.0, LARGEST_UNIFORM):
         logits, drafted, submitted, _, u, v, committed, _ = step(64, 2, 50257, torch.float32, 1.0, True, seed=1)
         logits[..., :20_000] = logits[..., 20_050:] = -torch.inf
@@ -83,8 +80,6 @@ def test_extreme_uniform_numbers_never_return_an_impossible_id():
 
 
 def test_a_slot_without_numbers_disturbs_no_other_row():
-    from bass_kernels.fused_verification import verify
-
     arguments = step(4, 3, 50257, torch.bfloat16, 0.7, False, seed=2)
     arguments[2].fill_(3)
     sound = verify(*arguments)
@@ -97,8 +92,6 @@ def test_a_slot_without_numbers_disturbs_no_other_row():
 
 
 def test_the_same_inputs_give_the_same_bits():
-    from bass_kernels.fused_verification import verify
-
     arguments = step(8, 7, 128_256, torch.bfloat16, 0.7, False, seed=3)
     first = verify(*arguments)
     for _ in range(3):
@@ -134,9 +127,8 @@ def test_a_captured_commit_moves_the_rows_as_bass_core_does(changes):
 @pytest.mark.parametrize("temperature", [0.2, 1, 1.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_draw_on_the_gpu_is_that_of_its_q(dtype, temperature):
-    from bass_kernels.draft_draw import BLOCK
-
-    for rows, vocabulary in ((1, 1), (3, BLOCK - 1), (5, BLOCK + 1), (8, 50257), (32, 128256)):
+    block = draft_draw.BLOCK
+    for rows, vocabulary in ((1, 1), (3, block - 1), (5, block + 1), (8, 50257), (32, 128256)):
         generator = torch.Generator("cuda").manual_seed(vocabulary)
         logits = (3 * torch.randn(rows, vocabulary, generator=generator, device="cuda")).to(dtype)
         token, q, peak = (each.cpu() for each in drawn(logits, temperature, width=vocabulary + 7))

@@ -1,4 +1,4 @@
-"""The draw of a draft: q, and the token that the row's number falls on in it. Triton's interpreter runs it here."""
+"""Drawing a draft token: its distribution q, and the token of the row's random number. Runs in Triton's interpreter."""
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, where NaN is meant
 ]
-VOCABULARIES = [1, 2, 37, BLOCK - 1, BLOCK, BLOCK + 1, 3000]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +33,7 @@ def drawn(logits, temperature, slot=1, width=None, seed=0, draw=draw):
 
 
 def is_right(logits, temperature, slot, found) -> bool:
-    """Whether q is the softmax within rounding, and the token that of q as it stands, by torch's own sum and search."""
+    """True if q is the softmax within rounding, and the token is drawn from q as torch draws it."""
     token, q, peak = found
     law = sampling.probabilities(logits.double(), SamplingParams(temperature))
     inside = q[:, : logits.shape[-1]]
@@ -43,13 +42,16 @@ def is_right(logits, temperature, slot, found) -> bool:
     return near and torch.equal(token, expected) and torch.equal(peak, logits.float().amax(-1))
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("temperature", [0.2, 1, 1.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_token_is_that_of_q_and_q_is_the_softmax(dtype, temperature, vocabulary):
+HALF = torch.float16, torch.bfloat16
+CASES = [(torch.float32, 0.2, 1), (HALF[0], 1, 2), (HALF[1], 1.7, 37), (torch.float32, 1.7, BLOCK - 1),
+         (HALF[0], 0.2, BLOCK), (HALF[1], 1, BLOCK + 1), (HALF[1], 0.2, 3000), (torch.float32, 1, 3000)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "temperature", "vocabulary"), CASES)
+def test_token_is_drawn_from_q_and_q_is_the_softmax(dtype, temperature, vocabulary):
     generator = torch.Generator().manual_seed(vocabulary)
-    for slot in (0, 1, 4):
-        logits = (3 * torch.randn(3, vocabulary, generator=generator)).to(dtype)
+    for slot in (0, 4):
+        logits = (3 * torch.randn(6, vocabulary, generator=generator)).to(dtype)
         assert is_right(logits, temperature, slot, drawn(logits, temperature, slot))
 
 
@@ -65,7 +67,7 @@ def test_ids_that_only_the_target_has_have_probability_zero():
     assert found[1].shape == (4, 2 * BLOCK + 5) and is_right(logits, 0.7, 1, found)
 
 
-def test_rows_of_other_memory_are_read_where_they_lie():
+def test_rows_may_be_strided():
     logits = torch.randn(6, 2000, generator=torch.Generator().manual_seed(0))[::2, :1300]
     assert is_right(logits, 1.0, 1, drawn(logits, 1.0))
 
@@ -83,7 +85,7 @@ def test_an_id_of_probability_zero_is_never_drawn(monkeypatch, number):
 
 
 class FixedUniform:
-    """Stands for the kernels' `uniform`."""
+    """Replaces the kernels' `uniform`."""
 
     def __init__(self, number):
         self.number = number
@@ -99,15 +101,15 @@ def torch_number(number):
 
 
 def test_random_numbers_are_the_rows_own():
-    logits = torch.zeros(64, 1000)
+    logits = torch.zeros(24, 1000)
     tokens = [drawn(logits, 1.0, slot, seed=seed)[0] for slot, seed in ((0, 0), (1, 0), (0, 1))]
-    assert len({tuple(each.tolist()) for each in tokens}) == 3 and len(tokens[0].unique()) > 50
+    assert len({tuple(each.tolist()) for each in tokens}) == 3 and len(tokens[0].unique()) > 18
     alone = drawn(logits[5:6], 1.0, 0)[0]  # the first row's numbers
     assert alone[0] == tokens[0][0]
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_logits_that_are_no_numbers_are_told_and_hurt_no_other_row(broken):
+def test_logits_without_numbers_are_reported_and_harm_no_other_row(broken):
     logits = torch.randn(3, 2500, generator=torch.Generator().manual_seed(0))
     whole = drawn(logits, 0.9)
     if broken == -torch.inf:
@@ -120,7 +122,7 @@ def test_logits_that_are_no_numbers_are_told_and_hurt_no_other_row(broken):
         assert token[row] == whole[0][row] and torch.equal(q[row], whole[1][row])
 
 
-def test_what_is_not_laid_out_is_refused():
+def test_unfit_arguments_are_refused():
     with pytest.raises(ValueError, match=r"stride 1 along the vocabulary, got torch\.float64"):
         drawn(torch.zeros(2, 8).double(), 1.0)
     with pytest.raises(ValueError, match="width must be at least the vocabulary's 8, got 7"):

@@ -23,7 +23,7 @@ def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way)
         bass.generate(
             models,
             ragged_prompts(5, 11),
-            max_new_tokens=4,
+            max_new_tokens=3,
             draft_length=1,
             temperature=0.8,
             eos_token_id=(),

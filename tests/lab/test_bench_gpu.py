@@ -1,4 +1,4 @@
-"""`make bench-gpu` up to the GPU: its plan, its arithmetic, and a dry run of all of it on the CPU."""
+"""`make bench-gpu` without a GPU: its plan, its arithmetic, and a dry run on the CPU."""
 
 import json
 from collections import Counter, defaultdict
@@ -28,22 +28,25 @@ METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the 
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Exit code and records."""
+    """Exit code, records and the folder that holds them."""
     output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
-    code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
-    return code, records.read(output, gpu_benchmark.check)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu_benchmark, "WARM_UPS", 0)
+        code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
+    return code, records.read(output, gpu_benchmark.check), output.parent
 
 
-def test_a_dry_run_writes_a_record_per_way(dry_run):
-    code, lines = dry_run
+def test_dry_run_writes_a_record_per_way(dry_run):
+    code, lines, folder = dry_run
     assert code == 0
     assert [line["method"] for line in lines] == METHODS
     for line in lines:
         assert line["synthetic"] and line["shape"] == "embedded"
         if line["method"] == "transformers":
-            assert line["exactness"] == {"passed": None}  # that is none of ours
+            assert line["exactness"] == {"passed": None}  # not our decoding
         else:
-            assert line["exactness"]["passed"] and line["exactness"]["greedy"] == "4 of 4 rows"
+            assert line["exactness"]["passed"]
+            assert line["exactness"]["greedy"] == line["exactness"]["coupled"] == "4 of 4 rows"
             assert all(line["exactness"][name] == line[name] for name in ("attention", "compile"))
         assert line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
         assert len(line["seconds"]) == line["repeats"] == 2
@@ -51,27 +54,19 @@ def test_a_dry_run_writes_a_record_per_way(dry_run):
         if line["method"] != "transformers":
             assert 0 < line["utilisation"]["emitted"] <= line["utilisation"]["verified"] < 1
             assert 0 < line["host_share"] < 1
+    text = gpu_benchmark.table(lines).splitlines()
+    assert "synthetic: dummy weights" in text[0] and [line.split()[0] for line in text[2:]] == METHODS
+    assert len(records.load_records(folder)) == len(lines)
 
 
-def test_accepted_counts_are_forced_where_something_is_drafted(dry_run):
-    _, (regular, fixed, *_) = dry_run
+def test_drafts_have_a_forced_acceptance(dry_run):
+    _, (regular, fixed, *_), _ = dry_run
     assert (regular["policy"], regular["alpha"], regular["tokens_per_step"]) == ("", None, 1.0)
     assert fixed["policy"].startswith("k=") and fixed["alpha"] == 0.8 and fixed["tokens_per_step"] > 1
 
 
-def test_the_table_says_that_it_is_synthetic(dry_run):
-    text = gpu_benchmark.table(dry_run[1])
-    assert "synthetic: dummy weights" in text.splitlines()[0]
-    assert [line.split()[0] for line in text.splitlines()[2:]] == METHODS
-
-
-def test_records_are_read_with_the_others(dry_run, tmp_path):
-    records.append(tmp_path / "gpu.jsonl", dry_run[1], gpu_benchmark.check)
-    assert len(records.load_records(tmp_path)) == len(dry_run[1])
-
-
 @pytest.mark.parametrize("change", [{"mean_ms": "fast"}, {"synthetic": None}, {"batch": 0}])
-def test_a_wrong_record_is_refused(dry_run, change):
+def test_wrong_record_is_refused(dry_run, change):
     with pytest.raises(ValueError, match=next(iter(change))):
         gpu_benchmark.check(dry_run[1][0] | change)
 
@@ -82,13 +77,21 @@ def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
     assert "--dry-run" in capsys.readouterr().err
 
 
-def test_a_run_that_is_out_of_time_says_what_it_left_out_and_has_failed(capsys):
+def test_run_out_of_time_reports_what_it_left_out_and_fails(capsys):
     assert gpu_benchmark.main(["--dry-run", "--seconds", "0.001"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == len(METHODS)
 
 
 @pytest.fixture
-def one_way(monkeypatch):
+def quick(monkeypatch):
+    """No warm-ups, no check of exactness, no measurement of this machine."""
+    monkeypatch.setattr(gpu_benchmark, "WARM_UPS", 0)
+    monkeypatch.setattr(gpu_benchmark, "checked", lambda *_: {"passed": True})
+    monkeypatch.setattr(gpu_benchmark, "measure_device", lambda *_: H100)
+
+
+@pytest.fixture
+def one_way(monkeypatch, quick):
     monkeypatch.setattr(gpu_benchmark, "DRY", replace(DRY, ways=(REGULAR, batched(0.8, 3))))
 
 
@@ -104,7 +107,7 @@ def test_timing_comes_first_and_a_failed_check_is_an_exit_code(one_way, monkeypa
     assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": False}] * 2
 
 
-def test_what_a_killed_run_left_unchecked_is_checked_by_the_one_that_resumes_it(one_way, monkeypatch, capsys, tmp_path):
+def test_resumed_run_checks_what_a_killed_run_left_unchecked(one_way, monkeypatch, capsys, tmp_path):
     output = tmp_path / "gpu.jsonl"
     given = ["--dry-run", "--resume", "--repeats", "1", "--output", str(output)]
 
@@ -119,11 +122,11 @@ def test_what_a_killed_run_left_unchecked_is_checked_by_the_one_that_resumes_it(
     assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": True}] * 2
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["ways"], summary["left_out"], summary["passed"]) == (0, 0, True)
-    monkeypatch.setattr(gpu_benchmark, "checked", killed)  # nothing is left to look at
+    monkeypatch.setattr(gpu_benchmark, "checked", killed)  # nothing is left to check
     assert gpu_benchmark.main(given) == 0
 
 
-def test_a_regular_session_that_broke_is_made_anew(one_way, monkeypatch, tmp_path):
+def test_broken_regular_session_is_replaced(one_way, monkeypatch, tmp_path):
     step, steps = bass.Session.step, Counter()
 
     def failing(session):
@@ -139,7 +142,7 @@ def test_a_regular_session_that_broke_is_made_anew(one_way, monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_that_was_cut_short_goes_on(one_way, capsys, tmp_path):
+def test_run_that_was_cut_short_goes_on(one_way, capsys, tmp_path):
     options = ["--dry-run", "--repeats", "1", "--resume", "--output", str(tmp_path / "gpu.jsonl")]
     assert gpu_benchmark.main(options) == 0
     first, second = records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check)
@@ -153,7 +156,7 @@ def test_a_run_that_was_cut_short_goes_on(one_way, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_the_plan_has_all_that_the_records_are_for(quick):
+def test_plan_has_every_way_that_records_need(quick):
     groups = defaultdict(tuple)
     for group in plan(quick) + PEERS:
         groups[group.shape, group.batch] += group.ways
@@ -175,20 +178,20 @@ def roofline_costs(**launches):
     return modelled_costs(*(Roofline(each, H100) for each in work), **launches)
 
 
-def test_what_a_session_drafts_with():
+def test_draft_length_policy_of_a_way():
     cost = roofline_costs()
     assert policy_of(REGULAR, 8, cost, 576) == 0
     assert policy_of(Way("batched", 3, 0.8), 8, cost, 576) == 3
     useless, right = (policy_of(batched(alpha, "goodput"), 8, cost, 576) for alpha in (USELESS, 0.8))
     assert isinstance(right, Goodput)
-    assert useless.alphas.expected[0] < 0.2 < 5 < right.alphas.expected[0]  # as it was calibrated: nothing to find out
+    assert useless.alphas.expected[0] < 0.2 < 5 < right.alphas.expected[0]  # as calibrated
     assert isinstance(policy_of(batched(0.8, "algorithm 1"), 8, cost, 576), BassHeuristic)
     best = [policy_of(batched(alpha), 8, cost, 576) for alpha in (0.7, 0.8, 0.9)]
     assert best == sorted(best) and len(set(best)) == 3
     assert policy_of(Way("single", "best", 0.8), 32, cost, 576) == policy_of(batched(0.8), 1, cost, 576)
 
 
-def test_costs_have_what_real_steps_take_beyond_the_roofline():
+def test_costs_include_time_beyond_the_roofline():
     """So the best length is shorter: at α 0.8 the roofline alone would draft 8."""
     launches = {"target_launch": 1.5e-3, "target_token": 1e-4, "draft_launch": 5e-4, "overhead": 3e-4}
     roof, real = roofline_costs(), roofline_costs(**launches)
@@ -218,8 +221,8 @@ def peer():
     return repeated_way.RepeatedWay(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
 
 
-def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
-    """A cache per call would be recorded anew in each."""
+def test_transformers_decodes_over_one_cache(monkeypatch):
+    """A new cache would be recorded again in each call."""
     written = []
     generate = repeated_way.transformers_generate
     monkeypatch.setattr(
@@ -235,14 +238,14 @@ def test_transformers_decodes_over_one_cache_that_is_emptied(monkeypatch):
             assert text.tolist() == greedy_alone(runs.pair.target, prompt, 8).tolist()
 
 
-def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monkeypatch):
+def test_device_rests_once_per_decode_step_of_a_rested_run(monkeypatch):
     use_on_cpu(monkeypatch)
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     way = replace(batched(0.8, 3), attention="pad", compile="graphs")
     runs = repeated_way.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
     for _ in range(3):
         runs.once()
-    announced, seconds = [], 60.0  # said to have been taken: more than passes take on however busy a machine
+    announced, seconds = [], 60.0  # more than passes take on any machine
     monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
     monkeypatch.setattr(type(pair), "device", torch.device("cuda"))
     try:
@@ -258,9 +261,9 @@ def test_the_device_rests_once_per_decode_step_while_its_own_time_is_taken(monke
     assert Session.on_phase is None
 
 
-def test_rested_runs_in_which_something_is_recorded_do_not_count():
+def test_rested_runs_that_record_do_not_count():
     class Runs(repeated_way.RepeatedWay):
-        """Passes take 0.1 s of a run, and a recording 9 s more: in both runs that warm up and in the next one."""
+        """Passes take 0.1 s of a run. Both warm-up runs and the next one record, which takes 9 s more."""
 
         pair, way, recordings = SimpleNamespace(device=torch.device("cuda")), batched(0.8, 3), 0
 
@@ -278,7 +281,7 @@ def test_rested_runs_in_which_something_is_recorded_do_not_count():
     assert runs.host_share([0.2]) == pytest.approx(0.5) and len(runs.done) == 1
 
 
-def test_the_rest_is_twice_what_the_host_took_to_launch_the_step_before():
+def test_rest_is_twice_the_launch_time_of_the_step_before():
     now, rests = iter([10.0, 10.25, 20.0, 22.0, 30.0, 30.5]), []
     rest = repeated_way.Rest(3.0, rests.append, clock=lambda: next(now))
     for phases in (("prefill", "commit", ""), *3 * [("plan", "draft", "verify", "commit", "")]):
@@ -292,7 +295,7 @@ def test_time_counts_from_the_last_rows_prefill():
     assert repeated_way.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0
 
 
-def test_repeats_in_which_something_was_recorded_are_made_again():
+def test_repeats_that_recorded_are_repeated():
     class Recording:
         def __init__(self, recordings):
             self.counts, self.recordings, self.done = iter(recordings), 0, []
@@ -311,11 +314,11 @@ def test_repeats_in_which_something_was_recorded_are_made_again():
 
 
 class CompilationError(Exception):
-    """As of Triton: of no kind that torch has."""
+    """Like Triton's, no subclass of an error of torch."""
 
 
 @pytest.fixture
-def second_of_three_fails(monkeypatch):
+def second_of_three_fails(monkeypatch, quick):
     ways = (REGULAR, batched(0.8, "goodput"), batched(0.8, 3))
     monkeypatch.setattr(gpu_benchmark, "DRY", replace(DRY, ways=ways))
     once = repeated_way.RepeatedWay.once
@@ -328,7 +331,7 @@ def second_of_three_fails(monkeypatch):
     monkeypatch.setattr(repeated_way.RepeatedWay, "once", failing)
 
 
-def test_a_way_that_cannot_be_gone_leaves_the_others_and_its_reason(second_of_three_fails, capsys, tmp_path):
+def test_failing_way_leaves_its_reason_and_the_others(second_of_three_fails, capsys, tmp_path):
     assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
     out = capsys.readouterr().out
     assert "FAILED embedded, batch 2" in out and "no room in registers" in out
@@ -338,7 +341,7 @@ def test_a_way_that_cannot_be_gone_leaves_the_others_and_its_reason(second_of_th
     assert [line["reason"] for line in failed] == ["CompilationError: no room in registers"]
 
 
-def test_a_device_that_answers_no_more_ends_the_run_with_what_was_measured(second_of_three_fails, capsys, monkeypatch):
+def test_lost_device_ends_the_run_with_what_was_measured(second_of_three_fails, capsys, monkeypatch):
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -349,12 +352,7 @@ def test_a_device_that_answers_no_more_ends_the_run_with_what_was_measured(secon
     assert summary["left_out"] == 1 and summary["passed"] is None
 
 
-def test_the_embedded_pair_is_checked_as_it_was_timed():
-    found = gpu_benchmark.checked("cpu", "pad", "off", new=8)
-    assert found["passed"] and found["coupled"] == "4 of 4 rows" and found["compile"] == "off"
-
-
-def test_a_pair_that_decodes_another_text_has_not_passed(monkeypatch):
+def test_pair_that_decodes_another_text_fails_the_check(monkeypatch):
     greedy = plain_decoding.greedy
     monkeypatch.setattr(plain_decoding, "greedy", lambda *given: (greedy(*given)[0] + 1, None))
     assert not gpu_benchmark.checked("cpu", "pad", "off", new=8)["passed"]

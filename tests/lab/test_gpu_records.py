@@ -1,4 +1,4 @@
-"""What a GPU recorded is found by lessons: collected, checked, read by kind, named. Nothing else is taken for it."""
+"""Lessons find records of a GPU: collected, checked, read by kind, named."""
 
 import json
 
@@ -33,16 +33,17 @@ def save(folder, name, lines, check=gpu_benchmark.check):
 
 
 @pytest.mark.parametrize("kind", gpu_records.READERS)
-def test_what_is_collected_is_found_and_says_where_it_comes_from(collected, kind):
+def test_collected_record_is_found_and_names_its_source(collected, kind):
     found = gpu_record(kind, collected)
     assert found.device == gpu_box.DEVICE and found.name == "X1 Example (recorded)"
     assert str(found).startswith("Recorded on NVIDIA X1 Example: bfloat16, torch 2.99.0, commit abcdef123456")
     assert ("synthetic" in str(found)) == (kind == "gpu")
 
 
-@pytest.mark.parametrize("kind", gpu_records.READERS)
-def test_without_a_record_there_is_none(tmp_path, kind):
-    assert gpu_record(kind, tmp_path) is None and gpu_record(kind, tmp_path / "nowhere") is None
+def test_without_a_record_there_is_none(tmp_path):
+    (tmp_path / "costs_check_x.jsonl").write_text("{}\n")  # no costs, but a check of them
+    for kind in gpu_records.READERS:
+        assert gpu_record(kind, tmp_path) is None and gpu_record(kind, tmp_path / "nowhere") is None
 
 
 def test_contents_are_those_of_the_files(collected):
@@ -57,7 +58,7 @@ def test_contents_are_those_of_the_files(collected):
     assert set(ways.method) == {"regular", "batched", "single", "transformers"} and ways.exact.all()
 
 
-def test_rehearsals_and_other_runs_on_a_cpu_are_no_records_of_a_gpu(tmp_path):
+def test_runs_on_a_cpu_are_no_records_of_a_gpu(tmp_path):
     gpu_box.costs(device_type="cpu").save(tmp_path / "costs_a.json")
     gpu_box.profile(tmp_path, device_type="cpu").save(tmp_path / "timeline_a.json.gz")
     save(tmp_path, "kernels_a.jsonl", gpu_box.kernel_lines("cpu"), lambda line: None)
@@ -67,7 +68,7 @@ def test_rehearsals_and_other_runs_on_a_cpu_are_no_records_of_a_gpu(tmp_path):
     assert len(gpu_record("gpu", tmp_path).content) == 1  # what the next file holds is one
 
 
-def test_what_was_measured_again_counts_as_it_came_out_then(tmp_path):
+def test_last_measurement_counts(tmp_path):
     first, again = (gpu_box.decode_lines([EIGHT], tokens_per_second=speed) for speed in (100.0, 200.0))
     save(tmp_path, "gpu_x.jsonl", first + again)
     assert gpu_record("gpu", tmp_path).content.tokens_per_second.tolist() == [200]
@@ -85,12 +86,7 @@ def test_peers_of_another_gpu_are_not_joined(tmp_path):
     assert gpu_record("gpu", tmp_path).content.method.tolist() == ["regular"]
 
 
-def test_costs_are_not_mixed_up_with_their_check(tmp_path):
-    (tmp_path / "costs_check_x.jsonl").write_text("{}\n")
-    assert gpu_record("costs", tmp_path) is None
-
-
-def test_a_file_that_holds_something_else_is_refused_by_its_name(tmp_path):
+def test_wrong_file_is_refused_by_name(tmp_path):
     (tmp_path / "gpu_x.jsonl").write_text(json.dumps(gpu_box.decode_lines([EIGHT])[0] | {"batch": 0}) + "\n")
     with pytest.raises(ValueError, match=r"gpu_x.jsonl, line 1: batch must be positive"):
         gpu_record("gpu", tmp_path)
@@ -102,7 +98,7 @@ def test_a_file_that_holds_something_else_is_refused_by_its_name(tmp_path):
 
 
 def check_records_of_gpus(folder):
-    """Raises ValueError for one that is wrong."""
+    """Raises ValueError for a wrong record."""
     for path in filter(gpu_box.of_a_stage, folder.glob("*.jsonl")):
         known = path.name.startswith(("gpu_", "peers_"))
         records.read(path, gpu_benchmark.check if known else lambda line: None)
@@ -110,21 +106,15 @@ def check_records_of_gpus(folder):
         gpu_record(kind, folder)
 
 
-def test_records_of_gpus_that_ship_are_valid():
+def test_shipped_records_of_gpus_are_valid_and_a_wrong_one_is_noticed(collected):
     check_records_of_gpus(records.SHIPPED)
-
-
-def test_a_record_of_a_gpu_that_is_wrong_is_noticed(collected):
+    assert not any(map(gpu_box.of_a_stage, records.SHIPPED.glob("*embedded_cpu.jsonl")))  # `bass bench` wrote these
+    assert all(map(gpu_box.of_a_stage, collected.iterdir()))
     check_records_of_gpus(collected)
     for path in collected.glob("peers_*.jsonl"):
         path.write_text(path.read_text().replace('"batch": 32', '"batch": 0'))
     with pytest.raises(ValueError, match="batch must be positive"):
         check_records_of_gpus(collected)
-
-
-def test_what_bass_bench_wrote_is_told_from_what_a_gpu_did(collected):
-    assert all(map(gpu_box.of_a_stage, collected.iterdir()))
-    assert not any(map(gpu_box.of_a_stage, records.SHIPPED.glob("*embedded_cpu.jsonl")))
 
 
 def test_records_of_a_gpu_join_the_table_of_all_records(collected):

@@ -1,4 +1,4 @@
-"""What a step launches on a GPU that is not there."""
+"""Launches of a step, counted without a GPU."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Kernel timelines: every kernel belongs to the phase that launched it, and what is saved can be read by viewers."""
+"""Kernel timelines: every kernel belongs to the phase that launched it, and viewers can read what is saved."""
 
 import gzip
 import json
@@ -8,7 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -27,7 +26,7 @@ def a_pair():
 
 
 def decode(draft_length=3, **options):
-    options = {"max_new_tokens": 12, "eos_token_id": ()} | options
+    options = {"max_new_tokens": 9, "eos_token_id": ()} | options
     return bass.generate(a_pair(), PROMPTS, draft_length=draft_length, **options)
 
 
@@ -69,19 +68,16 @@ def test_triton_launches_through_the_driver_and_copies_count():
     assert owners(*events, launch(9, 55), copy) == {"_ragged": "verify", "Memcpy DtoH": "commit"}
 
 
-def test_launch_that_was_not_recorded_is_replaced_by_its_operator():
+def test_operator_replaces_a_launch_that_was_not_recorded():
     operator = event("cpu_op", "aten::mm", 12, 6, External_id=44)
     assert owners(operator, kernel("gemm", 60, 5, 77, External_id=44)) == {"gemm": "draft"}
     assert owners(kernel("gemm", 60, 5, 77)) == {"gemm": None}
 
 
 def test_launches_between_phases_and_on_other_threads_have_no_phase():
+    assert owners(launch(1, 30), kernel("at the edge", 31, 1, 1)) == {"at the edge": "verify"}
     assert owners(launch(1, 100), kernel("after", 105, 5, 1)) == {"after": None}
     assert owners(launch(1, 12, thread=OTHER), kernel("stranger", 15, 5, 1)) == {"stranger": None}
-
-
-def test_a_phase_begins_where_the_one_before_ends():
-    assert owners(launch(1, 30), kernel("at the edge", 31, 1, 1)) == {"at the edge": "verify"}
 
 
 def test_cpu_operators_that_others_contain_are_not_counted():
@@ -96,16 +92,6 @@ def test_times_count_from_the_first_phase_in_milliseconds():
     assert ranges.start_ms.tolist() == [0, 0.01, 0.03, 0.05] and ranges.end_ms.iloc[-1] == 0.1
     assert kernels[["start_ms", "duration_ms", "launch_ms"]].iloc[0].tolist() == [0.016, 0.004, 0.012]
     assert kernels.lane[0] == "GPU 0, stream 7"
-
-
-def test_busy_time_of_intervals_by_brute_force():
-    generator = np.random.default_rng(0)
-    assert kernel_events.busy_time(np.array([]), np.array([])) == 0
-    for _ in range(50):
-        starts = generator.integers(0, 50, 8)
-        ends = starts + generator.integers(0, 12, 8)
-        covered = {moment for a, b in zip(starts, ends, strict=True) for moment in range(a, b)}
-        assert kernel_events.busy_time(starts, ends) == len(covered)
 
 
 # --- a whole GPU profile, from a file ---
@@ -207,7 +193,7 @@ def test_profile_changes_no_token():
     assert all(torch.equal(a, b) for a, b in zip(plain.sequences, profiled.sequences, strict=True))
 
 
-def test_two_runs_in_one_profile_are_told_apart():
+def test_two_runs_in_one_profile_are_kept_apart():
     with profile() as found:
         first = decode(draft_length=0)
         second = decode(draft_length=3)
@@ -227,14 +213,6 @@ def test_steps_of_a_session_that_runs_already():
             session.step()
             session.step()
     assert found.steps.number.tolist() == [1, 2] and found.steps.kind.tolist() == ["decode"] * 2
-
-
-def test_trace_off_leaves_counts_open(tmp_path):
-    with profile() as found:
-        decode(trace="off")
-    assert found.steps.rows.isna().all() and len(found.kernels) > 100
-    found.save(tmp_path / "t.json")
-    pd.testing.assert_frame_equal(Profile.load(tmp_path / "t.json").steps, found.steps)
 
 
 # --- what it leaves behind ---
@@ -273,8 +251,12 @@ def test_error_inside_passes_through_and_the_next_profile_works():
     with pytest.raises(ValueError, match="after its with block has ended"):
         _ = broken.kernels
     with profile() as found:
-        decode()
-    assert len(found.steps) > 3
+        pass
+    with pytest.raises(ValueError, match="no step ran in this profile"):
+        _ = found.phases
+    with profile() as found:
+        decode(max_new_tokens=3, trace="off")
+    assert len(found.steps) > 1 and found.steps.rows.isna().all()
 
 
 def test_step_that_failed_is_not_given_the_counts_of_its_repetition(monkeypatch):
@@ -290,13 +272,6 @@ def test_step_that_failed_is_not_given_the_counts_of_its_repetition(monkeypatch)
     assert found.steps.rows.isna().tolist() == [True, False]
 
 
-def test_profile_is_used_after_its_block():
-    with profile() as found, pytest.raises(ValueError, match="after its with block has ended"):
-        _ = found.phases
-    with pytest.raises(ValueError, match="no step ran in this profile"):
-        _ = found.phases
-
-
 def test_sessions_of_other_threads_are_left_out():
     with profile() as found:
         other = threading.Thread(target=decode)
@@ -306,6 +281,7 @@ def test_sessions_of_other_threads_are_left_out():
     assert found.steps.run.unique().tolist() == [0]
 
 
+@pytest.mark.slow
 def test_profile_writes_nothing_to_the_terminal():
     code = "import torch, bass_lab.measure.profiling as p\nwith p.profile(): torch.ones(3) + 1"
     environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
@@ -316,16 +292,13 @@ def test_profile_writes_nothing_to_the_terminal():
 # --- files ---
 
 
-@pytest.mark.parametrize("name", ["timeline.json", "timeline.json.gz"])
-def test_saved_profile_comes_back(recorded, tmp_path, name):
+def test_saved_profile_comes_back(recorded, tmp_path):
     found, _ = recorded
-    found.save(tmp_path / name)
-    again = Profile.load(tmp_path / name)
+    found.save(tmp_path / "timeline.json.gz")
+    again = Profile.load(tmp_path / "timeline.json.gz")
     for table in ("kernels", "spans", "steps", "phases"):
         pd.testing.assert_frame_equal(getattr(again, table), getattr(found, table))
     assert again.about == found.about and again.about["dtype"] == "float32"
-    again.save(tmp_path / "again.json")
-    pd.testing.assert_frame_equal(Profile.load(tmp_path / "again.json").spans, found.spans)
 
 
 def refuse(constant):

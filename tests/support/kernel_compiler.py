@@ -3,8 +3,8 @@
 A stand-in driver names the GPU to compile for; the launchers are then called as they are, with tensors that have shapes
 and no memory, and every launch is a compilation. Registers, shared memory and machine code are read with the tools that
 triton brings. Run as a program (in a process of its own, without TRITON_INTERPRET, under which nothing compiles):
-`python tests/support/kernel_compiler.py 90` prints one JSON line per case; with `few` behind it only some, in float16,
-which older GPUs have, too.
+`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel; with `few` behind it, one
+launch of each kind is compiled, in float16 for GPUs without bfloat16.
 """
 
 from __future__ import annotations
@@ -152,24 +152,17 @@ def cases() -> Iterator[dict]:
         yield {"head_dim": 128, "query_length": 5, "function": function}
 
 
-def few_cases() -> Iterator[dict]:
-    for head_dim, query_length in ((64, 17), (128, 1), (128, 5), (256, 5)):
-        yield {"head_dim": head_dim, "query_length": query_length, "dtype": "float16"}
+def few_cases(half: str) -> Iterator[dict]:
+    """One launch of each kind: 32 and 64 rows of queries, the widest heads, full precision."""
+    for head_dim, query_length in ((128, 5), (64, 17), (256, 5)):
+        yield {"head_dim": head_dim, "query_length": query_length, "dtype": half}
     yield {"head_dim": 128, "query_length": 5, "dtype": "float32"}
 
 
 def attend(
-    head_dim,
-    query_length,
-    dtype="bfloat16",
-    batch=8,
-    group=4,
-    kv_heads=8,
-    function="ragged",
-    sinks=False,
-    prompt=False,
-    **flags,
-):
+    head_dim, query_length, dtype="bfloat16", batch=8, group=4, kv_heads=8, function="ragged", sinks=False,
+    prompt=False, **flags,
+):  # fmt: skip
     """A launcher with tensors of these shapes on the device "meta". prompt: of a batch that is not split."""
     import bass_kernels
 
@@ -184,26 +177,27 @@ def attend(
     getattr(bass_kernels, f"{function}_attention")(query, key, value, starts, kv_lengths, **extra, **flags)
 
 
-def others(half: torch.dtype = torch.bfloat16) -> None:
-    """The kernels around attention: the cache's, and fused verification's."""
+def others(half: torch.dtype, few: bool) -> None:
+    """The kernels around attention: the cache's, the draft's, and fused verification's."""
     import bass_kernels
 
     make = functools.partial(torch.empty, device="meta")
     states, cache = make(8, 8, 5, 128, dtype=half), make(8, 8, 4096, 128, dtype=half)
     bass_kernels.write_kv(states, states, cache, cache, make(8, 5, dtype=torch.int64))
     streams = make(8, dtype=torch.int64)
-    for dtype in (half, torch.float32):
+    for dtype in (half,) if few else (half, torch.float32):
         logits = make(8, 128256, dtype=dtype)
         bass_kernels.draw(logits, streams, streams, 1, 0.8, 128256)
         bass_kernels.largest(logits)
-    for temperature, dtype in ((0.0, half), (0.8, half), (1.0, torch.float32)):
+    for temperature, dtype in ((0.8, half),) if few else ((0.0, half), (0.8, half), (1.0, torch.float32)):
         logits, q = make(8, 6, 128256, dtype=dtype), make(8, 5, 128256)
         drafted, lengths = make(8, 5, dtype=torch.int64), make(8, dtype=torch.int64)
-        numbers = make(8, 5, dtype=torch.float64), make(8, dtype=torch.float64)
-        bass_kernels.verify(logits, drafted, lengths, q, *numbers, lengths, temperature)
+        if not few:
+            numbers = make(8, 5, dtype=torch.float64), make(8, dtype=torch.float64)
+            bass_kernels.verify(logits, drafted, lengths, q, *numbers, lengths, temperature)
         memory = bass_kernels.RowMemory(make(8, 2049, dtype=torch.int64), make(8, 2049), lengths, lengths, lengths)
         finite = make(8, dtype=torch.bool)
-        for chances in (None, make(1, 1, dtype=torch.float64)):
+        for chances in (None,) if few else (None, make(1, 1, dtype=torch.float64)):
             options = {"all_or_none": temperature != 1.0, "chances": chances}
             bass_kernels.commit(logits, drafted, lengths, q, finite, memory, temperature, **options)
 
@@ -218,6 +212,12 @@ def products() -> Iterator[dict]:
     yield {"packed": False, "group": None, "rows": 8, "half": "float16"}
     yield {"packed": True, "group": 32, "rows": 8, "half": "float16"}
     yield {"packed": False, "group": None, "rows": 8, "columns": 1}  # triton takes a 1 for a constant
+
+
+def few_products(half: str) -> Iterator[dict]:
+    """INT8 cut along K, and packed INT4 whose gated product is fused."""
+    yield {"packed": False, "group": None, "rows": 8, "columns": 1024, "half": half}
+    yield {"packed": True, "group": 32, "rows": 8, "gated": True, "half": half}
 
 
 def multiply(packed, group, rows, gated=False, columns=4096, inputs=4096, half="bfloat16") -> None:
@@ -251,13 +251,14 @@ def main(capability: int, few: bool) -> None:
             seen.add(kernel.hash)
             print(json.dumps(about | resources(kernel)), flush=True)
 
-    for case in few_cases() if few else cases():
+    half = "float16" if capability < 80 else "bfloat16"
+    for case in few_cases(half) if few else cases():
         for kernel in compiled_launches(functools.partial(attend, **case)):
             show(kernel, case | tile_of(**case))
-    for product in itertools.islice(products(), 2) if few else products():
+    for product in few_products(half) if few else products():
         for kernel in compiled_launches(functools.partial(multiply, **product)):
             show(kernel, product)
-    for kernel in compiled_launches(functools.partial(others, torch.float16) if few else others):
+    for kernel in compiled_launches(functools.partial(others, getattr(torch, half), few)):
         show(kernel, {})
 
 

@@ -1,0 +1,137 @@
+"""Random arguments of fused verification, and steps that commit: by the kernels and by bass_core."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+
+from bass_core import kernel_ops, randomness, sampling
+from bass_core.drafters import Draft
+from bass_core.eager_step import EagerStep, StepOptions
+from bass_core.rows import Rows
+from bass_core.sampling import SamplingParams
+from bass_core.synthetic import SyntheticAcceptance
+from bass_kernels import RowMemory, commit
+
+
+def law(logits, temperature):
+    return sampling.probabilities(logits, SamplingParams(temperature or 1.0))
+
+
+def choose(probs, generator):
+    """One id from each distribution: [B, K, V] -> [B, K]."""
+    flat = probs.reshape(-1, probs.shape[-1])
+    chosen = flat.multinomial(1, generator=generator) if len(flat) else flat.new_empty(0, dtype=torch.int64)
+    return chosen.reshape(probs.shape[:-1])
+
+
+def step(rows, drafts, vocabulary, *, dtype=torch.float32, temperature=1.0, draft="softmax", seed=0):
+    """Arguments of `verify` and the keys that their uniform numbers come from; rows submit 0 … K tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = (3 * torch.randn(rows, drafts + 1, vocabulary, generator=generator)).to(dtype)
+    p = law(logits, temperature)[:, :drafts]
+    noise = torch.randn(p.shape, generator=generator)
+    q = {"softmax": (p + 1e-6).log().add(noise).softmax(-1), "equal": p, "certain": None}[draft]
+    drafted = choose(p if q is None else q, generator)
+    if temperature == 0 and drafts > 1:
+        drafted[:, 0] = logits[:, 0].argmax(-1)  # so that some are accepted
+    if draft != "equal" and drafts > 0:  # and some are rejected, also at very low temperatures
+        drafted[1::2, -1] = torch.randint(vocabulary, (rows // 2,), generator=generator)
+    submitted = torch.randint(drafts + 1, (rows,), generator=generator)
+    submitted[-1], submitted[0] = drafts, submitted[0] if rows == 1 else 0
+    streams = torch.tensor([randomness.stream(seed, row) for row in range(rows)])
+    keys = randomness.StepKeys(streams, torch.arange(rows), max(drafts, 1))
+    u = randomness.uniform(keys.accept(torch.arange(drafts)))
+    committed = torch.randint(1, 1000, (rows,), generator=generator)
+    return (logits, drafted, submitted, q, u, randomness.uniform(keys.target()), committed, temperature), keys
+
+
+class Committing(NamedTuple):
+    """Rows in the last places of a batch, and the logits and drafts of a step."""
+
+    rows: Rows
+    places: range
+    logits: torch.Tensor
+    draft: Draft
+    options: StepOptions
+    forced: bool
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Of the whole batch, without the scratch column."""
+        rows = self.rows
+        return rows.tokens[:, :-1], rows.logprobs[:, :-1], rows.lengths, rows.steps, rows.streams
+
+    def by_bass_core(self) -> torch.Tensor:
+        """The block that the host receives. Moves the rows in plain torch."""
+        run_on, kernel_ops.run_on = kernel_ops.run_on, lambda device: False
+        try:
+            return self.by_the_step()
+        finally:
+            kernel_ops.run_on = run_on
+
+    def by_the_step(self) -> torch.Tensor:
+        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=self.logits.shape[-1]))
+        step = EagerStep(self.rows, SimpleNamespace(model=SimpleNamespace(config=config)), None, self.options)
+        step.records = True  # places without a row are possible
+        context = self.rows.context(self.places, self.draft.tokens.shape[1])
+        return step.verify(context, self.draft, self.logits).block
+
+    def by_the_kernels(self, commit=commit, row_memory=RowMemory) -> torch.Tensor:
+        drafted = self.draft.tokens, self.draft.lengths, self.draft.probs, self.draft.finite
+        chances = self.options.synthetic.chances if self.options.synthetic else None
+        options = {"all_or_none": self.options.all_or_none, "chances": chances}
+        rows = row_memory(*self.rows.memory(self.places))
+        return commit(self.logits, *drafted, rows, self.rows.params.temperature, **options)
+
+
+def committing(
+    drafts=3, vocabulary=1100, *, temperature=0.7, draft="softmax", all_or_none=False, forced=False, broken=(),
+    broken_draft=(), seed=0, device="cpu",
+) -> Committing:  # fmt: skip
+    """Six rows in places 2 … 7, of which the fourth is empty. broken: rows whose logits hold NaN."""
+    places = range(2, 8)
+    (logits, drafted, submitted, q, _, _, lengths, _), keys = step(
+        6, drafts, vocabulary, temperature=temperature, draft=draft, seed=seed
+    )
+    submitted[3], lengths = -1, lengths.clamp(max=60)
+    logits[list(broken), 0, 5] = torch.nan
+    rows = Rows(8, torch.device(device), vocabulary, SamplingParams(temperature), ())
+    rows.grow(80)
+    generator = torch.Generator().manual_seed(seed)
+    rows.tokens.copy_(torch.randint(vocabulary, rows.tokens.shape, generator=generator))
+    rows.logprobs.copy_(torch.randn(rows.logprobs.shape, generator=generator))
+    rows.lengths[2:], rows.steps[2:], rows.streams[2:] = (x.to(device) for x in (lengths, keys.counter, keys.stream))
+    finite = torch.ones(6, dtype=torch.bool)
+    finite[list(broken_draft)] = False
+    room = torch.zeros(6, 9, dtype=torch.int64)  # as in recorded steps: drafts lie in wider memory
+    room[:, :drafts] = drafted
+    chances = torch.rand(3, 50, dtype=torch.float64, generator=generator)
+    options = StepOptions(
+        rule="token",
+        synthetic=SyntheticAcceptance(chances.to(device)) if forced else None,
+        wants_p=False,
+        all_or_none=all_or_none,
+        begin=lambda phase: None,
+    )
+    moved = (x if x is None else x.to(device) for x in (room, submitted, q, finite, logits))
+    room, submitted, q, finite, logits = moved
+    return Committing(rows, places, logits, Draft(room[:, :drafts], submitted, None, q, finite), options, forced)
+
+
+def differing(found: Committing, block, expected: Committing, expected_block) -> list[str]:
+    """Where two commits of the same step differ."""
+    live = expected.draft.lengths >= 0
+    columns = block.shape[1] - 4
+    numbers = live & (expected_block[:, columns + 2] == 1)  # tokens of other rows mean nothing
+    memory = zip(RowMemory._fields, found.memory, expected.memory, strict=True)
+    names = [name for name, ours, theirs in memory if name != "logprobs" and not torch.equal(ours, theirs)]
+    if not torch.allclose(found.memory[1], expected.memory[1], rtol=2e-6, atol=4e-6, equal_nan=True):
+        names.append("logprobs")
+    if not torch.equal(block[numbers], expected_block[numbers]) or not torch.equal(
+        block[live, -2:], expected_block[live, -2:]
+    ):
+        names.append("block")
+    return names
