@@ -12,7 +12,7 @@ import bass_core as bass
 
 VOCABULARY = 5
 PROMPT = torch.tensor([3, 1, 4, 1])
-SAMPLES, TOKENS = 20_000, 3
+SAMPLES, TOKENS = 12_000, 3
 CASES = [
     pytest.param(rule, draft, sampling, marks=[pytest.mark.slow] * (draft != "near"))
     for rule in ("token", "block", "coupled")

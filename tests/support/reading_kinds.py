@@ -1,6 +1,6 @@
-"""Every kind of encoder-decoder model that transformers registers for text, configured tiny, and what becomes of it.
+"""Every encoder-decoder kind that transformers registers for text, in a tiny configuration.
 
-As module `kinds` for decoders: tables of docs/MODELS.md, measured by tests/support/models_page.py.
+The counterpart of module `kinds`. The outcomes are in docs/MODELS.md, measured by tests/support/models_page.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def tiny(kind: str, noise: float = 0.0) -> PreTrainedModel:
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
         for parameter in filter(torch.is_floating_point, model.parameters()):
-            if parameter.ndim > 1:  # so that sources matter and argmaxes vary, whatever scale the kind begins with
+            if parameter.ndim > 1:  # so that sources matter and argmaxes vary
                 parameter.mul_(0.3 / parameter.std().clamp(min=1e-6))
                 parameter.add_(torch.randn_like(parameter), alpha=noise * 0.3)
             else:
@@ -47,7 +47,7 @@ def tiny(kind: str, noise: float = 0.0) -> PreTrainedModel:
 
 
 def alone(model: PreTrainedModel, source: Tensor) -> list[int]:
-    """What `generate` writes for one source, greedily."""
+    """The greedy text of one source by `generate`."""
     ids = source[None]
     return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)[0, 1:].tolist()
 
@@ -57,7 +57,7 @@ def find(kind: str) -> Finding:
     try:
         target, draft = tiny(kind), tiny(kind, noise=0.1)
         expected = [alone(target, source) for source in SOURCES]
-    except Exception as error:  # whatever a foreign architecture raises is the answer
+    except Exception as error:  # any error of a foreign architecture is the outcome
         return Finding(kind, "not tiny", reason=said(error))
     found, path = [], ""
     for drafter, k in ((draft, 4), (bass.drafters.LayerSkipDrafter(1), PerRow(3)), (None, 0)):
