@@ -138,6 +138,20 @@ def test_passes_are_packed_if_that_saves_enough():
     assert not packs([0, 0], 1)  # a pass of nothing
 
 
+def test_tokens_that_round_a_packed_pass_up_change_nothing():
+    """They belong to no row. Their keys go to the scratch slot."""
+    model, lengths, ids = tiny_model(dtype="float64"), [4, 6], torch.arange(20).view(2, 10) % 9 + 1
+    found = []
+    for bucket in (1, 8):
+        with torch.inference_mode(), Runner(model, "pad", max_rows=2, capacity=10) as runner:
+            runner.bucket = bucket
+            runner.feed_last(ids, lengths, 6)
+            for _ in range(2):
+                logits = runner.feed(ids[:, :3], torch.tensor(lengths), [3, 1], starts_host=lengths, packed=True)
+        found.append(logits)
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1, :1], found[1][1, :1])
+
+
 def test_stopped_rows_are_fed_while_there_is_room(monkeypatch):
     """Feeding them takes fewer operations than holding them back, and changes no text."""
     pair, resting, original = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), [], Runner.feed
