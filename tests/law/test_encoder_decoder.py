@@ -1,19 +1,17 @@
 """Encoder-decoder targets: a batch of sources of different lengths gives the text of each source alone."""
 
-import math
-
 import pytest
 import torch
 from readers import HEARS, OPTIONS, START, alone, given, sources, tiny_reader
 from sessions import run_to_the_end
 from tiny import tiny_model
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin
 from trial_policies import PerRow
 
 import bass_core as bass
 import bass_lab as lab
 from bass_core.runner import Runner
-from bass_core.sources import Encoded, Source
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.oracle import Oracle
@@ -61,15 +59,6 @@ def test_greedy_text_is_that_of_the_source_alone(kind, dtype, draft, length, pat
         assert 0.05 < out.trace.summary()["alpha"] < 1  # drafts were both accepted and rejected
 
 
-def test_rows_end_where_generate_ends_them():
-    pair, read = pair_of("bart"), sources("bart", *LENGTHS)
-    eos = alone(pair.target, read[0], NEW)[NEW // 2]
-    out = bass.generate(pair, read, max_new_tokens=NEW, eos_token_id=eos, max_batch_size=3)
-    expected = [alone(pair.target, each, NEW, eos_token_id=eos) for each in read]
-    assert [sequence.tolist() for sequence in out.sequences] == expected
-    assert "eos" in out.finish_reasons
-
-
 def test_repetition_penalty_counts_the_text_and_not_the_source():
     pair, read = pair_of("t5"), sources("t5", *LENGTHS)
     out = bass.generate(pair, read, max_new_tokens=NEW, repetition_penalty=1.7)
@@ -97,15 +86,6 @@ def test_rows_join_and_leave_a_session():
     expected = [alone(pair.target, each, NEW) for each in read]
     assert found[1] == expected[1][: len(found[1])]
     assert found[:1] + found[2:] == expected[:1] + expected[2:]
-
-
-def test_coupled_text_does_not_depend_on_drafts():
-    pair, read = pair_of("t5"), sources("t5", *LENGTHS)
-    options = {"max_new_tokens": NEW, "temperature": 0.9, "verification": "coupled", "seed": 3}
-    regular = bass.generate(pair, read, draft_length=0, **options).sequences
-    for draft, length, places in (("model", 4, 8), ("first layer", 3, 1)):
-        other = bass.generate(pair_of("t5", draft=draft), read, draft_length=length, max_batch_size=places, **options)
-        assert all(map(torch.equal, regular, other.sequences))
 
 
 def test_sampled_text_has_the_targets_distribution():
@@ -164,19 +144,16 @@ def test_caller_gives_the_first_tokens_of_a_text():
         assert sequence.tolist() == expected[len(begin) - 1 :]
 
 
-def test_beams_are_refused(monkeypatch):
-    with pytest.raises(ValueError, match="num_beams=4"):
-        bass.generate(asked(monkeypatch, "bart", num_beams=4), sources("bart", 4))
-
-
 # --- custom_generate -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
 def test_custom_generate_is_generate(monkeypatch, kind):
     pair, read = asked(monkeypatch, kind, forced_eos_token_id=2, forced_bos_token_id=5), sources(kind, *LENGTHS)
-    batch = {"input_features": torch.stack(read).float()} if kind in HEARS else padded(read)
-    options = batch | {"max_new_tokens": NEW, "do_sample": False}
+    batch = torch.stack(read).float() if kind in HEARS else pad_sequence(read, batch_first=True)
+    options = {pair.target.main_input_name: batch, "max_new_tokens": NEW, "do_sample": False}
+    if kind not in HEARS:
+        options["attention_mask"] = (batch != 0).long()
     expected = GenerationMixin.generate(pair.target, **options)
     ours = {"custom_generate": bass.bass_generate, "draft_model": pair.draft, "draft_length": 3}
     assert torch.equal(GenerationMixin.generate(pair.target, **options, **ours), expected)
@@ -209,11 +186,6 @@ def test_streamer_receives_forced_tokens(kind, forced):
     ours = {"custom_generate": bass.bass_generate, "draft_model": pair.draft, "draft_length": 3, "streamer": heard}
     assert pair.target.generate(**options, **ours)[0].tolist() == expected
     assert heard == [*expected, "end"]
-
-
-def padded(read):
-    ids = torch.nn.utils.rnn.pad_sequence(read, batch_first=True)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
 # --- stale memory --------------------------------------------------------------------------------------
@@ -292,9 +264,13 @@ def test_custom_generate_refuses(kind, options, words):
         pair.target.generate(**options, draft_model="ngram" if kind in HEARS else pair.draft)
 
 
+BEAMS = GenerationConfig(num_beams=4)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: bass.generate(pair_of("t5"), sources("t5", 3), generation_config=BEAMS), "num_beams=4"),
         (lambda: bass.ModelPair(tiny_reader("t5"), tiny_model()), "take a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_model(), tiny_reader("t5")), "take a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_reader("whisper"), tiny_reader("bart")), "take a draft of the target's kind"),
@@ -317,23 +293,7 @@ def test_model_without_a_start_token_is_refused(monkeypatch):
         bass.generate(pair, sources("t5", 3))
 
 
-# --- other uses ----------------------------------------------------------------------------------------
-
-
 def test_integer_weights():
     pair, read = pair_of("t5").quantized("int8"), sources("t5", *LENGTHS)
     out = bass.generate(pair, read, max_new_tokens=NEW, draft_length=3)
     assert [sequence.tolist() for sequence in out.sequences] == [alone(pair.target, each, NEW) for each in read]
-
-
-def test_encoded_sources_serve_a_second_runner():
-    model, read = tiny_reader("t5", "float64"), sources("t5", 5, 3)
-    with Runner(model, "pad", 2, 8) as one, Runner(model, "pad", 2, 8) as other, torch.inference_mode():
-        encoded = one.read([Source(each) for each in read], range(2))
-        assert isinstance(encoded, Encoded) and encoded.lengths == [5, 3]
-        other.read(encoded, range(2))
-        ids = torch.tensor([[START], [START]])
-        first, second = (runner.feed_last(ids, [1, 1], 1) for runner in (one, other))
-        expected = torch.cat([model(**given(model, each), decoder_input_ids=ids[:1]).logits[:, 0] for each in read])
-    assert torch.equal(first, second)
-    assert torch.allclose(first, expected, rtol=1e-12, atol=1e-12) and math.isfinite(float(first.sum()))

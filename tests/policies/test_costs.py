@@ -113,14 +113,6 @@ def test_draft_phases():
     assert cost.step(2, 4, 20) == pytest.approx(cost.target(2, 5, 20) + cost.overhead(2, 4))
 
 
-def test_modelled_draft_phase_feeds_two_tokens_and_then_one_at_a_time():
-    roof = Roofline(DRAFT_310M, H100)
-    cost = modelled_costs(Roofline(TARGET_8B, H100), roof)
-    assert cost.draft(8, 1, 512) == pytest.approx(roof.seconds(8, 2, 512))
-    later = roof.seconds(8, 1, 514)  # 2 more are cached on the whole
-    assert cost.draft(8, 4, 512) == pytest.approx(roof.seconds(8, 2, 512) + 3 * later)
-
-
 # --- predictions ----------------------------------------------------------------------------------
 
 
@@ -150,35 +142,35 @@ def test_prediction_of_a_trace(pair, measured):
 
 
 def test_best_fixed_length():
-    flat = Table.of(GRID, lambda *_: 1.0)
-    free = made_up(
-        target_passes=flat,
-        draft_phases=None,
-        overheads=Table.of({"batch": (1,), "draft_length": (0,)}, lambda *_: 0.0),
-    )
+    overheads = Table.of({"batch": (1,), "draft_length": (0,)}, lambda *_: 0.0)
+    free = made_up(target_passes=Table.of(GRID, lambda *_: 1.0), draft_phases=None, overheads=overheads)
     length, gain = best_fixed_length(free, 1, 0.5, most=4)
     assert length == 4 and gain == pytest.approx(1.9375)  # 1 + 1/2 + 1/4 + 1/8 + 1/16
-    dear = made_up()  # k drafts take longer than any tokens they could yield
-    assert best_fixed_length(dear, 1, 0.1) == (0, 1.0)
+    assert best_fixed_length(made_up(), 1, 0.1) == (0, 1.0)  # drafts take longer than regular steps
 
 
-def test_modelled_costs_of_the_papers_sizes_give_their_bound():
-    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
-    regular = cost.step(8, 0, 512)
-    assert cost.is_synthetic and regular == pytest.approx(5.30e-3, rel=0.005)
-    assert 1e3 * regular / best_fixed_length(cost, 8, 0.8, 512)[1] == pytest.approx(1.64, abs=0.01)
-
-
-def test_launches_add_to_modelled_passes():
+def test_modelled_costs():
     roofs = Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100)
-    bare, launched = (
-        modelled_costs(*roofs, target_launch=a, draft_launch=b, overhead=c) for a, b, c in ((0, 0, 0), (10, 2, 1))
-    )
-    assert launched.step(3, 5, 700) - bare.step(3, 5, 700) == pytest.approx(10 + 5 * 2 + 1)
+    cost = modelled_costs(*roofs)
+    first, later = roofs[1].seconds(8, 2, 512), roofs[1].seconds(8, 1, 514)  # two tokens are fed, then one at a time
+    assert cost.draft(8, 4, 512) == pytest.approx(first + 3 * later)
+    assert cost.is_synthetic and cost.step(8, 0, 512) == pytest.approx(5.30e-3, rel=0.005)
+    gain = best_fixed_length(cost, 8, 0.8, 512)[1]
+    assert 1e3 * cost.step(8, 0, 512) / gain == pytest.approx(1.64, abs=0.01)  # ms per token, as in the paper
+    launched = modelled_costs(*roofs, target_launch=10, draft_launch=2, overhead=1)
+    assert launched.step(3, 5, 700) - cost.step(3, 5, 700) == pytest.approx(10 + 5 * 2 + 1)
     assert modelled_costs(roofs[0]).draft(3, 5, 700) == 0
 
 
 # --- files ----------------------------------------------------------------------------------------
+
+
+def saved(cost: CostModel, folder, **changes):
+    """The path of the costs, saved in this folder."""
+    cost = dataclasses.replace(cost, **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    cost.save(folder / cost.file_name)
+    return folder / cost.file_name
 
 
 def same(a: CostModel, b: CostModel) -> bool:
@@ -200,6 +192,9 @@ def test_saved_costs_are_loaded(tmp_path, measured):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        ("", ""),
+        ("[]", ""),
+        ("\xff", ""),
         ({"schema": 0}, "schema 2"),
         ({"device": None}, "device must be str"),
         ({"models": {}}, "JSON object"),
@@ -217,7 +212,8 @@ def test_saved_costs_are_loaded(tmp_path, measured):
 def test_damaged_file_is_refused(tmp_path, damage, reason):
     path = tmp_path / "cost.json"
     made_up().save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    text = damage if isinstance(damage, str) else json.dumps(json.loads(path.read_text()) | damage)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"cost\.json holds no costs.*{reason}.*bass calibrate"):
         CostModel.load(path)
 
@@ -229,18 +225,9 @@ def test_file_with_unknown_entries_is_read(tmp_path):
     assert same(CostModel.load(path), made_up())
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}', "\xff"])
-def test_file_without_a_document_is_refused(tmp_path, text):
-    path = tmp_path / "cost.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"cost\.json holds no costs"):
-        CostModel.load(path)
-
-
 def test_costs_are_found_by_pair_and_device(pair, measured, caches, monkeypatch):
     assert costs_for(pair) is None
-    caches.mkdir(parents=True)
-    measured.save(caches / measured.file_name)
+    saved(measured, caches)
     assert same(costs_for(pair), measured)
     assert costs_for(bass.ModelPair(pair.draft, pair.target)) is None
     assert costs_for(bass.ModelPair(pair.target)) is None
@@ -249,24 +236,19 @@ def test_costs_are_found_by_pair_and_device(pair, measured, caches, monkeypatch)
 
 
 def test_measured_costs_precede_shipped_ones(pair, measured, caches):
-    costs.SHIPPED.mkdir()
-    dataclasses.replace(measured, measured={"shipped": True}).save(costs.SHIPPED / measured.file_name)
+    saved(measured, costs.SHIPPED, measured={"shipped": True})
     assert costs_for(pair).measured == {"shipped": True}
-    caches.mkdir(parents=True)
-    measured.save(caches / measured.file_name)
+    saved(measured, caches)
     assert costs_for(pair).measured == measured.measured
 
 
 def test_shipped_costs_of_another_device_of_the_kind(pair, measured, caches):
     assert costs_like(pair) is None
-    costs.SHIPPED.mkdir()
     for device, kind in (("A GPU", "cuda"), ("Some CPU", "cpu")):
-        elsewhere = dataclasses.replace(measured, device=device, measured={"device_type": kind})
-        elsewhere.save(costs.SHIPPED / elsewhere.file_name)
+        saved(measured, costs.SHIPPED, device=device, measured={"device_type": kind})
     assert costs_for(pair) is None and costs_like(pair).device == "Some CPU"
     assert costs_like(bass.ModelPair(pair.target)) is None
-    caches.mkdir(parents=True)
-    measured.save(caches / measured.file_name)
+    saved(measured, caches)
     assert same(costs_like(pair), measured)
 
 
@@ -281,11 +263,8 @@ def test_costs_of_the_embedded_drafts_ship(draft, tmp_path, monkeypatch):
 
 
 def test_costs_that_were_measured_again_are_read(pair, measured, caches):
-    caches.mkdir(parents=True)
-    path = caches / measured.file_name
     for seconds, changed in ((1, 10**9), (2, 2 * 10**9)):
-        dataclasses.replace(measured, measured={"seconds": seconds}).save(path)
-        os.utime(path, ns=(changed, changed))
+        os.utime(saved(measured, caches, measured={"seconds": seconds}), ns=(changed, changed))
         assert costs_for(pair).measured == {"seconds": seconds}
 
 
@@ -298,20 +277,17 @@ def test_costs_of_another_pair_are_refused(pair, measured, caches):
         calibration.check(measured, bass.ModelPair(tiny_model()))
 
 
-@pytest.mark.parametrize("damage", ["cut off", "empty", "a folder"])
+@pytest.mark.parametrize("damage", ["cut off", "a folder"])
 def test_damaged_costs_give_a_warning_and_the_shipped_costs(pair, measured, caches, damage):
-    path = caches / measured.file_name
-    caches.mkdir(parents=True)
-    measured.save(path)
+    path = saved(measured, caches)
     whole = path.read_text()
     path.unlink()
-    path.mkdir() if damage == "a folder" else path.write_text(whole[: len(whole) // 2 if damage == "cut off" else 0])
+    path.mkdir() if damage == "a folder" else path.write_text(whole[: len(whole) // 2])
     with pytest.warns(UserWarning, match=f"decoding without costs that were measured: .*{path.name}") as said:
         assert costs_for(pair) is None
     assert len(said) == 1 and "\n" not in str(said[0].message)
     with pytest.warns(UserWarning, match="decoding without costs"):
         bass.generate(pair, [[1, 2, 3]], max_new_tokens=4, eos_token_id=())
-    costs.SHIPPED.mkdir()
-    dataclasses.replace(measured, measured={"shipped": True}).save(costs.SHIPPED / path.name)
+    saved(measured, costs.SHIPPED, measured={"shipped": True})
     with pytest.warns(UserWarning, match="decoding without costs"):
         assert costs_for(pair).measured == {"shipped": True}
