@@ -68,15 +68,12 @@ def test_masks_hide_all_keys_beyond_a_query(session, passes):
             assert seen.nonzero().flatten().tolist() == list(range(query + 1))
 
 
-def cached_keys(runner, place, length):
-    return [layer.keys[place, :, :length] for layer in runner.cache.layers]
-
-
 @torch.inference_mode()
-def plain_keys(model, ids):
-    cache = DynamicCache(config=model.config)
-    model(input_ids=ids[None], past_key_values=cache, use_cache=True)
-    return [layer.keys[0] for layer in cache.layers]
+def assert_keys_are_those_of_a_prefill(runner, place, ids):
+    cache = DynamicCache(config=runner.model.config)
+    runner.model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    for ours, theirs in zip(runner.cache.layers, cache.layers, strict=True):
+        torch.testing.assert_close(ours.keys[place, :, : len(ids)], theirs.keys[0])
 
 
 def test_caches_are_not_cut_to_the_shortest_row(session):
@@ -85,10 +82,7 @@ def test_caches_are_not_cut_to_the_shortest_row(session):
         session.step()
         accepted = session.trace.steps.query("step == step.max()").accepted
         for place in range(4):
-            ids = committed(session, place)
-            ours, theirs = cached_keys(session.target, place, len(ids) - 1), plain_keys(session.pair.target, ids[:-1])
-            for a, b in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(a, b)
+            assert_keys_are_those_of_a_prefill(session.target, place, committed(session, place)[:-1])
     assert accepted.nunique() > 1  # the batch was ragged
 
 
@@ -108,9 +102,8 @@ def test_bonus_token_enters_both_caches():
         for _ in range(4):
             session.step()
             ids = committed(session, 0)
-            for runner, length in ((session.target, len(ids) - 1), (session.drafter.runner, session.drafter.cached[0])):
-                for a, b in zip(cached_keys(runner, 0, length), plain_keys(target, ids[:length]), strict=True):
-                    torch.testing.assert_close(a, b)
+            assert_keys_are_those_of_a_prefill(session.target, 0, ids[:-1])
+            assert_keys_are_those_of_a_prefill(session.drafter.runner, 0, ids[: session.drafter.cached[0]])
 
 
 @pytest.mark.parametrize("policy", [3, Alternating(k=3, zeros=5)], ids=["always", "after regular steps"])

@@ -1,14 +1,15 @@
 """Every encoder-decoder kind of transformers is decoded exactly or refused, as the table in docs/MODELS.md says."""
 
+import kinds
 import models_page
 import pytest
 import reading_kinds
-from kinds import Finding
 from test_kinds import quiet, without_numbers  # noqa: F401
 
 REGISTERED = list(reading_kinds.kinds())
 TABLE = {
-    row[0]: Finding(**dict(zip(reading_kinds.COLUMNS, row, strict=True))) for row in models_page.rows("reading kinds")
+    row[0]: kinds.Finding(**dict(zip(reading_kinds.COLUMNS, row, strict=True)))
+    for row in models_page.rows("reading kinds")
 }
 FEW = ("t5", "led")  # works, refused
 
@@ -24,5 +25,5 @@ def test_kind_is_as_in_the_table(kind):
 
 def test_table_is_complete_and_has_no_wrong_kind():
     assert list(TABLE) == REGISTERED
-    assert reading_kinds.summary(list(TABLE.values())) in models_page.section("reading kinds")
+    assert kinds.counts(list(TABLE.values())) in models_page.section("reading kinds")
     assert not {"wrong", "crashes"} & {finding.outcome for finding in TABLE.values()}

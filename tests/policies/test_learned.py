@@ -66,17 +66,6 @@ def test_drafting_begins_again_when_a_text_turns_easy():
     assert np.mean(planned[200:300]) < 0.5 and np.mean(planned[-50:]) > 6
 
 
-def test_shorter_lengths_are_evaluated_from_one_step():
-    policy = bass.Learned(CHEAP, lengths=(0, 1, 2, 4))
-    alpha = 0.7
-    seen = policy._tokens(np.array([4, 4]), np.array([1, 4]), np.array([99, 99]), alpha).sum(1)
-    assert seen.tolist() == [2, 4, 2 + 3, 2 + 5]
-    drafted_two = policy._tokens(np.array([2, 2]), np.array([1, 2]), np.array([99, 99]), alpha).sum(1)
-    assert drafted_two[:3].tolist() == [2, 4, 5]
-    # fully accepted drafts would have gone on
-    assert drafted_two[3] == pytest.approx(5 + alpha + alpha**2)
-
-
 @pytest.mark.parametrize(
     "wrong", [{"lengths": ()}, {"lengths": (-1, 2)}, {"lengths": (40,)}, {"rate": 0}, {"decay": 1}]
 )

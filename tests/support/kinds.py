@@ -75,16 +75,17 @@ SIZES = {
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 # Further changes by model type.
+_TYPES, _ROPE = ["sliding_attention", "full_attention"], {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA = {"mamba_d_head": 2 * HIDDEN // HEADS}
+_ZAMBA = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS}
+_DOTS = {
+    "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+    "swa_head_dim": 2 * HEAD, "swa_qk_nope_head_dim": HEAD, "swa_v_head_dim": HEAD,
+}  # fmt: skip
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
-        },
-    },
+    "cohere_compass_text": {"layer_types": _TYPES, "rope_parameters": dict.fromkeys(_TYPES, _ROPE)},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 96},
@@ -93,15 +94,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # Doge drops keys among equal numbers, and Moshi's cache has a window that its forward pass ignores.
     "doge": {"keep_window_size": CONTEXT},
     "moshi": {"sliding_window": CONTEXT},
-    "dots3_note_text": {
-        "swa_num_attention_heads": HEADS,
-        "swa_num_key_value_heads": HEADS,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 2 * HEAD,
-        "swa_qk_nope_head_dim": HEAD,
-        "swa_v_head_dim": HEAD,
-    },
+    "dots3_note_text": _DOTS,
     "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # stack × H cycles × (L cycles + 1)
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -113,12 +106,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"num_buckets": 4, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 12)},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS},
-    "zamba2": {
-        "attention_hidden_size": 2 * HIDDEN,
-        "attention_head_dim": 2 * HIDDEN // HEADS,
-        "mamba_headdim": 2 * HIDDEN // HEADS,
-    },
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA | {"mamba_headdim": 2 * HIDDEN // HEADS},
 }
 # Kinds without a small model, and the reason.
 NOT_TINY = {
@@ -129,13 +118,8 @@ NOT_TINY = {
     "musicgen_melody": "transformers registers the whole configuration for a decoder that cannot be built from it",
 }
 # Values of sizes that a configuration class leaves open.
-OPEN = {
-    "head_dim": HEAD,
-    "num_key_value_heads": HEADS,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-}
+OPEN = {"head_dim": HEAD, "num_key_value_heads": HEADS}
+OPEN |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:
@@ -310,31 +294,39 @@ def _find(kind: str, prompts: list[Tensor], reference: Callable, **changes) -> F
         target, draft = (tiny(kind, noise, **changes) for noise in (0.0, 0.1))
     except Exception as error:  # any error of a foreign architecture is the outcome
         return Finding(kind, "not tiny", reason=NOT_TINY.get(kind, said(error)))
-    found, path = {}, ""
-    for drafter, k in ((None, 4), (draft, PerRow(3)), (draft, 4), (None, 0)):
-        try:
-            out = bass.generate(
-                bass.ModelPair(target, drafter), prompts, max_new_tokens=NEW, draft_length=k, eos_token_id=()
-            )
-        except Exception as error:
-            at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
-            return Finding(kind, "refused" if at_once and type(error) is ValueError else "crashes", path, said(error))
-        path = out.trace.meta["attention"]
-        found[k if isinstance(k, int) else "by row"] = [sequence.tolist() for sequence in out.sequences]
+    found, finding = decoded(kind, target, ((None, 4), (draft, PerRow(3)), (draft, 4), (None, 0)), prompts)
+    if finding.outcome != "works":
+        return finding
     alone = [reference(target, prompt) for prompt in prompts]
     if all(texts == alone for texts in found.values()):
-        return Finding(kind, "works", path)
+        return finding
     ways = [[_by_forward(target, prompt, cached) for prompt in prompts] for cached in (True, False)]
     if all(texts == way for texts in found.values() for way in ways):
         why = "equals the model's forward passes with a cache and without; transformers' generate differs from both"
-        return Finding(kind, "works", path, why)
+        return replace(finding, reason=why)
     wrong = [
         f"prompt of {len(prompt)} with draft length {k}"
         for k, texts in found.items()
         for prompt, text, expected in zip(prompts, texts, alone, strict=True)
         if text != expected
     ]
-    return Finding(kind, "wrong", path, ", ".join(wrong))
+    return replace(finding, outcome="wrong", reason=", ".join(wrong))
+
+
+def decoded(kind: str, target: PreTrainedModel, ways, prompts: list[Tensor]) -> tuple[dict, Finding]:
+    """The texts by draft length, decoded with each drafter and draft length, and the outcome."""
+    found, path = {}, ""
+    for drafter, k in ways:
+        options = {"max_new_tokens": NEW, "draft_length": k, "eos_token_id": ()}
+        try:
+            out = bass.generate(bass.ModelPair(target, drafter), prompts, **options)
+        except Exception as error:
+            at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
+            outcome = "refused" if at_once and type(error) is ValueError else "crashes"
+            return found, Finding(kind, outcome, path, said(error))
+        path = out.trace.meta["attention"]
+        found[k if isinstance(k, int) else "by row"] = [sequence.tolist() for sequence in out.sequences]
+    return found, Finding(kind, "works", path)
 
 
 def _generated(model: PreTrainedModel, prompt: Tensor) -> list[int]:
@@ -367,15 +359,20 @@ def cells(finding: Finding) -> tuple[str, ...]:
     return tuple(getattr(finding, name) for name in COLUMNS)
 
 
-def summary(findings: list[Finding]) -> str:
-    """Counts of outcomes, in two sentences and by reason."""
+def counts(findings: list[Finding]) -> str:
+    """Counts of outcomes in a sentence."""
     counts = Counter(finding.outcome for finding in findings)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "wrong", "crashes", "not tiny"))
+    return f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**."
+
+
+def summary(findings: list[Finding]) -> str:
+    """Counts of outcomes, in two sentences and by reason."""
     switching = Counter(finding.longrope for finding in findings if finding.longrope).most_common()
     ropes = "; ".join(f"{count} {what}" for what, count in switching)
     reasons = Counter(_group(finding.reason) for finding in findings if finding.outcome == "refused").most_common()
     return (
-        f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**.\n\n"
+        f"{counts(findings)}\n\n"
         f"With a rope that switches, of {sum(count for _, count in switching)} kinds that take one: {ropes}.\n\n"
         "Refused because\n\n" + "\n".join(f"- {reason}: {count}" for reason, count in reasons)
     )

@@ -5,13 +5,11 @@ The counterpart of module `kinds`. The outcomes are in docs/MODELS.md, measured 
 
 from __future__ import annotations
 
-import traceback
-from collections import Counter
+from dataclasses import replace
 
 import models_page
 import torch
-import transformers
-from kinds import BASS_CORE, NEW, TOKENS, Finding, said, shrunk
+from kinds import NEW, TOKENS, Finding, counts, decoded, said, shrunk
 from tiny import ragged_prompts
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -59,28 +57,16 @@ def find(kind: str) -> Finding:
         expected = [alone(target, source) for source in SOURCES]
     except Exception as error:  # any error of a foreign architecture is the outcome
         return Finding(kind, "not tiny", reason=said(error))
-    found, path = [], ""
-    for drafter, k in ((draft, 4), (bass.drafters.LayerSkipDrafter(1), PerRow(3)), (None, 0)):
-        try:
-            out = bass.generate(bass.ModelPair(target, drafter), SOURCES, max_new_tokens=NEW, draft_length=k)
-        except Exception as error:
-            at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
-            return Finding(kind, "refused" if at_once and type(error) is ValueError else "crashes", path, said(error))
-        path = out.trace.meta["attention"]
-        found.append([sequence.tolist() for sequence in out.sequences])
-    return Finding(kind, "works" if all(texts == expected for texts in found) else "wrong", path)
+    ways = ((draft, 4), (bass.drafters.LayerSkipDrafter(1), PerRow(3)), (None, 0))
+    found, finding = decoded(kind, target, ways, SOURCES)
+    if all(texts == expected for texts in found.values()):
+        return finding
+    return replace(finding, outcome="wrong")
 
 
 def cells(finding: Finding) -> list[str]:
     return [getattr(finding, name) for name in COLUMNS]
 
 
-def summary(findings: list[Finding]) -> str:
-    """Counts of outcomes, in a sentence."""
-    counts = Counter(finding.outcome for finding in findings)
-    outcomes = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "wrong", "crashes", "not tiny"))
-    return f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**."
-
-
 def page(findings: list[Finding]) -> str:
-    return f"{summary(findings)}\n\n{models_page.table(COLUMNS, [cells(finding) for finding in findings])}"
+    return f"{counts(findings)}\n\n{models_page.table(COLUMNS, [cells(finding) for finding in findings])}"
