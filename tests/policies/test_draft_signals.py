@@ -7,7 +7,7 @@ from trial_policies import CHEAP, Line
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.draft_length import RowsView, Signals, cut_lengths
+from bass_core.draft_length import HiddenDraft, RowsView, Signals, cut_lengths
 from bass_core.policies.draft_signals import Calibration
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
@@ -33,6 +33,26 @@ def test_calibration_learns_how_often_a_probability_comes_true():
     calibration = Calibration()
     calibration.update(np.full(10, 0.95), np.full(10, 0.95), np.zeros(10, bool))
     assert calibration.error() == pytest.approx(0.95)
+
+
+def test_drafts_after_a_refused_one_teach_nothing():
+    """Of 3 + 3 drafts the first row's third is never decided."""
+    drafted, accepted = torch.tensor([3, 3]), torch.tensor([1, 3])
+    policy = bass.MarginalValue(CHEAP)
+    policy.start(ROWS)
+    policy.plan(ROWS)
+    for slot in range(3):
+        policy.keep_drafting(signals(slot, [0.9, 0.9]))
+    policy.update(drafted, accepted)
+    assert policy.calibration.reached.sum() == 5
+    policy = bass.RaggedBudget(CHEAP)
+    policy.start(ROWS)
+    policy.plan(ROWS)
+    policy.hidden = HiddenDraft(drafted.numpy(), np.full((2, 3), 0.9), np.full((2, 3), 0.9))
+    for row in (0, 1) * 3:
+        policy.hidden.submit(row)
+    policy.update(drafted, accepted)
+    assert policy.count == 5
 
 
 def test_marginal_value_draws_while_a_slot_is_worth_its_time():
