@@ -86,6 +86,7 @@ class Runner:
             from bass_core import cpu_layers
 
             lean = cpu_layers.changes(model)
+        self.bucket = BUCKET if model.device.type == "cuda" else 1
         self._adapters: tuple[str, ...] = ()  # by name, and peft's layers that have them
         self._adapted: list[torch.nn.Module] = []
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
@@ -221,8 +222,7 @@ class Runner:
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
         """Flat indices [T] into [B, Q] of the tokens that rows submit. On CUDA T is rounded up: shapes repeat."""
         flat = [row * width + offset for row, length in enumerate(query_lengths) for offset in range(length)]
-        if self.model.device.type == "cuda":
-            flat += [len(query_lengths) * width] * (-len(flat) % BUCKET)
+        flat += [len(query_lengths) * width] * (-len(flat) % self.bucket)
         return torch.tensor(flat, dtype=torch.int64, device=self.model.device)
 
     def _forward(self, ids: Tensor, current: Pass) -> Tensor:

@@ -1,4 +1,4 @@
-"""What naive batch implementations get wrong, one test each.
+"""One test for each bug of naive batch implementations.
 
 "Batch Speculative Decoding Done Right", arXiv 2510.22876.
 """
@@ -60,7 +60,7 @@ def test_position_ids_do_not_drift(session, passes):
             assert ids[:, 0].tolist() == [row[-1] for row in before]
 
 
-def test_masks_reveal_nothing_beyond_a_query(session, passes):
+def test_masks_hide_all_keys_beyond_a_query(session, passes):
     session.step()
     assert passes
     for _, _, current in passes:
@@ -69,32 +69,26 @@ def test_masks_reveal_nothing_beyond_a_query(session, passes):
             assert seen.nonzero().flatten().tolist() == list(range(query + 1))
 
 
-def cached_keys(runner, place, length):
-    return [layer.keys[place, :, :length] for layer in runner.cache.layers]
-
-
 @torch.inference_mode()
-def plain_keys(model, ids):
-    cache = DynamicCache(config=model.config)
-    model(input_ids=ids[None], use_cache=True, **{CACHE: cache})
-    return [layer.keys[0] for layer in cache.layers]
+def assert_keys_are_those_of_a_prefill(runner, place, ids):
+    cache = DynamicCache(config=runner.model.config)
+    runner.model(input_ids=ids[None], use_cache=True, **{CACHE: cache})
+    for ours, theirs in zip(runner.cache.layers, cache.layers, strict=True):
+        torch.testing.assert_close(ours.keys[place, :, : len(ids)], theirs.keys[0])
 
 
-def test_caches_are_not_cut_to_the_batch_minimum(session):
-    """Each row keeps every key it earned, whatever the others accepted: the cache equals a plain prefill's."""
-    for _ in range(6):
+def test_caches_are_not_cut_to_the_shortest_row(session):
+    """Each row keeps all keys of its tokens: the cache equals a plain prefill's."""
+    for _ in range(4):
         session.step()
         accepted = session.trace.steps.query("step == step.max()").accepted
         for place in range(4):
-            ids = committed(session, place)
-            ours, theirs = cached_keys(session.target, place, len(ids) - 1), plain_keys(session.pair.target, ids[:-1])
-            for a, b in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(a, b)
+            assert_keys_are_those_of_a_prefill(session.target, place, committed(session, place)[:-1])
     assert accepted.nunique() > 1  # the batch was ragged
 
 
-def test_pads_do_not_pile_up(session, passes):
-    for _ in range(8):
+def test_padding_does_not_accumulate(session, passes):
+    for _ in range(5):
         longest = int(session.rows.lengths.max())
         passes.clear()
         session.step()
@@ -102,22 +96,20 @@ def test_pads_do_not_pile_up(session, passes):
         assert all(ids.shape[1] <= 4 for _, ids, _ in passes)
 
 
-def test_bonus_token_gets_its_cache_entry():
-    """After full acceptance the bonus token enters the target's cache in the next pass, and the draft's too."""
+def test_bonus_token_enters_both_caches():
     target = tiny_model(dtype="float64")
     with bass.Session(bass.ModelPair(target, target), draft_length=3, eos_token_id=()) as session:
         session.submit(PROMPTS[0], max_new_tokens=30)
         for _ in range(4):
             session.step()
             ids = committed(session, 0)
-            for runner, length in ((session.target, len(ids) - 1), (session.drafter.runner, session.drafter.cached[0])):
-                for a, b in zip(cached_keys(runner, 0, length), plain_keys(target, ids[:length]), strict=True):
-                    torch.testing.assert_close(a, b)
+            assert_keys_are_those_of_a_prefill(session.target, 0, ids[:-1])
+            assert_keys_are_those_of_a_prefill(session.drafter.runner, 0, ids[: session.drafter.cached[0]])
 
 
 @pytest.mark.parametrize("policy", [3, Alternating(k=3, zeros=5)], ids=["always", "after regular steps"])
-def test_draft_is_never_behind_when_it_drafts(policy):
-    """The draft's distributions are those of a draft that has read the whole row."""
+def test_draft_has_read_the_whole_row(policy):
+    """q equals the distribution of a draft model that has read the whole row."""
     pair = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
     out = bass.generate(
         pair, PROMPTS, draft_length=policy, max_new_tokens=40, temperature=0.8, eos_token_id=(), trace="tokens"

@@ -1,4 +1,4 @@
-"""Models whose rows disturb one another are found: who finds which fault is the table in docs/MODELS.md."""
+"""The probe and `bass verify` find models whose rows disturb one another, as the table in docs/MODELS.md says."""
 
 import faults
 import models_page
@@ -11,24 +11,24 @@ from bass_core import probe
 TABLE = {row[0]: tuple(row) for row in models_page.rows("faults")}
 
 
-def test_the_table_has_every_fault():
+def test_table_has_every_fault():
     assert list(TABLE) == list(faults.FAULTS)
 
 
-def test_without_a_fault_nothing_is_found():
+def test_healthy_model_passes():
     assert probe.resolve(faults.healthy()) == "pad"
     report = faults.verified_without_the_probe(faults.healthy())
     assert report.passed, report.table().to_string()
 
 
 def exact_checks(checks: str) -> list[str]:
-    """Without the one that allows for rounding, which machines do differently."""
+    """The checks without rounding, which differs between machines."""
     return [check for check in checks.split(", ") if "bfloat16" not in check]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", faults.FAULTS)
-def test_verify_finds_it_without_the_probe(fault):
+def test_verify_finds_the_fault_without_the_probe(fault):
     _, by_probe, checks = faults.found(fault)
     assert checks != "none"
     assert (by_probe, exact_checks(checks)) == (TABLE[fault][1], exact_checks(TABLE[fault][2]))
@@ -41,8 +41,8 @@ def greedy_check(model, **options):
     return lab.verify(bass.ModelPair(model), max_new_tokens=8, samples=1000, **options).checks[0]
 
 
-def test_a_fault_beyond_a_switch_is_found_where_the_configuration_names_it():
-    """It shows beyond 250 tokens, where no other prompt of the checks is."""
+def test_fault_beyond_a_named_switch_is_found():
+    """The fault begins at 250 tokens, beyond all other prompts of the checks."""
     model = faults.log_scaling(beyond=250)
     assert greedy_check(model).passed
     model = faults.log_scaling(beyond=250)
@@ -52,7 +52,7 @@ def test_a_fault_beyond_a_switch_is_found_where_the_configuration_names_it():
     assert "prompts on both sides of floor_scale 250" in check.tested
 
 
-def test_a_window_too_long_for_a_quick_check_is_named_in_the_report():
+def test_window_too_long_for_a_quick_check_is_named_in_the_report():
     model = faults.healthy()
     model.config.max_position_embeddings = 2**20
     model.config.sliding_window_size, model.config.floor_scale = 4096, 64
@@ -60,9 +60,3 @@ def test_a_window_too_long_for_a_quick_check_is_named_in_the_report():
     assert check.passed, check.tested
     assert "prompts on both sides of floor_scale 64" in check.tested
     assert "not reached, too long for this check: sliding_window_size 4096" in check.tested
-
-
-def test_a_window_beyond_the_context_is_none():
-    model = faults.healthy()
-    model.config.floor_scale = model.config.max_position_embeddings
-    assert "floor_scale" not in greedy_check(model).tested

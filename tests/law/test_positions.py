@@ -1,8 +1,9 @@
-"""What a model does by position (rotary factors, windows, scales) is each row's own affair, or refused."""
+"""Rotary factors, windows and scales follow each row's own positions, or the model is refused."""
 
 import pytest
-import torch
+from sessions import run_to_the_end
 from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
+from trial_policies import PerRow
 
 import bass_core as bass
 from bass_core import probe
@@ -20,18 +21,20 @@ BEFORE, CROSSING, BEYOND = 3, SWITCH - 5, SWITCH + 4  # lengths of prompts that 
 NEW = 10
 
 
-def model_with(architecture: str, seed: int = 0, **changes):
-    return tiny_model.__wrapped__(architecture, seed=seed, dtype="float64", **changes)
+def model_with(architecture: str, **changes):
+    return tiny_model.__wrapped__(architecture, dtype="float64", **changes)
+
+
+def pair_with(architecture: str, **changes) -> bass.ModelPair:
+    return bass.ModelPair(model_with(architecture, **changes), model_with(architecture, noise=0.02, **changes))
 
 
 def llama() -> bass.ModelPair:
-    changes = {"rope_parameters": LONGROPE}
-    return bass.ModelPair(model_with("llama", **changes), model_with("llama", noise=0.02, **changes))
+    return pair_with("llama", rope_parameters=LONGROPE)
 
 
 def phi3() -> bass.ModelPair:
-    changes = {"rope_parameters": LONGROPE, "original_max_position_embeddings": SWITCH}
-    return bass.ModelPair(model_with("phi3", **changes), model_with("phi3", noise=0.02, **changes))
+    return pair_with("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=SWITCH)
 
 
 def assert_rows_are_as_alone(pair: bass.ModelPair, *lengths: int, **options) -> None:
@@ -41,98 +44,85 @@ def assert_rows_are_as_alone(pair: bass.ModelPair, *lengths: int, **options) -> 
         assert sequence.tolist() == greedy_alone(pair.target, prompt, NEW).tolist()
 
 
-@pytest.mark.parametrize("draft_length", [0, 4])
-@pytest.mark.parametrize("lengths", [(BEFORE, BEYOND), (BEFORE, CROSSING, BEYOND), (CROSSING,), (BEYOND, 1)], ids=str)
-def test_rows_on_both_sides_of_longrope_and_across_it_are_as_alone(lengths, draft_length):
-    assert_rows_are_as_alone(llama(), *lengths, draft_length=draft_length)
+@pytest.mark.parametrize(
+    ("models", "lengths", "draft_length", "path"),
+    [
+        (llama, (BEFORE, CROSSING, BEYOND), 4, "pad"),
+        (llama, (BEFORE, CROSSING, BEYOND), 0, "split"),
+        (llama, (CROSSING, BEYOND), 3, "eager"),
+        (llama, (BEFORE, CROSSING, BEYOND), PerRow(4), "pad"),  # in packed passes
+        (llama, (CROSSING,), 4, "split"),
+        (llama, (BEYOND, 1), 4, "pad"),
+        (phi3, (BEFORE, BEYOND, SWITCH - NEW + 1), 4, "pad"),
+        (phi3, (BEFORE, BEYOND, SWITCH - NEW + 1), 0, "pad"),
+    ],
+)
+def test_longrope(models, lengths, draft_length, path):
+    assert_rows_are_as_alone(models(), *lengths, draft_length=draft_length, attention=path)
 
 
-def test_longrope_changes_these_texts():
-    """Else the tests above would show nothing."""
+def test_longrope_changes_texts():
+    """Else the test above would prove nothing."""
     pair, prompt = llama(), ragged_prompts(BEYOND)[0]
     long = greedy_alone(pair.target, prompt, NEW)
     pair.target.config.rope_parameters["original_max_position_embeddings"] = CONTEXT
     assert long.tolist() != greedy_alone(pair.target, prompt, NEW).tolist()
 
 
-@pytest.mark.parametrize("draft_length", [0, 4])
-def test_rows_of_phi_on_both_sides_of_longrope_are_as_alone(draft_length):
-    assert_rows_are_as_alone(phi3(), BEFORE, BEYOND, SWITCH - NEW + 1, draft_length=draft_length)
-
-
 @pytest.mark.parametrize("length", [SWITCH - NEW + 2, SWITCH])
-def test_row_that_phi_would_work_out_anew_when_it_crosses_is_refused(length):
-    """transformers drops the whole cache of such a row once it is longer than the switch."""
+def test_row_that_crosses_the_switch_of_phi_is_refused(length):
+    """transformers drops the cache of such a row once it is longer than the switch."""
     with pytest.raises(ValueError, match=rf"beyond {SWITCH} tokens.*longer than {SWITCH} from the start"):
         assert_rows_are_as_alone(phi3(), BEFORE, length)
 
 
-@pytest.mark.parametrize("path", ["pad", "split", "eager"])
-def test_longrope_holds_on_every_path_and_in_packed_passes(path):
-    assert_rows_are_as_alone(llama(), BEFORE, CROSSING, BEYOND, draft_length=3, attention=path)
-
-
 @pytest.mark.parametrize("models", [llama, phi3])
-def test_longrope_holds_where_prompts_are_read_in_chunks(models):
+def test_longrope_of_prompts_that_are_read_in_chunks(models):
     pair, prompts = models(), ragged_prompts(BEFORE, BEYOND, SWITCH - NEW + 1)
     with bass.Session(pair, prefill_chunk=5, draft_length=3, eos_token_id=()) as session:
         handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
-        while not session.idle:
-            session.step()
+        run_to_the_end(session)
         for prompt, handle in zip(prompts, handles, strict=True):
             assert session.result(handle).sequence.tolist() == greedy_alone(pair.target, prompt, NEW).tolist()
 
 
-def test_longrope_holds_where_rows_draft_different_lengths():
-    class PerRow(bass.DraftLengthPolicy):
-        def plan(self, rows):
-            return torch.arange(len(rows.ids)) * 2
-
-    assert_rows_are_as_alone(llama(), BEFORE, CROSSING, BEYOND, draft_length=PerRow())
-
-
-def test_texts_as_long_as_the_context_have_the_factors_they_have_alone_under_dynamic_ntk():
-    changes = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}}
-    pair = bass.ModelPair(model_with("llama", **changes), model_with("llama", noise=0.02, **changes))
-    assert_rows_are_as_alone(pair, BEFORE, CONTEXT - NEW)
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": CONTEXT / SWITCH,
+    "original_max_position_embeddings": SWITCH,
+    "llama_4_scaling_beta": 0.5,
+}
 
 
-def test_scale_by_position_is_each_rows_own():
-    changes = {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": CONTEXT / SWITCH,
-            "original_max_position_embeddings": SWITCH,
-            "llama_4_scaling_beta": 0.5,
-        }
-    }
-    pair = bass.ModelPair(model_with("ministral3", **changes), model_with("ministral3", noise=0.02, **changes))
-    assert_rows_are_as_alone(pair, BEFORE, CROSSING, BEYOND, draft_length=4)
+@pytest.mark.parametrize(
+    ("architecture", "rope", "lengths"),
+    [
+        ("llama", {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}, (BEFORE, CONTEXT - NEW)),
+        ("ministral3", YARN, (BEFORE, CROSSING, BEYOND)),
+    ],
+    ids=["dynamic NTK", "scale by position"],
+)
+def test_other_ropes(architecture, rope, lengths):
+    assert_rows_are_as_alone(pair_with(architecture, rope_parameters=rope), *lengths, draft_length=4)
 
 
-def test_scale_that_goes_by_the_caches_length_is_refused():
-    """Llama 4 scales queries by position beyond `floor_scale`, and asks the cache where it is."""
-    model = model_with("llama4", floor_scale=8192)
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama4", {"floor_scale": 8192}),  # scales queries by the cache's length
+        ("gpt_neo", {"window_size": 8}),  # its own mask is right for the longest row alone
+        ("gpt_neo", {"window_size": 256}),
+    ],
+)
+def test_models_that_follow_the_longest_row_are_refused(architecture, changes):
     with pytest.raises(ValueError, match="cannot be decoded over a ragged cache"):
-        probe.resolve(model)
+        probe.resolve(model_with(architecture, **changes))
 
 
-@pytest.mark.parametrize("window", [8, 256])
-def test_gpt_neo_is_refused(window):
-    """Its own mask is right only for the longest row, and only if that row submits most."""
-    model = model_with("gpt_neo", window_size=window)
-    with pytest.raises(ValueError, match="cannot be decoded over a ragged cache"):
-        probe.resolve(model)
-
-
-@pytest.mark.parametrize("window", [16_384, 262_144])
-def test_probe_of_a_long_window_is_short(window):
+def test_probe_of_a_long_window_is_short():
+    window = 262_144
     model = model_with("mistral", sliding_window=window, max_position_embeddings=2**20)
     assert probe.resolve(model) == "pad"
-    assert model.config.sliding_window == window
-    assert all(
-        layer.self_attn.sliding_window == window
-        for layer in model.model.layers
-        if hasattr(layer.self_attn, "sliding_window")
-    )
+    windows = [getattr(layer.self_attn, "sliding_window", window) for layer in model.model.layers]
+    assert {model.config.sliding_window, *windows} == {window}

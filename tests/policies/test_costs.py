@@ -1,4 +1,4 @@
-"""The measured cost model: interpolation, files, predictions, and whose costs are found for a pair."""
+"""The measured cost model: interpolation, parts of a step, predictions, files, and the costs of a pair."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def passes(scale=1.0, **axes) -> Table:
 
 
 def made_up(attention="pad", **changes) -> CostModel:
-    """Costs that can be worked out by hand, of models that do not exist."""
+    """Costs that are simple functions."""
     models = {role: {"name": role, "fingerprint": role, "attention": attention} for role in ("target", "draft")}
     overheads = Table.of({"batch": (1, 4), "draft_length": (0, 8)}, lambda b, k: b + 10.0 * k)
     axes = {"batch": (1, 4), "draft_length": (1, 3, 8), "kv_length": (10, 30)}
@@ -49,44 +49,34 @@ def measured(pair):
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def test_a_table_has_its_values_at_the_grid_points():
+def test_table_has_its_values_at_the_grid_points():
     stairs = np.random.default_rng(0).uniform(1, 2, (2, 3, 2))
     found = Table(GRID, stairs)(*np.meshgrid(*GRID.values(), indexing="ij"))
     assert found == pytest.approx(stairs, rel=1e-12)
 
 
-def test_a_table_follows_a_multilinear_function_inside_the_grid_and_beyond_it():
+def test_table_is_multilinear_inside_the_grid_and_beyond_it():
     for point in [(2, 3, 17.5), (1, 4.5, 30), (6, 3, 20), (8, 9, 50)]:
         b, q, n = point
         assert passes()(*point) == pytest.approx(b * (q + 2) * (n + 1))
-
-
-def test_arguments_may_be_arrays_that_broadcast():
-    found = passes()(np.array([[1], [3]]), np.array([1, 2, 4]), 20)
+    assert passes()(2, 3, 0) == passes()(2, 3, 10)
+    found = passes()(np.array([[1], [3]]), np.array([1, 2, 4]), 20)  # arguments broadcast
     assert found.shape == (2, 3)
     assert found[1, 2] == pytest.approx(passes()(3, 4, 20)) and np.ndim(passes()(3, 4, 20)) == 0
 
 
-def test_beyond_the_last_point_a_table_never_falls_below_its_edge():
-    falling = Table({"batch": (1, 2, 4)}, np.array([3.0, 5.0, 4.0]))
-    assert falling(3) == pytest.approx(4.5)
-    assert falling(np.array([6, 100])).tolist() == [4, 4]
-    rising = Table({"batch": (1, 2, 4)}, np.array([3.0, 4.0, 5.0]))
-    assert rising(6) == pytest.approx(6)
-
-
-def test_below_the_first_point_a_table_keeps_its_value():
-    assert passes()(2, 3, 0) == passes()(2, 3, 10)
-    assert Table({"batch": (2, 3, 4)}, np.array([5.0, 4.0, 3.0]))(1) == 5
-
-
-def test_stairs_are_kept():
-    stairs = Table({"batch": (1, 8, 9, 16)}, np.array([1.0, 1.0, 2.0, 2.0]))
-    assert stairs(np.array([4, 8, 9, 12])).tolist() == [1, 1, 2, 2]
-
-
-def test_one_point_is_a_constant():
-    assert Table({"batch": (4,)}, np.array([2.0]))(np.array([1, 4, 9])).tolist() == [2, 2, 2]
+@pytest.mark.parametrize(
+    ("axis", "seconds", "batch", "expected"),
+    [
+        ((1, 2, 4), [3.0, 5.0, 4.0], [3, 6, 100], [4.5, 4, 4]),  # never below the edge beyond the last point
+        ((1, 2, 4), [3.0, 4.0, 5.0], [6], [6]),
+        ((2, 3, 4), [5.0, 4.0, 3.0], [1], [5]),  # constant below the first point
+        ((1, 8, 9, 16), [1.0, 1.0, 2.0, 2.0], [4, 8, 9, 12], [1, 1, 2, 2]),
+        ((4,), [2.0], [1, 4, 9], [2, 2, 2]),
+    ],
+)
+def test_table_of_one_axis(axis, seconds, batch, expected):
+    assert Table({"batch": axis}, np.array(seconds))(np.array(batch)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +90,7 @@ def test_one_point_is_a_constant():
         ((1, 2), [1, float("inf")], "finite"),
     ],
 )
-def test_a_table_refuses_what_is_no_grid(axis, seconds, reason):
+def test_wrong_grids_are_refused(axis, seconds, reason):
     with pytest.raises(ValueError, match=reason):
         Table({"batch": axis}, np.array(seconds))
 
@@ -108,7 +98,7 @@ def test_a_table_refuses_what_is_no_grid(axis, seconds, reason):
 # --- the parts of a step --------------------------------------------------------------------------
 
 
-def test_a_step_is_the_sum_of_its_parts():
+def test_step_is_the_sum_of_its_parts():
     cost, lengths = made_up(), np.arange(6)
     for batch, n in ((1, 10), (3, 22.5), (8, 100)):
         parts = cost.target(batch, lengths + 1, n) + cost.draft(batch, lengths, n) + cost.overhead(batch, lengths)
@@ -116,21 +106,9 @@ def test_a_step_is_the_sum_of_its_parts():
         assert cost.step(batch, 3, n) == pytest.approx(parts[3])
 
 
-def test_a_draft_phase_is_looked_up_as_a_whole():
-    cost = made_up()
-    assert cost.draft(2, np.array([0, 1, 2, 8]), 20) == pytest.approx(0.1 * 2 * 21 * np.array([0, 4, 7, 25]))
-
-
-def test_a_synthetic_draft_phase_feeds_two_tokens_and_then_one_at_a_time():
-    roof = Roofline(DRAFT_310M, H100)
-    cost = modelled_costs(Roofline(TARGET_8B, H100), roof)
-    assert cost.draft(8, 1, 512) == pytest.approx(roof.seconds(8, 2, 512))
-    later = roof.seconds(8, 1, 514)  # 2 more are cached on the whole
-    assert cost.draft(8, 4, 512) == pytest.approx(roof.seconds(8, 2, 512) + 3 * later)
-
-
-def test_drafts_without_a_model_cost_no_pass():
-    cost = made_up(draft_phases=None)
+def test_draft_phases():
+    assert made_up().draft(2, np.array([0, 1, 2, 8]), 20) == pytest.approx(0.1 * 2 * 21 * np.array([0, 4, 7, 25]))
+    cost = made_up(draft_phases=None)  # drafts without a model cost no pass
     assert cost.draft(2, np.arange(3), 20).tolist() == [0, 0, 0]
     assert cost.step(2, 4, 20) == pytest.approx(cost.target(2, 5, 20) + cost.overhead(2, 4))
 
@@ -148,75 +126,63 @@ def record(*steps) -> Trace:
 
 
 @pytest.mark.parametrize(("attention", "first", "second"), [("pad", 25, 12), ("eager", 25, 12), ("ragged", 20, 12)])
-def test_prediction_adds_up_the_decode_steps(attention, first, second):
+def test_prediction_adds_the_decode_steps(attention, first, second):
     cost = made_up(attention)
     trace = record(("prefill", [0, 0], [15, 25]), ("decode", [4, 2], [16, 26]), ("decode", [0], [13]))
     assert predict(cost, trace) == pytest.approx(cost.step(2, 4, first) + cost.step(1, 0, second))
 
 
-def test_prediction_of_nothing():
+def test_prediction_of_a_trace(pair, measured):
     assert predict(made_up(), record(("prefill", [0], [15]))) == 0
     with pytest.raises(ValueError, match="not recorded"):
         predict(made_up(), Trace("off"))
-
-
-def test_prediction_takes_the_trace_of_a_real_run(pair, measured):
     ids = [torch.arange(3, 9), torch.arange(3, 15)]
     out = bass.generate(pair, ids, max_new_tokens=12, draft_length=3, eos_token_id=())
     assert predict(measured, out.trace) > 0
 
 
-def test_the_best_length_weighs_tokens_against_time():
-    flat = Table.of(GRID, lambda *_: 1.0)
-    free = made_up(
-        target_passes=flat,
-        draft_phases=None,
-        overheads=Table.of({"batch": (1,), "draft_length": (0,)}, lambda *_: 0.0),
-    )
+def test_best_fixed_length():
+    overheads = Table.of({"batch": (1,), "draft_length": (0,)}, lambda *_: 0.0)
+    free = made_up(target_passes=Table.of(GRID, lambda *_: 1.0), draft_phases=None, overheads=overheads)
     length, gain = best_fixed_length(free, 1, 0.5, most=4)
     assert length == 4 and gain == pytest.approx(1.9375)  # 1 + 1/2 + 1/4 + 1/8 + 1/16
-    dear = made_up()  # k drafts take longer than any tokens they could yield
-    assert best_fixed_length(dear, 1, 0.1) == (0, 1.0)
+    assert best_fixed_length(made_up(), 1, 0.1) == (0, 1.0)  # drafts take longer than regular steps
 
 
-@pytest.mark.parametrize(("alpha", "ms_per_token"), [(0.7, 2.17), (0.8, 1.64), (0.9, 1.06)])
-def test_synthetic_costs_of_the_papers_sizes_give_their_bounds(alpha, ms_per_token):
-    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
-    regular = cost.step(8, 0, 512)
-    assert cost.is_synthetic and regular == pytest.approx(5.30e-3, rel=0.005)
-    assert 1e3 * regular / best_fixed_length(cost, 8, alpha, 512)[1] == pytest.approx(ms_per_token, abs=0.01)
-
-
-def test_launches_come_on_top_of_synthetic_passes():
+def test_modelled_costs():
     roofs = Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100)
-    bare, launched = (
-        modelled_costs(*roofs, target_launch=a, draft_launch=b, overhead=c) for a, b, c in ((0, 0, 0), (10, 2, 1))
-    )
-    assert launched.step(3, 5, 700) - bare.step(3, 5, 700) == pytest.approx(10 + 5 * 2 + 1)
+    cost = modelled_costs(*roofs)
+    first, later = roofs[1].seconds(8, 2, 512), roofs[1].seconds(8, 1, 514)  # two tokens are fed, then one at a time
+    assert cost.draft(8, 4, 512) == pytest.approx(first + 3 * later)
+    assert cost.is_synthetic and cost.step(8, 0, 512) == pytest.approx(5.30e-3, rel=0.005)
+    gain = best_fixed_length(cost, 8, 0.8, 512)[1]
+    assert 1e3 * cost.step(8, 0, 512) / gain == pytest.approx(1.64, abs=0.01)  # ms per token, as in the paper
+    launched = modelled_costs(*roofs, target_launch=10, draft_launch=2, overhead=1)
+    assert launched.step(3, 5, 700) - cost.step(3, 5, 700) == pytest.approx(10 + 5 * 2 + 1)
     assert modelled_costs(roofs[0]).draft(3, 5, 700) == 0
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
+def saved(cost: CostModel, folder, **changes):
+    """The path of the costs, saved in this folder."""
+    cost = dataclasses.replace(cost, **changes)
+    folder.mkdir(parents=True, exist_ok=True)
+    cost.save(folder / cost.file_name)
+    return folder / cost.file_name
+
+
 def same(a: CostModel, b: CostModel) -> bool:
     tables = ("target_passes", "draft_phases", "overheads")
-    plain = all(
-        getattr(a, name.name) == getattr(b, name.name)
-        for name in dataclasses.fields(CostModel)
-        if name.name not in tables
-    )
-    return plain and all(
-        (getattr(a, name) is None and getattr(b, name) is None)
-        or (
-            getattr(a, name).axes == getattr(b, name).axes
-            and (getattr(a, name).seconds == getattr(b, name).seconds).all()
-        )
-        for name in tables
+    fields = [field.name for field in dataclasses.fields(CostModel) if field.name not in tables]
+    return all(getattr(a, name) == getattr(b, name) for name in fields) and all(
+        one is other or (one.axes == other.axes and (one.seconds == other.seconds).all())
+        for one, other in ((getattr(a, name), getattr(b, name)) for name in tables)
     )
 
 
-def test_costs_come_back_from_a_file_as_they_were(tmp_path, measured):
+def test_saved_costs_are_loaded(tmp_path, measured):
     synthetic = modelled_costs(Roofline(TARGET_8B, H100))
     for cost in (made_up(), synthetic, measured):
         cost.save(tmp_path / "cost.json")
@@ -226,50 +192,42 @@ def test_costs_come_back_from_a_file_as_they_were(tmp_path, measured):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
+        ("", ""),
+        ("[]", ""),
+        ("\xff", ""),
         ({"schema": 0}, "schema 2"),
         ({"device": None}, "device must be str"),
         ({"models": {}}, "JSON object"),
         ({"models": {"target": {"name": "a"}}}, "'fingerprint' is missing"),
         ({"measured": {"acceptance": [0, 0]}}, r"acceptance must be .* got \[0, 0\]"),
         ({"measured": {"acceptance": [3, -1]}}, "acceptance must be"),
-        ({"measured": {"acceptance": [3, "1"]}}, "acceptance must be"),
         ({"measured": {"acceptance": 0.7}}, "acceptance must be"),
         ({"overheads": {"batch": [1]}}, "lacks draft_length, seconds"),
         ({"overheads": {"batch": [1], "draft_length": [0], "seconds": [[None]]}}, "finite"),
         ({"overheads": {"batch": 1, "draft_length": [0], "seconds": [[1]]}}, "no number"),
-        ({"overheads": {"batch": ["1", "x"], "draft_length": [0], "seconds": [[1], [1]]}}, "no number"),
         ({"target_passes": {"batch": [1], "query_length": [1, 2], "kv_length": [1], "seconds": [[[1]]]}}, "shape"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_file_that_holds_no_costs_is_refused_by_name(tmp_path, damage, reason):
+def test_damaged_file_is_refused(tmp_path, damage, reason):
     path = tmp_path / "cost.json"
     made_up().save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    text = damage if isinstance(damage, str) else json.dumps(json.loads(path.read_text()) | damage)
+    path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=rf"cost\.json holds no costs.*{reason}.*bass calibrate"):
         CostModel.load(path)
 
 
-def test_a_file_with_more_in_it_is_read(tmp_path):
-    """Older files also count accepted drafts."""
+def test_file_with_unknown_entries_is_read(tmp_path):
     path = tmp_path / "cost.json"
     made_up().save(path)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"accepted": [[3, 0, 1]]}))
     assert same(CostModel.load(path), made_up())
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": 1}', "\xff"])
-def test_a_file_that_is_no_document_is_refused(tmp_path, text):
-    path = tmp_path / "cost.json"
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=r"cost\.json holds no costs"):
-        CostModel.load(path)
-
-
 def test_costs_are_found_by_pair_and_device(pair, measured, caches, monkeypatch):
     assert costs_for(pair) is None
-    caches.mkdir(parents=True)
-    measured.save(caches / measured.file_name)
+    saved(measured, caches)
     assert same(costs_for(pair), measured)
     assert costs_for(bass.ModelPair(pair.draft, pair.target)) is None
     assert costs_for(bass.ModelPair(pair.target)) is None
@@ -277,30 +235,25 @@ def test_costs_are_found_by_pair_and_device(pair, measured, caches, monkeypatch)
     assert costs_for(pair) is None
 
 
-def test_costs_measured_here_go_before_those_that_ship(pair, measured, caches):
-    costs.SHIPPED.mkdir()
-    dataclasses.replace(measured, measured={"shipped": True}).save(costs.SHIPPED / measured.file_name)
+def test_measured_costs_precede_shipped_ones(pair, measured, caches):
+    saved(measured, costs.SHIPPED, measured={"shipped": True})
     assert costs_for(pair).measured == {"shipped": True}
-    caches.mkdir(parents=True)
-    measured.save(caches / measured.file_name)
+    saved(measured, caches)
     assert costs_for(pair).measured == measured.measured
 
 
-def test_shipped_costs_of_the_pair_on_another_device_of_its_kind_are_better_than_none(pair, measured, caches):
+def test_shipped_costs_of_another_device_of_the_kind(pair, measured, caches):
     assert costs_like(pair) is None
-    costs.SHIPPED.mkdir()
     for device, kind in (("A GPU", "cuda"), ("Some CPU", "cpu")):
-        elsewhere = dataclasses.replace(measured, device=device, measured={"device_type": kind})
-        elsewhere.save(costs.SHIPPED / elsewhere.file_name)
+        saved(measured, costs.SHIPPED, device=device, measured={"device_type": kind})
     assert costs_for(pair) is None and costs_like(pair).device == "Some CPU"
     assert costs_like(bass.ModelPair(pair.target)) is None
-    caches.mkdir(parents=True)
-    measured.save(caches / measured.file_name)
+    saved(measured, caches)
     assert same(costs_like(pair), measured)
 
 
 @pytest.mark.parametrize("draft", ["draft", "feature_head"])
-def test_the_embedded_drafts_costs_ship_and_are_found_on_every_cpu(draft, tmp_path, monkeypatch):
+def test_costs_of_the_embedded_drafts_ship(draft, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing was measured
     own = bass.load_pair(draft=draft, device="cpu")
     cost = costs_like(own)
@@ -309,41 +262,32 @@ def test_the_embedded_drafts_costs_ship_and_are_found_on_every_cpu(draft, tmp_pa
     assert isinstance(policy_for(own, None), bass.Goodput)
 
 
-def test_costs_that_were_measured_again_are_found_at_once(pair, measured, caches):
-    caches.mkdir(parents=True)
-    path = caches / measured.file_name
+def test_costs_that_were_measured_again_are_read(pair, measured, caches):
     for seconds, changed in ((1, 10**9), (2, 2 * 10**9)):
-        dataclasses.replace(measured, measured={"seconds": seconds}).save(path)
-        os.utime(path, ns=(changed, changed))
+        os.utime(saved(measured, caches, measured={"seconds": seconds}), ns=(changed, changed))
         assert costs_for(pair).measured == {"seconds": seconds}
 
 
-def test_costs_under_the_name_of_another_pair_are_refused(pair, measured, caches):
+def test_costs_of_another_pair_are_refused(pair, measured, caches):
     caches.mkdir(parents=True)
     made_up().save(caches / measured.file_name)
     with pytest.raises(ValueError, match="of the device 'abacus', not of"):
         costs_for(pair)
+    with pytest.raises(ValueError, match="of the draft"):
+        calibration.check(measured, bass.ModelPair(tiny_model()))
 
 
-@pytest.mark.parametrize("damage", ["cut off", "empty", "a folder"])
-def test_damaged_costs_of_the_user_are_warned_of_and_those_that_ship_are_taken(pair, measured, caches, damage):
-    path = caches / measured.file_name
-    caches.mkdir(parents=True)
-    measured.save(path)
+@pytest.mark.parametrize("damage", ["cut off", "a folder"])
+def test_damaged_costs_give_a_warning_and_the_shipped_costs(pair, measured, caches, damage):
+    path = saved(measured, caches)
     whole = path.read_text()
     path.unlink()
-    path.mkdir() if damage == "a folder" else path.write_text(whole[: len(whole) // 2 if damage == "cut off" else 0])
+    path.mkdir() if damage == "a folder" else path.write_text(whole[: len(whole) // 2])
     with pytest.warns(UserWarning, match=f"decoding without costs that were measured: .*{path.name}") as said:
         assert costs_for(pair) is None
     assert len(said) == 1 and "\n" not in str(said[0].message)
     with pytest.warns(UserWarning, match="decoding without costs"):
         bass.generate(pair, [[1, 2, 3]], max_new_tokens=4, eos_token_id=())
-    costs.SHIPPED.mkdir()
-    dataclasses.replace(measured, measured={"shipped": True}).save(costs.SHIPPED / path.name)
+    saved(measured, costs.SHIPPED, measured={"shipped": True})
     with pytest.warns(UserWarning, match="decoding without costs"):
         assert costs_for(pair).measured == {"shipped": True}
-
-
-def test_costs_of_another_pair_are_not_compared_with_runs(measured):
-    with pytest.raises(ValueError, match="of the draft"):
-        calibration.check(measured, bass.ModelPair(tiny_model()))

@@ -1,4 +1,4 @@
-"""α of each row: what it has shown itself, what the others have, and what those before it have."""
+"""α of each row, from its own drafts, from those of other rows and of earlier rows."""
 
 import numpy as np
 import pytest
@@ -28,30 +28,30 @@ def test_older_steps_count_less():
     assert alphas.kept == pytest.approx(goodput.DECAY * after([([4] * 3, [0] * 3)] * 20).kept * goodput.DECAY**100 + 5)
 
 
-def test_a_row_that_has_shown_nothing_is_judged_by_the_others():
+def test_new_row_has_the_alpha_of_the_others():
     alphas = after([([9, 9, 9], [0, 0, 0])] * 30)
     alphas.follow(np.array([0, 1, 2, 7]))
     assert alphas()[3] == pytest.approx(alphas()[:3].mean(), abs=0.02)
 
 
-def test_a_row_that_accepts_all_says_little_to_rows_that_have_shown_that_they_accept_nothing():
+def test_extreme_rows_hardly_change_rows_that_have_drafted():
     repeats, *essays = after([([16, 0, 0], [0, 1, 1])] * 60)()
     assert repeats > 0.97 and max(essays) < 0.4
 
 
-def test_rows_keep_what_they_showed_when_others_end_move_or_join():
+def test_rows_keep_their_counts_when_others_end_move_or_join():
     alphas = after([([3, 1, 0], [0, 1, 1])] * 20)
     kept, lost = alphas.kept, alphas.lost
     alphas.follow(np.array([2, 9, 0]))
     assert alphas.kept.tolist() == [kept[2], 0, kept[0]] and alphas.lost.tolist() == [lost[2], 0, lost[0]]
 
 
-def test_rows_begin_with_what_those_before_them_have_shown():
+def test_rows_begin_with_the_alpha_of_earlier_rows():
     alphas = after([([3, 0, 0], [0, 1, 1])] * 20)
     shown = alphas.kept.sum() / (alphas.kept.sum() + alphas.lost.sum())
     alphas.follow(np.array([3]))
     assert alphas().item() == pytest.approx(shown, abs=0.05) and alphas.former.sum() == pytest.approx(goodput.FORMER)
-    alphas.follow(np.array([4]))  # a row that ended at once has shown nothing
+    alphas.follow(np.array([4]))  # the last row ended at once
     assert alphas().item() == pytest.approx(shown, abs=0.05)
 
 
@@ -62,7 +62,7 @@ def test_rows_of_one_number_do_not_add_up():
     assert alphas.kept.tolist() == [kept, kept, 0]
 
 
-def test_what_ended_rows_have_shown_fades_while_nothing_is_drafted():
+def test_counts_of_ended_rows_fade_while_nothing_is_drafted():
     alphas = after([([0, 0, 0], [1, 1, 1])] * 20)
     alphas.follow(np.array([3]))
     assert alphas().item() < 0.1

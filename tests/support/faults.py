@@ -1,7 +1,7 @@
-"""Models with a fault planted: what they compute for a row depends on more than that row's tokens.
+"""Models with a planted fault: the output for a row depends on more than that row's tokens.
 
-Each fault is a line of `FAULTS`: a function that makes a tiny model with it. The probe (module `bass_core.probe`) and
-`bass verify` are measured by which of them they find (tests/law/test_planted_faults.py).
+`FAULTS` maps each fault to a function that makes a tiny model with it. tests/law/test_planted_faults.py tests which of
+them the probe (module `bass_core.probe`) and `bass verify` find.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Dropout(nn.Module):
 
 
 class State(nn.Module):
-    """What one call leaves behind shows in the next."""
+    """Each call adds a hidden state of the call before."""
 
     last: Tensor | float = 0.0
 
@@ -48,7 +48,7 @@ class State(nn.Module):
 
 
 class PassCounter(nn.Module):
-    """Every 50th pass is another one."""
+    """Every 50th pass is wrong."""
 
     passes = 0
 
@@ -67,7 +67,7 @@ class FirstRow(nn.Module):
 
 
 class TokenCapacity(nn.Module):
-    """A layer that serves the first 64 tokens of a pass and lets the others by."""
+    """A layer that skips all but the first 64 tokens of a pass."""
 
     def __init__(self, served: nn.Module):
         super().__init__()
@@ -109,14 +109,14 @@ class LogScaling(nn.Module):
 
 
 class PositionsOfTheCache(LlamaForCausalLM):
-    """Takes positions from the cache's length, whatever it is told."""
+    """Ignores `position_ids` and takes positions from the cache's length."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
         return super().forward(input_ids, attention_mask, None, **options)
 
 
 class FourQueries(LlamaForCausalLM):
-    """Cannot take more than four new tokens a row once the cache holds something."""
+    """Raises an error for more than four new tokens per row over a filled cache."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **options):
         cache = options.get(CACHE)
@@ -170,20 +170,20 @@ FAULTS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-# --- who finds them -----------------------------------------------------------------------------------
+# --- detection ----------------------------------------------------------------------------------------
 
 COLUMNS = ("fault", "the probe", "checks of `bass verify` that fail")
 
 
 def verified_without_the_probe(model: PreTrainedModel) -> exactness.Report:
-    """`bass verify` where the probe takes every model."""
+    """`bass verify` with a probe that accepts every model."""
     torch.manual_seed(0)
     with mock.patch.object(probe, "probe", lambda model, path: None):
         return lab.verify(bass.ModelPair(model), max_new_tokens=16, samples=1000)
 
 
 def found(fault: str) -> tuple[str, str, str]:
-    """The fault's line in docs/MODELS.md."""
+    """The row of the fault in docs/MODELS.md."""
     try:
         by_probe = f"takes it ({probe.resolve(FAULTS[fault]())})"
     except ValueError:

@@ -1,8 +1,8 @@
-"""Every kind of decoder that transformers registers for causal language modelling, configured tiny, and what it does.
+"""Every kind of decoder that transformers registers for causal language modelling, in a tiny configuration.
 
 A tiny configuration is the class's own default with its sizes cut by name: two layers (more where layers differ), 97
-tokens, windows of 8, switches at 16 positions, a context of 96. What a kind needs beyond that stands in `SPECIAL`.
-What becomes of each stands in docs/MODELS.md; tests/support/models_page.py measures it again.
+tokens, windows of 8, switches at 16 positions, a context of 96. `SPECIAL` holds further changes for single kinds.
+The outcome of each kind is in docs/MODELS.md; tests/support/models_page.py measures the outcomes again.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import transformers
 from tiny import greedy_alone, ragged_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import model_type_to_module_name
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trial_policies import PerRow
 
 import bass_core as bass
@@ -32,10 +31,10 @@ BASS_CORE = str(Path(bass.__file__).parent)
 VOCABULARY, CONTEXT, WINDOW, SWITCH = 97, 96, 8, 16
 HIDDEN, HEADS, HEAD = 64, 4, 16
 NEW = 12
-# Both sides of every window (8) and switch (16), now or while decoding, and one row far from the others.
+# On both sides of each window (8) and switch (16), before or while decoding, and one row far from the others.
 PROMPTS = ragged_prompts(WINDOW - 3, WINDOW + 1, SWITCH - 4, SWITCH + 1, 3, 41)
 
-# Names of sizes (whole names, as regular expressions) and what they become, where the default is larger.
+# Names of sizes (regular expressions of whole names), and their values where the default is larger.
 SIZES = {
     r"vocab_size|decoder_vocab_size|unpadded_vocab_size|.*_vocab_size|vocab_size_per_layer_input": VOCABULARY,
     r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(source|target)_positions|model_max_length": CONTEXT,
@@ -76,34 +75,27 @@ SIZES = {
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
-# What a kind needs beyond the rules, by model type.
+# Further changes by model type.
+_TYPES, _ROPE = ["sliding_attention", "full_attention"], {"rope_type": "default", "rope_theta": 10000.0}
 _MAMBA = {"mamba_d_head": 2 * HIDDEN // HEADS}
+_ZAMBA = {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS}
+_DOTS = {
+    "swa_num_attention_heads": HEADS, "swa_num_key_value_heads": HEADS, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16,
+    "swa_head_dim": 2 * HEAD, "swa_qk_nope_head_dim": HEAD, "swa_v_head_dim": HEAD,
+}  # fmt: skip
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": HEAD}
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
-        },
-    },
+    "cohere_compass_text": {"layer_types": _TYPES, "rope_parameters": dict.fromkeys(_TYPES, _ROPE)},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": 96},
     },
-    # Windows as wide as the context, as released: inside it transformers with a cache and without agree, beyond it not
-    # (Doge picks keys to drop among equal numbers, Moshi's forward pass knows no window, the cache made for it does).
+    # Windows as wide as the context, as released. Beyond the window, transformers with a cache and without differ:
+    # Doge drops keys among equal numbers, and Moshi's cache has a window that its forward pass ignores.
     "doge": {"keep_window_size": CONTEXT},
     "moshi": {"sliding_window": CONTEXT},
-    "dots3_note_text": {
-        "swa_num_attention_heads": HEADS,
-        "swa_num_key_value_heads": HEADS,
-        "swa_q_lora_rank": 16,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 2 * HEAD,
-        "swa_qk_nope_head_dim": HEAD,
-        "swa_v_head_dim": HEAD,
-    },
+    "dots3_note_text": _DOTS,
     "granitemoehybrid": _MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},  # stack × H cycles × (L cycles + 1)
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -115,14 +107,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"num_buckets": 4, "axial_pos_embds_dim": (16, 48), "axial_pos_shape": (8, 12)},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HIDDEN // HEADS},
-    "zamba2": {
-        "attention_hidden_size": 2 * HIDDEN,
-        "attention_head_dim": 2 * HIDDEN // HEADS,
-        "mamba_headdim": 2 * HIDDEN // HEADS,
-    },
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA | {"mamba_headdim": 2 * HIDDEN // HEADS},
 }
-# Kinds of which no small model is made, and why.
+# Kinds without a small model, and the reason.
 NOT_TINY = {
     "gemma3n": "its vision tower needs the packages Pillow and timm; gemma3n_text is the same decoder",
     "gemma4_assistant": "a drafting head that reads another model's keys and values; it decodes nothing alone",
@@ -130,14 +118,9 @@ NOT_TINY = {
     "musicgen": "transformers registers the whole configuration for a decoder that cannot be built from it",
     "musicgen_melody": "transformers registers the whole configuration for a decoder that cannot be built from it",
 }
-# What a class leaves open, and its model needs.
-OPEN = {
-    "head_dim": HEAD,
-    "num_key_value_heads": HEADS,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-}
+# Values of sizes that a configuration class leaves open.
+OPEN = {"head_dim": HEAD, "num_key_value_heads": HEADS}
+OPEN |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
 def kinds() -> dict[str, type[PreTrainedConfig]]:
@@ -147,7 +130,7 @@ def kinds() -> dict[str, type[PreTrainedConfig]]:
 
 
 def tiny_config(kind: str, **changes) -> PreTrainedConfig:
-    """The kind's default configuration with its sizes cut; changes are laid over what it says of its texts."""
+    """The kind's default configuration with its sizes cut. Changes apply to its text configuration."""
     if changes and "text_config" in kinds()[kind].sub_configs:
         changes = {"text_config": changes}
     return shrunk(kinds()[kind], changes)
@@ -227,9 +210,9 @@ def _kept_layers(default: PreTrainedConfig) -> dict[str, Any]:
 
 
 def tiny(kind: str, noise: float = 0.0, **changes) -> PreTrainedModel:
-    """A tiny random model of that kind; noise > 0: the same one with its weights disturbed, as a draft.
+    """A tiny random model of that kind in float64, or in float32 if its code cannot compute in float64.
 
-    In float64, or in float32 where the kind's own code cannot compute in float64.
+    noise > 0: the same model with its weights disturbed, as a draft.
     """
     torch.manual_seed(0)
     config = tiny_config(kind, **changes)
@@ -240,29 +223,29 @@ def tiny(kind: str, noise: float = 0.0, **changes) -> PreTrainedModel:
             if parameter.ndim > 1:
                 parameter.mul_(10)  # the default scale (0.02) would repeat one token for ever
                 parameter.add_(torch.randn_like(parameter), alpha=noise * parameter.std().item())
-            else:  # zeros and ones say little about what is done with them
+            else:  # zeros and ones would hide faults
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
         model = model.to(torch.float64)
         try:
             greedy_alone(model, PROMPTS[0], 2)
         except RuntimeError:
             model = model.to(torch.float32)
-        except Exception:  # transformers cannot decode it at all; the engine is asked all the same
+        except Exception:  # transformers cannot decode it; the engine tries all the same
             pass
-    model.generation_config = GenerationConfig()  # what is compared is decoding, not the kind's own defaults of it
+    model.generation_config = GenerationConfig()  # the kind's own generation defaults are not compared
     return model
 
 
-# --- what it does -------------------------------------------------------------------------------------
+# --- outcomes -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one kind.
+    """The outcome of one kind.
 
-    outcome: "works", "refused", "wrong" or "crashes"; "not tiny" where no small model could be made. path: the
-    attention path it was decoded with. reason: what was said, or where rows differed. longrope: the outcomes with a
-    rope that switches its factors at 16 positions, "" where the kind takes none: rows beside it, and rows that cross.
+    outcome: "works", "refused", "wrong", "crashes", or "not tiny" if no small model could be made. path: the attention
+    path. reason: the error, or the rows that differed. longrope: the outcomes with a rope that switches its factors at
+    16 positions, of rows on either side and of rows that cross; "" if the kind takes no such rope.
     """
 
     kind: str
@@ -273,7 +256,7 @@ class Finding:
 
 
 def find(kind: str) -> Finding:
-    """Decode the kind as it comes, and with a rope that switches."""
+    """Decode the kind with its own rope, and with a rope that switches."""
     finding = _find(kind, PROMPTS, _generated)
     if finding.outcome != "works" or (rope := switching_rope(tiny(kind))) is None:
         return finding
@@ -285,12 +268,6 @@ def find(kind: str) -> Finding:
     longrope = f"{parts[0].outcome}, crossing {parts[1].outcome}"
     reasons = [finding.reason, *(f"longrope: {part.reason}" for part in parts if part.reason)]
     return replace(finding, longrope=longrope, reason="; ".join(dict.fromkeys(filter(None, reasons))))
-
-
-def alpha(kind: str) -> float:
-    """The share of a disturbed copy's drafts that its kind accepts."""
-    pair = bass.ModelPair(tiny(kind), tiny(kind, noise=0.1))
-    return bass.generate(pair, PROMPTS, max_new_tokens=NEW, draft_length=4, eos_token_id=()).trace.summary()["alpha"]
 
 
 def switching_rope(model: PreTrainedModel) -> dict[str, Any] | None:
@@ -316,33 +293,41 @@ def _find(kind: str, prompts: list[Tensor], reference: Callable, **changes) -> F
     """Decode prompts with drafts of four tokens, by row and without; compare with the reference of each row."""
     try:
         target, draft = (tiny(kind, noise, **changes) for noise in (0.0, 0.1))
-    except Exception as error:  # whatever a foreign architecture raises is the answer
+    except Exception as error:  # any error of a foreign architecture is the outcome
         return Finding(kind, "not tiny", reason=NOT_TINY.get(kind, said(error)))
-    found, path = {}, ""
-    for drafter, k in ((None, 4), (draft, PerRow(3)), (draft, 4), (None, 0)):
-        try:
-            out = bass.generate(
-                bass.ModelPair(target, drafter), prompts, max_new_tokens=NEW, draft_length=k, eos_token_id=()
-            )
-        except Exception as error:
-            at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
-            return Finding(kind, "refused" if at_once and type(error) is ValueError else "crashes", path, said(error))
-        path = out.trace.meta["attention"]
-        found[k if isinstance(k, int) else "by row"] = [sequence.tolist() for sequence in out.sequences]
+    found, finding = decoded(kind, target, ((None, 4), (draft, PerRow(3)), (draft, 4), (None, 0)), prompts)
+    if finding.outcome != "works":
+        return finding
     alone = [reference(target, prompt) for prompt in prompts]
     if all(texts == alone for texts in found.values()):
-        return Finding(kind, "works", path)
+        return finding
     ways = [[_by_forward(target, prompt, cached) for prompt in prompts] for cached in (True, False)]
     if all(texts == way for texts in found.values() for way in ways):
         why = "equals the model's forward passes with a cache and without; transformers' generate differs from both"
-        return Finding(kind, "works", path, why)
+        return replace(finding, reason=why)
     wrong = [
         f"prompt of {len(prompt)} with draft length {k}"
         for k, texts in found.items()
         for prompt, text, expected in zip(prompts, texts, alone, strict=True)
         if text != expected
     ]
-    return Finding(kind, "wrong", path, ", ".join(wrong))
+    return replace(finding, outcome="wrong", reason=", ".join(wrong))
+
+
+def decoded(kind: str, target: PreTrainedModel, ways, prompts: list[Tensor]) -> tuple[dict, Finding]:
+    """The texts by draft length, decoded with each drafter and draft length, and the outcome."""
+    found, path = {}, ""
+    for drafter, k in ways:
+        options = {"max_new_tokens": NEW, "draft_length": k, "eos_token_id": ()}
+        try:
+            out = bass.generate(bass.ModelPair(target, drafter), prompts, **options)
+        except Exception as error:
+            at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
+            outcome = "refused" if at_once and type(error) is ValueError else "crashes"
+            return found, Finding(kind, outcome, path, said(error))
+        path = out.trace.meta["attention"]
+        found[k if isinstance(k, int) else "by row"] = [sequence.tolist() for sequence in out.sequences]
+    return found, Finding(kind, "works", path)
 
 
 def _generated(model: PreTrainedModel, prompt: Tensor) -> list[int]:
@@ -351,8 +336,7 @@ def _generated(model: PreTrainedModel, prompt: Tensor) -> list[int]:
 
 @torch.inference_mode()
 def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[int]:
-    """The prompt decoded greedily by the model's forward passes, without `generate`: over a growing cache, or over the
-    whole text for every token."""
+    """The greedy text by forward passes without `generate`: over a growing cache, or over the whole text each time."""
     ids, fed, cache = prompt[None], 0, DynamicCache(config=model.config) if cached else None
     for _ in range(NEW):
         logits = model(input_ids=ids[:, fed:], use_cache=cached, **{CACHE: cache}).logits
@@ -362,35 +346,9 @@ def _by_forward(model: PreTrainedModel, prompt: Tensor, cached: bool) -> list[in
 
 
 def said(error: Exception) -> str:
-    """What an error says of the kind, on one line; with its type, unless it is the engine's own."""
+    """The error in one line, with its type unless it is the engine's ValueError."""
     text = re.sub(r"^prompt \d+: ", "", " ".join(str(error).split()))
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
-
-
-def one_per_implementation() -> list[str]:
-    """The first kind of each distinct attention among all that transformers ships, as far as the engine sees it."""
-    first: dict[tuple, str] = {}
-    for kind, model in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if kind in kinds():
-            first.setdefault(_attention_of(kind, model), kind)
-    return list(first.values())
-
-
-def _attention_of(kind: str, model: str) -> tuple:
-    """What it hands to transformers' attention interface, by name; its source where it attends by its own code."""
-    folder = model_type_to_module_name(kind)
-    path = Path(transformers.__file__).parent / "models" / folder / f"modeling_{folder}.py"
-    if not path.exists():  # another kind's code under a name of its own
-        return (model,)
-    code = path.read_text()
-    handed = re.findall(r"attention_interface\(\n(.*?)\n {8}\)", code, flags=re.DOTALL)
-    if not handed:
-        name = re.sub("(ForCausalLM|LMHeadModel|ForConditionalGeneration|WithLMHead|Decoder)$", "", model)
-        classes = re.split(r"^(?=class |def |@)", code, flags=re.MULTILINE)
-        return tuple(part.replace(name, "") for part in classes if re.match(r"class \w+Attention\b", part))
-    names = {word for call in handed for word in re.findall(r"(\w+)=", call)}
-    asks = {word for word in ("get_seq_length", "create_sliding_window_causal_mask", "position_ids") if word in code}
-    return tuple(sorted(names | asks))
 
 
 # --- the table ----------------------------------------------------------------------------------------
@@ -402,22 +360,27 @@ def cells(finding: Finding) -> tuple[str, ...]:
     return tuple(getattr(finding, name) for name in COLUMNS)
 
 
-def summary(findings: list[Finding]) -> str:
-    """Counts of outcomes, in two sentences and by reason."""
+def counts(findings: list[Finding]) -> str:
+    """Counts of outcomes in a sentence."""
     counts = Counter(finding.outcome for finding in findings)
     outcomes = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "wrong", "crashes", "not tiny"))
+    return f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**."
+
+
+def summary(findings: list[Finding]) -> str:
+    """Counts of outcomes, in two sentences and by reason."""
     switching = Counter(finding.longrope for finding in findings if finding.longrope).most_common()
     ropes = "; ".join(f"{count} {what}" for what, count in switching)
     reasons = Counter(_group(finding.reason) for finding in findings if finding.outcome == "refused").most_common()
     return (
-        f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**.\n\n"
+        f"{counts(findings)}\n\n"
         f"With a rope that switches, of {sum(count for _, count in switching)} kinds that take one: {ropes}.\n\n"
         "Refused because\n\n" + "\n".join(f"- {reason}: {count}" for reason, count in reasons)
     )
 
 
 def _group(reason: str) -> str:
-    """A refusal without what is the kind's own."""
+    """A refusal without the details of the kind."""
     if "keeps more of a text" in reason:
         return "keeps more of a text than its tokens' keys and values"
     if "Error" in reason:

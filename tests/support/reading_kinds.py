@@ -1,17 +1,15 @@
-"""Every kind of encoder-decoder model that transformers registers for text, configured tiny, and what becomes of it.
+"""Every encoder-decoder kind that transformers registers for text, in a tiny configuration.
 
-As module `kinds` for decoders: tables of docs/MODELS.md, measured by tests/support/models_page.py.
+The counterpart of module `kinds`. The outcomes are in docs/MODELS.md, measured by tests/support/models_page.py.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections import Counter
+from dataclasses import replace
 
 import models_page
 import torch
-import transformers
-from kinds import BASS_CORE, NEW, TOKENS, Finding, said, shrunk
+from kinds import NEW, TOKENS, Finding, counts, decoded, said, shrunk
 from tiny import ragged_prompts
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -37,7 +35,7 @@ def tiny(kind: str, noise: float = 0.0) -> PreTrainedModel:
     model = AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
         for parameter in filter(torch.is_floating_point, model.parameters()):
-            if parameter.ndim > 1:  # so that sources matter and argmaxes vary, whatever scale the kind begins with
+            if parameter.ndim > 1:  # so that sources matter and argmaxes vary
                 parameter.mul_(0.3 / parameter.std().clamp(min=1e-6))
                 parameter.add_(torch.randn_like(parameter), alpha=noise * 0.3)
             else:
@@ -47,7 +45,7 @@ def tiny(kind: str, noise: float = 0.0) -> PreTrainedModel:
 
 
 def alone(model: PreTrainedModel, source: Tensor) -> list[int]:
-    """What `generate` writes for one source, greedily."""
+    """The greedy text of one source by `generate`."""
     ids = source[None]
     return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)[0, 1:].tolist()
 
@@ -57,30 +55,18 @@ def find(kind: str) -> Finding:
     try:
         target, draft = tiny(kind), tiny(kind, noise=0.1)
         expected = [alone(target, source) for source in SOURCES]
-    except Exception as error:  # whatever a foreign architecture raises is the answer
+    except Exception as error:  # any error of a foreign architecture is the outcome
         return Finding(kind, "not tiny", reason=said(error))
-    found, path = [], ""
-    for drafter, k in ((draft, 4), (bass.drafters.LayerSkipDrafter(1), PerRow(3)), (None, 0)):
-        try:
-            out = bass.generate(bass.ModelPair(target, drafter), SOURCES, max_new_tokens=NEW, draft_length=k)
-        except Exception as error:
-            at_once = not found and traceback.extract_tb(error.__traceback__)[-1].filename.startswith(BASS_CORE)
-            return Finding(kind, "refused" if at_once and type(error) is ValueError else "crashes", path, said(error))
-        path = out.trace.meta["attention"]
-        found.append([sequence.tolist() for sequence in out.sequences])
-    return Finding(kind, "works" if all(texts == expected for texts in found) else "wrong", path)
+    ways = ((draft, 4), (bass.drafters.LayerSkipDrafter(1), PerRow(3)), (None, 0))
+    found, finding = decoded(kind, target, ways, SOURCES)
+    if all(texts == expected for texts in found.values()):
+        return finding
+    return replace(finding, outcome="wrong")
 
 
 def cells(finding: Finding) -> list[str]:
     return [getattr(finding, name) for name in COLUMNS]
 
 
-def summary(findings: list[Finding]) -> str:
-    """Counts of outcomes, in a sentence."""
-    counts = Counter(finding.outcome for finding in findings)
-    outcomes = ", ".join(f"{counts[name]} {name}" for name in ("works", "refused", "wrong", "crashes", "not tiny"))
-    return f"transformers {transformers.__version__} registers {len(findings)} kinds: **{outcomes}**."
-
-
 def page(findings: list[Finding]) -> str:
-    return f"{summary(findings)}\n\n{models_page.table(COLUMNS, [cells(finding) for finding in findings])}"
+    return f"{counts(findings)}\n\n{models_page.table(COLUMNS, [cells(finding) for finding in findings])}"

@@ -38,39 +38,26 @@ _LLAMA_LIKE = _COMMON | {
 }
 _GPT_LIKE = _COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
 
-_OPTIONS = {
+_GEMMA = _LLAMA_LIKE | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+_LATENT = {  # keys are wider than values
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+_OPTIONS = {  # architecture: model type and options
     "llama": ("llama", _LLAMA_LIKE),
     "qwen2": ("qwen2", _LLAMA_LIKE),
     "qwen3": ("qwen3", _LLAMA_LIKE | {"head_dim": 16}),
     "mistral": ("mistral", _LLAMA_LIKE | {"sliding_window": WINDOW}),
-    "gemma2": ("gemma2", _LLAMA_LIKE | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
-    "gemma3": (
-        "gemma3_text",
-        _LLAMA_LIKE
-        | {
-            "head_dim": 16,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 16,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    "gemma2": ("gemma2", _GEMMA),
+    "gemma3": ("gemma3_text", _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
     "phi3": ("phi3", _LLAMA_LIKE),
     "olmo2": ("olmo2", _LLAMA_LIKE),
     "mixtral": ("mixtral", _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt2": ("gpt2", _GPT_LIKE),
     "gpt_neox": ("gpt_neox", _LLAMA_LIKE),
-    "opt": (
-        "opt",
-        _COMMON
-        | {
-            "hidden_size": 32,
-            "ffn_dim": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": CONTEXT,
-            "word_embed_proj_dim": 32,
-        },
-    ),
+    "opt": ("opt", _COMMON | _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "starcoder2": ("starcoder2", _LLAMA_LIKE | {"sliding_window": None}),
     "doge": ("doge", _LLAMA_LIKE | {"keep_window_size": WINDOW}),
     "mpt": ("mpt", {"vocab_size": VOCABULARY, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT}),
@@ -82,58 +69,21 @@ _OPTIONS = {
     "gpt_neo": (
         "gpt_neo",
         _COMMON
-        | {
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "max_position_embeddings": CONTEXT,
-        },
+        | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": CONTEXT}
+        | {"attention_types": [[["global", "local"], 1]]},
     ),
     "codegen": ("codegen", _GPT_LIKE | {"rotary_dim": 4}),
     "gptj": ("gptj", _GPT_LIKE | {"rotary_dim": 4}),
     "falcon": (
         "falcon",
-        _COMMON
-        | {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "alibi": False,
-            "new_decoder_architecture": False,
-            "multi_query": True,
-            "max_position_embeddings": CONTEXT,
-        },
+        _COMMON | _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True},
     ),
-    "deepseek_v3": (  # keys are wider than values
-        "deepseek_v3",
-        _LLAMA_LIKE
-        | {
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 16,
-            "v_head_dim": 16,
-        },
-    ),
+    "deepseek_v3": ("deepseek_v3", _LLAMA_LIKE | _LATENT),
     "bloom": ("bloom", _COMMON | {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "bamba": (
         "bamba",
         _LLAMA_LIKE
-        | {
-            "attn_layer_indices": [1],
-            "mamba_n_heads": 4,
-            "mamba_d_head": 16,
-            "mamba_d_state": 8,
-            "mamba_n_groups": 1,
-        },
+        | {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
     ),
 }
 
@@ -145,9 +95,9 @@ SUPPORTED = [name for name in _OPTIONS if name not in (*REFUSED, "mpt")]  # MPT:
 def tiny_model(
     architecture: str = "llama", seed: int = 0, dtype: str = "float32", noise: float = 0.0, **changes
 ) -> PreTrainedModel:
-    """A tiny random model of that architecture in evaluation mode; the same arguments give the same object.
+    """A tiny random model in evaluation mode. The same arguments give the same object.
 
-    noise > 0: the model of that seed with its weights disturbed, a draft that agrees with it part of the time.
+    noise > 0: the model of that seed with its weights disturbed, as a draft.
     """
     model_type, options = _OPTIONS[architecture]
     torch.manual_seed(seed)
@@ -156,7 +106,7 @@ def tiny_model(
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, **attention_of(config)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # the default scale (0.02) would repeat one token for ever
+            if parameter.ndim > 1:  # the default scale (0.02) would repeat one token
                 parameter.mul_(10)
                 parameter.add_(torch.randn_like(parameter), alpha=noise * parameter.std().item())
     return model.to(getattr(torch, dtype))
@@ -215,7 +165,7 @@ def byte_tokenizer(swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFa
 
 @contextmanager
 def forward_passes(*models: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """The [B, Q] of every forward pass that these models make meanwhile: rows, and tokens of each, packed or not."""
+    """The [B, Q] of every forward pass of these models inside the context, packed or not."""
     shapes = []
 
     def note(module, args, kwargs):
