@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair encoder-decoder-pair clean
+.PHONY: help demo test test-slow mutants test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair encoder-decoder-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -28,6 +28,9 @@ test: .venv/.installed-test ## run the tests, but for the slow ones, on all core
 
 test-slow: .venv/.installed-test ## run the other tests, which take long and break rarely: kills, Ray, every kind of model
 	$(TEST) -m slow
+
+mutants: .venv/.installed-test ## write one bug at a time into a copy of the code; a test has to fail (ARGS="--only engine")
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # torchao prints into every program that imports transformers, so it stays out of .venv.
 build/torchao: .venv/.installed-test
