@@ -17,6 +17,7 @@ import ast
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,31 +278,34 @@ def runs_of(tree: Path, tests: list[str], limit: float) -> Generator[Run, list[s
 class Hunt:
     """The order in which tests meet the mutants. within: test files to which the run is restricted."""
 
-    def __init__(self, tree: Path, known: dict[str, str | None], within: list[str] | None, quick: bool):
-        self.tree, self.known, self.within, self.quick = tree, known, within, quick
+    def __init__(self, tree: Path, known: dict[str, str | None], within: list[str] | None, quick: bool, seconds: float):
+        self.tree, self.known, self.within, self.quick, self.seconds = tree, known, within, quick, seconds
         self.imports = Imports(tree)
 
     def of(self, mutant: Mutant) -> Generator[Run, list[str], str | None]:
         """Yield pytest runs until one fails; return the test that failed."""
-        last, seen = self.known.get(mutant.name), set()
-        if (
-            (last := plain(last))
-            and self._is_there(last)
-            and (failed := (yield from runs_of(self.tree, [last], FIRST)))
-        ):
-            return failed[0]
+        last, ends = plain(self.known.get(mutant.name)), time.monotonic() + self.seconds
+        if last and self._is_there(last):
+            limit = FIRST if "::" in last else WHOLE
+            if failed := (yield from runs_of(self.tree, [last], limit)):
+                return failed[0]
         for files in self._parts(mutant):
+            if time.monotonic() > ends:
+                break
             if failed := (yield from runs_of(self.tree, files, WHOLE)):
                 return failed[0]
-            seen.update(files)
         return None
 
     def _parts(self, mutant: Mutant) -> Iterable[list[str]]:
         near = self.imports.nearest(mutant.file)
-        same = {plain(test).split("::")[0] for name, test in self.known.items() if test and same_file(name, mutant)}
-        order = sorted(near, key=lambda each: each[1] not in same)
+        same, all_files = Counter[str](), Counter[str]()
+        for name, test in self.known.items():
+            if file := (plain(test) or "").split("::")[0]:
+                all_files[file] += 1
+                same[file] += same_file(name, mutant)
+        order = sorted(near, key=lambda each: (-same[each[1]], each[0] > 1, each[0] > 1 and -all_files[each[1]]))
         if self.quick:
-            order = [each for place, each in enumerate(order) if each[0] <= NEAR or place < FEWEST or each[1] in same]
+            order = [each for place, each in enumerate(order) if each[0] <= NEAR or place < FEWEST or same[each[1]]]
         files = [file for _, file in order]
         if not self.quick:
             files += [file for file in self.imports.tests if file not in set(files)]
@@ -411,10 +416,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="list the mutants and their tests, run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
     parser.add_argument("--python", help="the interpreter to run with")
-    parser.add_argument("--tests", nargs="+", help="test files or folders to run; caught.json is left as it is")
+    parser.add_argument("--tests", nargs="+", help="test files or folders to run, no others")
     parser.add_argument("--tests-from", type=Path, help="another folder of tests in place of the repository's")
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to take code and tests from")
     parser.add_argument("--quick", action="store_true", help="for survivors, leave out tests far from the module")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further test files after so many")
     parser.add_argument("--missing", action="store_true", help="mutants that no test is recorded for")
     parser.add_argument("--compare", metavar="OLD", help="a caught.json or a git revision: show before and after")
     return parser.parse_args()
@@ -477,19 +483,20 @@ def main() -> int:
             copy_tree(arguments.tree, arguments.tests_from or arguments.tree / "tests", job.tree)
             jobs.append(job)
         preload(jobs[0].tree)
-        hunt, found = Hunt(jobs[0].tree, known, within(arguments, jobs[0].tree), arguments.quick), {}
-        restricted = arguments.tests is not None
+        hunt, found = Hunt(jobs[0].tree, known, within(arguments, jobs[0].tree), arguments.quick, arguments.seconds), {}
+        whole = not (arguments.tests or arguments.quick or arguments.seconds < math.inf)
         for mutant, test, seconds in hunt_all(mutants, hunt, jobs):
             found[mutant.name] = test
             print(f"{seconds:6.1f} s  {mutant.name}\n          {test or 'SURVIVES'}", flush=True)
-            if not restricted:
-                save(found, known, every, whole=not arguments.quick)
+            known[mutant.name] = test or known.get(mutant.name)
+            if arguments.tree == ROOT:
+                save(found, known, every, whole)
         if wrong := unsound(found.values(), jobs[0]):
             print("\n".join(f"fails without a mutant, too: {test}" for test in wrong))
             found = {name: None if plain(test) in map(plain, wrong) else test for name, test in found.items()}
             known = {name: test for name, test in known.items() if plain(test) not in map(plain, wrong)}
-        if not restricted:
-            save(found, known, every, whole=not arguments.quick)
+        if arguments.tree == ROOT:
+            save(found, known, every, whole)
     survivors = [name for name, test in found.items() if test is None]
     print(f"{len(found)} mutants, {len(found) - len(survivors)} caught")
     print("".join(f"survives: {name}\n" for name in survivors), end="")
