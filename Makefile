@@ -13,7 +13,7 @@ INSTALL = $(if $(LOCKED),$(PIP) --no-deps --require-hashes -r requirements.lock 
 	$(PIP) --no-deps --no-build-isolation -e .,$(PIP) -c constraints.txt -e '.[$(EXTRAS)]')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-changed test-ci test-all test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair encoder-decoder-pair clean
+.PHONY: help demo test test-changed test-ci test-all mutants test-quantized test-oldest test-oldest-quick lab docs slides bench bench-kernels bench-gpu gpu pictures lint embedded-pair encoder-decoder-pair clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +36,9 @@ test-ci: .venv/.installed-test ## run the slow tests that catch what `make test`
 test-all: .venv/.installed-test ## run everything: all kinds of models, kills, Ray, the oldest versions
 	$(TEST) -m ""
 	$(MAKE) test-quantized test-oldest
+
+mutants: .venv/.installed-test ## write one bug at a time into a copy of the code; a test has to fail (ARGS="--only engine")
+	$(BIN)/python tests/mutants/run.py $(ARGS)
 
 # torchao prints into every program that imports transformers, so it stays out of .venv.
 build/torchao: .venv/.installed-test

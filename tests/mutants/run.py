@@ -1,0 +1,512 @@
+"""Apply each mutant to a copy of the repository and find a test that fails: `make mutants ARGS="--only engine"`.
+
+To add a mutant, write it into core.txt, lab.txt or kernels.txt: under the file, a name for the bug, then the right text
+behind "- " and the wrong text behind "+ " (nothing where lines are deleted). The right text, a part of a line or some
+lines, must occur exactly once in the file. A mutant changes behaviour, does not break an import and is not equivalent
+to the right code. Then run `make mutants ARGS="--only NAME"`, which records the catching test in caught.json, and
+commit both files. null in caught.json stands for a mutant that survives.
+
+Tests that caught a mutant before run first, then the test files nearest to the mutated module by imports, then all
+others. Heavy packages are imported once; each pytest run is a fork of this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CAUGHT = HERE / "caught.json"
+LISTS = [HERE / f"{part}.txt" for part in ("core", "lab", "kernels")]
+SELF = "tests/mutants"
+FIRST, WHOLE = 120, 600  # seconds: of tests that caught a mutant before, and of any other pytest run
+TOGETHER = 4  # test files in one pytest run
+NEAR = 2  # imports between a mutated module and a test file that --quick still runs
+FEWEST = 6  # test files that --quick runs at least
+INTERPRETED = "interpreted and not slow"
+ELSEWHERE = ("test_quantized",)  # `make test` leaves them out
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str
+    bug: str
+    right: str
+    wrong: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file.removesuffix('.py')}: {self.bug}"
+
+
+def load_mutants() -> list[Mutant]:
+    """Return all mutants of the lists. Raises SystemExit if two have one name."""
+    found: list[Mutant] = []
+    for path in LISTS:
+        file, bug, right, wrong = "", "", [], []
+        for line in [*path.read_text("utf-8").splitlines(), ""]:
+            if line.startswith(("-", "+")):
+                (right if line[0] == "-" else wrong).append(line[2:])
+                continue
+            if right:
+                found.append(Mutant(file, bug, "\n".join(right), "\n".join(wrong)))
+            file, bug, right, wrong = line[4:] if line.startswith("=== ") else file, line, [], []
+    names = [mutant.name for mutant in found]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        sys.exit(f"these names occur twice: {', '.join(sorted(doubled))}")
+    return found
+
+
+def check_mutants(mutants: Iterable[Mutant], tree: Path) -> None:
+    """Raises SystemExit if the right text of a mutant does not occur exactly once."""
+    wrong = []
+    for mutant in mutants:
+        count = (tree / mutant.file).read_text("utf-8").count(mutant.right) if (tree / mutant.file).exists() else 0
+        if count != 1:
+            wrong.append(f"{mutant.name}: {mutant.right!r} occurs {count} times")
+        elif mutant.right == mutant.wrong:
+            wrong.append(f"{mutant.name}: both texts are equal")
+        else:
+            ast.parse(mutated(mutant, tree))
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+def mutated(mutant: Mutant, tree: Path) -> str:
+    return (tree / mutant.file).read_text("utf-8").replace(mutant.right, mutant.wrong)
+
+
+# --- which tests first ----------------------------------------------------------------------------
+
+
+class Imports:
+    """The import graph of a tree: how many imports lie between each test file and a module."""
+
+    def __init__(self, tree: Path):
+        self.tree, self.lines = tree, {}
+        self.modules = {self._name(path): path for path in self._sources()}
+        self.public = self._public()
+        self.users: dict[str, set[str]] = {name: set() for name in self.modules}
+        for name, path in self.modules.items():
+            for used in self._used(path):
+                self.users[used].add(name)
+
+    def nearest(self, file: str) -> list[tuple[int, str]]:
+        """Return the test files that import a module, directly or through others, as (distance, path)."""
+        start = self._name(self.tree / file)
+        distance, edge = {start: 0}, [start]
+        while edge:
+            following = {user for name in edge for user in self.users[name]} - distance.keys()
+            distance |= dict.fromkeys(following, distance[edge[0]] + 1)
+            edge = sorted(following)
+        found = [(far, self._path(name)) for name, far in distance.items() if name.startswith("test_")]
+        return sorted(found, key=lambda each: (each[0], self.lines[each[1]]))
+
+    @property
+    def tests(self) -> list[str]:
+        return [self._path(name) for name in self.modules if name.startswith("test_")]
+
+    def _path(self, name: str) -> str:
+        return self.modules[name].relative_to(self.tree).as_posix()
+
+    def _sources(self) -> list[Path]:
+        folders = [self.tree / each for each in ("bass_core", "bass_lab", "kernels", "tests")]
+        paths = [path for folder in folders for path in folder.rglob("*.py")]
+        return [path for path in paths if path.stem not in ELSEWHERE]
+
+    def _name(self, path: Path) -> str:
+        """Return the name under which a file is imported; test files and their support have their stem."""
+        parts = path.relative_to(self.tree).with_suffix("").parts
+        if parts[0] == "tests":
+            return parts[-1]
+        parts = parts[1:] if parts[0] == "kernels" else parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    def _public(self) -> dict[str, str]:
+        """Return the module of each name that `bass_core` has."""
+        tree = ast.parse((self.tree / "bass_core/__init__.py").read_text("utf-8"))
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        return {name.name: node.module for node in imports for name in node.names}
+
+    def _used(self, path: Path) -> set[str]:
+        text = path.read_text("utf-8")
+        self.lines[path.relative_to(self.tree).as_posix()] = text.count("\n")
+        found, nodes = set(), list(ast.walk(ast.parse(text)))
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                found |= {name.name for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+                found |= (
+                    {self.public.get(name.name, "") for name in node.names} if node.module == "bass_core" else set()
+                )
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "bass":
+                found.add(self.public.get(node.attr, ""))
+        return found & self.modules.keys() - ({"bass_core"} if path.name.startswith("test_") else set())
+
+
+# --- pytest runs ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """A pytest run that a hunt asks for. interpreted: kernels in Triton's interpreter, in a process of its own."""
+
+    tests: list[str]
+    limit: float
+    interpreted: bool = False
+    all_failures: bool = False
+
+
+class FailedTests:
+    """A pytest plugin that writes the ids of failed tests to a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def pytest_runtest_logreport(self, report) -> None:
+        self._add(report)
+
+    def pytest_collectreport(self, report) -> None:
+        self._add(report)
+
+    def _add(self, report) -> None:
+        if report.failed:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+def pytest_in(tree: Path, run: Run, failed: Path) -> int:
+    """Run tests in a tree; nothing of the project may have been imported before."""
+    os.chdir(tree)
+    sys.dont_write_bytecode = True
+    own = [str(tree), str(tree / "kernels")]
+    support = [str(tree / "tests/support")] if run.interpreted else []
+    sys.path[:] = own + support + [path for path in sys.path if path and Path(path).resolve() not in (HERE, ROOT)]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(own + support), "PYTHONDONTWRITEBYTECODE": "1"}
+    import pytest
+
+    options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={failed.parent / 'tmp'}"]
+    options += [] if run.all_failures else ["-x"]
+    options += ["-m", INTERPRETED, "-p", "kernel_interpreter"] if run.interpreted else []
+    return int(pytest.main([*options, *run.tests], plugins=[FailedTests(failed)]))
+
+
+class Job:
+    """One copy of the repository, and the pytest run that is under way in it."""
+
+    def __init__(self, tree: Path, folder: Path):
+        self.folder, self.tree = folder, tree
+        self.failed, self.log = folder / "failed", folder / "log"
+
+    def start(self, run: Run) -> None:
+        self.failed.unlink(missing_ok=True)
+        self.run, self.ends = run, time.monotonic() + run.limit
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._child()
+
+    def _child(self) -> None:
+        code = 70
+        try:
+            os.setsid()
+            log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for descriptor in (1, 2):
+                os.dup2(log, descriptor)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if self.run.interpreted:  # Triton reads the variable when it is imported
+                os.environ["TRITON_INTERPRET"] = "1"
+                job = json.dumps([str(self.tree), self.run.tests, self.run.all_failures, str(self.failed)])
+                os.execv(sys.executable, [sys.executable, str(HERE / "run.py"), "--interpreted", job])
+            code = pytest_in(self.tree, self.run, self.failed)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def outcome(self) -> list[str] | None:
+        """Return the tests that failed, or None while the run is under way."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        late = pid == 0 and time.monotonic() > self.ends
+        if pid == 0 and not late:
+            return None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if late:
+            os.waitpid(self.pid, 0)
+            return [f"time limit: {self.run.tests[0]}"]
+        found = self.failed.read_text("utf-8").splitlines() if self.failed.exists() else []
+        code = os.waitstatus_to_exitcode(status)
+        return found or ([f"exit {code}: {self.run.tests[0]}"] if code not in (0, 4, 5) else [])
+
+
+def is_interpreted(tree: Path, test: str) -> bool:
+    path = tree / test.split("::")[0]
+    return path.name.startswith("test_kernel_") and "pytest.mark.interpreted" in path.read_text("utf-8")
+
+
+def runs_of(tree: Path, tests: list[str], limit: float) -> Generator[Run, list[str], list[str]]:
+    """Run tests, at first those of them that the interpreter runs; return those that failed."""
+    for test in [test for test in tests if is_interpreted(tree, test)]:
+        if failed := (yield Run([test], limit, interpreted=True)):
+            return failed
+    if ordinary := [test for test in tests if not is_interpreted(tree, test) or "::" not in test]:
+        return (yield Run(ordinary, limit))
+    return []
+
+
+# --- the hunt -------------------------------------------------------------------------------------
+
+
+class Hunt:
+    """The order in which tests meet the mutants. within: test files to which the run is restricted."""
+
+    def __init__(self, tree: Path, known: dict[str, str | None], within: list[str] | None, quick: bool, seconds: float):
+        self.tree, self.known, self.within, self.quick, self.seconds = tree, known, within, quick, seconds
+        self.imports = Imports(tree)
+
+    def of(self, mutant: Mutant) -> Generator[Run, list[str], str | None]:
+        """Yield pytest runs until one fails; return the test that failed."""
+        last, ends = plain(self.known.get(mutant.name)), time.monotonic() + self.seconds
+        if last and self._is_there(last):
+            limit = FIRST if "::" in last else WHOLE
+            if failed := (yield from runs_of(self.tree, [last], limit)):
+                return failed[0]
+        for files in self._parts(mutant):
+            if time.monotonic() > ends:
+                break
+            if failed := (yield from runs_of(self.tree, files, WHOLE)):
+                return failed[0]
+        return None
+
+    def _parts(self, mutant: Mutant) -> Iterable[list[str]]:
+        near = self.imports.nearest(mutant.file)
+        same, all_files = Counter[str](), Counter[str]()
+        for name, test in self.known.items():
+            if file := (plain(test) or "").split("::")[0]:
+                all_files[file] += 1
+                same[file] += same_file(name, mutant)
+        order = sorted(near, key=lambda each: (-same[each[1]], each[0] > 1, each[0] > 1 and -all_files[each[1]]))
+        if self.quick:
+            order = [each for place, each in enumerate(order) if each[0] <= NEAR or place < FEWEST or same[each[1]]]
+        files = [file for _, file in order]
+        if not self.quick:
+            files += [file for file in self.imports.tests if file not in set(files)]
+        if self.within is not None:
+            files = [file for file in files if file in self.within]
+            files += [file for file in self.within if file not in files]
+        alone = [file for file in files if is_interpreted(self.tree, file)]
+        others = [file for file in files if file not in alone]
+        if mutant.file.startswith("kernels/bass_kernels"):
+            yield from ([file] for file in alone)
+        yield from (others[at : at + TOGETHER] for at in range(0, len(others), TOGETHER))
+
+    def _is_there(self, test: str) -> bool:
+        file = test.split("::")[0]
+        return (self.tree / file).is_file() and (self.within is None or file in self.within)
+
+
+def same_file(name: str, mutant: Mutant) -> bool:
+    return name.startswith(f"{mutant.file.removesuffix('.py')}: ")
+
+
+def plain(test: str | None) -> str | None:
+    """Return a test's id without the kind of its failure."""
+    return None if test is None else re.sub(r"^(time limit|exit -?\d+): ", "", test)
+
+
+def hunt_all(mutants: list[Mutant], hunt: Hunt, jobs: list[Job]) -> Generator[tuple[Mutant, str | None, float]]:
+    """Run the hunts in the copies, one mutant at a time in each; yield mutant, catching test and seconds."""
+    waiting, free, active = list(mutants), list(jobs), []
+    while waiting or active:
+        while waiting and free:
+            mutant, job = waiting.pop(0), free.pop()
+            right = (job.tree / mutant.file).read_text("utf-8")
+            (job.tree / mutant.file).write_text(mutated(mutant, job.tree), "utf-8")
+            steps = hunt.of(mutant)
+            job.start(next(steps))
+            active.append((mutant, job, steps, right, time.monotonic()))
+        for each in list(active):
+            mutant, job, steps, right, began = each
+            if (failed := job.outcome()) is None:
+                continue
+            try:
+                job.start(steps.send(failed))
+            except StopIteration as stop:
+                (job.tree / mutant.file).write_text(right, "utf-8")
+                active.remove(each)
+                free.append(job)
+                yield mutant, stop.value, time.monotonic() - began
+        time.sleep(0.02)
+
+
+def unsound(tests: Iterable[str], job: Job) -> list[str]:
+    """Return those of the tests that fail without a mutant, too."""
+    tests = sorted({test for test in map(plain, tests) if test})
+    found = []
+    for interpreted in (False, True):
+        chosen = [test for test in tests if is_interpreted(job.tree, test) is interpreted]
+        if chosen:
+            job.start(Run(chosen, 4 * WHOLE, interpreted, all_failures=True))
+            while (failed := job.outcome()) is None:
+                time.sleep(0.1)
+            found += failed
+    return found
+
+
+# --- copies and packages --------------------------------------------------------------------------
+
+
+def copy_tree(source: Path, tests: Path, tree: Path) -> None:
+    """Copy what git knows or does not ignore; compiled code counts by its source's hash, not by its date."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=source, capture_output=True, text=True, check=True).stdout.split("\0")
+    for name in filter(None, listed):
+        if (source / name).is_file() and not name.startswith("tests/"):
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, tree / name)
+    shutil.copytree(tests, tree / "tests", ignore=shutil.ignore_patterns("__pycache__", "mutants"))
+    git = ["git", "-c", "user.name=mutants", "-c", "user.email=mutants@localhost"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "Copy"]):  # tests ask git for the files
+        subprocess.run([*git, *arguments], cwd=tree, check=True)
+    compiled = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "bass_core", "bass_lab", "kernels"]
+    subprocess.run([sys.executable, *compiled], cwd=tree, check=True)
+
+
+def preload(tree: Path) -> None:
+    """Import the packages of others that the project imports, once for all forks."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    code = "import sys, bass_core, bass_core.step_ahead; print(*sys.modules)"
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'kernels'}"}
+    command = [sys.executable, "-c", code]
+    listed = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=True).stdout
+    for name in [*listed.split(), "pytest", "_pytest.assertion.rewrite", "_pytest.tmpdir"]:
+        if name.split(".")[0] not in ("bass_core", "bass_lab", "bass_kernels", "__main__"):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Find a failing test for each mutant.")
+    parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose name contains TEXT")
+    parser.add_argument("--list", action="store_true", help="list the mutants and their tests, run nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
+    parser.add_argument("--python", help="the interpreter to run with")
+    parser.add_argument("--tests", nargs="+", help="test files or folders to run, no others")
+    parser.add_argument("--tests-from", type=Path, help="another folder of tests in place of the repository's")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to take code and tests from")
+    parser.add_argument("--quick", action="store_true", help="for survivors, leave out tests far from the module")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further test files after so many")
+    parser.add_argument("--missing", action="store_true", help="mutants that no test is recorded for")
+    parser.add_argument("--compare", metavar="OLD", help="a caught.json or a git revision: show before and after")
+    return parser.parse_args()
+
+
+def chosen(mutants: list[Mutant], arguments: argparse.Namespace, known: dict[str, str | None]) -> list[Mutant]:
+    only = arguments.only or [""]
+    found = [mutant for mutant in mutants if any(text in mutant.name for text in only)]
+    return [mutant for mutant in found if not (arguments.missing and known.get(mutant.name))]
+
+
+def recorded(source: str | Path) -> dict[str, str | None]:
+    """Return what a file, or a git revision's caught.json, says of each mutant."""
+    if Path(source).is_file():
+        return json.loads(Path(source).read_text("utf-8"))
+    shown = ["git", "show", f"{source}:{SELF}/{CAUGHT.name}"]
+    return json.loads(subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+def compared(before: dict[str, str | None], after: dict[str, str | None]) -> bool:
+    """Print the tests before and after; return False if a mutant that was caught survives."""
+    lost = [name for name in after if before.get(name) and not after[name]]
+    for name in after:
+        mark = "LOST  " if name in lost else "      "
+        print(f"{mark}{name}\n        before: {before.get(name) or '-'}\n        after:  {after[name] or '-'}")
+    print(f"{len(after)} mutants, {sum(map(bool, after.values()))} caught, {len(lost)} lost")
+    return not lost
+
+
+def save(found: dict[str, str | None], known: dict[str, str | None], mutants: list[Mutant], whole: bool) -> None:
+    """Write caught.json; only a whole run records that a mutant survives."""
+    kept = {mutant.name: known.get(mutant.name) for mutant in mutants}
+    kept |= {name: test for name, test in found.items() if test or whole}
+    CAUGHT.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n", "utf-8")
+
+
+def within(arguments: argparse.Namespace, tree: Path) -> list[str] | None:
+    if arguments.tests is None:
+        return None
+    paths: list[Path] = []
+    for name in arguments.tests:
+        paths += [tree / name] if name.endswith(".py") else (tree / name).rglob("test_*.py")
+    return sorted(path.relative_to(tree).as_posix() for path in paths)
+
+
+def main() -> int:
+    arguments = options()
+    if arguments.python and os.path.realpath(arguments.python) != os.path.realpath(sys.executable):
+        os.execv(arguments.python, [arguments.python, *sys.argv])
+    every, known = load_mutants(), recorded(CAUGHT) if CAUGHT.exists() else {}
+    check_mutants(every, arguments.tree)
+    mutants = chosen(every, arguments, known)
+    if arguments.list:
+        print("\n".join(f"{mutant.name}\n        {known.get(mutant.name) or '-'}" for mutant in mutants))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
+        jobs = []
+        for number in range(max(1, min(arguments.jobs, len(mutants)))):
+            job = Job(Path(place) / str(number) / "tree", Path(place) / str(number))
+            copy_tree(arguments.tree, arguments.tests_from or arguments.tree / "tests", job.tree)
+            jobs.append(job)
+        preload(jobs[0].tree)
+        hunt, found = Hunt(jobs[0].tree, known, within(arguments, jobs[0].tree), arguments.quick, arguments.seconds), {}
+        whole = not (arguments.tests or arguments.quick or arguments.seconds < math.inf)
+        for mutant, test, seconds in hunt_all(mutants, hunt, jobs):
+            found[mutant.name] = test
+            print(f"{seconds:6.1f} s  {mutant.name}\n          {test or 'SURVIVES'}", flush=True)
+            known[mutant.name] = test or known.get(mutant.name)
+            if arguments.tree == ROOT:
+                save(found, known, every, whole)
+        if wrong := unsound(found.values(), jobs[0]):
+            print("\n".join(f"fails without a mutant, too: {test}" for test in wrong))
+            found = {name: None if plain(test) in map(plain, wrong) else test for name, test in found.items()}
+            known = {name: test for name, test in known.items() if plain(test) not in map(plain, wrong)}
+        if arguments.tree == ROOT:
+            save(found, known, every, whole)
+    survivors = [name for name, test in found.items() if test is None]
+    print(f"{len(found)} mutants, {len(found) - len(survivors)} caught")
+    print("".join(f"survives: {name}\n" for name in survivors), end="")
+    if arguments.compare:
+        return 0 if compared(recorded(arguments.compare), found) and not wrong else 1
+    return 1 if survivors or wrong else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--interpreted"]:
+        tree, tests, all_failures, failed = json.loads(sys.argv[2])
+        sys.exit(pytest_in(Path(tree), Run(tests, 0, True, all_failures), Path(failed)))
+    sys.exit(main())
