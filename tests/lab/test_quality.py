@@ -125,7 +125,8 @@ def test_clock_leaves_grading_out(pair):
 def test_budget_cuts_rows_off_after_a_whole_warm_up(pair):
     with forward_passes(pair.target) as shapes:
         found = evaluate(pair, PROBLEMS[:2], budget=0, grade=short, **BRIEF)
-    assert sum(rows == ROWS for rows, _ in shapes) > 1  # steps of the warm-up alone
+    prefill = (1, len(pair.tokenizer(PROBLEMS[0].prompt)["input_ids"]))
+    assert shapes[shapes.index(prefill) + 1][0] == ROWS  # a step of the warm-up
     assert not found.samples.finished.any() and not found.samples.passed.any()
     assert set(found.samples.finish_reason) == {"budget"} and found.samples.finish_seconds.isna().all()
     assert (found.scores([0]).value == 0).all() and list(found.scores().budget.unique()) == [0]

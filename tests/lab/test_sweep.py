@@ -301,6 +301,9 @@ def test_run_that_cannot_start_is_given_up_after_retries(notebook, tmp_path):
     executor = sweeps.Instant("died", "died", "done", "died", "died", "died")
     table = swept(notebook, tmp_path / "out", "size=1,2", executor=executor, retries=2)
     assert list(table.status) == ["done", "died"] and list(table.attempts) == [3, 3]
+    assert len(list((tmp_path / "out" / "failed").iterdir())) == 1
+    assert list(swept(notebook, tmp_path / "out", "size=1,2").status) == ["was done", "done"]
+    assert not list((tmp_path / "out" / "failed").iterdir())  # a result replaces the failed attempt
     taken = OSError(98, "Address already in use")
     assert run_process._obstacle(taken, tmp_path)["status"] == run_process.DIED
 
