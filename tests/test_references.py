@@ -39,4 +39,4 @@ def test_references_resolve(code, place):
     ],
 )
 def test_stale_reference_is_found(code, text):
-    assert len(list(code.stale(text))) == 1
+    assert len(set(code.stale(text))) == 1

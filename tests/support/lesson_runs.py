@@ -85,7 +85,7 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
         "draft_length": 1,
         "max_new_tokens": 2,
         "deadline": 0.1,
-        "prefill_chunk": 16,
+        "prefill_chunk": 400,
         "calibration_seconds": 0.1,
     },
     "13_beyond_decoders": ONE | {"max_new_tokens": 2, "source_count": 1},
