@@ -36,7 +36,8 @@ ROOT = HERE.parents[1]
 CAUGHT = HERE / "caught.json"
 LISTS = [HERE / f"{part}.txt" for part in ("core", "lab", "kernels")]
 SELF = "tests/mutants"
-FIRST, WHOLE = 120, 600  # seconds: of tests that caught a mutant before, and of any other pytest run
+HANGS = 300  # seconds in which no test ends: the mutant hangs, and is caught
+WHOLE = 3600  # seconds after which a pytest run is given up, and nothing is known
 TOGETHER = 4  # test files in one pytest run
 NEAR = 2  # imports between a mutated module and a test file that --quick still runs
 FEWEST = 6  # test files that --quick runs at least
@@ -176,10 +177,13 @@ class Run:
 
 
 class FailedTests:
-    """A pytest plugin that writes the ids of failed tests to a file."""
+    """A pytest plugin that writes the ids of failed tests to a file, and that of the test that runs to another."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.running = path, path.with_name("running")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running.write_text(nodeid, "utf-8")
 
     def pytest_runtest_logreport(self, report) -> None:
         self._add(report)
@@ -214,10 +218,11 @@ class Job:
 
     def __init__(self, tree: Path, folder: Path):
         self.folder, self.tree = folder, tree
-        self.failed, self.log = folder / "failed", folder / "log"
+        self.failed, self.running, self.log = folder / "failed", folder / "running", folder / "log"
 
     def start(self, run: Run) -> None:
         self.failed.unlink(missing_ok=True)
+        self.running.write_text(run.tests[0], "utf-8")
         self.run, self.ends = run, time.monotonic() + run.limit
         self.pid = os.fork()
         if self.pid == 0:
@@ -244,14 +249,14 @@ class Job:
     def outcome(self) -> list[str] | None:
         """Return the tests that failed, or None while the run is under way."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
-        late = pid == 0 and time.monotonic() > self.ends
-        if pid == 0 and not late:
+        hangs = time.time() - self.running.stat().st_mtime > HANGS
+        if pid == 0 and not hangs and time.monotonic() < self.ends:
             return None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        if late:
+        if pid == 0:
             os.waitpid(self.pid, 0)
-            return [f"time limit: {self.run.tests[0]}"]
+            return [f"time limit: {self.running.read_text('utf-8')}"] if hangs else []
         found = self.failed.read_text("utf-8").splitlines() if self.failed.exists() else []
         code = os.waitstatus_to_exitcode(status)
         return found or ([f"exit {code}: {self.run.tests[0]}"] if code not in (0, 4, 5) else [])
@@ -285,14 +290,12 @@ class Hunt:
     def of(self, mutant: Mutant) -> Generator[Run, list[str], str | None]:
         """Yield pytest runs until one fails; return the test that failed."""
         last, ends = plain(self.known.get(mutant.name)), time.monotonic() + self.seconds
-        if last and self._is_there(last):
-            limit = FIRST if "::" in last else WHOLE
-            if failed := (yield from runs_of(self.tree, [last], limit)):
-                return failed[0]
+        if last and self._is_there(last) and (failed := (yield from runs_of(self.tree, [last], WHOLE))):
+            return failed[0]
         for files in self._parts(mutant):
-            if time.monotonic() > ends:
+            if (left := ends - time.monotonic()) < 0:
                 break
-            if failed := (yield from runs_of(self.tree, files, WHOLE)):
+            if failed := (yield from runs_of(self.tree, files, min(left, WHOLE))):
                 return failed[0]
         return None
 
@@ -364,7 +367,7 @@ def unsound(tests: Iterable[str], job: Job) -> list[str]:
     for interpreted in (False, True):
         chosen = [test for test in tests if is_interpreted(job.tree, test) is interpreted]
         if chosen:
-            job.start(Run(chosen, 4 * WHOLE, interpreted, all_failures=True))
+            job.start(Run(chosen, WHOLE, interpreted, all_failures=True))
             while (failed := job.outcome()) is None:
                 time.sleep(0.1)
             found += failed
@@ -420,7 +423,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--tests-from", type=Path, help="another folder of tests in place of the repository's")
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to take code and tests from")
     parser.add_argument("--quick", action="store_true", help="for survivors, leave out tests far from the module")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further test files after so many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="give a mutant up after so many")
     parser.add_argument("--missing", action="store_true", help="mutants that no test is recorded for")
     parser.add_argument("--compare", metavar="OLD", help="a caught.json or a git revision: show before and after")
     return parser.parse_args()
