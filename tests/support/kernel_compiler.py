@@ -3,8 +3,8 @@
 A stand-in driver names the GPU to compile for; the launchers are then called as they are, with tensors that have shapes
 and no memory, and every launch is a compilation. Registers, shared memory and machine code are read with the tools that
 triton brings. Run as a program (in a process of its own, without TRITON_INTERPRET, under which nothing compiles):
-`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel; with `few` behind it, one
-launch of each kind is compiled, in float16 for GPUs without bfloat16.
+`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel. `few` behind it compiles one launch of
+each kind; of GPUs other than sm_90 all launches around attention, in float16, which older GPUs have, too.
 """
 
 from __future__ import annotations
@@ -251,14 +251,14 @@ def main(capability: int, few: bool) -> None:
             seen.add(kernel.hash)
             print(json.dumps(about | resources(kernel)), flush=True)
 
-    half = "float16" if capability < 80 else "bfloat16"
+    half = "bfloat16" if capability == 90 or not few else "float16"
     for case in few_cases(half) if few else cases():
         for kernel in compiled_launches(functools.partial(attend, **case)):
             show(kernel, case | tile_of(**case))
     for product in few_products(half) if few else products():
         for kernel in compiled_launches(functools.partial(multiply, **product)):
             show(kernel, product)
-    for kernel in compiled_launches(functools.partial(others, getattr(torch, half), few)):
+    for kernel in compiled_launches(functools.partial(others, getattr(torch, half), few and capability == 90)):
         show(kernel, {})
 
 
