@@ -10,9 +10,10 @@ import torch
 from tiny import tiny_model
 
 import bass_core as bass
+from bass_core.draft_length import RowsView
 from bass_core.models import fingerprints
 from bass_core.policies import costs, policy_for
-from bass_core.policies.costs import CostModel, Table, costs_for, costs_like
+from bass_core.policies.costs import CostModel, StepSeconds, Table, costs_for, costs_like
 from bass_core.trace import Trace
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -111,6 +112,14 @@ def test_draft_phases():
     cost = made_up(draft_phases=None)  # drafts without a model cost no pass
     assert cost.draft(2, np.arange(3), 20).tolist() == [0, 0, 0]
     assert cost.step(2, 4, 20) == pytest.approx(cost.target(2, 5, 20) + cost.overhead(2, 4))
+
+
+@pytest.mark.parametrize(("attention", "kv_length"), [("pad", 640), ("ragged", 384)])
+def test_policies_look_up_the_kv_length_of_their_rows(attention, kv_length):
+    cost, ones = made_up(attention), np.ones(2, int)
+    for scale in (1, 2):
+        rows = RowsView(np.arange(2), ones, scale * np.array([128, 640]), ones, 99 * ones)
+        assert StepSeconds(cost, 4)(rows) == pytest.approx(cost.step(2, np.arange(5), scale * kv_length))
 
 
 # --- predictions ----------------------------------------------------------------------------------
