@@ -21,7 +21,7 @@ help: ## list these targets
 demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded models, checked and timed
 	$(BIN)/bass demo
 
-TEST = $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=20
+TEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations=25
 BASE ?= origin/main
 
 test: .venv/.installed-test ## run what a change can break, every lesson included, on all cores
