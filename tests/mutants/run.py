@@ -33,6 +33,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.with_name("support")))
+
+from import_graph import ImportGraph  # noqa: E402
+
 CAUGHT = HERE / "caught.json"
 LISTS = [HERE / f"{part}.txt" for part in ("core", "lab", "kernels")]
 SELF = "tests/mutants"
@@ -41,7 +45,7 @@ WHOLE = 3600  # seconds after which a pytest run is given up, and nothing is kno
 TOGETHER = 4  # test files in one pytest run
 NEAR = 2  # imports between a mutated module and a test file that --quick still runs
 FEWEST = 6  # test files that --quick runs at least
-INTERPRETED = "interpreted and not slow"
+INTERPRETED = "interpreted and not slow and not ci"
 ELSEWHERE = ("test_quantized",)  # `make test` leaves them out
 
 
@@ -92,75 +96,6 @@ def check_mutants(mutants: Iterable[Mutant], tree: Path) -> None:
 
 def mutated(mutant: Mutant, tree: Path) -> str:
     return (tree / mutant.file).read_text("utf-8").replace(mutant.right, mutant.wrong)
-
-
-# --- which tests first ----------------------------------------------------------------------------
-
-
-class Imports:
-    """The import graph of a tree: how many imports lie between each test file and a module."""
-
-    def __init__(self, tree: Path):
-        self.tree, self.lines = tree, {}
-        self.modules = {self._name(path): path for path in self._sources()}
-        self.public = self._public()
-        self.users: dict[str, set[str]] = {name: set() for name in self.modules}
-        for name, path in self.modules.items():
-            for used in self._used(path):
-                self.users[used].add(name)
-
-    def nearest(self, file: str) -> list[tuple[int, str]]:
-        """Return the test files that import a module, directly or through others, as (distance, path)."""
-        start = self._name(self.tree / file)
-        distance, edge = {start: 0}, [start]
-        while edge:
-            following = {user for name in edge for user in self.users[name]} - distance.keys()
-            distance |= dict.fromkeys(following, distance[edge[0]] + 1)
-            edge = sorted(following)
-        found = [(far, self._path(name)) for name, far in distance.items() if name.startswith("test_")]
-        return sorted(found, key=lambda each: (each[0], self.lines[each[1]]))
-
-    @property
-    def tests(self) -> list[str]:
-        return [self._path(name) for name in self.modules if name.startswith("test_")]
-
-    def _path(self, name: str) -> str:
-        return self.modules[name].relative_to(self.tree).as_posix()
-
-    def _sources(self) -> list[Path]:
-        folders = [self.tree / each for each in ("bass_core", "bass_lab", "kernels", "tests")]
-        paths = [path for folder in folders for path in folder.rglob("*.py")]
-        return [path for path in paths if path.stem not in ELSEWHERE]
-
-    def _name(self, path: Path) -> str:
-        """Return the name under which a file is imported; test files and their support have their stem."""
-        parts = path.relative_to(self.tree).with_suffix("").parts
-        if parts[0] == "tests":
-            return parts[-1]
-        parts = parts[1:] if parts[0] == "kernels" else parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    def _public(self) -> dict[str, str]:
-        """Return the module of each name that `bass_core` has."""
-        tree = ast.parse((self.tree / "bass_core/__init__.py").read_text("utf-8"))
-        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
-        return {name.name: node.module for node in imports for name in node.names}
-
-    def _used(self, path: Path) -> set[str]:
-        text = path.read_text("utf-8")
-        self.lines[path.relative_to(self.tree).as_posix()] = text.count("\n")
-        found, nodes = set(), list(ast.walk(ast.parse(text)))
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                found |= {name.name for name in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-                found |= (
-                    {self.public.get(name.name, "") for name in node.names} if node.module == "bass_core" else set()
-                )
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "bass":
-                found.add(self.public.get(node.attr, ""))
-        return found & self.modules.keys() - ({"bass_core"} if path.name.startswith("test_") else set())
 
 
 # --- pytest runs ----------------------------------------------------------------------------------
@@ -285,7 +220,7 @@ class Hunt:
 
     def __init__(self, tree: Path, known: dict[str, str | None], within: list[str] | None, quick: bool, seconds: float):
         self.tree, self.known, self.within, self.quick, self.seconds = tree, known, within, quick, seconds
-        self.imports = Imports(tree)
+        self.imports = ImportGraph(tree, leave_out=ELSEWHERE)
 
     def of(self, mutant: Mutant) -> Generator[Run, list[str], str | None]:
         """Yield pytest runs until one fails; return the test that failed."""
@@ -418,7 +353,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", metavar="TEXT", action="append", help="mutants whose name contains TEXT")
     parser.add_argument("--list", action="store_true", help="list the mutants and their tests, run nothing")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time, each in a copy of its own")
-    parser.add_argument("--python", help="the interpreter to run with")
     parser.add_argument("--tests", nargs="+", help="test files or folders to run, no others")
     parser.add_argument("--tests-from", type=Path, help="another folder of tests in place of the repository's")
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout to take code and tests from")
@@ -471,8 +405,6 @@ def within(arguments: argparse.Namespace, tree: Path) -> list[str] | None:
 
 def main() -> int:
     arguments = options()
-    if arguments.python and os.path.realpath(arguments.python) != os.path.realpath(sys.executable):
-        os.execv(arguments.python, [arguments.python, *sys.argv])
     every, known = load_mutants(), recorded(CAUGHT) if CAUGHT.exists() else {}
     check_mutants(every, arguments.tree)
     mutants = chosen(every, arguments, known)
