@@ -47,10 +47,6 @@ def test_reads_of_the_three_kernels():
     assert [accounting.keys_wasted(reads, LENGTHS) for reads in (pad, split, ragged)] == [7, 0, 0]
 
 
-def test_keys_beyond_a_row_are_wasted():
-    assert accounting.keys_wasted([Read(0, 0, 4), Read(0, 4, 8), Read(0, 8, 16)], [5]) == 11
-
-
 def test_launches_are_serial_and_programs_take_the_first_free_worker():
     assert accounting.finish([Read(0, 0, 4), Read(1, 0, 3), Read(2, 0, 2)], workers=2) == 5
     assert accounting.finish([Read(0, 0, 4), Read(1, 0, 3, launch=1)], workers=2) == 7
