@@ -28,7 +28,8 @@ def test_every_part_of_the_key_changes_the_numbers():
     for other in (keys(seed=1), keys(counter=4), keys(purpose=Purpose.ACCEPT)):
         assert (randomness.uniform(other) != base).all()
     assert len(base.unique()) == base.numel()
-    assert len({randomness.stream(seed, 0) for seed in (-1, 0, 1, 2**63, 2**64 + 7)}) == 5
+    seeds = (-1, 0, 1, 2**63, 2**64 + 7)
+    assert len({randomness.stream(seed, row) for seed in seeds for row in range(5)}) == 25
 
 
 def test_step_keys_give_the_numbers_of_single_keys():
