@@ -86,7 +86,7 @@ def generate(
         "num_return_sequences": num_return_sequences, "draft_length": draft_length, "verification": verification,
         "attention": attention, "compile": compile, "stop": stop or (),
     }  # fmt: skip
-    coloured, interrupted = show_accepted and _is_terminal(sys.stdout), False
+    coloured, interrupted = show_accepted and is_terminal(sys.stdout), False
     if len(asked) * num_return_sequences == 1 and not coloured and not as_json:
         out = terminal.stream(pair, asked, **options)
     else:
@@ -128,10 +128,10 @@ def _document(prompts: list[PromptLike], out: Generation) -> dict[str, Any]:
 def _standard_input() -> str:
     """All of it, as one prompt. Raises BadParameter without one and at a terminal, where nobody knows that they are to
     type."""
-    if sys.stdin is None or _is_terminal(sys.stdin):
+    if sys.stdin is None or is_terminal(sys.stdin):
         raise typer.BadParameter("give a prompt, or pipe one into standard input", param_hint="PROMPT")
     return sys.stdin.read()
 
 
-def _is_terminal(stream) -> bool:
+def is_terminal(stream) -> bool:
     return stream is not None and stream.isatty()

@@ -1,4 +1,4 @@
-"""Malformed calls of every command: one line and exit code 2 within seconds, before any work, and never a traceback."""
+"""Malformed calls of every command end before the work with one line, exit code 2 and no traceback."""
 
 import gzip
 import os
@@ -26,24 +26,12 @@ from bass_lab.sweep.run_process import RunProcess
 ROOT = Path(__file__).parents[2]
 COMMANDS = typer.main.get_command(main.app).commands
 CALLS = 400
-NUMBERS = (
-    "-1",
-    "0",
-    "1",
-    "2",
-    "3.5",
-    "1e400",
-    "inf",
-    "-inf",
-    "nan",
-    "1e-320",
-    "999999",
-    *map(str, (2**31, 2**63, -(2**63))),
-)
+SIZES = [str(sign * 2**bits) for sign, bits in ((1, 31), (1, 63), (-1, 63))]
+NUMBERS = ["-1", "0", "1", "2", "3.5", "1e400", "inf", "-inf", "nan", "1e-320", "999999", *SIZES]
 
 
 class WorkBegins(BaseException):
-    """A call passed all checks: its first forward pass, notebook or run would come now."""
+    """A call passed all checks: its first forward pass, notebook or run begins."""
 
 
 class TooLong(BaseException):
@@ -62,12 +50,12 @@ def nothing_works(monkeypatch):
         (doctor, "_devices"),
     ):
         monkeypatch.setattr(owner, name, begin)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # settled: no look at the machine
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # no thread trial
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, str]:
-    """Names of things in a folder that are not what a command asks for."""
+    """Files and folders of the wrong kind, by name."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "folder").mkdir()
     (folder / "text").write_text("no JSON\n")
@@ -87,7 +75,7 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 @contextmanager
 def bounded(seconds: int, gigabytes: int) -> Iterator[None]:
-    """So much time and so much more memory."""
+    """Limit the time and the additional memory."""
 
     def stop(*_):
         raise TooLong(f"after {seconds} s")
@@ -105,7 +93,7 @@ def bounded(seconds: int, gigabytes: int) -> Iterator[None]:
 
 
 def call(arguments: list[str]) -> Result | None:
-    """How a call ended; None if its work would begin."""
+    """Return the result of a call, or None where its work would begin."""
     try:
         with bounded(seconds=20, gigabytes=6):
             return CliRunner().invoke(main.app, arguments, input="def f(x):\n")
@@ -114,7 +102,7 @@ def call(arguments: list[str]) -> Result | None:
 
 
 def fault(result: Result | None) -> str | None:
-    """What is wrong with how a call ended."""
+    """Return the fault in how a call ended."""
     if result is None:
         return None
     if not isinstance(result.exception, SystemExit | None):
@@ -130,7 +118,7 @@ def fault(result: Result | None) -> str | None:
 
 
 def hostile_calls(files: dict[str, str]) -> Iterator[list[str]]:
-    """For each command its own options, one to three of them, with values of their kind and of others."""
+    """For each command one to three of its options, with values of their kind and of others."""
     chance = random.Random(22)
     texts = ["", " ", "abc", "x" * 5000, "ä\udc80", "../..", "-", "=", "a=1,2", *files.values()]
     for number in range(CALLS):
@@ -148,7 +136,7 @@ def hostile_calls(files: dict[str, str]) -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-def test_no_malformed_call_of_any_command_ends_in_a_traceback(files, tmp_path, monkeypatch):
+def test_malformed_calls_end_without_a_traceback(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -162,7 +150,7 @@ def test_no_malformed_call_of_any_command_ends_in_a_traceback(files, tmp_path, m
         ends[end] = ends.get(end, 0) + 1
     print(f"{CALLS} calls in {time.monotonic() - began:.0f} s ended with {ends}")
     assert not faults, "\n".join(faults)
-    assert ends[2] > CALLS / 2 and ends["work begins"] > CALLS / 50  # most were refused, and not all at the first check
+    assert ends[2] > CALLS / 2 and ends["work begins"] > CALLS / 50
 
 
 REFUSED = {
@@ -172,19 +160,17 @@ REFUSED = {
     ("bench", "--max-new-tokens", "1500"): "beyond the target model's context",
     ("bench", "--methods", "fast"): "methods must",
     ("bench", "--record", "folder"): "no regular file",
-    ("bench", "--record", "full", "--check-only"): "no regular file",
     ("calibrate", "--seconds", "inf"): "finite",
+    ("calibrate", "--target", "text"): "cannot load",
     ("calibrate", "--output", "under a file"): "nothing can be written into",
     ("calibrate", "--output", "folder"): "no regular file",
     ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
-    ("record", "/proc/x.npz"): "nothing can be written into",
     ("record", "under a file"): "nothing can be written into",
     ("bench", "--record", "under a file"): "nothing can be written into",
     ("record", "folder"): "no regular file",
     ("eval", "--budgets", "inf"): "finite",
     ("eval", "--cut-off", "nan"): "--cut-off",
     ("eval", "--problems", "folder"): "no regular file",
-    ("eval", "--problems", "full"): "no regular file",
     ("eval", "--problems", "none.jsonl.gz"): "gzip",
     ("eval", "--problems", "bad.jsonl.gz"): "no file of JSON lines",
     ("eval", "--problems", "deep.jsonl"): "recursion",
@@ -196,28 +182,44 @@ REFUSED = {
     ("nosuch",): "No such command",
     ("verify", "--target", "text"): "cannot load",
     ("verify", "-t", "model"): "cannot load",
+    ("verify", "--prompt", ""): "a prompt is empty",
+    ("verify", "--dtype", "float7"): "dtype",
     ("verify", "model"): "models are named by --target NAME and --draft NAME",
     ("record", "x.npz", "model"): "models are named by --target NAME and --draft NAME",
     ("demo", "surplus"): "unexpected argument 'surplus'",
-    ("notebooks", "99"): "there is no lesson 99; there are 00, 01,",
+    ("notebooks", "3", "99"): "there is no lesson 99; there are 00, 01,",
     ("generate", "x", "--input", "text"): "leave one out",
     ("generate", "--input", "nosuch"): "does not exist",
     ("generate", "--input", "bytes.jsonl"): "bytes.jsonl",
     ("generate", "--input", "empty.jsonl"): "prompts is empty",
     ("generate", "x", "--device", "banana"): "device must be a device",
+    ("generate", "x", "--temperature=-1"): "temperature must be",
+    ("generate", "x", "--top-p=0"): "top_p must be",
+    ("generate", "x", "--max-new-tokens=-1"): "max_new_tokens must be >= 0",
+    ("generate", "x", "--max-new-tokens=5000"): "context of",
+    ("generate", "x", "--num-return-sequences=0"): "num_return_sequences must be >= 1",
+    ("generate", "x", "--draft-length=-1"): "draft",
+    ("generate", "x", "--verification=blok"): "verification must be one of",
+    ("generate", "x", "--attention=flash"): "attention must be one of",
+    ("generate", "x", "--stop="): "empty string",
+    ("generate", "x", "--target=/nowhere"): "cannot load",
+    ("generate", "x", "--draft=/nowhere"): "without a target",
+    ("generate", ""): "a prompt is empty",
+    ("generate", "caf\udce9"): "a prompt is not valid UTF-8: half a character stands at place 3",
+    ("record", "x.npz", "--prompts", "other"): "prompt_set must be one of mini, library, *.jsonl, *.jsonl.gz; got",
     ("generate", "--input", "folder"): "is a directory",
     ("generate", "x", "--chat"): "chat template",
     ("generate", "x", "--json", "--show-accepted"): "leave out --show-accepted",
 }
 
 
-@pytest.mark.parametrize(("arguments", "reason"), REFUSED.items(), ids=lambda value: " ".join(value)[:60])
-def test_what_cannot_be_done_is_refused_in_one_line_before_the_work(files, monkeypatch, arguments, reason):
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED.items(), ids=lambda value: ascii(value)[:60])
+def test_refusal_is_one_line_before_the_work(files, monkeypatch, arguments, reason):
     monkeypatch.chdir(ROOT)
     result = call([files.get(argument, argument) for argument in arguments])
     assert result is not None, "the work began"
-    assert fault(result) is None and result.exit_code == 2
-    assert reason in result.stderr
+    assert fault(result) is None and result.exit_code == 2 and reason in result.stderr
+    assert result.stdout == "" or arguments[0] == "demo"
 
 
 # --- the program itself ---------------------------------------------------------------------------
@@ -230,21 +232,17 @@ def bass(*arguments, module="bass_lab.cli", environment=(), **options):
     return subprocess.run(command, text=True, env=surroundings, timeout=120, **options)
 
 
-@pytest.mark.parametrize("module", ["bass_lab.cli", "bass_lab.cli.main"])
-def test_program_runs_as_a_module(module):
-    done = bass("record", "--help", module=module)
+def test_program_runs_as_a_module():
+    done = bass("record", "--help", module="bass_lab.cli.main")
     assert done.returncode == 0 and "Usage: bass record" in done.stdout
-    assert bass("nosuch", module=module).returncode == 2
 
 
-HEAVY = ("torch", "transformers", "pandas", "numpy", "tqdm", "rich")  # what help and completion need not wait for
+HEAVY = ("torch", "transformers", "pandas", "numpy", "tqdm", "rich")  # not needed by help and completion
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["-h"], ["generate", "-h"], ["sweep", "--help"], ["--version"]], ids=" ".join
-)
-def test_help_imports_nothing_heavy(arguments):
-    code = f"from bass_lab.cli.main import app; import sys\napp({arguments}, standalone_mode=False)\n"
+def test_help_imports_nothing_heavy():
+    calls = ["--help"], ["-h"], ["generate", "-h"], ["sweep", "--help"], ["--version"]
+    code = f"from bass_lab.cli.main import app; import sys\nfor call in {calls}: app(call, standalone_mode=False)\n"
     code += f"print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "[]", done.stderr
@@ -258,7 +256,7 @@ def test_help_fits_80_columns(monkeypatch):
         assert "..." not in text.replace("[...]", "").replace("]...", ""), f"bass {name}: a sentence was cut"
 
 
-def test_every_command_that_takes_models_names_them_by_the_same_options():
+def test_commands_name_models_by_the_same_options():
     named = {"target": ["--target", "-t"], "draft": ["--draft", "-d"]}
     found = {name: {p.name: p for p in command.params} for name, command in COMMANDS.items()}
     taking = {name for name, options in found.items() if "target" in options}
@@ -274,20 +272,20 @@ def test_a_shell_completes_commands_and_options():
     assert done.stdout.split() == ["--draft", "--dtype", "--device"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["sweep", "--help"]], ids=" ".join)
-def test_output_that_cannot_be_written_is_one_line(arguments):
+@pytest.mark.parametrize("arguments", [["--help"], ["sweep", "--help"]], ids=" ".join)
+def test_full_disk_is_one_line(arguments):
     with Path("/dev/full").open("w") as full:
         done = bass(*arguments, stdout=full)
     assert done.returncode == 2 and done.stderr == "error: [Errno 28] No space left on device\n"
 
 
-def test_no_standard_input_at_all_is_one_line():
+def test_closed_standard_input_is_one_line():
     done = bass("generate", stdin=None, preexec_fn=lambda: os.close(0))
     assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: ")
     assert "give a prompt" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_fault_of_ours_is_called_one_and_can_be_shown(monkeypatch):
+def test_internal_fault_is_named_and_debug_shows_it(monkeypatch):
     def broken(*arguments, **options):
         raise KeyError("nowhere")
 
@@ -301,15 +299,15 @@ def test_a_fault_of_ours_is_called_one_and_can_be_shown(monkeypatch):
 
 @pytest.fixture
 def heeded():
-    """Ctrl-C is not ignored by the programs that a test starts, as it is where the tests run in the background."""
+    """Programs started by a test obey Ctrl-C, also where the tests run in the background."""
     found = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, found)
 
 
 @pytest.mark.usefixtures("heeded")
-@pytest.mark.parametrize("seconds", [0.5, 1.5, 4])
-def test_ctrl_c_early_in_a_command_ends_it_without_a_traceback(seconds):
+@pytest.mark.parametrize("seconds", [0.5, 2.5])
+def test_early_ctrl_c_ends_a_command_without_a_traceback(seconds):
     command = [sys.executable, "-m", "bass_lab.cli", "eval", "--limit", "1"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     time.sleep(seconds)
@@ -319,7 +317,7 @@ def test_ctrl_c_early_in_a_command_ends_it_without_a_traceback(seconds):
 
 
 @pytest.mark.usefixtures("heeded")
-def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
+def test_ctrl_c_in_notebooks_ends_the_kernel_without_a_traceback(tmp_path):
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "pyproject.toml").write_text('name = "bass-hands-on"')
     mark = tmp_path / "kernel"
@@ -339,7 +337,7 @@ def test_ctrl_c_in_notebooks_ends_the_kernel_and_leaves_no_traceback(tmp_path):
     assert not Path("/proc", mark.read_text()).exists()
 
 
-def test_program_that_was_told_to_ignore_ctrl_c_goes_on_ignoring_it():
+def test_ignored_ctrl_c_stays_ignored():
     for before, after in ((signal.SIG_IGN, signal.SIG_IGN), (signal.default_int_handler, common._at_interrupt)):
         found = signal.signal(signal.SIGINT, before)
         try:
