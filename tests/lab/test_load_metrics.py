@@ -1,6 +1,7 @@
-"""Load: the moments of arrivals, metrics against figures worked by hand, files, the highest load, accuracy in time."""
+"""Load: arrivals, files of workloads, metrics by hand, the highest load, accuracy in time."""
 
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -24,12 +25,12 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 
 @pytest.mark.parametrize("burst", [1.0, 4.0])
-def test_arrivals_have_their_rate_and_vary_as_they_say(burst):
-    rate, span, runs = 5.0, 100.0, 400
+def test_arrivals_have_their_rate_and_variance(burst):
+    rate, span, runs = 5.0, 100.0, 200
     counts = []
     for seed in range(runs):
-        times = Poisson(rate, burst).times(2000, np.random.default_rng(seed))
-        assert (np.diff(times) >= 0).all() and len(times) == 2000 and times[-1] > span
+        times = Poisson(rate, burst).times(1000, np.random.default_rng(seed))
+        assert (np.diff(times) >= 0).all() and len(times) == 1000 and times[-1] > span
         counts.append((times < span).sum())
     error = np.sqrt(rate * span * (2 * burst - 1) / runs)
     assert abs(np.mean(counts) - rate * span) < 4 * error
@@ -37,7 +38,7 @@ def test_arrivals_have_their_rate_and_vary_as_they_say(burst):
     assert np.var(counts, ddof=1) / (rate * span) == pytest.approx(2 * burst - 1, rel=4 * np.sqrt(2 / runs))
 
 
-def test_bursts_have_their_mean_size_and_plain_arrivals_come_one_by_one():
+def test_bursts_have_their_mean_size():
     times = Poisson(10.0, 4.0).times(20_000, np.random.default_rng(0))
     sizes = np.unique(times, return_counts=True)[1]
     assert sizes.mean() == pytest.approx(4, rel=0.05) and (sizes == 1).mean() == pytest.approx(0.25, abs=0.02)
@@ -46,14 +47,14 @@ def test_bursts_have_their_mean_size_and_plain_arrivals_come_one_by_one():
     assert gaps.min() > 0 and gaps.mean() == pytest.approx(0.1, rel=0.03) and gaps.std() == pytest.approx(0.1, rel=0.03)
 
 
-def test_lengths_are_drawn_from_what_is_given():
+def test_lengths_are_drawn_from_a_range_or_a_list():
     drawn = Workload.draw(Poisson(1), 4000, max_new_tokens=range(16, 65)).requests.max_new_tokens
     assert (drawn.min(), drawn.max()) == (16, 64) and drawn.mean() == pytest.approx(40, abs=1)
     seen = Workload.draw(Poisson(1), 4000, max_new_tokens=[1, 1, 1, 9]).requests.max_new_tokens
     assert set(seen) == {1, 9} and (seen == 1).mean() == pytest.approx(0.75, abs=0.03)
 
 
-def test_what_is_asked_does_not_depend_on_when():
+def test_requests_do_not_depend_on_arrivals():
     slow, fast = (Workload.draw(Poisson(rate, burst), 50, seed=3) for rate, burst in ((1, 1), (9, 4)))
     columns = ["prompt", "number", "max_new_tokens", "seed"]
     pd.testing.assert_frame_equal(slow.requests[columns], fast.requests[columns])
@@ -92,16 +93,13 @@ def recorded(tmp_path, *lines, **options):
     return Workload.load(path, **options).requests
 
 
-def test_a_recorded_list_with_prompts_counts_from_its_first_arrival_too(tmp_path):
+def test_recorded_arrivals_count_from_the_first(tmp_path):
     found = recorded(tmp_path, {"arrived": 1.7e9 + 2, "prompt": "b"}, {"arrived": 1.7e9, "prompt": "a"})
     assert found.arrived.tolist() == [0, 2] and found.prompt.tolist() == ["a", "b"]
-
-
-def test_times_of_day_are_taken(tmp_path):
     assert recorded(tmp_path, {"arrived": "12:00:01"}, {"arrived": "12:00:03.5"}).arrived.tolist() == [0, 2.5]
 
 
-def test_what_a_list_says_of_its_requests_stays(tmp_path):
+def test_recorded_seeds_and_prompt_numbers_are_kept(tmp_path):
     lines = [{"arrived": number, "seed": 40 + number, "number": 2 - number} for number in range(3)]
     found = recorded(tmp_path, *lines, prompts=["a", "b", "c"])
     assert found.seed.tolist() == [40, 41, 42] and found.prompt.tolist() == ["c", "b", "a"]
@@ -109,33 +107,33 @@ def test_what_a_list_says_of_its_requests_stays(tmp_path):
         recorded(tmp_path, *lines, prompts=["a", "b"])
 
 
+COMMON = '{"arrived": 1.0, "max_new_tokens": '
+
+
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("name", "text", "said"),
     [
-        ('{"arrived": 1.0}\n', "lacks max_new_tokens"),
-        ('{"arrived": 1.0, "max_new_tokens": 0}\n', "max_new_tokens must be >= 1"),
-        ('{"arrived": 1.0, "max_new_tokens": 2, "deadline": -1}\n', "deadline must be seconds > 0"),
-        ("no JSON\n", "holds no workload"),
-        ("[1]\n", "holds no workload"),
-        ("", "it lacks arrived; it has nothing"),
-        ('{"arrived": "noon", "max_new_tokens": 2}', "seconds, ISO dates or times of day, got 'noon'"),
-        (
-            '{"arrived": 1.0, "max_new_tokens": 2}\n{"arrived": 2.0, "max_new_tokens": null}\n',
-            "request 1 has no max_new_tokens",
-        ),
+        ("load.jsonl", '{"arrived": 1.0}\n', "lacks max_new_tokens"),
+        ("load.jsonl", COMMON + "0}\n", "max_new_tokens must be >= 1"),
+        ("load.jsonl", COMMON + '2, "deadline": -1}\n', "deadline must be seconds > 0"),
+        ("load.jsonl", "no JSON\n", "holds no workload"),
+        ("load.jsonl", "[1]\n", "holds no workload"),
+        ("load.jsonl", "", "it lacks arrived; it has nothing"),
+        ("load.jsonl", '{"arrived": "noon", "max_new_tokens": 2}', "seconds, ISO dates or times of day, got 'noon'"),
+        ("load.jsonl", f"{COMMON}2}}\n{COMMON}null}}\n", "request 1 has no max_new_tokens"),
+        ("load.csv", "arrived,max_new_tokens,prompt\n0,4,a\n1,4,\n", "request 1 has no prompt"),
+        ("load.csv", "arrived,max_new_tokens\n0,8\n1,x\n", "Unable to parse string 'x' at position 1"),
     ],
 )
-def test_files_that_are_no_workload_are_refused(tmp_path, text, said):
-    path = tmp_path / "load.jsonl"
+def test_wrong_files_are_refused(tmp_path, name, text, said):
+    path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ValueError, match=f"load.jsonl holds no workload.*|{said}") as error:
+    with pytest.raises(ValueError, match=re.escape(said)):
         Workload.load(path)
-    assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_impossible_arguments_are_refused():
+    for wrong in (
         lambda: Poisson(0),
         lambda: Poisson(1, 0.5),
         lambda: Workload.draw(Poisson(1), 0),
@@ -144,11 +142,9 @@ def test_files_that_are_no_workload_are_refused(tmp_path, text, said):
         lambda: Target(),
         lambda: Target(between_ms=-1),
         lambda: Target(first_ms=1, share=0),
-    ],
-)
-def test_what_cannot_be_meant_is_refused(wrong):
-    with pytest.raises(ValueError):
-        wrong()
+    ):
+        with pytest.raises(ValueError):
+            wrong()
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -175,14 +171,14 @@ def test_metrics_of_requests_by_hand():
     found = run.latencies
     assert found.queue_ms.tolist() == pytest.approx([50, 50])
     assert found.first_ms.tolist() == pytest.approx([100, 500])
-    assert found.between_ms[0] == pytest.approx(800 / 4) and np.isnan(found.between_ms[1])  # one token: nothing between
+    assert found.between_ms[0] == pytest.approx(800 / 4) and np.isnan(found.between_ms[1])
     assert found.end_ms.tolist() == pytest.approx([900, 500]) and found.late.tolist() == [True, False]
     assert run.gaps.gap_ms.tolist() == pytest.approx([200, 600])
     assert run.met(Target(between_ms=300)).tolist() == [False, True]  # the first was late
     assert run.met(Target(first_ms=499)).tolist() == [False, False]
 
 
-def test_percentiles_are_the_least_value_that_so_many_do_not_exceed():
+def test_percentiles_by_hand():
     run = run_of(np.arange(100) + np.arange(1, 101) / 1e3 + 0.1)  # ends 101, 102, … 200 ms after arrival
     assert [run.quantile("end_ms", share, 0) for share in (0.5, 0.95, 0.99, 1)] == pytest.approx([150, 195, 199, 200])
     found = run.summary(warm_up=0).value["end_ms"]
@@ -195,7 +191,7 @@ def test_percentiles_are_the_least_value_that_so_many_do_not_exceed():
 def test_rates_by_hand():
     steps = [
         (0.0, 1.0, "prefill", 2, 0.0, 0, 0, 2),
-        (1.0, 3.0, "decode", 2, 3.0, 6, 3, 4),  # of 5, one came behind the end
+        (1.0, 3.0, "decode", 2, 3.0, 6, 3, 4),  # one of the five is beyond the end
         (3.0, 5.0, "decode", 1, 1.0, 1, 1, 2),
     ]
     run = run_of([5.0, 10.0], arrived=[0.0, 1.0], first=[1.0, 1.5], steps=steps)
@@ -208,34 +204,40 @@ def test_rates_by_hand():
     assert found["late", "share"] == 0
 
 
-def test_a_request_without_an_answer_is_the_slowest():
+def test_failed_request_counts_as_the_slowest():
     run = run_of([1.0, np.nan], first=[0.1, np.nan], reasons=["length", "error"], tokens=[5, 0])
     assert run.quantile("first_ms", 0.5, 0) == pytest.approx(100) and run.quantile("first_ms", 0.99, 0) == np.inf
     assert not run.holds(Target(first_ms=1e6), 0) and run.met(Target(first_ms=1e6)).tolist() == [True, False]
     assert run.summary(warm_up=0).value["first_ms", "p99"] == np.inf
 
 
-def test_intervals_hold_what_they_promise():
-    """Of independent requests the interval of the mean holds the true one about 95 times of 100."""
+def test_intervals_contain_the_true_mean():
+    """The interval of the mean of independent requests contains the true mean in about 95 of 100 cases."""
     held = 0
-    for seed in range(100):
+    for seed in range(60):
         drawn = np.random.default_rng(seed).exponential(size=200)
-        line = (
-            run_of(np.arange(200) + drawn, pieces=[]).summary(warm_up=0, resamples=300, seed=seed).loc["end_ms", "mean"]
-        )
+        run = run_of(np.arange(200) + drawn, pieces=[])
+        line = run.summary(warm_up=0, resamples=300, seed=seed).loc["end_ms", "mean"]
         held += line.low <= 1000 <= line.high
-    assert 85 <= held <= 99
+    assert 51 <= held <= 59
 
 
-def test_a_run_tells_itself_in_a_line():
-    assert repr(run_of([0.5, 1.5])).startswith("LoadRun(2 requests at 2/s; p50 / p99 in ms: first token 100 / 100")
+def test_intervals_of_correlated_requests_are_wider():
+    drawn = np.repeat(np.random.default_rng(0).exponential(size=20), 10)
+
+    def width(values):
+        run = run_of(np.arange(200) + values, pieces=[])
+        line = run.summary(warm_up=0, resamples=300).loc["end_ms", "mean"]
+        return line.high - line.low
+
+    assert width(drawn) > 2 * width(np.random.default_rng(1).permutation(drawn))
 
 
 # --- the highest load -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [0.01, 1.0, 300.0])
-def test_the_highest_load_is_found_by_bisection(first):
+@pytest.mark.parametrize("first", [0.01, 300.0])
+def test_highest_load_is_found_by_bisection(first):
     rates = []
 
     def run(rate):
@@ -253,10 +255,10 @@ def test_the_highest_load_is_found_by_bisection(first):
     assert always.rate == 1000 and always.missed == np.inf
 
 
-def test_the_simulators_highest_load_is_that_of_its_queue():
-    """Service of one second at one place: waits of p99 at a given load are those of M/D/1, so that it ends near 1/s."""
+def test_highest_load_of_the_simulator_is_that_of_its_queue():
+    """A service of one second with one place is an M/D/1 queue."""
     trace = AcceptanceTrace.synthetic(alpha=0.5, length=1, sequences=1)
-    drawn = Workload.draw(Poisson(1.0), 3000, prompts=["a"], max_new_tokens=1)
+    drawn = Workload.draw(Poisson(1.0), 1500, prompts=["a"], max_new_tokens=1)
     serve = {"max_batch_size": 1, "prefill": lambda rows, tokens: 1.0}
     found = load.highest_load(
         lambda rate: load.simulate(drawn.at_rate(rate), trace, Linear(), **serve), Target(end_ms=9000)
@@ -265,10 +267,10 @@ def test_the_simulators_highest_load_is_that_of_its_queue():
     assert 0.6 < found.rate < 0.9
 
 
-def test_what_is_measured_is_a_line_of_a_record():
+def test_measurement_is_a_valid_record():
     cost = Linear(per_draft=0.02, attention="eager")
     trace = AcceptanceTrace.synthetic(alpha=0.8, length=32, sequences=8)
-    drawn = Workload.draw(Poisson(1.0), 60, max_new_tokens=32)
+    drawn = Workload.draw(Poisson(1.0), 30, max_new_tokens=32)
     ways = {"none": 0, "default": bass.Goodput(cost)}
     found = measure(lambda asked, way: load.simulate(asked, trace, cost, draft_length=ways[way]), drawn)
     assert found["ratio"] == found["highest"]["default"] / found["highest"]["none"] > 1.3
@@ -283,19 +285,17 @@ def test_runs_are_compared_metric_by_metric():
     slow, fast = run_of(np.arange(40) + 0.5), run_of(np.arange(40) + 0.3)
     found = {line["metric"]: line for line in side_by_side(slow, fast)}
     assert found["end_ms p99"]["ratio"] == pytest.approx(0.6) and found["first_ms p50"]["ratio"] == pytest.approx(1)
-    found = {line["metric"]: line for line in side_by_side(slow, slow, fast)}  # costs before it, and after it
+    found = {line["metric"]: line for line in side_by_side(slow, slow, fast)}  # against runs before and after
     assert found["end_ms p99"]["ratio"] == pytest.approx(0.8)
-    # five rows at once take a prefill and 4 steps of 1 s each; the very first row is met, and prefilled, alone: 41 s
+    # five rows take a prefill and 4 steps of 1 s each; the first row is prefilled alone: 41 s
     drawn = Workload.draw(Poisson(1.0), 40, max_new_tokens=5)
     trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
     serve = {"max_batch_size": 5, "prefill": lambda rows, tokens: 1.0}
-    assert bearable_rate(lambda asked: simulate(asked, trace, Linear(), **serve), drawn) == pytest.approx(
-        40 / 41, rel=1e-3
-    )
+    rate = bearable_rate(lambda asked: simulate(asked, trace, Linear(), **serve), drawn)
+    assert rate == pytest.approx(40 / 41, rel=1e-3)
 
 
-def test_what_is_bearable_is_counted_in_requests_that_were_served():
-    """Deadlines, after which most of those that come at once have left, do not make a server faster."""
+def test_bearable_rate_counts_served_requests():
     trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
     serve = partial(simulate, trace=trace, cost=Linear(), max_batch_size=5, prefill=lambda rows, tokens: 1.0)
     rates = [
@@ -308,7 +308,7 @@ def test_what_is_bearable_is_counted_in_requests_that_were_served():
         bearable_rate(lambda asked: refusing, Workload.draw(Poisson(1.0), 40))
 
 
-def test_a_run_of_which_nothing_is_left_is_told_all_the_same():
+def test_run_without_served_requests_has_a_summary():
     trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
     drawn = Workload.draw(Poisson(1.0), 10, max_new_tokens=5, deadline=1e-6)
     found = simulate(drawn, trace, Linear(), max_batch_size=1, prefill=lambda rows, tokens: 100.0)
@@ -347,7 +347,7 @@ def test_answers_in_time_by_hand():
     assert late.pass_first == 0.5 and late.answered == 1 and late.p99_ms == pytest.approx(4500)
 
 
-def test_rows_that_were_cut_off_keep_the_server_until_the_answer_is_given():
+def test_cut_off_rows_occupy_the_server_until_the_answer():
     ways = {"cut": samples((1.0, np.nan), (np.nan, np.nan))}
     found = load.front(asked(0.0, 0.0), ways, [10.0]).iloc[0]
     assert found.p50_ms == pytest.approx(10_000) and found.p99_ms == pytest.approx(20_000) and found.answered == 0.5
@@ -357,7 +357,7 @@ def test_rows_that_were_cut_off_keep_the_server_until_the_answer_is_given():
         load.front(asked(0.0), ways)
 
 
-def test_another_way_may_take_over_for_those_that_waited():
+def test_another_method_serves_the_tail():
     ways = {"slow": samples((1.0, 3.0), (2.0, 4.0)), "fast": samples((0.1, 0.2), (0.1, 0.2), passed=((True,) * 2,) * 2)}
     found = load.front(asked(0.0, 1.0), ways, tail="fast")
     assert found[found.way == "slow"].p99_ms.item() == pytest.approx(3000)
@@ -373,18 +373,17 @@ def bass_load(*words):
     return CliRunner().invoke(main.app, ["load", *words])
 
 
-def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
+def test_command_simulates_within_80_columns(tmp_path):
     saved = str(tmp_path / "load.jsonl")
-    done = bass_load("--simulate", "h100", "--rate", "40", "--count", "60", "--between-ms", "9", "--save", saved)
+    done = bass_load("--simulate", "h100", "--rate", "40", "--count", "30", "--between-ms", "9", "--save", saved)
     assert done.exit_code == 0 and "p99" in done.output and "goodput_per_s" in done.output
     assert "simulated by costs of NVIDIA H100" in " ".join(done.output.split())
     assert max(map(len, done.stdout.splitlines())) <= 80
     again = bass_load("--simulate", "h100", "--workload", saved, "--json")
     found = json.loads(again.stdout)
-    assert found["served"] == "simulated" and len(found["metrics"]) > 20 and "60 requests" in found["workload"]
-    best = json.loads(
-        bass_load("--simulate", "h100", "--count", "60", "--highest", "--first-ms", "30", "--json").stdout
-    )
+    assert found["served"] == "simulated" and len(found["metrics"]) > 20 and "30 requests" in found["workload"]
+    best = bass_load("--simulate", "h100", "--count", "30", "--highest", "--first-ms", "30", "--json")
+    best = json.loads(best.stdout)
     assert f"requests at {best['rate']:.3g}/s" in best["workload"]
     assert best["rate"] > 10 and all(line["held"] == (line["rate"] <= best["rate"]) for line in best["tried"])
 
@@ -396,7 +395,6 @@ def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
         (("--url", "http://x", "--draft-length", "0"), "--url does not take --draft-length"),
         (("--model", "x"), "without --url does not take --model"),
         (("--simulate", "here", "--temperature", "1"), "does not take --temperature"),
-        (("--simulate", "here", "--draft", "ngram"), "does not take --draft"),
         (("--highest",), "needs a target"),
         (("--rate", "0"), "above 0"),
         (("--simulate", "nowhere"), "here, h100 or a file of costs; got 'nowhere'"),
@@ -406,15 +404,13 @@ def test_the_command_simulates_and_fits_into_80_columns(tmp_path):
         (("--simulate", "here", "--max-new-tokens", "200"), "texts have 128 tokens"),
         (("--max-new-tokens", "4", "--least-new-tokens", "9"), ">= 9"),
         (("--workload", "/dev/null", "--rate", "4"), "--workload does not take --rate"),
-        (("--workload", "/dev/null", "--deadline", "1"), "--workload does not take --deadline"),
         (("--simulate", "h100", "--between-ms", "0"), "between_ms"),
         (("--simulate", "h100", "--save", "x.csv"), "--save writes JSON lines, to a file of their own"),
-        (("--url", "http://x", "--max-batch-size", "4"), "--url does not take --max-batch-size"),
         (("--api-key", "x"), "without --url does not take --api-key"),
         (("--simulate", "h100", "--trace", "/dev/null"), "/dev/null holds no trace; `bass record` makes one"),
     ],
 )
-def test_what_the_command_cannot_do_is_said_in_one_line(words, said, tmp_path, monkeypatch):
+def test_impossible_calls_are_one_line(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = bass_load(*words)
     assert done.exit_code == 2
@@ -422,7 +418,7 @@ def test_what_the_command_cannot_do_is_said_in_one_line(words, said, tmp_path, m
 
 
 def answered(workload, *given, **options):
-    """A service that takes a second for each request, and refuses the prompts "no"."""
+    """A service that takes a second per request and refuses the prompt "no"."""
     asked = workload.requests
     reasons = ["error" if prompt == "no" else "length" for prompt in asked.prompt]
     run = run_of(asked.arrived + 1.0, first=asked.arrived + 0.5, arrived=asked.arrived, reasons=reasons)
@@ -432,7 +428,7 @@ def answered(workload, *given, **options):
 
 @pytest.fixture
 def service(monkeypatch):
-    """`bass load --url`, of which a list tells how many requests each serving had, and with which key."""
+    """Replaces `over_http`. The list holds the number of requests and the key of each call."""
     served = []
 
     def over_http(workload, url, *, api_key, **options):
@@ -443,7 +439,7 @@ def service(monkeypatch):
     return served
 
 
-def test_requests_that_failed_are_a_failure(service, tmp_path):
+def test_failed_requests_are_an_exit_code(service, tmp_path):
     arrivals = tmp_path / "asked.jsonl"
     for prompts, code in ((["yes", "yes"], 0), (["yes", "no"], 1)):
         lines = [{"arrived": at, "prompt": prompt, "max_new_tokens": 2} for at, prompt in enumerate(prompts)]
@@ -453,14 +449,14 @@ def test_requests_that_failed_are_a_failure(service, tmp_path):
     assert service == [(2, "sesame")] * 2
 
 
-def test_a_target_that_nobody_could_keep_is_told_at_once(service):
+def test_unreachable_target_is_refused_at_once(service):
     refused = bass_load("--url", "http://x", "--highest", "--end-ms", "900")
     assert refused.exit_code == 2 and service == [(1, None)] * 2
     assert "a request that is served alone misses the target already: it takes end_ms 1000" in refused.stderr
     assert bass_load("--url", "http://x", "--highest", "--end-ms", "1100", "--json").exit_code == 0
 
 
-def test_a_workload_is_not_written_over_what_it_was_read_from(tmp_path):
+def test_workload_is_not_written_over_its_source(tmp_path):
     asked = tmp_path / "asked.jsonl"
     Workload.draw(Poisson(1), 3, prompts=["a"]).save(asked)
     before = asked.read_bytes()
@@ -468,23 +464,9 @@ def test_a_workload_is_not_written_over_what_it_was_read_from(tmp_path):
     assert refused.exit_code == 2 and asked.read_bytes() == before
 
 
-def test_a_record_that_is_none_is_refused_before_anything_is_served(tmp_path, monkeypatch):
+def test_wrong_record_file_is_refused_before_serving(tmp_path, monkeypatch):
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes")
     monkeypatch.setattr(load, "in_process", lambda *given, **options: pytest.fail("served"))
     refused = bass_load("--record", str(notes), "--count", "4")
     assert refused.exit_code == 2 and "left as it is" in refused.stderr and notes.read_text() == "my notes"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("arrived,max_new_tokens,prompt\n0,4,a\n1,4,\n", "request 1 has no prompt"),
-        ("arrived,max_new_tokens\n0,8\n1,x\n", "Unable to parse string .x. at position 1"),
-    ],
-)
-def test_cells_of_a_table_are_named(tmp_path, text, said):
-    path = tmp_path / "asked.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=said):
-        Workload.load(path)

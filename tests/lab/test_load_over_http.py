@@ -1,4 +1,4 @@
-"""Load over HTTP: a server of the standard library that speaks as much of OpenAI's protocol as a client listens to."""
+"""Load over HTTP, against a small server that implements the needed part of OpenAI's protocol."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ CHAT = [{"role": "user", "content": "hello"}]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Four pieces of text, eight tokens; what a prompt asks for goes wrong."""
+    """Sends four pieces of text with eight tokens. The prompt names a fault."""
 
     def log_message(self, *arguments):
         pass
@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(100 * PIECE if body.get("prompt") == "slow" else PIECE)
             text = {"delta": {"content": f"{piece} "}} if chat else {"text": f"{piece} "}
             self._event({"choices": [text | {"finish_reason": "length" if piece == 3 else None}]})
-        if body.get("prompt") == "ends":  # of which the last token has no text
+        if body.get("prompt") == "ends":  # the last token has no text
             time.sleep(PIECE)
             self._event({"choices": [{"text": "", "finish_reason": "stop"}]})
         if body["stream_options"]["include_usage"]:
@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(f": a comment\ndata: {json.dumps(event)}\n\n")
 
     def _send(self, text):
-        with contextlib.suppress(OSError):  # its client has left
+        with contextlib.suppress(OSError):  # the client has left
             self.wfile.write(text.encode())
             self.wfile.flush()
 
@@ -87,7 +87,7 @@ def workload(prompts, deadline=np.nan):
     return Workload(pd.DataFrame(columns | {"max_new_tokens": 8, "deadline": deadline, "seed": range(len(prompts))}))
 
 
-def test_requests_are_sent_when_they_are_due_and_timed_by_their_pieces(server):
+def test_requests_are_sent_when_due_and_timed_by_their_pieces(server):
     run = over_http(workload(["a", CHAT, "b"]), f"{address(server)}/v1", api_key="secret", temperature=0.5)
     found = run.requests
     assert found.tokens.tolist() == [8] * 3 and found.finish_reason.tolist() == ["length"] * 3
@@ -105,7 +105,7 @@ def test_requests_are_sent_when_they_are_due_and_timed_by_their_pieces(server):
     assert {"queue_ms", "batch", "tokens_per_step"}.isdisjoint(run.summary(warm_up=0).reset_index().metric)
 
 
-def test_what_fails_is_an_error_of_its_own_and_clients_leave(server):
+def test_failed_requests_have_their_own_errors_and_clients_leave(server):
     run = over_http(workload(["a", "refuse", "break", "slow"], deadline=[np.nan, np.nan, np.nan, 0.3]), address(server))
     assert run.requests.finish_reason.tolist() == ["length", "error", "error", "budget"]
     assert "429" in run.meta["errors"][1] and "no room" in run.meta["errors"][1]
@@ -115,7 +115,7 @@ def test_what_fails_is_an_error_of_its_own_and_clients_leave(server):
     assert run.requests.tokens[2] == 2 and run.latencies.end_ms.isna().tolist() == [False, True, True, True]
 
 
-def test_the_token_that_ends_a_text_takes_its_time_though_it_has_none(server):
+def test_last_token_without_text_is_timed(server):
     run = over_http(workload(["nothing", "ends"]), address(server))
     assert run.requests.finish_reason.tolist() == ["stop", "stop"] and run.meta["errors"] == {}
     assert run.pieces.groupby("request").at.size().tolist() == [1, 5]
@@ -123,7 +123,7 @@ def test_the_token_that_ends_a_text_takes_its_time_though_it_has_none(server):
     assert run.requests.ended[1] - run.requests["first"][1] >= 4 * PIECE
 
 
-def test_a_server_that_is_not_there_is_said_before_anything_is_sent():
+def test_missing_server_is_refused_before_sending():
     with pytest.raises(OSError, match="refused"):
         over_http(workload(["a"]), "127.0.0.1:9")
     with pytest.raises(ValueError, match="url must be that of a server"):

@@ -1,4 +1,4 @@
-"""Load, simulated: a schedule worked by hand, the queue of the books, and the engine's own schedule step by step."""
+"""Simulated load: a schedule by hand, the M/D/1 queue, and the engine's schedule step by step."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -28,7 +28,7 @@ def workload(arrived, new=5, numbers=None, deadline=np.nan, prompts=None):
     return Workload(pd.DataFrame(columns | {"max_new_tokens": new, "deadline": deadline, "seed": 0}))
 
 
-# --- worked by hand -------------------------------------------------------------------------------
+# --- by hand -------------------------------------------------------------------------------
 
 
 def test_five_requests_at_two_places():
@@ -39,11 +39,11 @@ def test_five_requests_at_two_places():
     trace = trace_of("1111", "1111", "1111", "0000", "0000")
     arriving = workload([0.0, 0.5, 0.6, 5.0, 30.0])
     run = simulate(arriving, trace, Linear(), draft_length=2, max_batch_size=2, prefill=lambda rows, tokens: 2.0)
-    # 0-2 prefill 0; 2-4 prefill 1 (a place is free: before 0 goes on; 2 waits); 4-5.2 both; 5.2-6.2 both, and end
+    # 0-2 prefill 0; 2-4 prefill 1 (a place is free, 2 waits); 4-5.2 both; 5.2-6.2 both, and end
     # 6.2-8.2 prefill 2, 3; 8.2-9.4 both; 9.4-10.6 both, and 2 ends; then 3 alone
     assert run.requests.started.tolist() == pytest.approx([0, 2, 6.2, 6.2, 30])
     assert run.requests["first"].tolist() == pytest.approx([2, 4, 8.2, 8.2, 32])
-    # row 3: 4 to go: drafts 2, 2, 1, 0 (a step keeps one place for the target's token)
+    # row 3 drafts 2, 2, 1, 0: a step keeps one position for the target's token
     assert run.requests.ended.tolist() == pytest.approx([6.2, 6.2, 10.6, 9.4 + 1.2 + 1.1 + 1, 32 + 1.2 + 1.2 + 1.1 + 1])
     assert run.requests.tokens.tolist() == [5] * 5 and set(run.requests.finish_reason) == {"length"}
     assert run.steps.kind.tolist()[:6] == ["prefill", "prefill", "decode", "decode", "prefill", "decode"]
@@ -54,11 +54,11 @@ def test_five_requests_at_two_places():
     assert found.between_ms.tolist() == pytest.approx([1050, 550, 600, 1125, 1125])
 
 
-def test_a_client_that_leaves_ends_before_the_next_step_and_frees_its_place():
+def test_client_that_leaves_ends_before_the_next_step():
     trace = trace_of("0000", "0000", "0000")
     arriving = workload([0.0, 0.1, 0.2], deadline=[3.5, 1.0, np.nan])
     run = simulate(arriving, trace, Linear(), max_batch_size=1, prefill=lambda rows, tokens: 2.0)
-    # 0-2 prefill 0; 1 left at 1.1, seen at 2; 2-3, 3-4 decode 0; at 4 it has gone; 4-6 prefill 2
+    # 0-2 prefill 0; 1 left at 1.1, seen at 2; 2-4 decode 0, which has left at 4; 4-6 prefill 2
     assert run.requests.finish_reason.tolist() == ["budget", "budget", "length"]
     assert run.requests.ended.tolist() == pytest.approx([4, 2, 10])
     assert run.requests.tokens.tolist() == [3, 0, 5]
@@ -66,7 +66,7 @@ def test_a_client_that_leaves_ends_before_the_next_step_and_frees_its_place():
     assert np.isnan(run.requests.started[1]) and np.isnan(run.latencies.first_ms[1])
 
 
-def test_a_prompt_that_others_wait_for_is_read_once():
+def test_shared_prompt_is_read_once():
     trace = trace_of("0", "0")
     arriving = workload([0.0] * 4, new=2, numbers=[0, 1, 0, 0], prompts=["a", "b", "a", "a"])
     reads = []
@@ -83,16 +83,15 @@ def test_a_long_prefill_is_priced_by_its_tokens():
     assert lab.load.prefill_seconds(cost, 2, 3) == pytest.approx(1 + 0.1 * 6)
 
 
-# --- the queue of the books -----------------------------------------------------------------------
+# --- M/D/1 -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
-def test_one_place_and_one_token_are_a_queue_with_fixed_service(load):
-    """M/D/1: the mean wait is load / (2 (1 - load)) services (Pollaczek 1930, Khinchine 1932)."""
-    trace = trace_of("0")
+def test_one_place_and_one_token_are_an_md1_queue():
+    """The mean wait is load / (2 (1 - load)) services (Pollaczek 1930, Khinchine 1932)."""
+    trace, load = trace_of("0"), 0.6
     waits = []
     for seed in range(6):
-        arriving = Workload.draw(Poisson(load), 4000, prompts=["a"], max_new_tokens=1, seed=seed)
+        arriving = Workload.draw(Poisson(load), 2000, prompts=["a"], max_new_tokens=1, seed=seed)
         run = simulate(arriving, trace, Linear(), max_batch_size=1, prefill=lambda rows, tokens: 1.0)
         waits.append(run.latencies.queue_ms[400:].mean() / 1e3)
     wanted = load / (2 * (1 - load))
@@ -115,12 +114,12 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def greedy(tiny_pair, prompts):
-    trace = recording.record(tiny_pair, prompts, max_new_tokens=40, temperature=0.0, rollout=8)
-    return replace(trace, lengths=np.full(len(prompts), 40))
+    trace = recording.record(tiny_pair, prompts, max_new_tokens=24, temperature=0.0, rollout=8)
+    return replace(trace, lengths=np.full(len(prompts), 24))
 
 
 def served_by_the_engine(arriving: Workload, pair, policy, places: int, seconds) -> LoadRun:
-    """A session that is told the time: the n-th step of a kind takes `seconds(kind, n)`."""
+    """Serve with a session whose n-th step of a kind takes `seconds(kind, n)`."""
     requests, now = arriving.requests, 0.0
     handles, ended, pieces = [], {}, []
     with bass.Session(pair, max_batch_size=places, draft_length=policy, eos_token_id=()) as session:
@@ -138,26 +137,25 @@ def served_by_the_engine(arriving: Workload, pair, policy, places: int, seconds)
     return pd.DataFrame(pieces, columns=["request", "at", "tokens"]), ended, session.trace.steps
 
 
-@pytest.mark.parametrize("places", [1, 3, 8])
-@pytest.mark.parametrize("policy", [0, 3, bass.BassHeuristic(), Alternating(), PerRow(most=4)], ids=repr)
-def test_given_the_times_of_its_steps_the_simulator_finishes_when_the_engine_does(
-    tiny_pair, prompts, greedy, policy, places
-):
+@pytest.mark.parametrize(
+    ("policy", "places"), [(0, 3), (3, 1), (bass.BassHeuristic(), 8), (Alternating(), 3), (PerRow(most=4), 3)], ids=repr
+)
+def test_simulator_finishes_when_the_engine_does(tiny_pair, prompts, greedy, policy, places):
     generator = np.random.default_rng(places)
-    numbers = generator.integers(len(prompts), size=24)  # some prompts come twice, and share a prefill where they wait
+    numbers = generator.integers(len(prompts), size=15)  # repeated prompts share a prefill while they wait
     arriving = workload(
-        np.sort(generator.uniform(0, 60, 24)), new=generator.integers(1, 40, 24), numbers=numbers,
+        np.sort(generator.uniform(0, 40, 15)), new=generator.integers(1, 24, 15), numbers=numbers,
         prompts=[prompts[number].tolist() for number in numbers],
     )  # fmt: skip
     taken = generator.uniform(0.2, 1.5, 2000)
     pieces, ended, steps = served_by_the_engine(arriving, tiny_pair, policy, places, lambda kind, step: taken[step])
     count = iter(taken)
     limits = arriving.requests.max_new_tokens.to_numpy()
-    rows = Replay.of_requests(greedy, numbers, limits, [[0, row] for row in range(24)])
+    rows = Replay.of_requests(greedy, numbers, limits, [[0, row] for row in range(15)])
     policy = bass.FixedLength(policy) if isinstance(policy, int) else policy
     server = _Server(arriving, rows, policy, places, lambda *_: next(count), lambda step: next(count))
     found = server.served()
-    assert found.requests.ended.tolist() == pytest.approx([ended[row] for row in range(24)])
+    assert found.requests.ended.tolist() == pytest.approx([ended[row] for row in range(15)])
     real = steps.groupby("step").agg(
         kind=("kind", "first"), rows=("row", "size"), k=("k", "mean"), drafted=("drafted", "sum"),
         accepted=("accepted", "sum"), emitted=("emitted", "sum"),
@@ -171,7 +169,7 @@ def test_given_the_times_of_its_steps_the_simulator_finishes_when_the_engine_doe
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_texts_under_load_are_those_of_generate(tiny_pair, prompts, temperature):
+def test_texts_under_load_equal_those_of_generate(tiny_pair, prompts, temperature):
     arriving = workload([0.0, 0.0, 0.001, 0.01, 0.02, 0.02, 0.03, 0.1], new=12, prompts=[p.tolist() for p in prompts])
     options = {"temperature": temperature, "draft_length": 3, "eos_token_id": ()}
     run = in_process(arriving, tiny_pair, max_batch_size=3, **options)
@@ -185,7 +183,7 @@ def test_texts_under_load_are_those_of_generate(tiny_pair, prompts, temperature)
     assert run.steps.emitted.sum() == 96 and (run.steps.rows <= 3).all()
 
 
-def test_what_warms_up_teaches_the_drafter_nothing(tiny_pair, prompts):
+def test_warm_up_does_not_teach_the_drafter(tiny_pair, prompts):
     pair, options = replace(tiny_pair, draft=bass.SuffixDrafter(least=0.01)), {"draft_length": 3, "eos_token_id": ()}
     arriving = workload([0.0], new=6, prompts=[prompts[0].tolist()])
     run = in_process(arriving, pair, max_batch_size=1, **options)
@@ -193,14 +191,14 @@ def test_what_warms_up_teaches_the_drafter_nothing(tiny_pair, prompts):
     assert run.steps.accepted.tolist() == alone.accepted.tolist()
 
 
-def test_a_client_leaves_a_session(tiny_pair, prompts):
+def test_client_leaves_a_session(tiny_pair, prompts):
     arriving = workload([0.0, 0.0], new=60, deadline=[1e-4, np.nan], prompts=[p.tolist() for p in prompts[:2]])
     run = in_process(arriving, tiny_pair, draft_length=2, eos_token_id=())
     assert run.requests.finish_reason.tolist() == ["budget", "length"]
     assert run.latencies.late.tolist() == [True, False]
 
 
-def test_requests_that_do_not_fit_are_refused_before_the_clock_starts(tiny_pair, prompts):
+def test_too_long_requests_are_refused(tiny_pair, prompts):
     with pytest.raises(ValueError, match="context"):
         in_process(workload([0.0], new=1000, prompts=[prompts[0].tolist()]), tiny_pair)
     with pytest.raises(ValueError, match="texts have 40 tokens"):
