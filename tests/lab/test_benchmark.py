@@ -1,7 +1,8 @@
-"""Timings are paired, latencies are of rows, and a record that contradicts itself is refused."""
+"""Timings are paired, latencies belong to rows, and a contradictory record is refused."""
 
 import itertools
 import json
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from bass_core.policies.costs import costs_like
 from bass_lab.cli import main
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import benchmark, clocks, records, timed_runs
-from bass_lab.pairs import in_dtype
+from bass_lab.measure.ratios import Ratio
 from bass_lab.texts.prompt_sets import prompt_set
 
 PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
@@ -43,7 +44,7 @@ def lines(pair) -> list[dict]:
         batches=[3],
         methods=benchmark.METHODS,
         repeats=2,
-        max_new_tokens=24,
+        max_new_tokens=12,
         draft_length=3,
         other_lengths=[1, None],
     )
@@ -52,66 +53,50 @@ def lines(pair) -> list[dict]:
 
 def test_every_method_is_measured(lines):
     named = [(line["method"], line["k"]) for line in lines]
-    assert named == [
-        ("transformers", None),
-        ("assisted", None),
-        ("regular", None),
-        ("single", 3),
-        ("batched", 3),
-        ("batched", 1),
-        ("batched", None),  # the default policy
-    ]
+    peers = [("transformers", None), ("assisted", None), ("regular", None)]
+    assert named == [*peers, ("single", 3), ("batched", 3), ("batched", 1), ("batched", None)]
+    for line in lines:
+        assert record_lines.kind_of(line) == "speed"
+        assert_valid(line)
+        assert line["exactness"] == {"dtype": "float32", "rows": 3, "identical": 3}
+        assert (line["alpha"] is None) == (line["method"] in ("transformers", "assisted", "regular"))
+        assert ("step_overhead" in line) == ((line["method"], line["k"]) in (("regular", None), ("batched", 3)))
+        assert 0 < line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
+        assert line["first_ms"] * 11 / 1e3 < max(line["seconds"])
 
 
-@pytest.mark.parametrize("take_turns", [False, True])
-def test_drafts_by_other_means_are_measured_under_their_names(pair, take_turns):
-    """One name begins like the other."""
+def assert_valid(line):
+    records.check(json.loads(json.dumps(line, allow_nan=False)))
+
+
+def test_other_drafters_are_measured_by_name(pair):
+    """One name is a prefix of the other."""
     others = {"ngram": NgramDrafter(longest=1), "ngram 2": NgramDrafter(longest=2)}
     how = {"batches": [2], "methods": ["regular"], "repeats": 1, "max_new_tokens": 12, "draft_length": 3}
-    prompts = {"own": PROMPTS[:2]}
-    how |= {"other_lengths": [1], "other_drafts": others, "take_turns": take_turns}
-    (found,) = benchmark.bench(pair, prompts, models="tiny", **how)
+    how |= {"other_lengths": [1], "other_drafts": others, "take_turns": True}
+    (found,) = benchmark.bench(pair, {"own": PROMPTS[:2]}, models="tiny", **how)
     named = [(line["method"], line.get("drafter"), line["k"]) for line in found]
-    assert named == [
-        ("regular", None, None),
-        ("batched", None, 1),
-        *(("other_draft", name, k) for name in others for k in (3, 1)),
-    ]
+    drafted = [("other_draft", name, k) for name in others for k in (3, 1)]
+    assert named == [("regular", None, None), ("batched", None, 1), *drafted]
     for line in found:
-        records.check(json.loads(json.dumps(line, allow_nan=False)))
+        assert_valid(line)
         assert line["exactness"]["identical"] == 2
 
 
-def test_records_are_as_the_schema_says(lines):
-    for line in lines:
-        assert record_lines.kind_of(line) == "speed"
-        records.check(json.loads(json.dumps(line, allow_nan=False)))
-
-
-def test_only_drafting_methods_have_an_acceptance(lines):
-    for line in lines:
-        assert (line["alpha"] is None) == (line["method"] in ("transformers", "assisted", "regular"))
-        assert ("step_overhead" in line) == (
-            line["method"] == "regular" or (line["method"], line["k"]) == ("batched", 3)
-        )
-
-
-def test_lines_of_the_default_policy_say_which_costs_it_goes_by(pair, lines):
+def test_default_policy_records_its_costs(pair, lines):
     assert [line["k"] for line in lines if "costs" in line] == [None]
-    assert lines[-1]["costs"] is None  # nobody has measured this pair: a fixed length
-    embedded = load_pair(dtype="float32")
-    options = {"models": "embedded", "methods": ["regular", "batched"], "repeats": 1, "max_new_tokens": 4}
-    (found,) = benchmark.bench(embedded, {"mini": prompt_set("mini", 1)}, batches=[1], draft_length=None, **options)
+    assert lines[-1]["costs"] is None  # this pair has no measured costs: a fixed length
+    embedded, how = load_pair(dtype="float32"), {"models": "embedded", "repeats": 1, "max_new_tokens": 4}
+    methods = ["regular", "single", "batched"]  # one row is not decoded as `single`
+    prompts = {"mini": prompt_set("mini", 1)}
+    (found,) = benchmark.bench(embedded, prompts, methods=methods, batches=[1], draft_length=None, **how)
     measured = costs_like(embedded).measured
+    assert [line["method"] for line in found] == ["regular", "batched"] and "costs" not in found[0]
     assert found[1]["costs"] == {name: measured[name] for name in ("device", "commit", "samples", "spread")}
-    assert "costs" not in found[0] and measured["samples"]["least"] >= 1
+    assert measured["samples"]["least"] >= 1
 
 
-def test_rows_are_compared_with_transformers(lines):
-    assert all(line["exactness"] == {"dtype": "float32", "rows": 3, "identical": 3} for line in lines)
-
-
-def test_a_method_that_writes_another_text_is_not_called_exact(pair, monkeypatch):
+def test_wrong_text_is_not_exact(pair, monkeypatch):
     theirs = benchmark.transformers_generate
 
     def wrong(*args, **options):
@@ -122,18 +107,18 @@ def test_a_method_that_writes_another_text_is_not_called_exact(pair, monkeypatch
     options = {"models": "tiny", "methods": ["transformers", "regular", "batched"], "repeats": 1, "max_new_tokens": 4}
     (found,) = benchmark.bench(pair, {"three": PROMPTS}, batches=[3], other_lengths=[1, None], **options)
     assert [line["exactness"]["identical"] for line in found] == [2, 3, 3, 3, 3]
-    for line in found:  # a peer's line is a result all the same
-        records.check(json.loads(json.dumps(line, allow_nan=False)))
+    for line in found:  # the line of transformers is a result too
+        assert_valid(line)
 
 
-def test_prompts_may_vary_from_repeat_to_repeat(pair, monkeypatch):
-    met, theirs = [], benchmark._ours
+def test_prompts_vary_from_repeat_to_repeat(pair, monkeypatch):
+    met = []
 
     def listening(pair, ids, **options):
         met.append([row.tolist() for row in ids])
-        return theirs(pair, ids, **options)
+        return generate(pair, ids, **options)
 
-    monkeypatch.setattr(benchmark, "_ours", listening)
+    monkeypatch.setattr(benchmark, "generate", listening)
     options = {"methods": ("regular", "batched"), "repeats": 2, "max_new_tokens": 4}
     benchmark.compare(pair, PROMPTS, batch=2, **options)
     first, second, third = (ids.tolist() for ids in inputs.token_ids(pair, PROMPTS))
@@ -141,31 +126,12 @@ def test_prompts_may_vary_from_repeat_to_repeat(pair, monkeypatch):
     assert met == [batch for batch in batches for _ in range(2)]
 
 
-def test_one_row_has_no_single_beside_batched(pair):
-    (found,) = benchmark.bench(
-        pair,
-        {"one": PROMPTS},
-        models="tiny",
-        batches=[1],
-        methods=["regular", "single", "batched"],
-        repeats=1,
-        max_new_tokens=10,
-    )
-    assert [line["method"] for line in found] == ["regular", "batched"]
-
-
-def test_latency_is_from_the_rows_first_tokens_to_its_end():
+def test_latency_is_measured_from_a_rows_first_tokens_to_its_last():
     clock = clocks.Clock(first={0: (1.0, 1), 1: (2.0, 3)}, last={0: 3.0, 1: 8.0})
     assert clock.latencies(new=5) == {"first_ms": 500.0, "last_ms": 3000.0, "mean_ms": 1750.0}
-    # what came at once has no latency per token: row 1 has none of its own, and then no row has
+    # tokens that came at once have no latency: row 1 has none, then no row has
     assert clock.latencies(new=3) == {"first_ms": 1000.0, "last_ms": 1000.0, "mean_ms": 1000.0}
     assert all(np.isnan(value) for value in clock.latencies(new=1).values())
-
-
-def test_latencies_of_a_run_are_within_its_time(lines):
-    for line in lines:
-        assert 0 < line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
-        assert line["first_ms"] * 23 / 1e3 < max(line["seconds"])
 
 
 def test_ratio_is_the_median_of_paired_ratios(pair):
@@ -174,59 +140,78 @@ def test_ratio_is_the_median_of_paired_ratios(pair):
     middle, low, high = comparison.ratio("batched")
     assert middle == pytest.approx((seconds.regular / seconds.batched).median())
     assert low <= middle <= high
+    # the median of a resample of 1 … 17 is at most 4 with probability 0.008, at most 5 with 0.036
+    assert Ratio.of(np.ones(17), np.arange(1, 18)) == (9, 5, 13)
 
 
-OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 12}
+OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 8}
 
 
 @pytest.fixture
 def counted_time(monkeypatch) -> None:
-    """Time goes on by a second whenever it is asked for: at the two ends of a turn, and when its tokens are there."""
+    """Each reading of the clock adds a second: at both ends of a turn, and when its tokens have come."""
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
 
 
-def test_a_turn_is_a_step_of_whoever_has_the_fewest_tokens(pair, monkeypatch):
-    running, theirs = [], timed_runs._Decode.step
+def test_the_method_with_the_fewest_tokens_takes_the_next_turn(pair, monkeypatch):
+    emitted, turns, step = Counter(), [], Session.step
 
-    def watched(decode):
-        running.append(decode)
-        going = [other for other in set(running) if not other.session.idle]
-        assert decode.emitted == min(other.emitted for other in going)
-        theirs(decode)
+    def watched(session):
+        turns.append(session)
+        emitted[session] += 0
+        assert emitted[session] == min(count for other, count in emitted.items() if not other.idle)
+        event = step(session)
+        emitted[session] += sum(map(len, event.new_tokens))
+        return event
 
-    monkeypatch.setattr(timed_runs._Decode, "step", watched)
+    monkeypatch.setattr(Session, "step", watched)
     benchmark.compare(pair, PROMPTS, repeats=2, take_turns=True, **OURS)
-    assert len(set(running)) == 3 * 4  # repeats, methods
-    assert any(a is not b for a, b in itertools.pairwise(running[3:10]))
+    assert len(emitted) == 3 * 4  # repeats, methods
+    assert any(a is not b for a, b in itertools.pairwise(turns[3:10]))
+    first = list(emitted)[::4]  # of each repeat
+    assert [session.policy.k for session in first] == [0, 3, 3] and [session.rows.max_rows for session in first] == [
+        3,
+        1,
+        3,
+    ]
 
 
-def test_methods_that_take_turns_do_what_they_do_alone(pair):
-    implementation, options = pair.target.config._attn_implementation, {"repeats": 2, **OURS}
+def test_turns_change_no_counts(pair):
+    implementation, options = pair.target.config._attn_implementation, {"repeats": 1, **OURS}
     turns, alone = (benchmark.compare(pair, PROMPTS, take_turns=way, **options).runs for way in (True, False))
     same = ["repeat", "method", "k", "tokens", *benchmark.COUNTS]
     assert turns[same].equals(alone[same])
     assert pair.target.config._attn_implementation == implementation
 
 
-def test_a_method_is_timed_in_its_own_turns(pair, counted_time):
+def test_a_method_is_timed_in_its_own_turns_only(pair, counted_time):
     runs = benchmark.compare(pair, PROMPTS, repeats=1, take_turns=True, **OURS).runs.set_index("method")
-    assert runs.seconds["regular"] == 1 + 2 * 12  # making the session, then two for each step
+    assert runs.seconds["regular"] == 1 + 2 * 8  # session creation, then two for each step
     assert (runs.last_ms["regular"], runs.first_ms["regular"]) == (2000, 2000)  # of the prefill's token to the last
 
 
-def test_peers_do_not_take_turns(pair):
-    with pytest.raises(ValueError, match=r"only this engine's methods .* can take turns, not \['transformers'\]"):
-        benchmark.compare(pair, PROMPTS, methods=["transformers", "regular"], take_turns=True)
+def test_impossible_comparisons_are_refused(pair):
+    drafted = ModelPair(target=pair.target, draft=NgramDrafter(), tokenizer=pair.tokenizer)
+    assert "assisted" not in benchmark.methods_of(drafted)
+    refused = [
+        (pair, {"methods": ["transformers", "regular"], "take_turns": True}, r"only .* methods .* \['transformers'\]"),
+        (drafted, {"methods": ["assisted"]}, "assisted"),
+        (pair, {"methods": ["fast"]}, "one of"),
+        (pair, {"repeats": 0}, "repeats must be"),
+    ]
+    for models, options, message in refused:
+        with pytest.raises(ValueError, match=message):
+            benchmark.compare(models, PROMPTS, **options)
 
 
-def test_identical_rows_notices_a_changed_token(pair):
+def test_identical_rows_finds_a_changed_token(pair):
     alone = benchmark.greedy_alone(pair, PROMPTS, max_new_tokens=8)
     assert benchmark.identical_rows(pair, PROMPTS, max_new_tokens=8, alone=alone) == 3
     alone[1] = alone[1].flip(0)
     assert benchmark.identical_rows(pair, PROMPTS, max_new_tokens=8, alone=alone) == 2
 
 
-def test_where_transformers_is_faster_the_table_divides_by_it(lines):
+def test_baseline_is_transformers_where_it_is_faster(lines):
     seconds = {"transformers": [1.0, 1.0], "regular": [2.0, 2.0], "batched": [0.5, 0.5]}
 
     def timed(line, seconds):
@@ -246,26 +231,7 @@ def test_peers_ignore_the_models_own_end_tokens(pair):
     assert pair.target.generation_config.eos_token_id == 2
 
 
-def test_assisted_needs_a_draft_model(pair):
-    drafted = ModelPair(target=pair.target, draft=NgramDrafter(), tokenizer=pair.tokenizer)
-    assert "assisted" not in benchmark.methods_of(drafted)
-    with pytest.raises(ValueError, match="assisted"):
-        benchmark.compare(drafted, PROMPTS, methods=["assisted"])
-    with pytest.raises(ValueError, match="one of"):
-        benchmark.compare(pair, PROMPTS, methods=["fast"])
-
-
-def test_a_pair_in_bfloat16_is_checked_in_float32(pair):
-    low = ModelPair(
-        target=tiny_model(vocab_size=259, dtype="bfloat16"),
-        draft=tiny_model(vocab_size=259, dtype="bfloat16", noise=0.3),
-    )
-    exact = in_dtype(low, torch.float32)
-    assert exact.target.dtype == exact.draft.dtype == torch.float32 and low.target.dtype == torch.bfloat16
-    assert in_dtype(pair, torch.float32) is pair
-
-
-def test_overhead_is_a_share_of_the_steps_and_knows_ngrams(pair):
+def test_overhead_is_a_share_of_the_steps(pair):
     for draft in (pair.draft, NgramDrafter()):
         some = ModelPair(target=pair.target, draft=draft, tokenizer=pair.tokenizer)
         assert 0 < benchmark.step_overhead(some, PROMPTS, max_new_tokens=8, draft_length=2) < 1
@@ -288,12 +254,12 @@ def test_overhead_is_a_share_of_the_steps_and_knows_ngrams(pair):
         ({"exactness": {"dtype": "float32", "rows": 3, "identical": 2}}, "every row must be identical"),
     ],
 )
-def test_a_record_that_cannot_be_is_refused(lines, change, message):
+def test_impossible_record_is_refused(lines, change, message):
     with pytest.raises(ValueError, match=message):
         records.check(lines[-2] | change)
 
 
-def test_records_come_back_and_a_wrong_line_is_named(lines, tmp_path):
+def test_records_are_read_back_and_a_wrong_line_is_named(lines, tmp_path):
     path = tmp_path / "some" / "records.jsonl"
     records.append(path, lines)
     assert records.read(path) == json.loads(json.dumps(lines))
@@ -306,15 +272,12 @@ def test_records_come_back_and_a_wrong_line_is_named(lines, tmp_path):
         records.read(path)
 
 
-def test_committed_records_are_valid(lines):
-    stored = records.SHIPPED.glob("*.jsonl")
-    found = [path for path in stored if not gpu_box.of_a_stage(path)]
-    assert found
-    for path in found:
-        records.read(path)
+def test_committed_records_are_valid():
+    found = [path for path in records.SHIPPED.glob("*.jsonl") if not gpu_box.of_a_stage(path)]
+    assert found and all(records.read(path) for path in found)
 
 
-def test_a_record_that_ends_in_half_a_line_is_refused_as_it_is_and_goes_on(tmp_path, lines, monkeypatch):
+def test_half_a_line_is_refused_when_read_and_dropped_when_appended(tmp_path, lines, monkeypatch):
     path = tmp_path / "r.jsonl"
     records.append(path, lines[:2])
     whole = path.read_bytes()
@@ -328,13 +291,13 @@ def test_a_record_that_ends_in_half_a_line_is_refused_as_it_is_and_goes_on(tmp_p
     assert records.read(path) == json.loads(json.dumps(lines[:3]))
 
 
-def test_bench_command_writes_a_table_or_one_document_and_a_record(tmp_path, lines):
+def test_bench_command_writes_a_table_or_json_and_a_record(tmp_path, lines):
     path = tmp_path / "r.jsonl"
     options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "6", "--methods", "batched"]
     done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path), "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["results"] == records.read(path)
-    done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular"])
+    done = CliRunner().invoke(main.app, ["bench", *options[:-1], "regular"])
     assert "over regular" in done.stdout and "2/2" in done.stdout
     checked = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
     assert checked.exit_code == 0 and "2 lines" in checked.stderr and checked.stdout == ""
@@ -343,19 +306,18 @@ def test_bench_command_writes_a_table_or_one_document_and_a_record(tmp_path, lin
     assert refused.exit_code == 2 and "batch must be int" in refused.stderr.replace("\n", " ")
 
 
-def test_rows_that_are_not_exact_are_told_and_an_exit_code(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "_identical", lambda found, alone: len(alone) - 1)
+def test_inexact_rows_are_an_exit_code_and_no_record(monkeypatch, tmp_path):
+    alone = benchmark.greedy_alone
+    monkeypatch.setattr(benchmark, "greedy_alone", lambda *given, **how: [row + 1 for row in alone(*given, **how)])
     options = ["--rows", "1", "--prompts", "mini", "--methods", "regular", "--repeats", "1", "--max-new-tokens", "4"]
     done = CliRunner().invoke(main.app, ["bench", *options, "--record", str(tmp_path / "speed.jsonl")])
     assert done.exit_code == 1 and "0/1" in done.stdout and not (tmp_path / "speed.jsonl").exists()
 
 
-# --- where steps are recorded -------------------------------------------------------------------------------------
+# --- recorded steps ---
 
 
-@pytest.mark.parametrize("take_turns", [False, True])
-def test_nothing_is_recorded_in_a_repeat_that_counts(pair, monkeypatch, take_turns):
-    """A `generate` would record all of its steps each time."""
+def test_nothing_is_recorded_in_a_counted_repeat(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     made, repeats, kept_by = [], [], timed_runs.keep
 
@@ -366,27 +328,29 @@ def test_nothing_is_recorded_in_a_repeat_that_counts(pair, monkeypatch, take_tur
 
     monkeypatch.setattr(timed_runs, "keep", keep)
     tell = lambda doing, share: repeats.append(sum(session.recordings for session in made))  # noqa: E731
-    options = OURS | {"take_turns": take_turns, "progress": tell}
-    runs = benchmark.compare(pair, PROMPTS, repeats=3, **options).runs
+    options = OURS | {"take_turns": True, "progress": tell}
+    runs = benchmark.compare(pair, PROMPTS, repeats=2, **options).runs
     assert len(made) == 4 and all(session.session is not None for session in made)
     counted = sorted(set(runs.repeat))
-    assert len(counted) == 3 and counted[0] > 1  # the first after the one that warms up has recorded
+    assert len(counted) == 2 and counted[0] > 1  # the first after the one that warms up has recorded
     recordings = [*repeats, sum(session.recordings for session in made)]
     assert all(recordings[repeat] == recordings[repeat + 1] for repeat in counted)
 
 
-def test_repeats_that_record_for_ever_are_counted_and_named(pair, monkeypatch):
-    restless = itertools.count()
-    monkeypatch.setattr(benchmark, "_recordings", lambda kept: next(restless))
-    comparison = benchmark.compare(pair, PROMPTS, repeats=2, **OURS)
-    found = comparison.lines()
-    assert comparison.runs.disturbed.all() and {line["disturbed"] for line in found} == {2}
-    assert sorted(set(comparison.runs.repeat)) == [5, 6]  # after twice as many that do not count
+def test_repeats_that_always_record_are_disturbed(pair, monkeypatch):
+    class Restless(KeptSession):
+        count = itertools.count()
+        recordings = property(lambda self: next(self.count))
+
+    monkeypatch.setattr(timed_runs, "keep", lambda methods, rows: {"": Restless(pair, rows)})
+    comparison = benchmark.compare(pair, PROMPTS, methods=["regular"], repeats=2, max_new_tokens=2)
+    assert comparison.runs.disturbed.all() and [line["disturbed"] for line in comparison.lines()] == [2]
+    assert comparison.runs.repeat.tolist() == [5, 6]  # after twice as many that do not count
 
 
 @pytest.mark.parametrize("draft", ["draft model", "suffix"])
-def test_sessions_that_are_kept_write_what_generate_writes(pair, monkeypatch, draft):
-    """With the same drafts: one that learns from texts must not know those that are repeated."""
+def test_kept_session_writes_what_generate_writes(pair, monkeypatch, draft):
+    """With the same drafts: a drafter that learns from texts starts each run anew."""
     pair = pair if draft == "draft model" else replace(pair, draft=SuffixDrafter(least=0.01))
     options = {"draft_length": 3, "temperature": 0.8, "eos_token_id": ()}
     expected = [generate(pair, PROMPTS, seed=seed, max_new_tokens=12, **options) for seed in range(3)]
@@ -402,12 +366,12 @@ def test_sessions_that_are_kept_write_what_generate_writes(pair, monkeypatch, dr
     kept.close()
 
 
-def test_passes_that_are_recorded_have_no_outside(pair, monkeypatch):
+def test_recorded_steps_have_no_overhead(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     assert benchmark.step_overhead(pair, PROMPTS, max_new_tokens=8) is None
 
 
-def test_a_run_that_is_interrupted_leaves_no_rows_to_the_next(pair, monkeypatch):
+def test_interrupted_run_leaves_no_rows_to_the_next(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     options = {"draft_length": 3, "eos_token_id": ()}
     expected = generate(pair, PROMPTS, max_new_tokens=12, **options)
@@ -426,7 +390,7 @@ def test_a_run_that_is_interrupted_leaves_no_rows_to_the_next(pair, monkeypatch)
         assert {*kept(PROMPTS, max_new_tokens=12, time_budget=0.0).finish_reasons} == {"budget"}
 
 
-def test_a_run_that_finds_no_room_leaves_no_rows_to_the_next(pair, monkeypatch):
+def test_run_out_of_memory_leaves_no_rows_to_the_next(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     options = {"draft_length": 3, "eos_token_id": ()}
     expected = generate(pair, PROMPTS, max_new_tokens=12, **options)
@@ -442,10 +406,5 @@ def test_a_run_that_finds_no_room_leaves_no_rows_to_the_next(pair, monkeypatch):
             kept(PROMPTS, max_new_tokens=12)
         assert kept(PROMPTS, max_new_tokens=12).texts == expected.texts
         room = kept.session.rows.capacity
-        kept(PROMPTS, max_new_tokens=14)  # longer: twice the room, so that not every such run records anew
+        kept(PROMPTS, max_new_tokens=14)  # a longer run doubles the capacity
         assert room < 2 * room == kept.session.rows.capacity
-
-
-def test_no_repeats_are_refused(pair):
-    with pytest.raises(ValueError, match="repeats must be"):
-        benchmark.compare(pair, PROMPTS, repeats=0)
