@@ -1,4 +1,4 @@
-"""`check_drafter`: drafters that keep their word pass, and each broken demand is named."""
+"""`check_drafter` passes correct drafters and names each broken demand."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from tiny import feature_head, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
-from bass_lab.checks import drafter_checks
+from bass_lab.checks import drafter_checks, plain_decoding
 
 TARGET = tiny_model(dtype="float64")
 LAWS = ["law, token verification", "law, block verification"]
@@ -17,7 +17,7 @@ NAMES = [*LAWS, "greedy identity", "coupled identity", "sessions apart"]
 
 
 class Guesses(bass.Drafter):
-    """Guesses by the last token alone: a table of logits that its seed decides."""
+    """Guesses from the last token, by a random table of logits."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -48,19 +48,9 @@ class Guesses(bass.Drafter):
         return q
 
 
-class Flatters(Guesses):
-    def claimed(self, q):
-        return (q + q.mean(-1, keepdim=True)) / 2
-
-
 class HasDiceOfItsOwn(Guesses):
     def draw(self, context, q, slot):
         return torch.multinomial(q, 1)[:, 0]
-
-
-class PicksTheMostLikely(Guesses):
-    def draw(self, context, q, slot):
-        return q.argmax(-1)
 
 
 class FlattersAfterMoves(Guesses):
@@ -73,34 +63,21 @@ class FlattersAfterMoves(Guesses):
         return (q + q.mean(-1, keepdim=True)) / 2 if self.moved else q
 
 
-class ClaimsTheFirstLaw(Guesses):
-    """Of a dimension, for all along it: 0 is the rows', 1 the drafts'."""
-
-    def __init__(self, dimension: int):
-        super().__init__()
-        self.dimension = dimension
-
+class ClaimsTheFirstRowsLaw(Guesses):
     def draft(self, context, lengths, policy):
         draft = super().draft(context, lengths, policy)
-        return draft._replace(probs=draft.probs.narrow(self.dimension, 0, 1).expand_as(draft.probs))
+        return draft._replace(probs=draft.probs[:1].expand_as(draft.probs))
 
 
 class DrawsAllAlike(Guesses):
-    """Every draft of a step with one random number."""
+    """Draws every draft of a step with the same random number."""
 
     def draw(self, context, q, slot):
         return context.draw(q, 0)
 
 
-class ForgetsWhatWasSaid(Guesses):
-    def law(self, context, token):
-        return self.table[token].softmax(-1)  # neither the temperature nor what rows have had
-
-
 class SharesItsState(Guesses):
-    """What it counts belongs to no session."""
-
-    calls = np.zeros(1)
+    calls = np.zeros(1)  # of all sessions
 
     def law(self, context, token):
         self.calls += 1
@@ -117,27 +94,28 @@ def broken(drafter: bass.Drafter) -> list[str]:
     "drafter",
     [
         Guesses(),
-        pytest.param(ForgetsWhatWasSaid(), marks=pytest.mark.slow),  # a worse draft, and an honest one
-        pytest.param(bass.NgramDrafter(), marks=pytest.mark.slow),
-        bass.SuffixDrafter(),
-        bass.LayerSkipDrafter(1),
-        bass.ModelDrafter(tiny_model(dtype="float64", noise=0.1)),
+        pytest.param(bass.LayerSkipDrafter(1), marks=pytest.mark.slow),
+        pytest.param(bass.ModelDrafter(tiny_model(dtype="float64", noise=0.1)), marks=pytest.mark.slow),
     ],
     ids=lambda drafter: type(drafter).__name__,
 )
-def test_drafters_that_keep_their_word_pass(drafter):
+def test_correct_drafters_pass(drafter):
     assert broken(drafter) == []
 
 
-def test_a_target_in_half_precision_is_asked_in_full(monkeypatch):
-    """Rounding decides between close tokens, whatever drafts."""
-    seen = []
-    monkeypatch.setattr(drafter_checks, "_greedy", lambda pair, prompts: (seen.append(pair.target.dtype), True, {})[1:])
-    assert lab.check_drafter(bass.NgramDrafter(), tiny_model(dtype="bfloat16")).checks
-    assert seen == [torch.float32]
+@pytest.mark.slow
+def test_half_precision_target_is_checked_in_float32(monkeypatch):
+    """Rounding would decide between close tokens."""
+    seen, greedy = [], plain_decoding.greedy
+    monkeypatch.setattr(
+        plain_decoding, "greedy", lambda target, *given: (seen.append(target.dtype), greedy(target, *given))[1]
+    )
+    assert lab.check_drafter(bass.SuffixDrafter(), tiny_model(dtype="bfloat16")).passed
+    assert set(seen) == {torch.float32}
 
 
-def test_a_feature_head_is_enumerated_on_a_target_of_its_own():
+@pytest.mark.slow
+def test_feature_head_is_enumerated_on_its_own_target():
     drafter = bass.FeatureDrafter(feature_head(TARGET))
     few = tiny_model(dtype="float64", vocab_size=3, hidden_size=16, num_hidden_layers=1, pad_token_id=None)
     small = bass.ModelPair(few, bass.FeatureDrafter(feature_head(few)))
@@ -145,34 +123,30 @@ def test_a_feature_head_is_enumerated_on_a_target_of_its_own():
     assert report.passed
     laws = [check.details for check in report.checks if check.name in LAWS]
     assert all(0 < law["accepted"] < law["drafted"] for law in laws)
-    assert set(broken(drafter)) == set(LAWS)  # on the target that every drafter gets it cannot draft
+    assert set(broken(drafter)) == set(LAWS)  # the common small target does not fit
 
 
 @pytest.mark.parametrize(
     "drafter",
     [
-        Flatters(),
-        PicksTheMostLikely(),
-        FlattersAfterMoves(),
-        ClaimsTheFirstLaw(0),
-        ClaimsTheFirstLaw(1),
-        DrawsAllAlike(),
+        DrawsAllAlike,
+        pytest.param(FlattersAfterMoves, marks=pytest.mark.slow),
+        pytest.param(ClaimsTheFirstRowsLaw, marks=pytest.mark.slow),
     ],
-    ids=lambda drafter: type(drafter).__name__,
 )
-def test_a_law_that_is_not_the_drafts_is_caught(drafter):
-    assert broken(drafter)[:2] == LAWS
+def test_wrong_claims_are_caught(drafter):
+    assert broken(drafter())[:2] == LAWS
 
 
-def test_dice_of_its_own_are_caught():
-    assert set(broken(HasDiceOfItsOwn())) >= {"sessions apart"}
+def test_private_dice_are_caught():
+    assert "sessions apart" in broken(HasDiceOfItsOwn())
 
 
-def test_state_that_sessions_share_is_caught():
+def test_shared_state_is_caught():
     assert "sessions apart" in broken(SharesItsState())
 
 
-def test_models_on_a_gpu_are_copied_to_where_the_random_numbers_are():
+def test_models_on_a_gpu_are_copied_to_the_cpu():
     class Model:
         device = torch.device("cuda")
 
@@ -186,6 +160,6 @@ def test_models_on_a_gpu_are_copied_to_where_the_random_numbers_are():
     assert drafter_checks._on_cpu(on_cpu) is on_cpu
 
 
-def test_what_is_no_drafter_is_refused():
+def test_other_types_are_refused():
     with pytest.raises(TypeError, match="must be a Drafter"):
         lab.check_drafter("ngram")
