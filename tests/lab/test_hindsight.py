@@ -18,7 +18,7 @@ from bass_lab.study.simulator import regret, simulate
 
 
 def brute_force(replay, cost):
-    """Least seconds over all sequences of shared draft lengths, walked one by one."""
+    """Least seconds over all sequences of shared draft lengths."""
 
     def least(at):
         live = [row for row in range(len(at)) if at[row] < replay.ends[row]]
@@ -37,18 +37,18 @@ def brute_force(replay, cost):
     return least((1,) * len(replay.ends))
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("cost", [Linear(), Linear(per_token=0.05, per_key=0.02), Stairs(0)])
-def test_the_optimum_of_a_row_is_that_of_all_schedules(cost, seed):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("cost", [Linear(per_token=0.05, per_key=0.02), Stairs(0)])
+def test_bound_of_a_row_is_the_best_schedule(cost, seed):
     trace = AcceptanceTrace.synthetic(alpha=0.6, length=9, sequences=3)
     trace = replace(trace, lengths=np.array([9, 7, 8]))
     drawn = Replay.draw(trace, 1, seed=seed)
     assert hindsight.bound(drawn, cost) == pytest.approx(brute_force(drawn, cost), rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("cost", [Linear(), Linear(per_token=0.2, per_key=0.001), Stairs(1)])
-def test_the_bound_of_a_batch_is_below_all_schedules(cost, seed):
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("cost", [Linear(per_token=0.2, per_key=0.001), Stairs(1)])
+def test_bound_of_a_batch_is_below_all_schedules(cost, seed):
     trace = AcceptanceTrace.synthetic(alpha=0.6, length=7, sequences=3)
     trace = replace(trace, lengths=np.array([7, 5, 6]), prompt_lengths=np.array([9, 30, 12]))
     drawn = Replay.draw(trace, 3, seed=seed)
@@ -57,14 +57,13 @@ def test_the_bound_of_a_batch_is_below_all_schedules(cost, seed):
     assert best * (1 + 1e-12) <= hindsight.schedule(drawn, cost) * (1 + 2e-12)
 
 
-def test_the_bound_of_equal_rows_is_reached():
-    # the rows' coins fall alike, so that one sequence of lengths is best for all of them
+def test_bound_of_equal_rows_is_reached():
     drawn, cost = Replay.draw(trace_of("110111011"), [0, 0, 0]), Linear(per_token=0.05)
     assert hindsight.bound(drawn, cost) == pytest.approx(brute_force(drawn, cost))
 
 
 class Whim(bass.DraftLengthPolicy):
-    """Any length for any row, and any stop."""
+    """Random lengths and stops."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -79,7 +78,7 @@ class Whim(bass.DraftLengthPolicy):
         return torch.from_numpy(self.random.random(len(signals.drafting)) < 0.9)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_policy_is_faster_than_the_bound(seed):
     random = np.random.default_rng(seed)
     trace = AcceptanceTrace.synthetic(
@@ -88,7 +87,7 @@ def test_no_policy_is_faster_than_the_bound(seed):
     trace = replace(trace, lengths=random.integers(1, 41, 7), prompt_lengths=random.integers(5, 60, 7))
     policies = [0, 3, 8, bass.BassHeuristic(), lab.HuggingFaceHeuristic(), PerRow(most=6), Whim(seed)]
     costs = [Linear(per_token=random.uniform(0, 0.3), per_key=random.uniform(0, 0.01)), Stairs(seed)]
-    for cost, batch in itertools.product(costs, (1, 2, 7, 12)):
+    for cost, batch in itertools.product(costs, (1, 7, 12)):
         options = {"batch": batch, "seed": seed, "repeats": 4}
         drawn = Replay.draws(trace, **options)
         bound = np.array([hindsight.bound(each, cost) for each in drawn])
@@ -109,16 +108,3 @@ def test_regret_compares_with_the_bound_on_the_same_replays():
     assert line.low < line.regret < line.high
     assert line.seconds == pytest.approx(runs.seconds.mean()) and line.bound_s == pytest.approx(bound.mean())
     assert (table.schedule_s >= table.bound_s * (1 - 1e-12)).all()
-
-
-def test_hindsight_alone_beats_fixed_lengths_when_rows_are_few():
-    """The known limits: far ahead of the best fixed length at batch 1, hardly at batch 32."""
-    trace = AcceptanceTrace.synthetic(alpha=0.8, length=128, sequences=64)
-    gain = {}
-    for batch in (1, 32):
-        options = {"batch": batch, "repeats": 12}
-        best = min(simulate(trace, k, Linear(per_draft=0.05), **options).seconds.mean() for k in range(3, 12))
-        drawn = Replay.draws(trace, **options)
-        gain[batch] = best / np.mean([hindsight.schedule(each, Linear(per_draft=0.05)) for each in drawn]) - 1
-    assert 0.2 < gain[1] < 0.45
-    assert 0 < gain[32] < 0.08
