@@ -1,4 +1,4 @@
-"""Bytes and operations of a pass, counted from a model; peaks of a device."""
+"""Bytes and operations of a pass, and the utilisation of a device."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bass_core as bass
 from bass_core.trace import Trace
-from bass_lab.measure.roofline import Device, Roofline, Workload, measure_device, utilisation
+from bass_lab.measure.roofline import Device, Roofline, Workload, utilisation
 
 DEVICE = Device("made up", bandwidth=100.0, flops=1000.0)
 WORK = Workload(weights=1000, products=900, layers=2, heads=4, kv_heads=2, head_dim=8, element=2)
@@ -19,10 +19,10 @@ def pair():
     return bass.load_pair(dtype="float32")
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt", "gemma2", "phi3", "gpt_neox", "starcoder2"])
-def test_operations_are_those_that_torch_counts(architecture):
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "phi3"])
+def test_operations_equal_torchs_count(architecture):
     model = tiny_model(architecture)
-    model.set_attn_implementation("eager")  # of the fused ones it counts nothing
+    model.set_attn_implementation("eager")  # torch does not count fused attention
     ids = torch.randint(3, 20, (3, 6))
     work = Workload.of(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -31,7 +31,7 @@ def test_operations_are_those_that_torch_counts(architecture):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
-def test_weights_are_all_parameters_but_tables_that_are_looked_up(architecture):
+def test_weights_exclude_lookup_tables(architecture):
     model = tiny_model(architecture)
     tables = {id(p): p.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     head = id(model.get_output_embeddings().weight)
@@ -45,7 +45,7 @@ def test_a_config_is_enough(pair):
     assert Workload.of(pair.target.config, torch.bfloat16).element == 2
 
 
-def test_a_mixture_of_experts_is_refused():
+def test_mixture_of_experts_is_refused():
     with pytest.raises(ValueError, match="mixture of experts"):
         Workload.of(tiny_model("mixtral"))
 
@@ -57,7 +57,7 @@ def test_a_pass_reads_weights_once_and_keys_of_every_row():
     assert WORK.flops(8, 3, 50) == 24 * (2 * 900 + 4 * 2 * 4 * 8 * 50)
 
 
-def test_the_roof_is_memory_below_the_ridge_and_arithmetic_above():
+def test_roof_is_memory_below_the_ridge_and_arithmetic_above():
     roofline = Roofline(WORK, DEVICE)
     assert DEVICE.ridge == 10
     for shape in ((1, 1, 10), (8, 1, 10), (64, 5, 10)):
@@ -68,16 +68,11 @@ def test_the_roof_is_memory_below_the_ridge_and_arithmetic_above():
     assert roofline.seconds(64, 5, 10) == WORK.flops(64, 5, 10) / 1000
 
 
-def test_peaks_are_measured():
-    found = measure_device("cpu", torch.float32, copied=2**20, sides=(64,), seconds=0.01)
-    assert found.name and found.bandwidth > 0 and found.flops > 0
-
-
-# --- what a run used ------------------------------------------------------------------------------
+# --- utilisation of a run ------------------------------------------------------------------------------
 
 
 def run(*steps: dict) -> Trace:
-    """A trace of these steps, each given by what differs from one regular token in 1 ms."""
+    """A trace of these steps. The default is a regular step of one token in 1 ms."""
     trace = Trace()
     for number, step in enumerate(steps):
         usual = {"row": [0], "kind": "decode", "k": 0, "drafted": 0, "accepted": 0, "emitted": 1}
@@ -105,7 +100,7 @@ def test_utilisation_by_hand():
     device = Device("made up", bandwidth=1e7, flops=1e8)  # 10 ms: 1e5 bytes, 1e6 operations
     used = utilisation(run(PREFILL, DRAFTED, REGULAR).steps, WORK, DRAFT_WORK, device)
     assert used.seconds == pytest.approx(0.010)
-    # a token costs 2 * 900, a key that it attends to 4 * 2 * 4 * 8 = 256
+    # a token costs 2 * 900, each key 4 * 2 * 4 * 8 = 256
     verified = 3 * 1800 + 256 * (10 + 11 + 12) + 2 * 1800 + 256 * (20 + 21) + 1800 + 256 * 12
     emitted = 2 * 1800 + 256 * (10 + 11) + 2 * 1800 + 256 * (20 + 21) + 1800 + 256 * 12
     assert used.verified == pytest.approx(verified / 1e6) and verified == 32_816
@@ -119,25 +114,19 @@ def test_utilisation_by_hand():
     assert used.bandwidth == pytest.approx((target + draft) / 1e5) and target + draft == 10_324
 
 
-def test_in_regular_decoding_all_verified_positions_are_emitted():
+def test_regular_decoding_emits_all_verified_positions():
     used = utilisation(run(PREFILL, REGULAR, REGULAR).steps, WORK, DRAFT_WORK, DEVICE)
     assert used.verified == used.emitted > 0 and used.draft == 0
 
 
-def test_emitted_tokens_that_were_cut_off_are_not_counted():
+def test_cut_off_tokens_are_not_counted():
     steps = run(DRAFTED).steps
     whole, cut = (utilisation(each, WORK, None, DEVICE) for each in (steps, steps.assign(emitted=[1, 2])))
     assert cut.verified == whole.verified and cut.bandwidth == whole.bandwidth
     assert whole.emitted - cut.emitted == pytest.approx((1800 + 256 * 11) / (0.008 * DEVICE.flops))
 
 
-def test_drafts_without_a_model_use_nothing():
-    with_model, without = (utilisation(run(DRAFTED).steps, WORK, work, DEVICE) for work in (DRAFT_WORK, None))
-    assert without.draft == 0 and without.verified == with_model.verified
-    assert without.bandwidth == pytest.approx(2 * (1000 + 64 * 33) / (0.008 * DEVICE.bandwidth))
-
-
-def test_a_pass_at_its_roof_uses_all_of_the_memory():
+def test_a_pass_at_its_roof_uses_the_whole_bandwidth():
     regular = REGULAR | {"verify_ms": 1e3 * Roofline(WORK, DEVICE).seconds(1, 1, 11)}  # 11 cached, one written
     used = utilisation(run(regular).steps, WORK, None, DEVICE)
     assert used.bandwidth == pytest.approx(1) and used.verified < 1
@@ -149,8 +138,8 @@ def test_utilisation_of_nothing_is_refused():
             utilisation(trace.steps, WORK, None, DEVICE)
 
 
-@pytest.mark.parametrize("draft_length", [0, 1, 4])
-def test_passes_and_tokens_are_those_that_the_engine_feeds(draft_length):
+@pytest.mark.parametrize("draft_length", [0, 4])
+def test_passes_and_tokens_equal_the_engines(draft_length):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     options = {"max_new_tokens": 20, "draft_length": draft_length, "eos_token_id": ()}
     bass.generate(pair, ragged_prompts(7), **options)  # chooses the attention path
@@ -158,7 +147,7 @@ def test_passes_and_tokens_are_those_that_the_engine_feeds(draft_length):
     nothing = Workload(weights=0, products=0, layers=0, heads=0, kv_heads=0, head_dim=0, element=1)
     with forward_passes(pair.target) as verified, forward_passes(pair.draft) as drafted:
         steps = bass.generate(pair, ragged_prompts(7), **options).trace.steps
-    for passes, works in ((verified[1:], (once, nothing)), (drafted[1:], (nothing, once))):  # without the prompt's
+    for passes, works in ((verified[1:], (once, nothing)), (drafted[1:], (nothing, once))):  # without the prefill
         used = utilisation(steps, *works, Device("unit", bandwidth=1.0, flops=1.0))
         assert used.bandwidth * used.seconds == pytest.approx(len(passes))
         operations = 2 * sum(batch * query_length for batch, query_length in passes)

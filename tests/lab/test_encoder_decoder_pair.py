@@ -1,4 +1,4 @@
-"""The recipe of the embedded encoder-decoder pair goes on where it was cut off; the shipped one writes functions."""
+"""The recipe of the embedded encoder-decoder pair resumes; the shipped pair writes functions."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 TINY = encoder_decoder.Recipe(
     context=128,
-    functions=300,
+    functions=200,
     batch_tokens=512,
     target=encoder_decoder._sizes(32, 1, 2, 2),
     draft=encoder_decoder._sizes(16, 1, 1, 2),
-    target_tokens=20 * 512,
-    draft_tokens=5 * 512,
-    aligning_tokens=5 * 512,
-    target_texts=16,
+    target_tokens=14 * 512,
+    draft_tokens=4 * 512,
+    aligning_tokens=4 * 512,
+    target_texts=8,
 )
 
 
@@ -35,7 +35,7 @@ def functions():
     return grammar.functions(60, 5, held_out=False)
 
 
-def test_a_batch_has_each_source_beside_its_text(functions, tokenizer):
+def test_a_batch_pairs_each_source_with_its_text(functions, tokenizer):
     sources, texts = encoder_decoder.encoded(functions, tokenizer)
     pairs = encoder_decoder.Pairs(sources, texts, 1024)
     batch = pairs.batch(0.0, torch.Generator().manual_seed(0))
@@ -61,7 +61,7 @@ def test_padding_does_not_change_a_loss(functions, tokenizer):
     assert loss([0, 1]) == pytest.approx(alone, rel=1e-5)
 
 
-def test_training_writes_folders_and_goes_on_where_it_was_cut_off(tmp_path):
+def test_interrupted_training_resumes(tmp_path):
     report = encoder_decoder.train(TINY, tmp_path / "out", tmp_path / "work")
     assert report["target training"]["last_loss"] < report["target training"]["first_loss"]
     pair = bass.load_pair(tmp_path / "out" / "target", tmp_path / "out" / "draft")
@@ -73,7 +73,7 @@ def test_training_writes_folders_and_goes_on_where_it_was_cut_off(tmp_path):
     assert again["alignment training"]["last_loss"] == pytest.approx(report["alignment training"]["last_loss"])
 
 
-def test_the_shipped_pair_is_small_and_ordinary(tokenizer):
+def test_shipped_pair_is_small_and_loads_in_transformers(tokenizer):
     files = list((ASSETS / READER).glob("*/model.safetensors"))
     assert len(files) == 2 and sum(file.stat().st_size for file in files) < 4.6e6
     model = AutoModelForSeq2SeqLM.from_pretrained(ASSETS / READER / "target", dtype=torch.float32)
@@ -82,14 +82,14 @@ def test_the_shipped_pair_is_small_and_ordinary(tokenizer):
     compile(source + tokenizer.decode(ids, skip_special_tokens=True), "written", "exec")
 
 
-def test_the_shipped_pair_writes_functions_that_work_and_its_draft_is_accepted():
+def test_shipped_pair_solves_problems_and_its_draft_is_accepted():
     pair, problems = bass.load_pair(READER, dtype="float32"), load_problems()[:24]
     out = bass.generate(pair, [problem.prompt for problem in problems], max_new_tokens=128)
     assert share_passed(problems, out.texts) > 0.5
     assert acceptance(pair, prompt_set("mini", 24))["alpha"] > 0.7
 
 
-def test_the_card_is_made_of_what_was_measured(tmp_path):
+def test_card_holds_the_measurements(tmp_path):
     stage = {"tokens": 512, "steps": 1, "seconds": 60.0, "first_loss": 6.5, "last_loss": 6.25}
     size = {"parameters": 1234, "megabytes": 2.5}
     trained = {f"{name} training": stage for name in ("target", "draft", "alignment")}

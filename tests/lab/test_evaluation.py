@@ -1,4 +1,4 @@
-"""The mini set's tests tell right from wrong."""
+"""The mini set: its format, its tests, and files of problems."""
 
 import ast
 import gzip
@@ -53,7 +53,7 @@ def test_trivial_solutions_fail():
                 run(problem, f"    {body}\n")
 
 
-def test_the_committed_set_is_what_the_code_makes():
+def test_committed_set_equals_the_generated_set():
     assert mini_set.make_problems(12) == load_problems()[:12]
 
 
@@ -74,7 +74,7 @@ def test_problems_are_read_from_plain_and_gzipped_files(tmp_path):
         (json.dumps(asdict(ADD) | {"test": None}), "not a problem.*: test must be a text, got None"),
     ],
 )
-def test_a_line_that_is_no_problem_is_named(tmp_path, line, said):
+def test_a_wrong_line_is_named(tmp_path, line, said):
     (tmp_path / "a.jsonl").write_text(json.dumps(asdict(ADD)) + "\n" + line)
     with pytest.raises(ValueError, match=f"line 2 is {said}"):
         load_problems(tmp_path / "a.jsonl")
@@ -82,7 +82,7 @@ def test_a_line_that_is_no_problem_is_named(tmp_path, line, said):
 
 @needs_human_eval
 def test_humaneval_is_read():
-    problems = load_problems(HUMAN_EVAL)  # nobody has to trust it: it is known
+    problems = load_problems(HUMAN_EVAL)  # known, so trusted
     assert len(problems) == 164 and problems[0].task_id == "HumanEval/0"
 
 
@@ -95,8 +95,8 @@ def written(path: Path, problems: list[Problem]) -> Path:
     "known", [pytest.param(HUMAN_EVAL, marks=needs_human_eval), None], ids=["HumanEval", "mini set"]
 )
 @pytest.mark.parametrize("field", ["prompt", "test", "canonical_solution"])
-def test_code_that_runs_outside_the_sandbox_is_known_or_trusted(tmp_path, known, field):
-    """The reference solution runs inside, so that it may be another."""
+def test_unknown_code_outside_the_sandbox_has_to_be_trusted(tmp_path, known, field):
+    """The reference solution runs inside, so it may differ."""
     problems = load_problems(known)
     assert load_problems(written(tmp_path / "same.jsonl", problems)) == problems
     problems[100] = replace(problems[100], **{field: getattr(problems[100], field) + "\nimport this\n"})
@@ -109,7 +109,6 @@ def test_code_that_runs_outside_the_sandbox_is_known_or_trusted(tmp_path, known,
             load_problems(path)
 
 
-def test_fewer_problems_than_the_known_ones_are_not_known(tmp_path):
-    """What is known is a whole: whoever wants less of it loads it all."""
+def test_a_part_of_the_known_problems_is_unknown(tmp_path):
     with pytest.raises(ValueError, match="trust_problems=True"):
         load_problems(written(tmp_path / "some.jsonl", load_problems()[:20]))

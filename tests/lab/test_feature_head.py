@@ -1,4 +1,4 @@
-"""A feature head learns what it will be asked while drafting, token after token."""
+"""Training of a feature head computes the same steps as drafting."""
 
 import pytest
 import torch
@@ -35,25 +35,25 @@ def texts(target) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_each_step_of_the_training_computes_what_drafting_does(target):
+def test_training_steps_equal_drafting_steps(target):
     head = random_head(target)
     windows = torch.stack(ragged_prompts(*[COMMITTED + DRAFTED] * 3))
     hidden = Teacher(target).states(windows)
     steps = [logits for logits, _ in zip(feature_head.unrolled(head, windows, hidden), range(DRAFTED), strict=False)]
-    drafting = FeatureHead(head.config).eval()  # over a cache, with transformers' own attention
+    drafting = FeatureHead(head.config).eval()  # with a cache and transformers' attention
     drafting.load_state_dict(head.state_dict())
     drafting.set_attn_implementation("eager")
     drafting = drafting.attached(target)
     for length in range(1, COMMITTED + 1):
         cache, before = DynamicCache(), torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, : length - 1]], 1)
-        logits = drafting(windows[:, :length], before, cache=cache).logits
+        logits = drafting(windows[:, :length], before, past_key_values=cache).logits
         for step in range(DRAFTED):
             last = length + step - 1
             torch.testing.assert_close(steps[step][:, last], logits[:, -1], rtol=1e-4, atol=1e-5)
-            logits = drafting(windows[:, last + 1 : last + 2], drafting.predicted[:, -1:], cache=cache).logits
+            logits = drafting(windows[:, last + 1 : last + 2], drafting.predicted[:, -1:], past_key_values=cache).logits
 
 
-def test_a_teacher_reads_each_of_its_texts_once(target, texts, monkeypatch):
+def test_teacher_reads_each_text_once(target, texts, monkeypatch):
     teacher, read = Teacher(target, texts[:12]), Teacher(target).states(texts[:12])
     torch.testing.assert_close(teacher.states(texts[[3, 5]]), read[[3, 5]])
     asked, decoder = [], target.get_decoder()
@@ -61,7 +61,7 @@ def test_a_teacher_reads_each_of_its_texts_once(target, texts, monkeypatch):
     torch.testing.assert_close(teacher.states(texts[[5, 7, 3]]), read[[5, 7, 3]])
     assert len(asked) == 1 and torch.equal(asked[0], texts[[7]])
     for _ in range(2):
-        teacher.states(texts[12:13])  # is none of them
+        teacher.states(texts[12:13])  # an unknown text
     assert len(asked) == 3
 
 
@@ -83,14 +83,15 @@ def trained(target, texts, folder, steps) -> tuple[FeatureHead, dict]:
 
 
 def alpha(target: PreTrainedModel, head: FeatureHead, prompts: torch.Tensor) -> float:
-    plain = FeatureHead(head.config).eval()  # with transformers' own attention and norms
+    plain = FeatureHead(head.config).eval()  # transformers' attention and norms
     plain.load_state_dict(head.state_dict())
     pair = bass.ModelPair(target, bass.FeatureDrafter(plain))
     out = bass.generate(pair, list(prompts), max_new_tokens=16, temperature=0.2, draft_length=3, eos_token_id=())
     return out.trace.summary()["alpha"]
 
 
-def test_a_trained_head_drafts_better(tmp_path):
+@pytest.mark.slow
+def test_trained_head_drafts_better(tmp_path):
     pair = bass.load_pair(dtype="float32", device="cpu")
     functions = Windows(corpus.generated_functions(200), pair.tokenizer)
     prompts = functions.take(8, 16, torch.Generator().manual_seed(0))
@@ -101,14 +102,14 @@ def test_a_trained_head_drafts_better(tmp_path):
     assert alpha(pair.target, head, prompts) > alpha(pair.target, random_head(pair.target), prompts) + 0.2
 
 
-def test_a_training_that_is_over_is_not_repeated(target, texts, tmp_path):
+def test_finished_training_is_not_repeated(target, texts, tmp_path):
     head, report = trained(target, texts, tmp_path, steps=2)
     again, same = trained(target, texts, tmp_path, steps=2)
     assert same["steps"] == report["steps"] == 2
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
-def test_a_saved_head_is_its_own_weights_and_no_more(target, tmp_path):
+def test_saved_head_holds_its_own_weights_only(target, tmp_path):
     head = random_head(target)
     feature_head.save_head(head, tmp_path / "head")
     loaded, found = FeatureHead.from_pretrained(tmp_path / "head", output_loading_info=True)
