@@ -231,11 +231,6 @@ def test_recording_continues_after_eos():
     assert trace.lengths.min() < 40 and np.isfinite(trace.p).all()
 
 
-def test_samples_of_a_prompt_are_adjacent_and_differ(sampled):
-    assert sampled.prompt_lengths.tolist() == [4, 4, 9, 9, 6, 6]
-    assert not np.array_equal(sampled.p[0], sampled.p[1])
-
-
 def test_draft_with_fewer_ids_has_zero_chance_for_the_others():
     pair = bass.ModelPair(tiny_model(), tiny_model(vocab_size=50))
     trace = recording.record(pair, ragged_prompts(4, 7), max_new_tokens=12, temperature=1.0)
@@ -275,14 +270,6 @@ def test_synthetic_chances_have_mean_alpha_and_spells_their_duration():
     assert switching.alpha == pytest.approx(0.8, abs=5 * 0.15 / np.sqrt(2500))
     spells = 1 + (np.diff(switching.accept, axis=1) != 0).sum(1)
     assert 1000 / spells.mean() == pytest.approx(20, rel=0.1)
-
-
-def test_synthetic_signals_continue_after_a_rejection():
-    trace = AcceptanceTrace.synthetic(alpha=0.8, length=30, sequences=3, regimes=(0.1, 4), rollout=3)
-    favourite = trace.rollout_chance == trace.rollout_maximum
-    assert trace.rollout_maximum.mean() == pytest.approx(favourite.mean(), abs=4 * 0.5 / np.sqrt(favourite.size))
-    assert np.isclose(trace.rollout_chance[~favourite], 1 - trace.rollout_maximum[~favourite], atol=1e-3).all()
-    np.testing.assert_allclose(trace.rollout_maximum[:, :-3, 2], trace.maximum[:, 3:], atol=1e-3)
 
 
 def test_impossible_recordings_are_refused(tiny_pair):

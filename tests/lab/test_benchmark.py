@@ -22,7 +22,7 @@ from bass_core.policies.costs import costs_like
 from bass_lab.cli import main
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import benchmark, clocks, records, timed_runs
-from bass_lab.pairs import in_dtype
+from bass_lab.measure.ratios import Ratio
 from bass_lab.texts.prompt_sets import prompt_set
 
 PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
@@ -44,7 +44,7 @@ def lines(pair) -> list[dict]:
         batches=[3],
         methods=benchmark.METHODS,
         repeats=2,
-        max_new_tokens=24,
+        max_new_tokens=12,
         draft_length=3,
         other_lengths=[1, None],
     )
@@ -62,7 +62,7 @@ def test_every_method_is_measured(lines):
         assert (line["alpha"] is None) == (line["method"] in ("transformers", "assisted", "regular"))
         assert ("step_overhead" in line) == ((line["method"], line["k"]) in (("regular", None), ("batched", 3)))
         assert 0 < line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
-        assert line["first_ms"] * 23 / 1e3 < max(line["seconds"])
+        assert line["first_ms"] * 11 / 1e3 < max(line["seconds"])
 
 
 def assert_valid(line):
@@ -140,9 +140,11 @@ def test_ratio_is_the_median_of_paired_ratios(pair):
     middle, low, high = comparison.ratio("batched")
     assert middle == pytest.approx((seconds.regular / seconds.batched).median())
     assert low <= middle <= high
+    # the median of a resample of 1 … 17 is at most 4 with probability 0.008, at most 5 with 0.036
+    assert Ratio.of(np.ones(17), np.arange(1, 18)) == (9, 5, 13)
 
 
-OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 12}
+OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 8}
 
 
 @pytest.fixture
@@ -166,10 +168,16 @@ def test_the_method_with_the_fewest_tokens_takes_the_next_turn(pair, monkeypatch
     benchmark.compare(pair, PROMPTS, repeats=2, take_turns=True, **OURS)
     assert len(emitted) == 3 * 4  # repeats, methods
     assert any(a is not b for a, b in itertools.pairwise(turns[3:10]))
+    first = list(emitted)[::4]  # of each repeat
+    assert [session.policy.k for session in first] == [0, 3, 3] and [session.rows.max_rows for session in first] == [
+        3,
+        1,
+        3,
+    ]
 
 
 def test_turns_change_no_counts(pair):
-    implementation, options = pair.target.config._attn_implementation, {"repeats": 2, **OURS}
+    implementation, options = pair.target.config._attn_implementation, {"repeats": 1, **OURS}
     turns, alone = (benchmark.compare(pair, PROMPTS, take_turns=way, **options).runs for way in (True, False))
     same = ["repeat", "method", "k", "tokens", *benchmark.COUNTS]
     assert turns[same].equals(alone[same])
@@ -178,7 +186,7 @@ def test_turns_change_no_counts(pair):
 
 def test_a_method_is_timed_in_its_own_turns_only(pair, counted_time):
     runs = benchmark.compare(pair, PROMPTS, repeats=1, take_turns=True, **OURS).runs.set_index("method")
-    assert runs.seconds["regular"] == 1 + 2 * 12  # session creation, then two for each step
+    assert runs.seconds["regular"] == 1 + 2 * 8  # session creation, then two for each step
     assert (runs.last_ms["regular"], runs.first_ms["regular"]) == (2000, 2000)  # of the prefill's token to the last
 
 
@@ -221,16 +229,6 @@ def test_peers_ignore_the_models_own_end_tokens(pair):
     for text in benchmark.greedy_alone(pair, PROMPTS, max_new_tokens=40):
         assert len(text) == 40
     assert pair.target.generation_config.eos_token_id == 2
-
-
-def test_bfloat16_pair_is_checked_in_float32(pair):
-    low = ModelPair(
-        target=tiny_model(vocab_size=259, dtype="bfloat16"),
-        draft=tiny_model(vocab_size=259, dtype="bfloat16", noise=0.3),
-    )
-    exact = in_dtype(low, torch.float32)
-    assert exact.target.dtype == exact.draft.dtype == torch.float32 and low.target.dtype == torch.bfloat16
-    assert in_dtype(pair, torch.float32) is pair
 
 
 def test_overhead_is_a_share_of_the_steps(pair):
@@ -299,7 +297,7 @@ def test_bench_command_writes_a_table_or_json_and_a_record(tmp_path, lines):
     done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path), "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["results"] == records.read(path)
-    done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular"])
+    done = CliRunner().invoke(main.app, ["bench", *options[:-1], "regular"])
     assert "over regular" in done.stdout and "2/2" in done.stdout
     checked = CliRunner().invoke(main.app, ["bench", "--record", str(path), "--check-only"])
     assert checked.exit_code == 0 and "2 lines" in checked.stderr and checked.stdout == ""
@@ -319,8 +317,7 @@ def test_inexact_rows_are_an_exit_code_and_no_record(monkeypatch, tmp_path):
 # --- recorded steps ---
 
 
-@pytest.mark.parametrize("take_turns", [False, True])
-def test_nothing_is_recorded_in_a_counted_repeat(pair, monkeypatch, take_turns):
+def test_nothing_is_recorded_in_a_counted_repeat(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     made, repeats, kept_by = [], [], timed_runs.keep
 
@@ -331,11 +328,11 @@ def test_nothing_is_recorded_in_a_counted_repeat(pair, monkeypatch, take_turns):
 
     monkeypatch.setattr(timed_runs, "keep", keep)
     tell = lambda doing, share: repeats.append(sum(session.recordings for session in made))  # noqa: E731
-    options = OURS | {"take_turns": take_turns, "progress": tell}
-    runs = benchmark.compare(pair, PROMPTS, repeats=3, **options).runs
+    options = OURS | {"take_turns": True, "progress": tell}
+    runs = benchmark.compare(pair, PROMPTS, repeats=2, **options).runs
     assert len(made) == 4 and all(session.session is not None for session in made)
     counted = sorted(set(runs.repeat))
-    assert len(counted) == 3 and counted[0] > 1  # the first after the one that warms up has recorded
+    assert len(counted) == 2 and counted[0] > 1  # the first after the one that warms up has recorded
     recordings = [*repeats, sum(session.recordings for session in made)]
     assert all(recordings[repeat] == recordings[repeat + 1] for repeat in counted)
 
@@ -346,9 +343,9 @@ def test_repeats_that_always_record_are_disturbed(pair, monkeypatch):
         recordings = property(lambda self: next(self.count))
 
     monkeypatch.setattr(timed_runs, "keep", lambda methods, rows: {"": Restless(pair, rows)})
-    comparison = benchmark.compare(pair, PROMPTS, repeats=2, **OURS)
-    assert comparison.runs.disturbed.all() and {line["disturbed"] for line in comparison.lines()} == {2}
-    assert sorted(set(comparison.runs.repeat)) == [5, 6]  # after twice as many that do not count
+    comparison = benchmark.compare(pair, PROMPTS, methods=["regular"], repeats=2, max_new_tokens=2)
+    assert comparison.runs.disturbed.all() and [line["disturbed"] for line in comparison.lines()] == [2]
+    assert comparison.runs.repeat.tolist() == [5, 6]  # after twice as many that do not count
 
 
 @pytest.mark.parametrize("draft", ["draft model", "suffix"])

@@ -97,23 +97,22 @@ def test_lost_cache_entry_is_caught(pair, monkeypatch):
 # --- other models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", [bass.NgramDrafter(longest=2), "model"])
-def test_any_kind_of_draft_can_be_checked(draft):
-    models = bass.ModelPair(tiny_model(), tiny_model("gpt2", seed=3) if draft == "model" else draft)
-    report = lab.verify(models, max_new_tokens=12, samples=1000)
+def test_any_kind_of_draft_can_be_checked():
+    report = lab.verify(bass.ModelPair(tiny_model(), bass.NgramDrafter(longest=2)), max_new_tokens=8, samples=1000)
     assert report.passed, report.table().to_string()
-    if draft != "model":  # which hardly ever agrees with the target
-        assert report.checks[1].details["tests"]["token"]["accepted"] > 0
+    assert report.checks[1].details["tests"]["token"]["accepted"] > 0
 
 
+@pytest.mark.slow
 def test_sliding_windows_can_be_checked():
     assert all(verdicts(bass.ModelPair(tiny_model("gemma3"), tiny_model("gemma3", noise=0.1))).values())
 
 
-@pytest.mark.parametrize(("context", "has_draft"), [(8, True), (16, False)])
-def test_a_tiny_context_is_respected(context, has_draft):
-    draft = tiny_model("gpt2", noise=0.1, n_positions=context) if has_draft else None
-    assert all(verdicts(bass.ModelPair(tiny_model("gpt2", n_positions=context), draft)).values())
+def test_a_tiny_context_is_respected():
+    context = {"n_positions": 8}
+    assert all(
+        verdicts(bass.ModelPair(tiny_model("gpt2", **context), tiny_model("gpt2", noise=0.1, **context))).values()
+    )
 
 
 def test_one_prompt_makes_a_ragged_batch():
@@ -132,7 +131,7 @@ def test_models_are_unchanged():
     weights = [tensor.clone() for tensor in target.state_dict().values()]
     target.train()
     before = target.config.to_dict(), target.generation_config.to_dict(), target.config._attn_implementation
-    report = lab.verify(bass.ModelPair(target, draft), max_new_tokens=8, samples=1000)
+    report = lab.verify(bass.ModelPair(target, draft), max_new_tokens=4, samples=1000)
     assert report.passed, report.table().to_string()
     assert "float32 copies (the target is bfloat16)" in report.checks[0].tested
     assert target.training and target.dtype == torch.bfloat16
@@ -155,24 +154,27 @@ def test_an_error_of_the_engine_is_a_failed_check(monkeypatch, error):
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_command_prints_verdicts_or_json(embedded, tmp_path):
+@pytest.mark.slow
+def test_command_checks_a_target(embedded, tmp_path):
     tiny_model("llama", vocab_size=len(embedded.tokenizer)).save_pretrained(tmp_path)
     embedded.tokenizer.save_pretrained(tmp_path)
-    arguments = ["verify", "--target", str(tmp_path), "--samples", "1000"]
-    result = CliRunner().invoke(main.app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "PASS  sampled law" in result.stdout and result.stdout.endswith("\nPASS\n")
-    assert result.stderr.count("\n") <= 5
-    document = json.loads(CliRunner().invoke(main.app, [*arguments, "--json"]).stdout)
+    arguments = ["verify", "--target", str(tmp_path), "--samples", "1000", "--json"]
+    document = json.loads(CliRunner().invoke(main.app, arguments).stdout)
     assert document["verdict"] == "PASS" and len(document["checks"]) == 4
 
 
-def test_command_fails_with_a_check(monkeypatch):
-    check = exactness.Check("greedy identity", False, "7 of 8 rows", 0.1, {})
-    monkeypatch.setattr(exactness, "verify", lambda *args, **kwargs: exactness.Report("a pair", [check]))
-    result = CliRunner().invoke(main.app, ["verify"])
-    assert result.exit_code == 1
-    assert "FAIL  greedy identity" in result.stdout
+@pytest.mark.parametrize(("passed", "word"), [(True, "PASS"), (False, "FAIL")])
+def test_command_prints_the_verdicts(monkeypatch, passed, word):
+    check, given = exactness.Check("greedy identity", passed, "7 of 8 rows", 0.1, {}), []
+
+    def verify(pair, prompts, **options):
+        given.append((prompts, options["samples"]))
+        return exactness.Report("a pair", [check])
+
+    monkeypatch.setattr(exactness, "verify", verify)
+    result = CliRunner().invoke(main.app, ["verify", "--prompt", "a prompt", "--samples", "2000"])
+    assert result.exit_code == (not passed) and given == [(["a prompt"], 2000)]
+    assert f"{word}  greedy identity" in result.stdout and result.stdout.endswith(f"\n{word}\n")
 
 
 # --- the exact laws -------------------------------------------------------------------------------
@@ -188,9 +190,3 @@ def test_law_of_likely_texts_agrees_with_the_law_of_all_texts():
     for text, outcome in zip(whole, plain_decoding.as_likely(list(whole), law), strict=True):
         found[outcome] += whole[text]
     assert found == pytest.approx(law, abs=1e-6)
-
-
-def test_exact_law_sums_to_one():
-    law = plain_decoding.exact_law(tiny_model(), torch.tensor([5, 6, 7]), bass.SamplingParams(1.5, top_k=3), 4)
-    assert len(law) == 81
-    assert sum(law.values()) == pytest.approx(1, abs=1e-6)

@@ -161,6 +161,7 @@ REFUSED = {
     ("bench", "--methods", "fast"): "methods must",
     ("bench", "--record", "folder"): "no regular file",
     ("calibrate", "--seconds", "inf"): "finite",
+    ("calibrate", "--target", "text"): "cannot load",
     ("calibrate", "--output", "under a file"): "nothing can be written into",
     ("calibrate", "--output", "folder"): "no regular file",
     ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
@@ -217,8 +218,8 @@ def test_refusal_is_one_line_before_the_work(files, monkeypatch, arguments, reas
     monkeypatch.chdir(ROOT)
     result = call([files.get(argument, argument) for argument in arguments])
     assert result is not None, "the work began"
-    assert fault(result) is None and result.exit_code == 2 and result.stdout == ""
-    assert reason in result.stderr
+    assert fault(result) is None and result.exit_code == 2 and reason in result.stderr
+    assert result.stdout == "" or arguments[0] == "demo"
 
 
 # --- the program itself ---------------------------------------------------------------------------

@@ -92,13 +92,18 @@ def broken(drafter: bass.Drafter) -> list[str]:
 
 @pytest.mark.parametrize(
     "drafter",
-    [Guesses(), bass.LayerSkipDrafter(1), bass.ModelDrafter(tiny_model(dtype="float64", noise=0.1))],
+    [
+        Guesses(),
+        pytest.param(bass.LayerSkipDrafter(1), marks=pytest.mark.slow),
+        pytest.param(bass.ModelDrafter(tiny_model(dtype="float64", noise=0.1)), marks=pytest.mark.slow),
+    ],
     ids=lambda drafter: type(drafter).__name__,
 )
 def test_correct_drafters_pass(drafter):
     assert broken(drafter) == []
 
 
+@pytest.mark.slow
 def test_half_precision_target_is_checked_in_float32(monkeypatch):
     """Rounding would decide between close tokens."""
     seen, greedy = [], plain_decoding.greedy
@@ -109,6 +114,7 @@ def test_half_precision_target_is_checked_in_float32(monkeypatch):
     assert set(seen) == {torch.float32}
 
 
+@pytest.mark.slow
 def test_feature_head_is_enumerated_on_its_own_target():
     drafter = bass.FeatureDrafter(feature_head(TARGET))
     few = tiny_model(dtype="float64", vocab_size=3, hidden_size=16, num_hidden_layers=1, pad_token_id=None)
@@ -120,7 +126,14 @@ def test_feature_head_is_enumerated_on_its_own_target():
     assert set(broken(drafter)) == set(LAWS)  # the common small target does not fit
 
 
-@pytest.mark.parametrize("drafter", [FlattersAfterMoves, ClaimsTheFirstRowsLaw, DrawsAllAlike])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        DrawsAllAlike,
+        pytest.param(FlattersAfterMoves, marks=pytest.mark.slow),
+        pytest.param(ClaimsTheFirstRowsLaw, marks=pytest.mark.slow),
+    ],
+)
 def test_wrong_claims_are_caught(drafter):
     assert broken(drafter())[:2] == LAWS
 

@@ -14,14 +14,14 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 TINY = encoder_decoder.Recipe(
     context=128,
-    functions=300,
+    functions=200,
     batch_tokens=512,
     target=encoder_decoder._sizes(32, 1, 2, 2),
     draft=encoder_decoder._sizes(16, 1, 1, 2),
-    target_tokens=20 * 512,
-    draft_tokens=5 * 512,
-    aligning_tokens=5 * 512,
-    target_texts=16,
+    target_tokens=14 * 512,
+    draft_tokens=4 * 512,
+    aligning_tokens=4 * 512,
+    target_texts=8,
 )
 
 

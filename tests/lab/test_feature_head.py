@@ -90,6 +90,7 @@ def alpha(target: PreTrainedModel, head: FeatureHead, prompts: torch.Tensor) -> 
     return out.trace.summary()["alpha"]
 
 
+@pytest.mark.slow
 def test_trained_head_drafts_better(tmp_path):
     pair = bass.load_pair(dtype="float32", device="cpu")
     functions = Windows(corpus.generated_functions(200), pair.tokenizer)

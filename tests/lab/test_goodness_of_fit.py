@@ -28,6 +28,7 @@ def test_p_values_are_uniform_where_the_law_holds():
     law, rng = skewed_law(), np.random.default_rng(1)
     found = [p_value(law, list(law.values()), 2000, rng) for _ in range(300)]
     assert stats.kstest(found, "uniform").pvalue > 1e-3
+    assert fit._cells(law, 2000)[0].min() >= 5  # expected counts: rare outcomes are pooled
 
 
 def test_detectable_total_variation_is_detected():

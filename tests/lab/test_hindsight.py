@@ -108,15 +108,3 @@ def test_regret_compares_with_the_bound_on_the_same_replays():
     assert line.low < line.regret < line.high
     assert line.seconds == pytest.approx(runs.seconds.mean()) and line.bound_s == pytest.approx(bound.mean())
     assert (table.schedule_s >= table.bound_s * (1 - 1e-12)).all()
-
-
-def test_hindsight_gains_most_at_batch_1():
-    trace = AcceptanceTrace.synthetic(alpha=0.8, length=128, sequences=64)
-    gain = {}
-    for batch in (1, 32):
-        options = {"batch": batch, "repeats": 12}
-        best = min(simulate(trace, k, Linear(per_draft=0.05), **options).seconds.mean() for k in range(3, 12))
-        drawn = Replay.draws(trace, **options)
-        gain[batch] = best / np.mean([hindsight.schedule(each, Linear(per_draft=0.05)) for each in drawn]) - 1
-    assert 0.2 < gain[1] < 0.45
-    assert 0 < gain[32] < 0.08

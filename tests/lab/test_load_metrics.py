@@ -222,6 +222,17 @@ def test_intervals_contain_the_true_mean():
     assert 51 <= held <= 59
 
 
+def test_intervals_of_correlated_requests_are_wider():
+    drawn = np.repeat(np.random.default_rng(0).exponential(size=20), 10)
+
+    def width(values):
+        run = run_of(np.arange(200) + values, pieces=[])
+        line = run.summary(warm_up=0, resamples=300).loc["end_ms", "mean"]
+        return line.high - line.low
+
+    assert width(drawn) > 2 * width(np.random.default_rng(1).permutation(drawn))
+
+
 # --- the highest load -----------------------------------------------------------------------------
 
 

@@ -97,7 +97,3 @@ def test_zero_and_negative_samples_give_positive_times():
         [Sample("rest", (1, 0), 0.0, 0.0), Sample("rest", (1, 1), 0.1, -1e-5), Sample("rest", (2, 0), 0.2, 1e-6)]
     )
     assert all(0 < seconds < 1e-5 for seconds in found.values())
-
-
-def test_one_sample_is_its_own_time():
-    assert times([Sample("rest", (1, 1), 0.0, 0.25)]) == {("rest", (1, 1)): pytest.approx(0.25, rel=1e-3)}
