@@ -187,8 +187,8 @@ def test_no_new_tokens_are_an_empty_result():
 
 
 def test_named_attention_path_never_falls_back(monkeypatch):
-    with pytest.raises(ValueError, match=r"CodeGen.*pad.*attention='auto'"):
-        generate(PROMPTS, bass.ModelPair(tiny_model("codegen", dtype="float64")), attention="pad")
+    with pytest.raises(ValueError, match=r"Falcon.*pad.*attention='auto'"):
+        generate(PROMPTS, bass.ModelPair(tiny_model("falcon", dtype="float64")), attention="pad")
     monkeypatch.setattr(kernel_ops, "obstacle", lambda device: "the package bass_kernels is not installed")
     with pytest.raises(ValueError, match=r"attention='ragged'.*bass_kernels.*auto"):
         generate(PROMPTS, bass.ModelPair(TARGET), attention="ragged")

@@ -2,9 +2,9 @@
 
 import copy
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 from recording import PROMPTS, session, submitted, texts, use_on_cpu
 from tiny import BYTES, tiny_model, with_adapter
 
@@ -23,10 +23,9 @@ def scaled(model):
 
 @contextmanager
 def with_first_adapter(model):
-    peft = pytest.importorskip("peft")  # a GPU box may be without it
-    torch.manual_seed(1)
-    options = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
-    model.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    with TemporaryDirectory() as folder:
+        with_adapter().save_pretrained(folder)
+        model.load_adapter(folder)
     yield
 
 

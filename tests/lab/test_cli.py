@@ -80,7 +80,7 @@ def test_doctor_prints_json_only(target, draft):
 
 
 def test_doctor_explains_an_unsupported_attention_path(tmp_path):
-    folder = save(tmp_path, architecture="codegen")  # bypasses the attention interface
+    folder = save(tmp_path, architecture="falcon")  # bypasses the attention interface
     result = run("doctor", "--target", folder, "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == 0 and document["draft"] is None

@@ -99,7 +99,8 @@ def test_pair_with_dummy_weights_decodes_as_its_target_alone(small_shapes, name)
         bass.generate(pair, prompts, max_new_tokens=12, draft_length=k, eos_token_id=()) for k in (3, 0)
     )
     assert [row.tolist() for row in drafted.sequences] == [row.tolist() for row in regular.sequences]
-    assert drafted.trace.summary()["attention"] == ("eager" if name == "codegen-16b" else "pad")
+    if name != "codegen-16b":  # it bypasses the attention interface before transformers 5.24
+        assert drafted.trace.summary()["attention"] == "pad"
 
 
 DTYPES = ("float32", "bfloat16", "float16", "bfloat16", "float32")

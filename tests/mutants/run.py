@@ -1,6 +1,6 @@
 """Apply each mutant to a copy of the repository and find a test that fails: `make mutants ARGS="--only engine"`.
 
-To add a mutant, write it into core.txt, lab.txt or kernels.txt: under the file, a name for the bug, then the right text
+To add a mutant, write it into the list of its package: under the file, a name for the bug, then the right text
 behind "- " and the wrong text behind "+ " (nothing where lines are deleted). The right text, a part of a line or some
 lines, must occur exactly once in the file. A mutant changes behaviour, does not break an import and is not equivalent
 to the right code. Then run `make mutants ARGS="--only NAME"`, which records the catching test in caught.json, and

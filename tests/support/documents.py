@@ -13,7 +13,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     *(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "docs").rglob("*.md"))),
 )
-SLOW = "<!-- slow -->"  # on the line before a block that only `make test-slow` runs
+SLOW = "<!-- slow -->"  # on the line before a block that only `make test-all` runs
 FENCED = re.compile(
     rf"^(?P<slow>{SLOW}\n)?```(?P<kind>python|console)\n(?P<text>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
     re.DOTALL | re.MULTILINE,

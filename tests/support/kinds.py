@@ -114,7 +114,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
 NOT_TINY = {
     "gemma3n": "its vision tower needs the packages Pillow and timm; gemma3n_text is the same decoder",
     "gemma4_assistant": "a drafting head that reads another model's keys and values; it decodes nothing alone",
-    "gemma4_unified_assistant": "a drafting head that reads another model's keys and values; it decodes nothing alone",
     "musicgen": "transformers registers the whole configuration for a decoder that cannot be built from it",
     "musicgen_melody": "transformers registers the whole configuration for a decoder that cannot be built from it",
 }
