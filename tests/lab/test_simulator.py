@@ -247,7 +247,7 @@ def test_greedy_replay_with_eos_is_the_engines_run():
 @pytest.mark.parametrize(
     "policy",
     [
-        bass.FixedLength(3),
+        pytest.param(bass.FixedLength(3), marks=pytest.mark.slow),
         pytest.param(bass.RaggedBudget(Line(0.02, 0.3), limit=6), marks=pytest.mark.slow),
         pytest.param(bass.BassHeuristic(), marks=pytest.mark.slow),
         pytest.param(lab.HuggingFaceHeuristic(), marks=pytest.mark.slow),
