@@ -21,7 +21,7 @@ help: ## list these targets
 demo: .venv/.installed-notebooks ## batched speculative decoding on the embedded models, checked and timed
 	$(BIN)/bass demo
 
-TEST = $(BIN)/python -m pytest -n auto --dist worksteal --durations=25
+TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --durations=25
 BASE ?= origin/main
 
 test: .venv/.installed-test ## run what a change can break, every lesson included, on all cores

@@ -80,7 +80,7 @@ def test_layers_of_every_family_are_traced_whole(architecture):
     assert_equals_eager(pair(architecture), max_new_tokens=6)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_machine_code_equals_eager(monkeypatch):
     """By inductor: two tokens in every pass keep the number of graphs at eight."""
     monkeypatch.setattr(compiled_layers, "_compiled", {})

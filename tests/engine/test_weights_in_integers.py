@@ -145,7 +145,7 @@ def test_quantized_models_are_verified_in_half_precision_too(kind):
     assert report.passed and len(report.checks) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_quantized_draft_keeps_the_distribution():
     small = tiny_model(vocab_size=3, dtype="float64", pad_token_id=None, bos_token_id=None, eos_token_id=None)
     report = check_drafter(

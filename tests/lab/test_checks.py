@@ -27,7 +27,7 @@ def verdicts(pair, **options):
     return {check.name: check.passed for check in report.checks}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_healthy_engine_passes(embedded):
     report = lab.verify(embedded, max_new_tokens=16, samples=1000)
     assert report.passed, report.table().to_string()

@@ -375,7 +375,7 @@ with httpx.stream("POST", "{address}/v1/completions", timeout=60, trust_env=Fals
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_sigterm_drains_and_ends_with_code_0():
     with process() as (child, address), ThreadPoolExecutor(1) as pool:
         running = pool.submit(post, address, prompt=PROMPT, max_tokens=300, temperature=1.2, seed=1, n=4)
@@ -386,7 +386,7 @@ def test_sigterm_drains_and_ends_with_code_0():
         assert child.stderr.read().count("\n") <= 1 and child.stdout.read() == ""
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_client_leaves_no_rows_and_killed_server_no_process():
     with process() as (child, address):
         client = subprocess.Popen([sys.executable, "-c", ENDLESS.format(address=address)], stdout=subprocess.PIPE)

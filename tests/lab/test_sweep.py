@@ -62,7 +62,7 @@ def until(condition, seconds=30.0):
 # --- done once, whatever happens ---
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_kill_at_any_step_of_writing_leaves_whole_results(notebook, tmp_path):
     """Killed before its first operation on the folder, then before its second, until a sweep gets through."""
     plan, step, done_before = planning.plan(notebook, ["size=1,2,3"]), 0, set()
@@ -278,7 +278,7 @@ def test_processes_of_a_notebook_end_with_its_run(children, tmp_path, end, value
     assert list(table.status) == [end] and all_gone()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_sweep_leaves_no_process_and_no_folder(children, tmp_path):
     notebook, log, listed, all_gone = children
     values = ("pause=60", f"started={log}")

@@ -139,7 +139,7 @@ def test_interrupted_training_ends_as_the_whole_one(tokenizer, texts, tmp_path, 
         fitted(tokenizer, windows, tmp_path / "whole", tokens=2 * TINY.target_tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_recipe_writes_models_and_a_data_card(tmp_path, monkeypatch):
     monkeypatch.setattr(data_card, "MAX_NEW_TOKENS", 4)
     monkeypatch.setattr(data_card, "prompt_set", lambda name: prompt_set(name, 2))

@@ -104,7 +104,7 @@ def test_failing_cell_fails_with_its_traceback(tmp_path):
         notebook_kernels.run_cells(nbformat.v4.new_notebook(cells=cells), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_demo_writes_a_page_that_draws_its_figures(tmp_path):
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(["bass", "demo"], cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
