@@ -24,6 +24,15 @@ def test_chi_square_tail_is_scipys():
         assert fit.chi_square_tail(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
 
 
+def test_g_test_is_scipys_with_williams_correction():
+    counts, p = [30, 50, 20], [0.2, 0.5, 0.3]
+    statistic = stats.power_divergence(counts, np.multiply(100, p), lambda_="log-likelihood").statistic
+    williams = 1 + (sum(1 / each for each in p) - 1) / (6 * 100 * 2)
+    outcomes = [(cell,) for cell, count in enumerate(counts) for _ in range(count)]
+    found = fit.g_test(outcomes, {(cell,): each for cell, each in enumerate(p)})
+    assert found["p_value"] == pytest.approx(stats.chi2.sf(statistic / williams, 2))
+
+
 def test_p_values_are_uniform_where_the_law_holds():
     law, rng = skewed_law(), np.random.default_rng(1)
     found = [p_value(law, list(law.values()), 2000, rng) for _ in range(300)]
