@@ -27,7 +27,7 @@ def checked(program: Path, cache: Path) -> subprocess.CompletedProcess:
     return subprocess.run([*command, program], cwd=cache, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_users_program_finds_types(tmp_path):
     pytest.importorskip("mypy")
     done = checked(PROGRAM, tmp_path)
