@@ -61,6 +61,13 @@ def test_direct_dependencies_are_pinned_within_their_ranges_and_installed_so():
         assert Version(installed.public) == pins()[name], "not the tested versions: install with `-c constraints.txt`"
 
 
+def test_transformers_ends_at_the_tested_minor_version():
+    """`transformers_internals` reads names that any later release may change."""
+    (allowed,) = [each.specifier for each in direct_dependencies() if each.name == "transformers"]
+    tested = pins()["transformers"]
+    assert tested in allowed and Version(f"{tested.major}.{tested.minor + 1}") not in allowed
+
+
 def test_every_pin_is_locked_by_hash():
     locked = (ROOT / "requirements.lock").read_text().splitlines()[2:]
     assert {line.split(" --hash=sha256:")[0] for line in locked} == {
