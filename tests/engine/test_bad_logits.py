@@ -32,14 +32,14 @@ def spoil(logits: torch.Tensor, value: float) -> None:
 
 
 @contextmanager
-def spoiled(model, session, row, value, at_pass):
-    """Spoil the model's logits for one row in its pass number `at_pass`, counted from 0."""
+def spoiled(model, session, row, value, at_pass, tokens=slice(None)):
+    """Spoil the model's logits for one row, after some of its tokens, in pass number `at_pass`, counted from 0."""
     passes = itertools.count()
 
     def hook(module, args, output):
         if next(passes) == at_pass:
             place = next(place for place, request in enumerate(session.rows.live) if request.row == row)
-            spoil(output.logits[place], value)
+            spoil(output.logits[place, tokens], value)
 
     handle = model.register_forward_hook(hook)
     try:
@@ -66,6 +66,12 @@ def assert_same_results(results, expected):
         assert torch.equal(result.sequence, other.sequence)
         assert torch.equal(result.logprobs, other.logprobs)
         assert result.finish_reason == other.finish_reason
+
+
+def test_bad_logits_after_the_last_draft_alone_raise():
+    session, _ = started_session()
+    with pytest.raises(FloatingPointError, match="row 1"), spoiled(TARGET, session, 1, NAN, 0, slice(-1, None)):
+        session.step()
 
 
 @pytest.mark.parametrize(("role", "at_pass", "value", "temperature"), CASES)
