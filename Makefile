@@ -28,7 +28,7 @@ test: .venv/.installed-test ## run what a change can break, every lesson include
 	$(TEST)
 
 test-changed: .venv/.installed-test ## run what the difference to BASE (origin/main) reaches, in about a minute
-	$(TEST) $$($(BIN)/python tests/support/changed.py $(BASE))
+	@tests=$$($(BIN)/python tests/support/changed.py $(BASE)) && $(TEST) $$tests
 
 test-ci: .venv/.installed-test ## run the slow tests that catch what `make test` does not
 	$(TEST) -m ci
