@@ -54,7 +54,7 @@ OLDEST_PYTHON ?= $(shell python3.12 --version > /dev/null 2>&1 && echo python3.1
 OLDEST_TESTS = tests/kernels tests/law tests/policies tests/engine tests/lab/test_bench_gpu.py tests/lab/test_gpu_stages.py \
 	$(addprefix --ignore=tests/,law/test_kinds.py law/test_reading_kinds.py engine/test_packaging.py engine/test_loading.py \
 	engine/test_support.py)
-QUICK = tests/kernels/test_interpreter*.py tests/kernels/test_kernel_compile.py tests/engine/test_recorded_steps.py \
+QUICK = tests/kernels/test_interpreter.py tests/kernels/test_kernel_compile.py tests/engine/test_recorded_steps.py \
 	tests/engine/test_graphs.py tests/engine/test_compiled_layers.py tests/law/test_greedy_identity.py tests/lab/test_bench_gpu.py
 
 test-oldest: .venv-oldest/.installed ## run what a GPU box runs first, on the oldest versions we promise (downloads 3 GB)

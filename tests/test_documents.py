@@ -21,6 +21,7 @@ HUB = {"7B": "target", "0.5B": "draft"}  # which embedded model stands for a hub
 CHAT = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
 TOLD = re.compile(r"`(make|bass) ([a-z][a-z-]*)")  # in a sentence
 WITH_PROGRAMS = [name for name in DOCUMENTS if blocks(name, "python")]
+BY_RING = [name if name == "README.md" else pytest.param(name, marks=pytest.mark.ci) for name in WITH_PROGRAMS]
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def run(document: str, *, slow: bool) -> None:
             assert said.getvalue().split() == block.output.split()
 
 
-@pytest.mark.parametrize("document", WITH_PROGRAMS)
+@pytest.mark.parametrize("document", BY_RING)
 def test_programs_run(document, desk, monkeypatch):
     monkeypatch.chdir(desk)
     run(document, slow=False)

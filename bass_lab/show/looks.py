@@ -56,7 +56,7 @@ CURVES = ("accepted", "recovered", "bonus", "rejected", "transformers")  # for t
 FAINT = {"color": "#9A9A9A", "width": 1}  # a line to compare with
 
 _CELLS = {"colorscale": "Cividis", "xgap": 2, "ygap": 2, "texttemplate": "%{text}", "colorbar": {"thickness": 14}}
-pio.templates["bass"] = go.layout.Template(
+_OURS = go.layout.Template(
     layout={
         "title": {"x": 0.01, "xanchor": "left", "font": {"size": 16}},
         "font": {"family": "system-ui, sans-serif", "size": 13},
@@ -75,7 +75,9 @@ pio.templates["bass"] = go.layout.Template(
         "heatmap": [_CELLS],
     },
 )  # fmt: skip
-TEMPLATE = "plotly_white+bass"
+# Merged once: plotly would merge "plotly_white+bass" anew for every figure.
+pio.templates["bass"] = pio.templates.merge_templates("plotly_white", _OURS)
+TEMPLATE = "bass"
 
 
 def titled(title: str, *sources: Trace | pd.DataFrame) -> str:

@@ -13,7 +13,8 @@ from bass_core import kernel_ops
 from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention, tiles
 
 pytestmark = pytest.mark.interpreted
-slow = pytest.mark.slow
+slow, ci = pytest.mark.slow, pytest.mark.ci
+IN_CI = [pytest.param(each, marks=ci) for each in (torch.float16, torch.float64)]
 
 
 def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> None:
@@ -21,7 +22,7 @@ def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> 
 
 
 @pytest.mark.parametrize("part", [slice(0, None, 8), pytest.param(slice(24), marks=slow)], ids=["few", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *IN_CI], ids=str)
 def test_ragged_attention_equals_the_reference_over_poisoned_memory(dtype, part):
     for described, arguments in list(fuzz(24, dtype))[part]:
         for deterministic in (False, True) if dtype == torch.float32 else (False,):
@@ -95,7 +96,7 @@ def test_any_split_equals_no_split(monkeypatch, most_items, expected):
         assert_agrees(ragged_attention(*arguments.arguments), arguments)
 
 
-@pytest.mark.parametrize("flags", [{}, {"sliding_window": 40}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("flags", [{}, {"sliding_window": 40}, pytest.param({"deterministic": True}, marks=ci)], ids=str)
 def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
     """As in a draft phase: two tokens, then one at a time. The third row rests after the first pass."""
     monkeypatch.setattr(plan, "CHUNK", 64)
@@ -124,7 +125,7 @@ def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
             assert torch.equal(found, ragged_attention(*arguments.arguments, **flags))
 
 
-@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("window", [None, pytest.param(500, marks=ci)])
 def test_a_plan_serves_passes_of_other_tiles(window, monkeypatch):
     """A feature head's first pass has as many queries as a step has tokens, later passes have one: their tiles have
     blocks of keys that cross the ends of the plan's pieces."""
@@ -153,7 +154,7 @@ def test_cut_rows_are_added_up_in_the_same_launch():
     assert launches["around"] == {"_plan": 1, "_attend_pieces": 1}
 
 
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("window", [None, pytest.param(70, marks=ci)])
 def test_deterministic_queries_have_the_same_bits_alone_and_together(monkeypatch, window):
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -51,6 +51,7 @@ def test_ragged_text_is_that_of_transformers(architecture):
     assert_greedy(ragged, models.target)
 
 
+@pytest.mark.ci
 def test_keys_wider_than_values_are_written_by_the_kernel_and_read_by_plain_torch():
     models = pair("deepseek_v3")
     out = generate(models)
@@ -60,6 +61,7 @@ def test_keys_wider_than_values_are_written_by_the_kernel_and_read_by_plain_torc
         generate(models, attention="ragged")
 
 
+@pytest.mark.ci
 def test_heads_too_wide_for_the_kernels_use_plain_torch():
     models = bass.ModelPair(tiny_model("gemma2", head_dim=320, num_hidden_layers=1))
     assert generate(models, max_new_tokens=2).trace.summary()["attention"] == "pad"
@@ -67,6 +69,7 @@ def test_heads_too_wide_for_the_kernels_use_plain_torch():
         generate(models, attention="ragged")
 
 
+@pytest.mark.ci
 def test_layers_that_go_on_with_the_last_token_alone_are_decoded_right():
     """Some layers of Gemma 4 share keys, and compute the last token alone where no other logits are wanted."""
     if not hasattr(transformers, "Gemma4TextConfig"):
@@ -82,6 +85,7 @@ def test_layers_that_go_on_with_the_last_token_alone_are_decoded_right():
     assert_greedy(generate(bass.ModelPair(model), PROMPTS[:2]), model, PROMPTS[:2])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", ["pad", "split"])
 def test_kernels_of_the_paper_replace_plain_torch(path, in_plain_torch):
     expected = generate(attention=path, max_new_tokens=2)
@@ -93,8 +97,8 @@ def test_kernels_of_the_paper_replace_plain_torch(path, in_plain_torch):
     ("draft", "options", "fused"),
     [
         ("model", {"temperature": 0.8}, True),
-        ("n-gram", {"temperature": 0}, True),
-        ("model", {"temperature": 0.8, "top_p": 0.9, "verification": "block"}, False),
+        pytest.param("n-gram", {"temperature": 0}, True, marks=pytest.mark.ci),
+        pytest.param("model", {"temperature": 0.8, "top_p": 0.9, "verification": "block"}, False, marks=pytest.mark.ci),
         ("model", {"temperature": 0.8, "verification": "coupled"}, False),
     ],
     ids=str,
@@ -120,6 +124,7 @@ def test_rows_that_finish_early_leave_and_waiting_rows_come():
     assert_greedy(out, models.target, prompts, eos=17)
 
 
+@pytest.mark.ci
 def test_nan_ends_its_row_alone(monkeypatch):
     models, broken = pair(), 1
     forward = attention.forward

@@ -122,7 +122,7 @@ def test_tokens_log_probabilities_and_lengths(temperature, dtype):
 
 
 @pytest.mark.parametrize("uniform", [0.0, LARGEST_UNIFORM])
-@pytest.mark.parametrize("draft", ["softmax", "certain"])
+@pytest.mark.parametrize("draft", ["softmax", pytest.param("certain", marks=pytest.mark.ci)])
 def test_extreme_uniform_numbers_never_return_an_impossible_id(draft, uniform):
     (logits, drafted, submitted, q, u, v, committed, _), _ = step(5, 2, 2500, draft=draft, seed=3)
     # Only ids 1100 … 1149 are possible: neither the first block nor the last has mass.
@@ -188,7 +188,7 @@ def test_very_small_temperatures_choose_the_argmax(temperature):
     assert_same(found, greedy)
 
 
-@pytest.mark.parametrize(("temperature", "draft"), [(0, "certain"), (0.7, "softmax"), (0.7, "certain")])
+@pytest.mark.parametrize(("temperature", "draft"), [(0, "certain"), (0.7, "softmax")])
 def test_slots_that_a_row_did_not_submit_never_matter(draft, temperature):
     arguments, _ = step(5, 3, 1100, temperature=temperature, draft=draft, seed=5)
     logits, drafted, submitted, q, u, *rest = arguments
@@ -208,7 +208,7 @@ def test_slots_that_a_row_did_not_submit_never_matter(draft, temperature):
 
 @pytest.mark.parametrize(
     ("temperature", "fault"),
-    [(0, "one NaN"), (0.7, "all NaN"), (1, "one inf"), (0.7, "all -inf"), (0, "all -inf"), (0.7, "one NaN")],
+    [(0, "one NaN"), (0.7, "all NaN"), (1, "one inf"), (0, "all -inf")],
 )
 def test_slot_without_numbers_clears_finite_of_its_row_alone(temperature, fault):
     arguments, _ = step(4, 3, 1500, temperature=temperature, seed=6)
@@ -235,7 +235,7 @@ def test_draft_without_numbers_disturbs_no_other_row():
     assert found.accepted[3] == 0 and 0 <= found.next_token[3] < 1500
 
 
-@pytest.mark.parametrize("temperature", [0, 0.7, 1])
+@pytest.mark.parametrize("temperature", [0, 0.7])
 def test_everything_read_was_written_before(temperature, monkeypatch):
     arguments, _ = step(4, 3, 1100, temperature=temperature, seed=8)
     clean = verify(*arguments)
@@ -309,11 +309,11 @@ def test_random_numbers_are_those_of_bass_core_to_the_bit():
 COMMITS = [
     {},
     {"temperature": 0},
-    {"temperature": 1.0, "draft": "certain"},
+    pytest.param({"temperature": 1.0, "draft": "certain"}, marks=pytest.mark.ci),
     {"drafts": 0, "draft": "certain"},
     {"broken": [1]},
     {"broken": [5], "temperature": 0, "all_or_none": True},
-    {"broken": [3], "all_or_none": True},  # the empty place
+    pytest.param({"broken": [3], "all_or_none": True}, marks=pytest.mark.ci),  # the empty place
     {"broken_draft": [2]},
     {"broken_draft": [2], "all_or_none": True},
     {"broken_draft": [3], "all_or_none": True},
