@@ -14,7 +14,6 @@ import transformers
 
 from bass_core import probe
 
-REGISTERED = list(kinds.kinds())
 TABLE = {row[0]: kinds.Finding(**dict(zip(kinds.COLUMNS, row, strict=True))) for row in models_page.rows("kinds")}
 FEW = (
     "gemma3_text", "big_bird",  # exact on the paths "pad" and "eager"
@@ -37,7 +36,7 @@ def without_numbers(reason: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in REGISTERED]
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in TABLE]
 )
 def test_kind_is_as_in_the_table(kind):
     found, said = kinds.find(kind), TABLE[kind]
@@ -46,7 +45,7 @@ def test_kind_is_as_in_the_table(kind):
 
 
 def test_table_is_complete_and_has_no_wrong_kind():
-    assert list(TABLE) == REGISTERED
+    assert list(TABLE) == list(kinds.kinds())
     assert kinds.summary(list(TABLE.values())) in models_page.section("kinds")
     outcomes = {finding.kind: f"{finding.outcome} {finding.longrope}" for finding in TABLE.values()}
     assert not {kind: outcome for kind, outcome in outcomes.items() if "wrong" in outcome or "crashes" in outcome}

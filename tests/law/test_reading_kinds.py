@@ -6,7 +6,6 @@ import pytest
 import reading_kinds
 from test_kinds import quiet, without_numbers  # noqa: F401
 
-REGISTERED = list(reading_kinds.kinds())
 TABLE = {
     row[0]: kinds.Finding(**dict(zip(reading_kinds.COLUMNS, row, strict=True)))
     for row in models_page.rows("reading kinds")
@@ -15,7 +14,7 @@ FEW = ("t5", "led")  # works, refused
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in REGISTERED]
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in TABLE]
 )
 def test_kind_is_as_in_the_table(kind):
     found, said = reading_kinds.find(kind), TABLE[kind]
@@ -24,6 +23,6 @@ def test_kind_is_as_in_the_table(kind):
 
 
 def test_table_is_complete_and_has_no_wrong_kind():
-    assert list(TABLE) == REGISTERED
+    assert list(TABLE) == list(reading_kinds.kinds())
     assert kinds.counts(list(TABLE.values())) in models_page.section("reading kinds")
     assert not {"wrong", "crashes"} & {finding.outcome for finding in TABLE.values()}

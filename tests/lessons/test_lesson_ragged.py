@@ -131,6 +131,7 @@ def embedded(pair):
     return runs, benchmark.greedy_alone(pair, prompts, **options)
 
 
+@pytest.mark.ci
 def test_bugs_change_texts_as_the_lesson_says(embedded):
     runs, alone = embedded
     wrong = {bug: l02_naive_batches.differing(run.sequences, alone) for bug, run in runs.items()}
@@ -141,6 +142,7 @@ def test_bugs_change_texts_as_the_lesson_says(embedded):
     assert runs[None].missing == 0 and runs["cut"].missing > 10 and runs["bonus"].missing > 10
 
 
+@pytest.mark.ci
 def test_pads_pile_up_in_the_cache(embedded):
     runs, _ = embedded
     steps = len(runs["pads"].slots)

@@ -122,6 +122,7 @@ OPEN = {"head_dim": HEAD, "num_key_value_heads": HEADS}
 OPEN |= {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
 
 
+@functools.cache
 def kinds() -> dict[str, type[PreTrainedConfig]]:
     """Model type -> configuration class, of every kind in the registry."""
     theirs = (kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.__module__.startswith("transformers."))
