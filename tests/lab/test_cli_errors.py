@@ -316,6 +316,7 @@ def test_early_ctrl_c_ends_a_command_without_a_traceback(seconds):
     assert running.returncode in (130, -signal.SIGINT) and "Traceback" not in said, said
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("heeded")
 def test_ctrl_c_in_notebooks_ends_the_kernel_without_a_traceback(tmp_path):
     (tmp_path / "notebooks").mkdir()
