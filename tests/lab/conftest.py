@@ -14,7 +14,8 @@ embedded_pair = functools.cache(load_pair)
 
 def read_once(target=None, draft=None, *, dtype=None, **options):
     """Load a pair, an embedded one without options only once."""
-    if target not in (None, models.READER) or draft is not None or any(options.values()):
+    others = {name: value for name, value in options.items() if value and (name, value) != ("device", "cpu")}
+    if target not in (None, models.READER) or draft is not None or others:
         return load_pair(target, draft, dtype=dtype, **options)
     return embedded_pair(target, dtype=dtype or "float32")
 

@@ -156,6 +156,7 @@ def test_private_dice_are_caught(one_way):
     assert "sessions apart" in broken(HasDiceOfItsOwn())
 
 
+@pytest.mark.ci
 def test_shared_state_is_caught(one_way):
     assert "sessions apart" in broken(SharesItsState())
 
