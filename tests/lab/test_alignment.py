@@ -21,7 +21,9 @@ def short_windows(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pair() -> bass.ModelPair:
-    models = (tiny_model(seed=seed, vocab_size=BYTES, max_position_embeddings=512, num_hidden_layers=1) for seed in (0, 1))
+    models = (
+        tiny_model(seed=seed, vocab_size=BYTES, max_position_embeddings=512, num_hidden_layers=1) for seed in (0, 1)
+    )
     return bass.ModelPair(*models, byte_tokenizer())
 
 

@@ -371,7 +371,9 @@ grade_all([(ADD, {BODY!r} + HELPERS)] * 100, seconds=2)
 
 
 @confined
-@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 2), pytest.param(signal.SIGINT, 10, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGKILL, 2), pytest.param(signal.SIGINT, 10, marks=pytest.mark.ci)]
+)
 def test_killed_or_interrupted_harness_leaves_no_process(host, standalone, number, seconds):
     before = set(attacks.running_children())
     harness = subprocess.Popen([sys.executable, "-c", HARNESS], cwd=standalone, stderr=subprocess.PIPE, text=True)
