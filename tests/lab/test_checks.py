@@ -109,6 +109,7 @@ def test_sliding_windows_can_be_checked():
     assert all(verdicts(bass.ModelPair(tiny_model("gemma3"), tiny_model("gemma3", noise=0.1))).values())
 
 
+@pytest.mark.ci
 def test_a_tiny_context_is_respected():
     small = {"n_positions": 8, "n_layer": 1}
     pair = bass.ModelPair(tiny_model("gpt2", **small), tiny_model("gpt2", noise=0.1, **small))

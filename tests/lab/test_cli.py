@@ -201,10 +201,9 @@ def test_options_reach_the_models_and_the_engine(target, draft):
     options = {"max_new_tokens": 16, "temperature": 1.3, "top_k": 60, "top_p": 0.95, "seed": 7, "draft_length": 2}
     options |= {"verification": "block", "attention": "split"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    for dtype in ("float32", "float64"):
-        result = run("generate", PROMPT, "-t", target, "-d", draft, *flags, f"--dtype={dtype}", "--device=cpu")
-        expected = bass.generate(bass.load_pair(target, draft, dtype=dtype), PROMPT, **options)
-        assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
+    result = run("generate", PROMPT, "-t", target, "-d", draft, *flags, "--dtype=float64", "--device=cpu")
+    expected = bass.generate(bass.load_pair(target, draft, dtype="float64"), PROMPT, **options)
+    assert result.stdout == f"{PROMPT}{expected.texts[0]}\n"
 
 
 def test_json_is_one_document_with_the_rows_of_generate(target, draft):

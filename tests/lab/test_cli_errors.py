@@ -272,10 +272,9 @@ def test_a_shell_completes_commands_and_options():
     assert done.stdout.split() == ["--draft", "--dtype", "--device"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["sweep", "--help"]], ids=" ".join)
-def test_full_disk_is_one_line(arguments):
+def test_full_disk_is_one_line():
     with Path("/dev/full").open("w") as full:
-        done = bass(*arguments, stdout=full)
+        done = bass("sweep", "--help", stdout=full)
     assert done.returncode == 2 and done.stderr == "error: [Errno 28] No space left on device\n"
 
 

@@ -62,6 +62,7 @@ def test_first_difference_of_greedy_texts(pairs):
     assert 0 < found.summary.loc["greedy texts that differ", "value"] == found.first_difference.notna().mean()
 
 
+@pytest.mark.ci
 def test_int8_is_nearer_than_int4_on_the_embedded_target():
     full = bass.load_pair()
     near, far = (

@@ -250,8 +250,8 @@ def test_request_too_large_for_the_memory_fails_alone(monkeypatch):
         with held(server, after=1):
             beside = pool.submit(post, server, **good)
             until(lambda: server.driver.session.rows.live)
-            failed = [pool.submit(post, server, **LONG, stream=stream) for stream in (False, True)]
-            until(lambda: server.gate.rows == 3)
+            failed = [pool.submit(post, server, **LONG, n=2, stream=stream) for stream in (False, True)]
+            until(lambda: server.gate.rows == 5)
         assert all("out_of_memory" in each.result().text for each in failed)
         alone = post(server, **good).json()["choices"][0]["text"]
         assert beside.result().json()["choices"][0]["text"] == alone
@@ -265,6 +265,23 @@ def test_request_too_large_for_the_memory_fails_alone(monkeypatch):
         assert both.result().status_code == 507
         assert [each.result().json()["choices"][0]["text"] for each in small] == [alone] * 2
         until(lambda: server.gate.rows == 0)
+
+
+def test_request_that_the_session_refuses_leaves_no_rows(server, monkeypatch):
+    session, handles = server.driver.session, []
+    submit = session.submit
+
+    def second_refused(*given, **options):
+        if handles:
+            raise ValueError("no second row")
+        handles.append(submit(*given, **options))
+        return handles[0]
+
+    monkeypatch.setattr(session, "submit", second_refused)
+    refused = post(server, **LONG | {"prompt": [PROMPT, PROMPT]})
+    assert refused.status_code == 400 and "no second row" in refused.text
+    until(lambda: handles[0].finish_reason is not None)
+    assert handles[0].finish_reason == "cancelled" and server.gate.rows == 0
 
 
 def test_full_memory_during_decode_stops_the_engine(monkeypatch):
