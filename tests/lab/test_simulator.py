@@ -245,17 +245,8 @@ def test_greedy_replay_with_eos_is_the_engines_run():
         pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(bass.FixedLength(3), marks=pytest.mark.slow),
-        pytest.param(bass.RaggedBudget(Line(0.02, 0.3), limit=6), marks=pytest.mark.slow),
-        pytest.param(bass.BassHeuristic(), marks=pytest.mark.slow),
-        pytest.param(lab.HuggingFaceHeuristic(), marks=pytest.mark.slow),
-        pytest.param(StopWhenUnsure(most=5, at_least=0.1), marks=pytest.mark.slow),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [bass.FixedLength(3), bass.RaggedBudget(Line(0.02, 0.3), limit=6)], ids=repr)
 def test_sampled_replay_accepts_as_much_as_the_engine(tiny_pair, policy):
     """Paired by seed: the mean difference is zero within four of its standard errors, and these are small."""
     prompts = ragged_prompts(*range(4, 36))
