@@ -3,6 +3,7 @@
 import json
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pandas as pd
@@ -26,12 +27,25 @@ from bass_lab.named_pairs import SHAPES, named_config
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
 
 
+def make_small(monkeypatch):
+    """Tiny models without warm-ups, and a check of few tokens."""
+    monkeypatch.setattr(gpu_benchmark, "WARM_UPS", 0)
+    monkeypatch.setattr(gpu_benchmark, "checked", partial(gpu_benchmark.checked, new=4))
+    monkeypatch.setattr(gpu_benchmark, "load_pair", bass.load_pair)
+    monkeypatch.setattr(gpu_benchmark, "named_pair", lambda *_, **__: tiny_pair())
+
+
+def tiny_pair():
+    return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
+
+
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
     """Exit code, records and the folder that holds them."""
     output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_benchmark, "WARM_UPS", 0)
+        make_small(patch)
+        patch.setattr(gpu_benchmark, "measure_device", partial(gpu_benchmark.measure_device, seconds=0.02))
         code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
     return code, records.read(output, gpu_benchmark.check), output.parent
 
@@ -77,15 +91,15 @@ def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
     assert "--dry-run" in capsys.readouterr().err
 
 
-def test_run_out_of_time_reports_what_it_left_out_and_fails(capsys):
+def test_run_out_of_time_reports_what_it_left_out_and_fails(quick, capsys):
     assert gpu_benchmark.main(["--dry-run", "--seconds", "0.001"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == len(METHODS)
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    """No warm-ups, no check of exactness, no measurement of this machine."""
-    monkeypatch.setattr(gpu_benchmark, "WARM_UPS", 0)
+    """No check of exactness, no measurement of this machine."""
+    make_small(monkeypatch)
     monkeypatch.setattr(gpu_benchmark, "checked", lambda *_: {"passed": True})
     monkeypatch.setattr(gpu_benchmark, "measure_device", lambda *_: H100)
 
@@ -217,7 +231,7 @@ def clock(first, last):
 
 
 def peer():
-    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    pair = tiny_pair()
     return repeated_way.RepeatedWay(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
 
 
@@ -240,7 +254,7 @@ def test_transformers_decodes_over_one_cache(monkeypatch):
 
 def test_device_rests_once_per_decode_step_of_a_rested_run(monkeypatch):
     use_on_cpu(monkeypatch)
-    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    pair = tiny_pair()
     way = replace(batched(0.8, 3), attention="pad", compile="graphs")
     runs = repeated_way.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
     for _ in range(3):
@@ -355,4 +369,5 @@ def test_lost_device_ends_the_run_with_what_was_measured(second_of_three_fails, 
 def test_pair_that_decodes_another_text_fails_the_check(monkeypatch):
     greedy = plain_decoding.greedy
     monkeypatch.setattr(plain_decoding, "greedy", lambda *given: (greedy(*given)[0] + 1, None))
-    assert not gpu_benchmark.checked("cpu", "pad", "off", new=8)["passed"]
+    monkeypatch.setattr(gpu_benchmark, "load_pair", bass.load_pair)
+    assert not gpu_benchmark.checked("cpu", "pad", "off", new=3)["passed"]

@@ -12,7 +12,7 @@ import pytest
 import record_lines
 import torch
 from recording import use_on_cpu
-from tiny import byte_tokenizer, tiny_model
+from tiny import BYTES, byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
 from bass_core import ModelPair, generate, inputs, load_pair
@@ -30,8 +30,8 @@ PROMPTS = ["def f(x):\n", "class A:", "import os, sys"]
 
 @pytest.fixture(scope="module")
 def pair() -> ModelPair:
-    target = tiny_model(vocab_size=259)
-    return ModelPair(target=target, draft=tiny_model(vocab_size=259, noise=0.3), tokenizer=byte_tokenizer())
+    small = {"vocab_size": BYTES, "num_hidden_layers": 1}
+    return ModelPair(tiny_model(**small), tiny_model(**small, noise=0.3), byte_tokenizer())
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def lines(pair) -> list[dict]:
         batches=[3],
         methods=benchmark.METHODS,
         repeats=2,
-        max_new_tokens=12,
+        max_new_tokens=6,
         draft_length=3,
         other_lengths=[1, None],
     )
@@ -62,7 +62,7 @@ def test_every_method_is_measured(lines):
         assert (line["alpha"] is None) == (line["method"] in ("transformers", "assisted", "regular"))
         assert ("step_overhead" in line) == ((line["method"], line["k"]) in (("regular", None), ("batched", 3)))
         assert 0 < line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
-        assert line["first_ms"] * 11 / 1e3 < max(line["seconds"])
+        assert line["first_ms"] * 5 / 1e3 < max(line["seconds"])
 
 
 def assert_valid(line):
@@ -72,7 +72,7 @@ def assert_valid(line):
 def test_other_drafters_are_measured_by_name(pair):
     """One name is a prefix of the other."""
     others = {"ngram": NgramDrafter(longest=1), "ngram 2": NgramDrafter(longest=2)}
-    how = {"batches": [2], "methods": ["regular"], "repeats": 1, "max_new_tokens": 12, "draft_length": 3}
+    how = {"batches": [2], "methods": ["regular"], "repeats": 1, "max_new_tokens": 6, "draft_length": 3}
     how |= {"other_lengths": [1], "other_drafts": others, "take_turns": True}
     (found,) = benchmark.bench(pair, {"own": PROMPTS[:2]}, models="tiny", **how)
     named = [(line["method"], line.get("drafter"), line["k"]) for line in found]
@@ -135,7 +135,7 @@ def test_latency_is_measured_from_a_rows_first_tokens_to_its_last():
 
 
 def test_ratio_is_the_median_of_paired_ratios(pair):
-    comparison = benchmark.compare(pair, PROMPTS, repeats=3, max_new_tokens=8)
+    comparison = benchmark.compare(pair, PROMPTS, repeats=3, max_new_tokens=4)
     seconds = comparison.runs.pivot(index="repeat", columns="method", values="seconds")
     middle, low, high = comparison.ratio("batched")
     assert middle == pytest.approx((seconds.regular / seconds.batched).median())
@@ -144,7 +144,7 @@ def test_ratio_is_the_median_of_paired_ratios(pair):
     assert Ratio.of(np.ones(17), np.arange(1, 18)) == (9, 5, 13)
 
 
-OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 8}
+OURS = {"methods": ("regular", "single", "batched"), "draft_length": 3, "other_lengths": [1], "max_new_tokens": 6}
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_turns_change_no_counts(pair):
 
 def test_a_method_is_timed_in_its_own_turns_only(pair, counted_time):
     runs = benchmark.compare(pair, PROMPTS, repeats=1, take_turns=True, **OURS).runs.set_index("method")
-    assert runs.seconds["regular"] == 1 + 2 * 8  # session creation, then two for each step
+    assert runs.seconds["regular"] == 1 + 2 * 6  # session creation, then two for each step
     assert (runs.last_ms["regular"], runs.first_ms["regular"]) == (2000, 2000)  # of the prefill's token to the last
 
 
@@ -293,7 +293,7 @@ def test_half_a_line_is_refused_when_read_and_dropped_when_appended(tmp_path, li
 
 def test_bench_command_writes_a_table_or_json_and_a_record(tmp_path, lines):
     path = tmp_path / "r.jsonl"
-    options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "6", "--methods", "batched"]
+    options = ["--rows", "2", "--prompts", "mini", "--repeats", "1", "--max-new-tokens", "3", "--methods", "batched"]
     done = CliRunner().invoke(main.app, ["bench", *options, "--methods", "regular", "--record", str(path), "--json"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["results"] == records.read(path)
@@ -353,16 +353,16 @@ def test_kept_session_writes_what_generate_writes(pair, monkeypatch, draft):
     """With the same drafts: a drafter that learns from texts starts each run anew."""
     pair = pair if draft == "draft model" else replace(pair, draft=SuffixDrafter(least=0.01))
     options = {"draft_length": 3, "temperature": 0.8, "eos_token_id": ()}
-    expected = [generate(pair, PROMPTS, seed=seed, max_new_tokens=12, **options) for seed in range(3)]
+    expected = [generate(pair, PROMPTS, seed=seed, max_new_tokens=8, **options) for seed in range(2)]
     use_on_cpu(monkeypatch)
     kept = KeptSession(pair, len(PROMPTS), **options)
-    for seed in (0, 1, 2, 1):
-        found = kept.settled(PROMPTS, max_new_tokens=12, seed=seed)
+    for seed in (0, 1, 0):
+        found = kept.settled(PROMPTS, max_new_tokens=8, seed=seed)
         assert all(map(torch.equal, found.sequences, expected[seed].sequences))
         assert found.trace.steps.accepted.tolist() == expected[seed].trace.steps.accepted.tolist()
         assert found.trace.steps.drafted.tolist() == expected[seed].trace.steps.drafted.tolist()
     before = kept.recordings
-    assert kept(PROMPTS, max_new_tokens=12, seed=2).texts == expected[2].texts and kept.recordings == before
+    assert kept(PROMPTS, max_new_tokens=8, seed=1).texts == expected[1].texts and kept.recordings == before
     kept.close()
 
 

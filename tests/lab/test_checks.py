@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import ragged_prompts, tiny_model
 from typer.testing import CliRunner
 
 import bass_core as bass
@@ -17,19 +17,18 @@ from bass_lab.cli import main
 NAMES = ["greedy identity", "sampled law", "coupled identity", "bfloat16 divergences"]
 
 
-@pytest.fixture(scope="module")
-def embedded():
-    return bass.load_pair(dtype="float32")
+ONE = {"num_hidden_layers": 1}
+FEW = {"max_new_tokens": 8, "samples": 1000}
 
 
-def verdicts(pair, **options):
-    report = lab.verify(pair, **({"max_new_tokens": 8, "samples": 1000} | options))
+def verdicts(pair, prompts=None):
+    report = lab.verify(pair, prompts, **FEW)
     return {check.name: check.passed for check in report.checks}
 
 
 @pytest.mark.ci
-def test_healthy_engine_passes(embedded):
-    report = lab.verify(embedded, max_new_tokens=16, samples=1000)
+def test_healthy_engine_passes():
+    report = lab.verify(bass.load_pair(dtype="float32"), max_new_tokens=16, samples=1000)
     assert report.passed, report.table().to_string()
     assert [check.name for check in report.checks] == NAMES
     sampled = report.checks[1].details["tests"]
@@ -46,7 +45,7 @@ def test_healthy_engine_passes(embedded):
 
 @pytest.fixture(scope="module")
 def pair():
-    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    return bass.ModelPair(tiny_model(**ONE), tiny_model(**ONE, noise=0.1))
 
 
 def test_rejected_token_redrawn_from_p_is_caught(pair, monkeypatch):
@@ -58,7 +57,7 @@ def test_rejected_token_redrawn_from_p_is_caught(pair, monkeypatch):
         return verification.Outcome(accepted, randomness.draw(p[torch.arange(len(p)), accepted], keys.target()))
 
     monkeypatch.setitem(verification.RULES, "token", from_p)
-    assert verdicts(pair) == dict.fromkeys(NAMES, True) | {"sampled law": False}
+    assert verdicts(pair, ragged_prompts(4, 7)) == dict.fromkeys(NAMES, True) | {"sampled law": False}
 
 
 @pytest.mark.slow
@@ -72,7 +71,7 @@ def test_bug_of_temperature_alone_is_caught(pair, monkeypatch):
         return decide(drafted, lengths, q, p, keys)
 
     monkeypatch.setitem(verification.RULES, "token", colder)
-    report = lab.verify(pair, max_new_tokens=8, samples=1000)
+    report = lab.verify(pair, **FEW)
     assert report.checks[1].details["rejected"] == ["temperature alone"]
 
 
@@ -97,8 +96,10 @@ def test_lost_cache_entry_is_caught(pair, monkeypatch):
 # --- other models ---------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_any_kind_of_draft_can_be_checked():
-    report = lab.verify(bass.ModelPair(tiny_model(), bass.NgramDrafter(longest=2)), max_new_tokens=8, samples=1000)
+    pair = bass.ModelPair(tiny_model(**ONE), bass.NgramDrafter(longest=2))
+    report = lab.verify(pair, ragged_prompts(4, 7, 5, 9), **FEW)
     assert report.passed, report.table().to_string()
     assert report.checks[1].details["tests"]["token"]["accepted"] > 0
 
@@ -108,11 +109,11 @@ def test_sliding_windows_can_be_checked():
     assert all(verdicts(bass.ModelPair(tiny_model("gemma3"), tiny_model("gemma3", noise=0.1))).values())
 
 
+@pytest.mark.ci
 def test_a_tiny_context_is_respected():
-    context = {"n_positions": 8}
-    assert all(
-        verdicts(bass.ModelPair(tiny_model("gpt2", **context), tiny_model("gpt2", noise=0.1, **context))).values()
-    )
+    small = {"n_positions": 8, "n_layer": 1}
+    pair = bass.ModelPair(tiny_model("gpt2", **small), tiny_model("gpt2", noise=0.1, **small))
+    assert all(verdicts(pair).values())
 
 
 def test_one_prompt_makes_a_ragged_batch():
@@ -127,11 +128,11 @@ def test_too_short_a_context_is_refused():
 
 
 def test_models_are_unchanged():
-    target, draft = tiny_model("llama", seed=5, dtype="bfloat16"), tiny_model("llama", seed=6, dtype="bfloat16")
+    target, draft = (tiny_model(seed=seed, dtype="bfloat16", **ONE) for seed in (5, 6))
     weights = [tensor.clone() for tensor in target.state_dict().values()]
     target.train()
     before = target.config.to_dict(), target.generation_config.to_dict(), target.config._attn_implementation
-    report = lab.verify(bass.ModelPair(target, draft), max_new_tokens=4, samples=1000)
+    report = lab.verify(bass.ModelPair(target, draft), ragged_prompts(4, 7), max_new_tokens=4, samples=1000)
     assert report.passed, report.table().to_string()
     assert "float32 copies (the target is bfloat16)" in report.checks[0].tested
     assert target.training and target.dtype == torch.bfloat16
@@ -145,7 +146,7 @@ def test_an_error_of_the_engine_is_a_failed_check(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(four_checks, "generate", fail)
-    report = lab.verify(bass.ModelPair(tiny_model()), max_new_tokens=4, samples=1000)
+    report = lab.verify(bass.ModelPair(tiny_model()), ragged_prompts(4, 7), max_new_tokens=4, samples=1000)
     assert [check.passed for check in report.checks] == [False] * 4
     assert report.checks[0].tested == f"{type(error).__name__}: {error}"
     assert json.loads(report.to_json())["verdict"] == "FAIL"

@@ -13,12 +13,12 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return corpus.generated_functions(1500, seed=3)
+    return corpus.generated_functions(500, seed=3)
 
 
 def test_same_seed_gives_the_same_functions(texts):
-    assert corpus.generated_functions(1500, seed=3) == texts
-    assert corpus.generated_functions(1500, seed=4) != texts
+    assert corpus.generated_functions(500, seed=3) == texts
+    assert corpus.generated_functions(500, seed=4) != texts
 
 
 def test_generated_functions_are_valid_python(texts):

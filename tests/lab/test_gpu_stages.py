@@ -60,14 +60,14 @@ def test_tests_stage_runs_gpu_files():
     assert all((records.ROOT / file).exists() for file in files)
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(60, None), (1, 0)], ids=["at its limit", "before"])
+@pytest.mark.parametrize(("seconds", "code"), [(60, None), (0.2, 0)], ids=["at its limit", "before"])
 def test_stage_ends_with_its_processes(monkeypatch, tmp_path, seconds, code):
     mark = tmp_path / "process"
     fork = f"child = os.fork(); child or open({str(mark)!r}, 'w').write(str(os.getpid()))"
     program = f"import os, time; {fork}; time.sleep({seconds} if child else 60)"
     stage = replace(gpu.STAGES["tests"], command=lambda folder, seconds, rehearse: ["-c", program])
     monkeypatch.setitem(gpu.STAGES, "tests", stage)
-    summary = gpu.run("tests", tmp_path, seconds=3)
+    summary = gpu.run("tests", tmp_path, seconds=1.5)
     assert summary["code"] == code and summary["files"] == {"tests.jsonl": "missing"}
     until, child = time.monotonic() + 10, int(mark.read_text())
     while sweeps.alive(child) and time.monotonic() < until:  # a signal takes its moment
@@ -104,7 +104,7 @@ def test_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer
 
 
 def test_kernel_that_takes_too_long_leaves_time_for_the_others(tmp_path, sanitizer, monkeypatch):
-    monkeypatch.setattr(gpu_parts, "WATCHED", 1.5)
+    monkeypatch.setattr(gpu_parts, "WATCHED", 0.7)
     sanitizer('case "$*" in *test_writes) sleep 9 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
     part = gpu_parts.sanitized(tmp_path, rehearse=False)
     assert part.failed == ["memcheck test_writes", "racecheck test_writes"]
@@ -146,7 +146,7 @@ def test_nothing_is_recorded_in_a_timeline(monkeypatch):
         made.append(session.device_step.recordings - before)
 
     monkeypatch.setattr(gpu_parts, "profile", watched)
-    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    pair = bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
     with bass.Session(pair, max_batch_size=4, compile="graphs", eos_token_id=range(0, 60, 9)) as session:
         found = gpu_parts.timeline(session, ragged_prompts(5, 9, 3, 7), max_new_tokens=12)
     assert made[0] > 0 and made[-1] == 0 and len(found.steps) > 3

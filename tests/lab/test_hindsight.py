@@ -78,7 +78,7 @@ class Whim(bass.DraftLengthPolicy):
         return torch.from_numpy(self.random.random(len(signals.drafting)) < 0.9)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_policy_is_faster_than_the_bound(seed):
     random = np.random.default_rng(seed)
     trace = AcceptanceTrace.synthetic(
@@ -87,8 +87,8 @@ def test_no_policy_is_faster_than_the_bound(seed):
     trace = replace(trace, lengths=random.integers(1, 41, 7), prompt_lengths=random.integers(5, 60, 7))
     policies = [0, 3, 8, bass.BassHeuristic(), lab.HuggingFaceHeuristic(), PerRow(most=6), Whim(seed)]
     costs = [Linear(per_token=random.uniform(0, 0.3), per_key=random.uniform(0, 0.01)), Stairs(seed)]
-    for cost, batch in itertools.product(costs, (1, 7, 12)):
-        options = {"batch": batch, "seed": seed, "repeats": 4}
+    for cost, batch in itertools.product(costs, (1, 12)):
+        options = {"batch": batch, "seed": seed, "repeats": 3}
         drawn = Replay.draws(trace, **options)
         bound = np.array([hindsight.bound(each, cost) for each in drawn])
         for policy in policies:

@@ -217,7 +217,7 @@ def test_intervals_contain_the_true_mean():
     for seed in range(60):
         drawn = np.random.default_rng(seed).exponential(size=200)
         run = run_of(np.arange(200) + drawn, pieces=[])
-        line = run.summary(warm_up=0, resamples=300, seed=seed).loc["end_ms", "mean"]
+        line = run.summary(warm_up=0, resamples=100, seed=seed).loc["end_ms", "mean"]
         held += line.low <= 1000 <= line.high
     assert 51 <= held <= 59
 
@@ -258,7 +258,7 @@ def test_highest_load_is_found_by_bisection(first):
 def test_highest_load_of_the_simulator_is_that_of_its_queue():
     """A service of one second with one place is an M/D/1 queue."""
     trace = AcceptanceTrace.synthetic(alpha=0.5, length=1, sequences=1)
-    drawn = Workload.draw(Poisson(1.0), 1500, prompts=["a"], max_new_tokens=1)
+    drawn = Workload.draw(Poisson(1.0), 1000, prompts=["a"], max_new_tokens=1)
     serve = {"max_batch_size": 1, "prefill": lambda rows, tokens: 1.0}
     found = load.highest_load(
         lambda rate: load.simulate(drawn.at_rate(rate), trace, Linear(), **serve), Target(end_ms=9000)
@@ -270,7 +270,7 @@ def test_highest_load_of_the_simulator_is_that_of_its_queue():
 def test_measurement_is_a_valid_record():
     cost = Linear(per_draft=0.02, attention="eager")
     trace = AcceptanceTrace.synthetic(alpha=0.8, length=32, sequences=8)
-    drawn = Workload.draw(Poisson(1.0), 30, max_new_tokens=32)
+    drawn = Workload.draw(Poisson(1.0), 20, max_new_tokens=32)
     ways = {"none": 0, "default": bass.Goodput(cost)}
     found = measure(lambda asked, way: load.simulate(asked, trace, cost, draft_length=ways[way]), drawn)
     assert found["ratio"] == found["highest"]["default"] / found["highest"]["none"] > 1.3
@@ -287,15 +287,10 @@ def test_runs_are_compared_metric_by_metric():
     assert found["end_ms p99"]["ratio"] == pytest.approx(0.6) and found["first_ms p50"]["ratio"] == pytest.approx(1)
     found = {line["metric"]: line for line in side_by_side(slow, slow, fast)}  # against runs before and after
     assert found["end_ms p99"]["ratio"] == pytest.approx(0.8)
-    # five rows take a prefill and 4 steps of 1 s each; the first row is prefilled alone: 41 s
-    drawn = Workload.draw(Poisson(1.0), 40, max_new_tokens=5)
-    trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
-    serve = {"max_batch_size": 5, "prefill": lambda rows, tokens: 1.0}
-    rate = bearable_rate(lambda asked: simulate(asked, trace, Linear(), **serve), drawn)
-    assert rate == pytest.approx(40 / 41, rel=1e-3)
 
 
 def test_bearable_rate_counts_served_requests():
+    """Five rows take a prefill and 4 steps of 1 s each; the first row is prefilled alone: 41 s."""
     trace = AcceptanceTrace.synthetic(alpha=0.0, length=5, sequences=4)
     serve = partial(simulate, trace=trace, cost=Linear(), max_batch_size=5, prefill=lambda rows, tokens: 1.0)
     rates = [
@@ -375,14 +370,14 @@ def bass_load(*words):
 
 def test_command_simulates_within_80_columns(tmp_path):
     saved = str(tmp_path / "load.jsonl")
-    done = bass_load("--simulate", "h100", "--rate", "40", "--count", "30", "--between-ms", "9", "--save", saved)
+    done = bass_load("--simulate", "h100", "--rate", "40", "--count", "12", "--between-ms", "9", "--save", saved)
     assert done.exit_code == 0 and "p99" in done.output and "goodput_per_s" in done.output
     assert "simulated by costs of NVIDIA H100" in " ".join(done.output.split())
     assert max(map(len, done.stdout.splitlines())) <= 80
     again = bass_load("--simulate", "h100", "--workload", saved, "--json")
     found = json.loads(again.stdout)
-    assert found["served"] == "simulated" and len(found["metrics"]) > 20 and "30 requests" in found["workload"]
-    best = bass_load("--simulate", "h100", "--count", "30", "--highest", "--first-ms", "30", "--json")
+    assert found["served"] == "simulated" and len(found["metrics"]) > 20 and "12 requests" in found["workload"]
+    best = bass_load("--simulate", "h100", "--count", "12", "--highest", "--first-ms", "30", "--json")
     best = json.loads(best.stdout)
     assert f"requests at {best['rate']:.3g}/s" in best["workload"]
     assert best["rate"] > 10 and all(line["held"] == (line["rate"] <= best["rate"]) for line in best["tried"])

@@ -90,7 +90,7 @@ def test_one_place_and_one_token_are_an_md1_queue():
     """The mean wait is load / (2 (1 - load)) services (Pollaczek 1930, Khinchine 1932)."""
     trace, load = trace_of("0"), 0.6
     waits = []
-    for seed in range(6):
+    for seed in range(4):
         arriving = Workload.draw(Poisson(load), 2000, prompts=["a"], max_new_tokens=1, seed=seed)
         run = simulate(arriving, trace, Linear(), max_batch_size=1, prefill=lambda rows, tokens: 1.0)
         waits.append(run.latencies.queue_ms[400:].mean() / 1e3)
@@ -104,7 +104,7 @@ def test_one_place_and_one_token_are_an_md1_queue():
 
 @pytest.fixture(scope="module")
 def tiny_pair():
-    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
 
 
 @pytest.fixture(scope="module")

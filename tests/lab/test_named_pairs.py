@@ -95,9 +95,7 @@ def test_pair_with_dummy_weights_decodes_as_its_target_alone(small_shapes, name)
     pair = named_pair(name, weights="dummy", device="cpu")
     assert pair.tokenizer is None and pair.draft.config.vocab_size == 93
     prompts = ragged_prompts(5, 9)
-    drafted, regular = (
-        bass.generate(pair, prompts, max_new_tokens=12, draft_length=k, eos_token_id=()) for k in (3, 0)
-    )
+    drafted, regular = (bass.generate(pair, prompts, max_new_tokens=6, draft_length=k, eos_token_id=()) for k in (3, 0))
     assert [row.tolist() for row in drafted.sequences] == [row.tolist() for row in regular.sequences]
     if name != "codegen-16b":  # it bypasses the attention interface before transformers 5.24
         assert drafted.trace.summary()["attention"] == "pad"
@@ -263,8 +261,8 @@ def test_named_pair_is_loaded_from_its_ids_with_its_own_draft(hub, name):
         saved = stand_in(name, role).parameters()
         assert all(torch.equal(a, b.double()) for a, b in zip(model.parameters(), saved, strict=True))
     assert not pair.synthetic
-    out = bass.generate(pair, "what is new?", max_new_tokens=8, eos_token_id=())
-    assert len(out.sequences[0]) == 8 and out.texts[0] is not None
+    out = bass.generate(pair, "what is new?", max_new_tokens=3, eos_token_id=())
+    assert len(out.sequences[0]) == 3 and out.texts[0] is not None
 
 
 def test_name_goes_before_a_folder_of_that_name(hub):

@@ -29,6 +29,7 @@ print(bass_core.generate(bass_core.load_pair(), "def f():", max_new_tokens=2).te
 """
 
 
+@pytest.mark.ci
 def test_libraries_import_and_decode_without_fcntl_resource_and_triton():
     done = subprocess.run([sys.executable, "-c", LACKING], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

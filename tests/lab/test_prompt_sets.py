@@ -39,7 +39,8 @@ def chatting():
     """A pair whose tokenizer has a chat template."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHAT
-    return bass.ModelPair(tiny_model(vocab_size=BYTES), tiny_model(vocab_size=BYTES, noise=0.02), tokenizer)
+    small = {"vocab_size": BYTES, "num_hidden_layers": 1}
+    return bass.ModelPair(tiny_model(**small), tiny_model(**small, noise=0.02), tokenizer)
 
 
 # --- lines ---
@@ -120,7 +121,7 @@ def run(*arguments):
 
 
 def test_record_of_bench_names_the_file(mine, tmp_path):
-    limits = ["--rows", 2, "--repeats", 2, "--max-new-tokens", 4, "--methods", "regular", "--methods", "batched"]
+    limits = ["--rows", 2, "--repeats", 1, "--max-new-tokens", 2, "--methods", "regular", "--methods", "batched"]
     done = run("bench", "--prompts", mine, *limits, "--record", tmp_path / "record.jsonl")
     assert done.exit_code == 0, done.output
     assert {line["prompt_set"] for line in records.read(tmp_path / "record.jsonl")} == {label(mine)}
@@ -141,6 +142,7 @@ def test_verify_takes_a_file(mine, monkeypatch):
     assert run("verify", "--prompts", mine).stderr == f"error: asked to verify {TEXTS}\n"
 
 
+@pytest.mark.ci
 def test_pair_with_a_chat_template_takes_conversations(chatting, tmp_path):
     prompts = prompt_set(written(tmp_path, {"messages": ASKED}, {"turns": ["Why?"]}))
     report = exactness.verify(chatting, prompts, samples=1000, max_new_tokens=4)

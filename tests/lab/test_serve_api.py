@@ -15,8 +15,8 @@ from bass_lab.serve.answers import Answer
 
 TOKENIZER = byte_tokenizer()
 TOKENIZER.chat_template = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
-TARGET = tiny_model(vocab_size=BYTES, dtype="float64", max_position_embeddings=512)
-DRAFT = tiny_model(vocab_size=BYTES, dtype="float64", noise=0.02, max_position_embeddings=512)
+SMALL = {"vocab_size": BYTES, "dtype": "float64", "max_position_embeddings": 512, "num_hidden_layers": 1}
+TARGET, DRAFT = tiny_model(**SMALL), tiny_model(**SMALL, noise=0.02)
 PAIR = bass.ModelPair(TARGET, DRAFT, TOKENIZER)
 NEW = 20
 PROMPTS = [f"{PROMPT}{index}{'#' * index}" for index in range(9)]
@@ -136,7 +136,7 @@ def test_seeded_answers_do_not_depend_on_load(rule):
         session = {"draft_length": length, "verification": rule}
         with served(PAIR, max_batch_size=5, session=session) as server, ThreadPoolExecutor(8) as pool:
             texts[length, "alone"] = texts_of(post(server, prompt=PROMPT, **options))
-            others = [pool.submit(post, server, prompt=each, max_tokens=60) for each in PROMPTS[1:7]]
+            others = [pool.submit(post, server, prompt=each, max_tokens=30) for each in PROMPTS[1:5]]
             texts[length, "loaded"] = texts_of(post(server, prompt=PROMPT, **options))
             assert all(each.result().status_code == 200 for each in others)
     assert len({tuple(each) for each in texts.values()}) == 1, texts
@@ -221,7 +221,7 @@ def test_model_is_listed_and_no_other_is_served(client):
 
 
 def metrics(server) -> str:
-    return httpx.get(f"{server.address}/metrics", trust_env=False).text
+    return httpx.get(f"{server.address}/metrics", trust_env=False, verify=False).text
 
 
 def test_metrics_count_tokens(server, client):

@@ -201,7 +201,7 @@ def test_measured_packing_saves_less_than_ideal_packing():
 
 @pytest.fixture(scope="module")
 def tiny_pair():
-    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def greedy(tiny_pair):
         (lab.HuggingFaceHeuristic(), 4),
         (Alternating(), 1),
         (PerRow(most=4), 4),
-        (StopWhenUnsure(most=6, at_least=0.08), 4),  # the tiny models are never sure
+        (StopWhenUnsure(most=6, at_least=0.085), 4),  # the tiny models are never sure
         (bass.MarginalValue(Line(0.01, 0.02), limit=6, trusted=1.0), 1),
         (bass.RaggedBudget(Line(0.01, 0.05), limit=6), 4),
     ],
@@ -234,6 +234,7 @@ def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
         assert real.groupby("step").drafted.nunique().max() > 2 and (real.drafted < real.k).mean() > 0.2
 
 
+@pytest.mark.ci
 def test_greedy_replay_with_eos_is_the_engines_run():
     pair, prompts = bass.load_pair(dtype="float32"), prompt_set("mini", 4)
     trace = recording.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
@@ -244,17 +245,8 @@ def test_greedy_replay_with_eos_is_the_engines_run():
         pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        pytest.param(bass.FixedLength(3), marks=pytest.mark.slow),
-        pytest.param(bass.RaggedBudget(Line(0.02, 0.3), limit=6), marks=pytest.mark.slow),
-        pytest.param(bass.BassHeuristic(), marks=pytest.mark.slow),
-        pytest.param(lab.HuggingFaceHeuristic(), marks=pytest.mark.slow),
-        pytest.param(StopWhenUnsure(most=5, at_least=0.1), marks=pytest.mark.slow),
-    ],
-    ids=lambda policy: type(policy).__name__,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [bass.FixedLength(3), bass.RaggedBudget(Line(0.02, 0.3), limit=6)], ids=repr)
 def test_sampled_replay_accepts_as_much_as_the_engine(tiny_pair, policy):
     """Paired by seed: the mean difference is zero within four of its standard errors, and these are small."""
     prompts = ragged_prompts(*range(4, 36))

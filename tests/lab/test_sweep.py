@@ -117,7 +117,7 @@ def small_disk_free(place):
 def test_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
     out, filler = small_disk / "out", small_disk / "filler"
     plan, done_before = planning.plan(notebook, ["size=1,2,3,4"]), set()
-    for free in range(0, 160_000, 8192):  # from no free page to enough
+    for free in range(0, 160_000, 16_384):  # from no free page to enough
         filler.write_bytes(bytes(small_disk_free(small_disk) - free))
         try:
             planning.run(plan, out, sweeps.Instant())
@@ -212,6 +212,7 @@ def test_two_sweeps_do_not_share_a_folder(notebook, tmp_path):
 # --- runs that end badly ---
 
 
+@pytest.mark.ci
 def test_cell_that_leaves_the_notebook_is_a_failure(tmp_path):
     values = ("word=raise SystemExit(0),raise SystemExit,import os; os._exit(0)",)
     executor = executors.LocalExecutor(3)
@@ -236,7 +237,7 @@ def test_failing_cell_is_shown_and_other_runs_are_done(tmp_path):
 
 def test_late_run_is_killed_with_its_kernel(notebook, tmp_path):
     log, local = tmp_path / "started", executors.LocalExecutor()
-    table = swept(notebook, tmp_path / "out", "pause=60", f"started={log}", executor=local, timeout=4)
+    table = swept(notebook, tmp_path / "out", "pause=60", f"started={log}", executor=local, timeout=3)
     assert list(table.status) == ["timeout"] and list(table.attempts) == [1]
     until_all_have_ended(log)
 
@@ -314,6 +315,7 @@ def test_changed_code_ends_the_sweep(notebook, tmp_path, monkeypatch):
         swept(notebook, tmp_path / "out", "size=1,2", executor=executors.LocalExecutor())
 
 
+@pytest.mark.ci
 def test_interrupt_ends_all_processes_and_keeps_results(notebook, tmp_path):
     log, out, said = tmp_path / "started", tmp_path / "out", tmp_path / "said"
 
@@ -427,6 +429,7 @@ def test_shipped_records_are_one_table():
         lab.load_records("nowhere")
 
 
+@pytest.mark.ci
 def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
     drawing = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 3, 2]))"
     stub, out = sweeps.stub(tmp_path, drawing), tmp_path / "out"

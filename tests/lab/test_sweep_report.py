@@ -82,6 +82,7 @@ def test_figure_and_table_agree_with_the_records():
     assert (best.over_regular == summary.max(axis=1)).all() and (best["ahead of the second by"] >= 0).all()
 
 
+@pytest.mark.ci
 def test_report_draws_any_sweep(folder, tmp_path):
     executed = lesson_runs.execute("12_sweep_report", tmp_path, folder=str(folder), across="length", value="found")
     text = "".join(str(output) for cell in executed.cells for output in cell.get("outputs", []))

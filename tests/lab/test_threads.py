@@ -151,6 +151,7 @@ print(used_while_nothing_is_done())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has the OpenMP of GNU on Linux")
+@pytest.mark.ci
 def test_threads_next_to_an_idle_team_sleep():
     environment = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}
     done = subprocess.run([sys.executable, "-c", WAITING], env=environment, capture_output=True, text=True, check=True)

@@ -34,12 +34,15 @@ TINY = training.Recipe(
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return corpus.generated_functions(600, seed=3)
+    return corpus.generated_functions(200, seed=3)
 
 
 @pytest.fixture(scope="module")
 def tokenizer(texts):
     return train_tokenizer(texts, TINY.vocab_size, TINY.context)
+
+
+TOKENS = 40 * 128
 
 
 def prompt_of(function: str) -> str:
@@ -92,13 +95,13 @@ def test_training_attention_and_norm_equal_those_of_transformers(tokenizer):
     torch.testing.assert_close(ours, model(windows, use_cache=False).logits, rtol=1e-4, atol=1e-5)
 
 
-def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
+def fitted(tokenizer, windows, folder, tokens=TOKENS):
     torch.manual_seed(0)
     model = fitting.new_model(TINY.target, tokenizer)
     report = fitting.fit(
         model,
         lambda rows: fitting.next_token_loss(model, rows),
-        lambda progress, generator: windows.take(8, 64, generator),
+        lambda progress, generator: windows.take(4, 32, generator),
         tokens=tokens,
         lr=1e-2,
         name="tiny",
@@ -114,7 +117,7 @@ def fitted(tokenizer, windows, folder, tokens=TINY.target_tokens):
 def test_interrupted_training_ends_as_the_whole_one(tokenizer, texts, tmp_path, monkeypatch):
     windows = Windows(texts, tokenizer)
     whole, report = fitted(tokenizer, windows, tmp_path / "whole")
-    assert report["tokens"] == TINY.target_tokens and report["steps"] == 40
+    assert report["tokens"] == TOKENS and report["steps"] == 40
     assert report["last_loss"] < report["first_loss"] - 0.1
     steps = []
 
@@ -136,7 +139,7 @@ def test_interrupted_training_ends_as_the_whole_one(tokenizer, texts, tmp_path, 
     assert report["steps"] == 40
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
     with pytest.raises(ValueError, match="another recipe"):
-        fitted(tokenizer, windows, tmp_path / "whole", tokens=2 * TINY.target_tokens)
+        fitted(tokenizer, windows, tmp_path / "whole", tokens=2 * TOKENS)
 
 
 @pytest.mark.ci

@@ -372,6 +372,7 @@ def attack(a, b):
     "closed pipes": "def attack(a, b):\n    import os, time\n    os.closerange(0, 64)\n    time.sleep(1000)",
 }
 ATTACKS = ON_RESOURCES | ON_THE_HOST | ON_THE_GRADE
+ENDLESS = ("ignored signals", "SIGSTOP", "huge output", "forged replies to later calls", "half a line", "closed pipes")
 # These attacks work without a sandbox, at no cost to the host.
 HARMLESS = (
     "fork bomb",

@@ -1,0 +1,28 @@
+"""The embedded pairs stay in memory from test to test."""
+
+import functools
+
+import pytest
+
+import bass_core as bass
+from bass_core import models
+from bass_lab import named_pairs
+
+load_pair = bass.load_pair
+embedded_pair = functools.cache(load_pair)
+
+
+def read_once(target=None, draft=None, *, dtype=None, **options):
+    """Load a pair, an embedded one without options only once."""
+    others = {name: value for name, value in options.items() if value and (name, value) != ("device", "cpu")}
+    if target not in (None, models.READER) or draft is not None or others:
+        return load_pair(target, draft, dtype=dtype, **options)
+    return embedded_pair(target, dtype=dtype or "float32")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pairs_are_read_once():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (bass, named_pairs):
+            patch.setattr(module, "load_pair", read_once)
+        yield
