@@ -96,7 +96,9 @@ def test_any_split_equals_no_split(monkeypatch, most_items, expected):
         assert_agrees(ragged_attention(*arguments.arguments), arguments)
 
 
-@pytest.mark.parametrize("flags", [{}, {"sliding_window": 40}, pytest.param({"deterministic": True}, marks=ci)], ids=str)
+@pytest.mark.parametrize(
+    "flags", [{}, {"sliding_window": 40}, pytest.param({"deterministic": True}, marks=ci)], ids=str
+)
 def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
     """As in a draft phase: two tokens, then one at a time. The third row rests after the first pass."""
     monkeypatch.setattr(plan, "CHUNK", 64)

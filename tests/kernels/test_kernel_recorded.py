@@ -12,7 +12,9 @@ from bass_core.recorded_step import RecordedStep
 pytestmark = pytest.mark.interpreted
 
 
-@pytest.mark.parametrize("way", [pytest.param("graphs", marks=pytest.mark.ci), pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "way", [pytest.param("graphs", marks=pytest.mark.ci), pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way):
     """Ragged attention with its work list, the write into the cache and fused verification, each one operator."""
     use_on_cpu(monkeypatch)
