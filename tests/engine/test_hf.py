@@ -26,7 +26,7 @@ from bass_core import bass_generate
 from bass_core.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
-NEW = 16
+NEW = 10
 PAD = 0
 
 
@@ -56,7 +56,7 @@ def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
 # --- greedy: token for token ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "opt", "codegen"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
 def test_greedy_rows_with_left_padding_equal_generate(architecture):
     model, draft = tiny_model(architecture), tiny_model(architecture, noise=0.1)
     plain = {**BATCH, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
