@@ -52,7 +52,7 @@ def test_next_step_is_under_way_when_a_step_is_read(ahead, monkeypatch, k):
 
 def test_rows_that_end_on_eos_keep_nobody_waiting(ahead):
     """The other rows move up, and the step under way counts for them."""
-    recorded, _ = assert_same(pair(), PROMPTS, draft_length=4, temperature=1.5, new=50, eos_token_id=range(3, 7))
+    recorded, _ = assert_same(pair(), PROMPTS, draft_length=2, temperature=1.5, new=50, eos_token_id=range(3, 7))
     assert recorded.finish_reasons.count("eos") > 2
     assert ahead["launched"] > 5 and ahead["taken back"] <= 1  # under way when the last row ended
 

@@ -127,6 +127,7 @@ def test_default_device_of_torch_is_not_used(name):
     assert found[:2] == [bass.generate(pair, PROMPTS, **each).texts for each in options[:2]]
 
 
+@pytest.mark.ci
 def test_default_device_of_torch_is_not_used_for_sources():
     with torch.device("meta"):
         pair = bass.load_pair("encoder_decoder", device="cpu")

@@ -207,6 +207,7 @@ def test_quantized_copy_drafts_for_its_target(target):  # noqa: F811
     assert greedy(pair) == by_transformers(pair.target)
 
 
+@pytest.mark.ci
 def test_drafts_of_a_quantized_copy_are_nearly_always_accepted():
     pair = bass.load_pair(draft="target:int4")
     out = bass.generate(pair, prompt_set("mini", 4), max_new_tokens=16, draft_length=4, temperature=0.2)

@@ -54,7 +54,11 @@ def test_distribution_of_a_row(policy, rule):
 
 @pytest.mark.parametrize(
     ("policy", "rule"),
-    [("per row", "block"), ("ragged budget", "token"), pytest.param("marginal value", "block", marks=pytest.mark.ci)],
+    [
+        ("per row", "block"),
+        pytest.param("ragged budget", "token", marks=pytest.mark.ci),
+        pytest.param("marginal value", "block", marks=pytest.mark.ci),
+    ],
 )
 def test_joint_distribution_of_two_rows(policy, rule):
     policies = POLICIES | library_policies(limit=2) | {"per row": lambda: PerRow(most=1)}
