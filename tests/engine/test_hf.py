@@ -151,12 +151,6 @@ def test_samples_equal_those_of_the_engine():
     assert torch.equal(found[:, WIDTH:], torch.stack(expected.sequences))
 
 
-def test_coupled_samples_equal_regular_decoding():
-    options = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "verification": "coupled", "temperature": 1.5}
-    options |= {"top_k": 0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
-    assert torch.equal(by_bass(**options, draft_length=4), by_bass(**options, draft_length=0))
-
-
 def test_sampling_options_with_one_choice_give_greedy_text():
     greedy = by_bass()
     assert not torch.equal(by_bass(do_sample=True), greedy)

@@ -46,17 +46,6 @@ def test_result_grows_and_is_a_copy():
     assert torch.equal(result.sequence, expected) and (result.logprobs < 0).all()
 
 
-def test_result_has_logprobs_of_the_unprocessed_distribution():
-    session = session_over(temperature=0.7, top_k=5, repetition_penalty=1.3)
-    handle = session.submit(PROMPTS[1], max_new_tokens=12)
-    run_to_the_end(session)
-    result = session.result(handle)
-    assert (result.sequence.dtype, result.logprobs.dtype) == (torch.int64, torch.float32)
-    text = torch.cat([PROMPTS[1], result.sequence])
-    law = TARGET(text[None]).logits[0].log_softmax(-1)[len(PROMPTS[1]) - 1 : -1]
-    assert torch.allclose(result.logprobs.double(), law.gather(1, result.sequence[:, None])[:, 0], atol=1e-5)
-
-
 def test_idle_session_runs_no_model():
     session = session_over()
     assert session.idle

@@ -65,21 +65,6 @@ def test_row_alone_equals_row_in_batch(rule, dtype):
             assert torch.equal(session.result(handle).sequence, together.sequences[row])
 
 
-def test_waiting_for_a_slot_changes_nothing():
-    options = {"temperature": 0.8, "max_new_tokens": 14, "draft_length": 3, "seed": 5, "num_return_sequences": 2}
-    everything_at_once = bass.generate(pair_of(), PROMPTS, **options)
-    few_places = bass.generate(pair_of(), PROMPTS, max_batch_size=3, **options)
-    assert same(everything_at_once.sequences, few_places.sequences)
-    assert everything_at_once.finish_reasons == few_places.finish_reasons
-
-
-def test_permuted_rows_give_permuted_outputs():
-    pair, order = pair_of("float64"), [3, 0, 2, 1]
-    straight = bass.generate(pair, PROMPTS, max_new_tokens=20, draft_length=3, **NO_EOS)
-    permuted = bass.generate(pair, [PROMPTS[i] for i in order], max_new_tokens=20, draft_length=3, **NO_EOS)
-    assert same([straight.sequences[i] for i in order], permuted.sequences)
-
-
 POLICIES = {"k=5": lambda: 5, "per row": PerRow, "unsure": StopWhenUnsure, "alternating": Alternating}
 POLICIES |= library_policies(limit=8)
 
@@ -194,17 +179,19 @@ def test_row_may_fill_the_context_exactly(architecture):
         assert same(whole.sequences, regular.sequences)
 
 
-def test_rows_end_at_their_own_limits():
-    with bass.Session(pair_of(), draft_length=5, **NO_EOS) as session:
-        handles = [session.submit(prompt, max_new_tokens=new) for new, prompt in enumerate(PROMPTS)]
-        run_to_the_end(session)
-        assert [len(session.result(handle).sequence) for handle in handles] == list(range(len(PROMPTS)))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logprobs_are_the_targets(temperature):
     pair = pair_of("float64")
-    out = bass.generate(pair, PROMPTS, max_new_tokens=15, temperature=temperature, top_k=5, draft_length=3, **NO_EOS)
+    out = bass.generate(
+        pair,
+        PROMPTS,
+        max_new_tokens=15,
+        temperature=temperature,
+        top_k=5,
+        draft_length=3,
+        repetition_penalty=1.3,
+        **NO_EOS,
+    )
     for prompt, sequence, logprobs in zip(PROMPTS, out.sequences, out.logprobs, strict=True):
         logits = pair.target(torch.cat([prompt, sequence])[None]).logits[0].log_softmax(-1)
         expected = logits[len(prompt) - 1 : -1].gather(-1, sequence[:, None])[:, 0]
