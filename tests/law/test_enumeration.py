@@ -89,7 +89,7 @@ def test_distribution_with_extreme_drafts(rule, draft):
     [
         ("block", 2, {"temperature": 0.6}),
         ("token", 3, {"top_k": 2}),
-        ("block", 3, {"top_p": 0.7}),
+        ("block", 3, {"top_p": 0.9}),
         ("token", 3, {"min_p": 0.3}),
         ("token", 2, {"temperature": 1.4, "repetition_penalty": 1.5}),
     ],
