@@ -54,6 +54,7 @@ def graphs(traced_only, monkeypatch):
     return layers, around
 
 
+@pytest.mark.ci
 def test_few_graphs_serve_all_steps_and_sessions(graphs):
     """One graph for one token and one for more, of any depth, while rows grow step by step."""
     room = {"max_position_embeddings": 256}

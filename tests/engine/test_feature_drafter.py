@@ -104,7 +104,7 @@ def test_drafts_equal_recomputation(policy, compile, drafts, monkeypatch):
 
 @pytest.mark.parametrize(
     ("architecture", "layers", "attention"),
-    [("llama", 2, "pad"), ("qwen2", 1, "split"), ("gpt2", 1, "eager"), ("gemma2", 2, "auto")],
+    [("llama", 2, "pad"), ("qwen2", 1, "split"), ("gpt2", 1, "eager")],
 )
 def test_drafts_are_right_on_every_path(architecture, layers, attention, drafts):
     pair = pair_of(architecture, layers)
@@ -112,7 +112,7 @@ def test_drafts_are_right_on_every_path(architecture, layers, attention, drafts)
     assert worst(pair, drafts) < EXACT
 
 
-@pytest.mark.parametrize("compile", ["off", "graphs"])
+@pytest.mark.parametrize("compile", [pytest.param("off", marks=pytest.mark.ci), "graphs"])
 def test_drafts_are_right_for_rows_that_wait_and_move(compile, drafts, monkeypatch):
     use_on_cpu(monkeypatch)
     pair = pair_of()

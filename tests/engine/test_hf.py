@@ -26,7 +26,8 @@ from bass_core import bass_generate
 from bass_core.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
-NEW = 16
+NEW = 10
+small = functools.partial(tiny_model, num_hidden_layers=1)
 PAD = 0
 
 
@@ -43,7 +44,7 @@ WIDTH = BATCH["input_ids"].shape[1]
 
 def by_bass(model=None, draft=None, **options):
     """`generate` by bass_generate, on the left-padded batch by default."""
-    model, draft = model or tiny_model(), draft or tiny_model(noise=0.1)
+    model, draft = model or small(), draft or small(noise=0.1)
     options = {"max_new_tokens": NEW} | (BATCH if "inputs" not in options else {}) | options
     return model.generate(custom_generate=bass_generate, draft_model=draft, **options)
 
@@ -56,7 +57,7 @@ def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
 # --- greedy: token for token ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2", "opt", "codegen"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
 def test_greedy_rows_with_left_padding_equal_generate(architecture):
     model, draft = tiny_model(architecture), tiny_model(architecture, noise=0.1)
     plain = {**BATCH, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": PAD}
@@ -69,7 +70,7 @@ def test_greedy_rows_with_left_padding_equal_generate(architecture):
 
 
 def test_ngram_drafts_and_short_integers_equal_generate():
-    model, ids = tiny_model(), PROMPTS[3][None]
+    model, ids = small(), PROMPTS[3][None]
     for draft in ("ngram", bass.NgramDrafter(longest=2)):
         found = model.generate(ids.int(), custom_generate=bass_generate, draft_model=draft, max_new_tokens=NEW)
         assert torch.equal(found, model.generate(ids, max_new_tokens=NEW))
@@ -97,20 +98,20 @@ def test_greedy_with_option_is_generate(options):
     options = BATCH | {"max_new_tokens": NEW} | options
     if "generation_config" in options:
         del options["max_new_tokens"]
-    expected = tiny_model().generate(**options)
-    found = tiny_model().generate(custom_generate=bass_generate, draft_model=tiny_model(noise=0.1), **options)
+    expected = small().generate(**options)
+    found = small().generate(custom_generate=bass_generate, draft_model=small(noise=0.1), **options)
     assert torch.equal(found, expected)
 
 
 def test_eos_is_never_a_bad_word():
     """`generate` ignores bad words that are EOS ids of the call, not of the model."""
-    model, ends = tiny_model(), frequent_ids(tiny_model().generate(**BATCH, max_new_tokens=NEW), 4)
+    model, ends = small(), frequent_ids(small().generate(**BATCH, max_new_tokens=NEW), 4)
     options = {**BATCH, "max_new_tokens": NEW, "eos_token_id": ends, "bad_words_ids": [[each] for each in (*ends, 11)]}
     expected = model.generate(**options)
     assert (expected == ends[0]).any()
     assert torch.equal(by_bass(**options), expected)
     config = GenerationConfig(bad_words_ids=options["bad_words_ids"], eos_token_id=3)
-    pair = bass.ModelPair(model, tiny_model(noise=0.1))
+    pair = bass.ModelPair(model, small(noise=0.1))
     out = bass.generate(pair, PROMPTS, max_new_tokens=NEW, eos_token_id=ends, generation_config=config)
     for sequence, row in zip(out.sequences, expected[:, WIDTH:], strict=True):
         assert sequence.tolist() == row[: len(sequence)].tolist()
@@ -120,12 +121,12 @@ def test_eos_is_never_a_bad_word():
 def test_repetition_penalty_ignores_padding():
     options = {"max_new_tokens": NEW, "repetition_penalty": 1.4, "eos_token_id": None, "pad_token_id": PAD}
     for prompt, row in zip(PROMPTS, by_bass(**options), strict=True):
-        assert torch.equal(row[WIDTH - len(prompt) :], tiny_model().generate(prompt[None], **options)[0])
+        assert torch.equal(row[WIDTH - len(prompt) :], small().generate(prompt[None], **options)[0])
 
 
 def test_mask_is_inferred_from_the_pad_token():
     options = {"input_ids": BATCH["input_ids"], "max_new_tokens": NEW, "pad_token_id": PAD}
-    assert torch.equal(by_bass(attention_mask=None, **options), tiny_model().generate(**options))
+    assert torch.equal(by_bass(attention_mask=None, **options), small().generate(**options))
 
 
 # --- sampling -------------------------------------------------------------------------------------
@@ -133,9 +134,9 @@ def test_mask_is_inferred_from_the_pad_token():
 
 def test_samples_share_one_prefill_per_prompt():
     options = {"do_sample": True, "num_return_sequences": 8, "eos_token_id": None, "pad_token_id": PAD}
-    with forward_passes(tiny_model()) as passes:
+    with forward_passes(small()) as passes:
         found = by_bass(**options)
-    assert found.shape == tiny_model().generate(**BATCH, max_new_tokens=NEW, **options).shape == (40, WIDTH + NEW)
+    assert found.shape == small().generate(**BATCH, max_new_tokens=NEW, **options).shape == (40, WIDTH + NEW)
     assert torch.equal(found[:, :WIDTH], BATCH["input_ids"].repeat_interleave(8, dim=0))
     assert passes[-1][0] <= 40 and (len(PROMPTS), WIDTH) in passes
     assert all(queries < WIDTH for rows, queries in passes if rows > len(PROMPTS))  # no other prefill
@@ -145,15 +146,9 @@ def test_samples_share_one_prefill_per_prompt():
 def test_samples_equal_those_of_the_engine():
     found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=3, eos_token_id=None)
     options = {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 50, "seed": 5, "eos_token_id": ()}  # as in generate
-    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
+    pair = bass.ModelPair(small(), small(noise=0.1))
     expected = bass.generate(pair, PROMPTS, num_return_sequences=4, **options)
     assert torch.equal(found[:, WIDTH:], torch.stack(expected.sequences))
-
-
-def test_coupled_samples_equal_regular_decoding():
-    options = {"do_sample": True, "num_return_sequences": 2, "seed": 3, "verification": "coupled", "temperature": 1.5}
-    options |= {"top_k": 0, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
-    assert torch.equal(by_bass(**options, draft_length=4), by_bass(**options, draft_length=0))
 
 
 def test_sampling_options_with_one_choice_give_greedy_text():
@@ -260,7 +255,7 @@ def test_generation_options_are_refused_by_name():
 
 
 def test_options_of_the_models_configuration_are_refused():
-    model, before = tiny_model(), tiny_model().generation_config
+    model, before = small(), small().generation_config
     try:
         model.generation_config = GenerationConfig(no_repeat_ngram_size=2, pad_token_id=PAD)
         with pytest.raises(ValueError, match="no_repeat_ngram_size"):
@@ -315,7 +310,7 @@ def test_input_is_refused_by_name(options, name):
 
 
 def test_rows_that_may_end_early_need_a_pad_token():
-    model, before = tiny_model(), tiny_model().generation_config
+    model, before = small(), small().generation_config
     try:
         model.generation_config = GenerationConfig()
         assert by_bass(model).shape == (5, WIDTH + NEW)
@@ -342,7 +337,7 @@ ONE = {"input_ids": PROMPTS[1][None], "attention_mask": None}
 
 
 def test_assistant_model_drafts():
-    model, draft = tiny_model(), tiny_model(noise=0.1)
+    model, draft = small(), small(noise=0.1)
     for method in (bass_generate, functools.partial(bass_generate, draft_length=2)):
         with forward_passes(draft) as passes:
             found = model.generate(ONE["input_ids"], max_new_tokens=NEW, custom_generate=method, assistant_model=draft)
@@ -351,11 +346,11 @@ def test_assistant_model_drafts():
 
 def test_draft_model_is_required_and_unique():
     with pytest.raises(ValueError, match=r'pass draft_model=small, .* or draft_model="ngram"'):
-        tiny_model().generate(**BATCH, max_new_tokens=NEW, custom_generate=bass_generate)
+        small().generate(**BATCH, max_new_tokens=NEW, custom_generate=bass_generate)
     with pytest.raises(ValueError, match="draft_model or assistant_model"):
-        by_bass(**ONE, assistant_model=tiny_model(noise=0.1))
+        by_bass(**ONE, assistant_model=small(noise=0.1))
     with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
-        by_bass(do_sample=True, num_return_sequences=2, assistant_model=tiny_model(noise=0.1))
+        by_bass(do_sample=True, num_return_sequences=2, assistant_model=small(noise=0.1))
 
 
 class Heard(BaseStreamer):

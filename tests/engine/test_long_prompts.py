@@ -11,7 +11,7 @@ from tiny import feature_head, forward_passes, ragged_prompts, tiny_model
 
 import bass_core as bass
 
-CHUNK, NEW = 8, 10
+CHUNK, NEW = 8, 7
 SHORT, LONG, OTHER_LONG = ragged_prompts(5, 45, 30)
 PROMPTS = ragged_prompts(6, 41, 8, 60, 3, 16)
 DRAFTS = {
@@ -45,10 +45,8 @@ def texts(**options) -> list[list[int]]:
     ("draft", "options", "compile"),
     [
         ("model", BLOCK, "graphs"),
-        ("model", TOKEN, "off"),
         ("n-gram", COUPLED, "off"),
         ("suffix", {}, "off"),  # its sampled text depends on other rows, except by coupled verification
-        ("suffix", COUPLED, "graphs"),
         ("layers", BLOCK, "off"),
         ("features", TOKEN, "graphs"),
     ],
@@ -59,7 +57,9 @@ def test_chunks_change_no_text(monkeypatch, draft, options, compile):
     assert texts(prefill_chunk=CHUNK, **options) == texts(**options)
 
 
-@pytest.mark.parametrize(("path", "chunks"), [("pad", (1, 40, 60)), ("split", (7, 41)), ("eager", (8, 59))])
+@pytest.mark.parametrize(
+    ("path", "chunks"), [("pad", (1, 40)), ("eager", (8,)), pytest.param("split", (7, 59), marks=pytest.mark.ci)]
+)
 def test_chunks_of_any_size_change_no_text(path, chunks):
     options = {"temperature": 0.8, "attention": path}
     expected = texts(**options)
@@ -101,7 +101,7 @@ def kinds(session) -> str:
     return "".join("c" if kind == "prefill" and not n else kind[0] for kind, n in steps.itertuples(index=False))
 
 
-@pytest.mark.parametrize("draft", ["model", "features"])
+@pytest.mark.parametrize("draft", ["model", pytest.param("features", marks=pytest.mark.ci)])
 def test_one_chunk_at_most_between_two_decode_steps(draft):
     pair = DRAFTS[draft]
     session = session_over(pair, max_batch_size=3, prefill_chunk=CHUNK)
@@ -136,7 +136,7 @@ def test_short_rows_end_while_a_long_prompt_is_read():
     assert_same_result(session.result(long), alone(0, LONG[:43], NEW))
 
 
-@pytest.mark.parametrize(("places", "new"), [(1, 6), (2, 1), (3, 6)])
+@pytest.mark.parametrize(("places", "new"), [(1, 6), (2, 1)])
 def test_short_rows_never_starve_a_long_prompt(places, new):
     session = session_over(max_batch_size=places, prefill_chunk=CHUNK)
     session.submit(SHORT, max_new_tokens=5)

@@ -12,7 +12,7 @@ import bass_core as bass
 TOKENIZER = byte_tokenizer()
 PAIR = bass.ModelPair(tiny_model(vocab_size=BYTES), tiny_model(vocab_size=BYTES, noise=0.1), TOKENIZER)
 TEXTS = ["one", "and two", "3"]
-OPTIONS = {"max_new_tokens": 40, "temperature": 1.0, "eos_token_id": (), "draft_length": 3, "seed": 5}
+OPTIONS = {"max_new_tokens": 20, "temperature": 1.0, "eos_token_id": (), "draft_length": 3, "seed": 5}
 
 
 def generate(prompts=TEXTS, pair=PAIR, **options):
@@ -55,12 +55,12 @@ def test_generation_is_indexed_by_row_and_by_prompt():
     assert greedy[1] == [text for text in greedy[0] for _ in range(2)]
     table = out.to_pandas()
     assert table["prompt"].tolist() == [0, 0, 1, 1, 2, 2] and table["sample"].tolist() == [0, 1] * 3
-    assert table.text.tolist() == out.texts and set(table.tokens) == {40} and set(table.finish_reason) == {"length"}
+    assert table.text.tolist() == out.texts and set(table.tokens) == {20} and set(table.finish_reason) == {"length"}
     assert table.logprob[3] == pytest.approx(float(out.logprobs[3].sum()))
 
 
 def test_representations():
-    assert repr(generate()) == "Generation(3 rows of 3 prompts, 120 tokens; ended: 3 length)"
+    assert repr(generate()) == "Generation(3 rows of 3 prompts, 60 tokens; ended: 3 length)"
     assert repr(generate(acceptance="synthetic:0.5")).endswith("3 length, synthetic)")
     assert repr(PAIR).startswith("ModelPair(target=LlamaForCausalLM of 0.0321 M, float32, draft=LlamaForCausalLM")
     assert repr(bass.ModelPair(PAIR.target, bass.NgramDrafter())).endswith("draft=NgramDrafter, on cpu)")

@@ -46,11 +46,11 @@ def test_changed_adapter_applies_from_the_next_step(monkeypatch, change):
         model = make()
         models = bass.ModelPair(model, PLAIN) if role == "target" else bass.ModelPair(PLAIN, model)
         with session(compile, models) as running:
-            handles = submitted(running, PROMPTS[:2], 50)
-            for _ in range(6):
+            handles = submitted(running, PROMPTS[:2], 24)
+            for _ in range(4):
                 running.step()
             with changed(model):
-                for _ in range(6):
+                for _ in range(4):
                     running.step()
             steps = texts(running, handles), running.trace.steps[["step", "row", "drafted", "accepted"]]
             found[compile] = steps[0], steps[1].to_numpy().tolist()

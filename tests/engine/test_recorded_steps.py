@@ -44,11 +44,9 @@ PROCESSED = {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "rep
     ("k", "sampling"),
     [
         (0, {}),
-        (3, {}),
         (3, {"repetition_penalty": 1.3}),
         (3, {"temperature": 0.9, "verification": "block"}),
         (3, {"temperature": 0.9, "verification": "coupled"}),
-        (0, PROCESSED),
         (3, PROCESSED),
     ],
     ids=str,
@@ -64,14 +62,18 @@ POLICIES = {
     "seldom": (pair, lambda: Alternating(k=3, zeros=9)),
     "taking turns": (pair, lambda: TakingTurns(k=3)),
     "stop when unsure": (pair, lambda: StopWhenUnsure(most=4, at_least=0.3)),
-    "stop when unsure, features": (with_feature_head, lambda: StopWhenUnsure(most=4, at_least=0.3)),
     "ragged budget": (pair, LIBRARY["ragged budget"]),
     "goodput": (with_feature_head, LIBRARY["goodput, drafts dear"]),
     "marginal value": (pair, LIBRARY["marginal value, drafts dear"]),
 }
 
 
-@pytest.mark.parametrize("case", POLICIES)
+OF_LIBRARY = ("goodput", "marginal value")  # plan as others do
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.ci] * (case in OF_LIBRARY)) for case in POLICIES]
+)
 def test_every_kind_of_policy(case):
     models, policy = POLICIES[case]
     assert_same(models(), draft_length=policy, temperature=0.7)
@@ -93,7 +95,7 @@ def test_every_kind_of_model_and_draft(models):
     assert_same(models(), [prompt % 60 for prompt in PROMPTS], draft_length=3, temperature=0.8)
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "opt", "codegen"])
+@pytest.mark.parametrize("architecture", ["gpt2", "opt"])
 def test_idle_rows_stay_within_the_context(architecture):
     """Learned positions end with the context: one row is at its end while another drafts."""
     changes = {"n_positions": 48} if architecture != "opt" else {"max_position_embeddings": 48}
@@ -120,19 +122,7 @@ def test_reserve_beyond_the_context():
 
 def test_rows_come_and_go():
     """Admissions, moves and batch sizes that shrink."""
-    assert_same(pair(), draft_length=3, temperature=0.8, max_batch_size=3, num_return_sequences=2, new=16)
-
-
-def test_buffers_that_move_are_recorded_anew():
-    """A longer row makes all buffers grow while others run."""
-    found = {}
-    for compile in ("off", "graphs"):
-        with session(compile, temperature=0.8) as running:
-            handles = submitted(running, PROMPTS[:1], 20)
-            for _ in range(3):
-                running.step()
-            found[compile] = texts(running, handles + submitted(running, PROMPTS[3:4], 70))
-    assert found["graphs"] == found["off"]
+    assert_same(pair(), draft_length=3, temperature=0.8, max_batch_size=3, num_return_sequences=2, new=10)
 
 
 def test_surplus_draft_tokens_are_cut():
@@ -178,7 +168,7 @@ def test_draft_buffers_grow_within_the_limits_of_rows():
         texts(running, submitted(running, PROMPTS[:1], 6))
         assert running.device_step._drafted.shape[1] == 8
     growing = lambda: bass.BassHeuristic(initial=6, increment=5)  # noqa: E731
-    recorded, _ = assert_same(bass.ModelPair(target(), target()), draft_length=growing, temperature=0.8, new=60)
+    recorded, _ = assert_same(bass.ModelPair(target(), target()), draft_length=growing, temperature=0.8, new=40)
     assert recorded.trace.steps.k.max() > 8
 
 
@@ -355,7 +345,7 @@ def test_auto_records_on_a_gpu_where_nothing_forbids_it(monkeypatch):
 
 @pytest.mark.parametrize(
     ("rule", "policy"),
-    [("token", PerRow), ("token", StopWhenUnsure), ("block", PerRow)],
+    [("token", StopWhenUnsure), ("block", PerRow)],
 )
 def test_distribution_of_a_row_is_the_targets(monkeypatch, rule, policy):
     use_fixed_steps(monkeypatch)

@@ -23,11 +23,9 @@ from sessions import run_to_the_end
 from tiny import tiny_model
 
 import bass_core as bass
-import bass_lab as lab
 from bass_core import attention, randomness, sampling
 from bass_core.cache import Pass, RaggedCache
 from bass_core.rows import Rows
-from bass_core.trace import Trace
 
 
 def state(model) -> dict:
@@ -54,12 +52,8 @@ class Interruption(Exception):
 # The call that raises, given the pair, and the number of that call.
 PHASES = {
     "mask of a pass": (lambda pair: (Pass, "visible"), 3),
-    "target prefill": (lambda pair: (pair.target, "forward"), 1),
     "draft prefill": (lambda pair: (pair.draft, "forward"), 1),
-    "attention of a prefill": (lambda pair: (F, "scaled_dot_product_attention"), 2),
     "verification of a prefill": (lambda pair: (sampling, "probabilities"), 1),
-    "commit of a prefill": (lambda pair: (Rows, "commit"), 1),
-    "first draft pass": (lambda pair: (pair.draft, "forward"), 2),
     "later draft pass": (lambda pair: (pair.draft, "forward"), 6),
     "target pass": (lambda pair: (pair.target, "forward"), 3),
     "attention of the target pass": (lambda pair: (F, "scaled_dot_product_attention"), 2 + 2 + 3 * 2 + 2),
@@ -67,7 +61,6 @@ PHASES = {
     "verification": (lambda pair: (randomness, "accept"), 2),
     "commit": (lambda pair: (Rows, "commit"), 3),
     "compaction": (lambda pair: (Rows, "compact"), 3),
-    "recording": (lambda pair: (Trace, "record_step"), 3),
 }
 
 
@@ -99,7 +92,6 @@ def interrupt(monkeypatch, pair, phase: str, error: BaseException) -> None:
     ("phase", "error", "path"),
     [
         *zip(PHASES, itertools.cycle([KeyboardInterrupt(), Interruption()]), itertools.repeat("pad")),
-        ("mask of a pass", KeyboardInterrupt(), "eager"),
         ("target pass", RuntimeError("of some kind"), "eager"),
         ("commit", KeyboardInterrupt(), "split"),
     ],
@@ -117,17 +109,15 @@ def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before,
     assert_same(generate(pair, attention=path), expected)
 
 
-@pytest.mark.parametrize(("at_step", "error"), [(0, KeyboardInterrupt()), (2, Interruption())], ids=repr)
-def test_call_interrupted_in_on_step_frees_caches_of_waiting_samples_too(pair, before, cache_memory, at_step, error):
+def test_call_interrupted_in_on_step_frees_caches_of_waiting_samples_too(pair, before, cache_memory):
     def on_step(event):
-        if event.step == at_step:
+        if event.step == 2:
             raise error
 
-    options = {"num_return_sequences": 3, "max_batch_size": 4}
+    options, error = {"num_return_sequences": 3, "max_batch_size": 4}, Interruption()
     expected = generate(pair, **options)
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(Interruption):
         generate(pair, on_step=on_step, **options)
-    assert error in (caught.value, caught.value.__cause__)
     assert states(pair) == before
     assert cache_memory.was_used and cache_memory.held == 0
     assert_same(generate(pair, **options), expected)
@@ -192,7 +182,6 @@ def test_interrupted_probe_leaves_everything_as_it_was(monkeypatch, fresh_pair, 
     ("phase", "temperature"),
     [
         ("verification of a prefill", 0.8),
-        ("later draft pass", 0.0),
         ("later draft pass", 0.8),
         ("attention of the target pass", 0.8),
         ("after attention", 0.0),
@@ -266,18 +255,18 @@ class OneMoreEachStep(bass.DraftLengthPolicy):
 
 @pytest.mark.parametrize(
     ("kind", "interrupted_at"),
-    [(bass.BassHeuristic, 4), (lab.HuggingFaceHeuristic, 4), (OneMoreEachStep, 0), (OneMoreEachStep, 4)],
+    [(bass.BassHeuristic, 2), (OneMoreEachStep, 0)],
 )
 def test_policy_starts_afresh_after_an_interrupted_call(pair, kind, interrupted_at):
     def on_step(event):
         if event.step == interrupted_at:
             raise KeyboardInterrupt
 
-    expected = generate(pair, draft_length=kind(), max_new_tokens=30)
+    expected = generate(pair, draft_length=kind(), max_new_tokens=20)
     policy = kind()
     with pytest.raises(KeyboardInterrupt):
-        generate(pair, draft_length=policy, max_new_tokens=30, on_step=on_step)
+        generate(pair, draft_length=policy, max_new_tokens=20, on_step=on_step)
     for _ in range(2):
-        out = generate(pair, draft_length=policy, max_new_tokens=30)
+        out = generate(pair, draft_length=policy, max_new_tokens=20)
         assert_same(out, expected)
         assert out.trace.steps.k.tolist() == expected.trace.steps.k.tolist()

@@ -46,17 +46,6 @@ def test_result_grows_and_is_a_copy():
     assert torch.equal(result.sequence, expected) and (result.logprobs < 0).all()
 
 
-def test_result_has_logprobs_of_the_unprocessed_distribution():
-    session = session_over(temperature=0.7, top_k=5, repetition_penalty=1.3)
-    handle = session.submit(PROMPTS[1], max_new_tokens=12)
-    run_to_the_end(session)
-    result = session.result(handle)
-    assert (result.sequence.dtype, result.logprobs.dtype) == (torch.int64, torch.float32)
-    text = torch.cat([PROMPTS[1], result.sequence])
-    law = TARGET(text[None]).logits[0].log_softmax(-1)[len(PROMPTS[1]) - 1 : -1]
-    assert torch.allclose(result.logprobs.double(), law.gather(1, result.sequence[:, None])[:, 0], atol=1e-5)
-
-
 def test_idle_session_runs_no_model():
     session = session_over()
     assert session.idle
@@ -82,12 +71,12 @@ def test_idle_session_runs_no_model():
     ids=["token", "coupled"],
 )
 def test_rows_equal_rows_alone_in_any_order_of_events(options, any_length):
-    prompts, longest, count = ragged_prompts(3, 11, 6, 19), 15, 6
+    prompts, longest, count = ragged_prompts(3, 11, 19), 10, 5
     expected = {
         (row, which): alone(row, prompts[which], longest, **options).sequence.tolist()
         for row, which in itertools.product(range(count), range(len(prompts)))
     }
-    for trial in range(8):
+    for trial in range(4):
         chance = np.random.default_rng(trial)
         session = session_over(max_batch_size=int(chance.integers(1, 4)), **options)
         rows = []

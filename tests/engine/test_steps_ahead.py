@@ -52,7 +52,7 @@ def test_next_step_is_under_way_when_a_step_is_read(ahead, monkeypatch, k):
 
 def test_rows_that_end_on_eos_keep_nobody_waiting(ahead):
     """The other rows move up, and the step under way counts for them."""
-    recorded, _ = assert_same(pair(), draft_length=4, temperature=1.5, new=70, eos_token_id=range(3, 7))
+    recorded, _ = assert_same(pair(), PROMPTS, draft_length=2, temperature=1.5, new=50, eos_token_id=range(3, 7))
     assert recorded.finish_reasons.count("eos") > 2
     assert ahead["launched"] > 5 and ahead["taken back"] <= 1  # under way when the last row ended
 
@@ -62,7 +62,7 @@ def test_rows_that_end_one_by_one_leave_steps_under_way(ahead):
     for compile in ("off", "graphs"):
         with session(compile, max_batch_size=4, draft_length=2) as running:
             for _ in range(3):  # the third time all is recorded
-                handles = [running.submit(prompt, max_new_tokens=20 + 9 * at) for at, prompt in enumerate(PROMPTS[:4])]
+                handles = [running.submit(prompt, max_new_tokens=12 + 6 * at) for at, prompt in enumerate(PROMPTS[:4])]
                 ahead.clear()
                 found[compile] = texts(running, handles)
             steps = decode_steps(running) / 3
@@ -71,14 +71,14 @@ def test_rows_that_end_one_by_one_leave_steps_under_way(ahead):
 
 
 def test_policy_may_change_its_prediction(ahead):
-    assert_same(pair(), draft_length=lambda: Fickle(k=3, zeros=4), temperature=0.8, new=60)
+    assert_same(pair(), draft_length=lambda: Fickle(k=3, zeros=4), temperature=0.8, new=36)
     assert 0 < ahead["taken back"] < ahead["launched"]
 
 
 def test_policy_without_drafts_predicts_zero(ahead):
     useless = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", seed=1))
-    assert_same(useless, draft_length=lambda: bass.Goodput(DEAR), temperature=0.8, new=60)
-    assert ahead["launched"] > 50 and ahead["taken back"] == 0
+    assert_same(useless, draft_length=lambda: bass.Goodput(DEAR), temperature=0.8, new=40)
+    assert ahead["launched"] > 30 and ahead["taken back"] == 0
 
 
 @pytest.mark.parametrize("policy", ["fixed", *library_policies(limit=4)])
@@ -104,7 +104,7 @@ def test_predicted_length_is_planned_while_no_row_ends(policy):
         def update(self, drafted, accepted):
             made.update(drafted, accepted)
 
-    out = bass.generate(pair(), PROMPTS, max_new_tokens=40, draft_length=Watched(), temperature=0.8, eos_token_id=())
+    out = bass.generate(pair(), PROMPTS, max_new_tokens=24, draft_length=Watched(), temperature=0.8, eos_token_id=())
     steps = out.trace.steps.query("kind == 'decode'").step.nunique()
     assert steps > 6 and (kept >= steps - len(PROMPTS) or policy != "fixed")
 
@@ -141,7 +141,7 @@ def replace_all(running, handles):
 
 
 ACTS = {
-    "a longer row is submitted": lambda running, handles: submitted(running, PROMPTS[3:4], 78),
+    "a longer row is submitted": lambda running, handles: submitted(running, PROMPTS[3:4], 60),
     "all rows are cancelled, others come": replace_all,
     "capacity grows": lambda running, handles: running.reserve(300) or [],
     "a row with other sampling comes": lambda running, handles: [
@@ -155,7 +155,7 @@ def test_changes_between_steps_apply_to_the_rows_that_were_read(ahead, act):
     found = {}
     for compile in ("off", "graphs"):
         with session(compile, max_batch_size=4) as running:
-            handles = submitted(running, PROMPTS[:3])
+            handles = submitted(running, PROMPTS[:2], 24)
             for _ in range(6):
                 running.step()
             assert running.device_step.is_ahead == (compile == "graphs")
@@ -188,7 +188,7 @@ def test_on_phase_may_be_set_while_a_step_is_under_way(ahead, monkeypatch):
 def after_an_error(compile, policy):
     """Texts, counts of drafts and the number of errors with a policy that may raise."""
     with session(compile, draft_length=policy) as running:
-        handles, errors = submitted(running, PROMPTS[:3], 40), 0
+        handles, errors = submitted(running, PROMPTS[:2], 40), 0
         while not running.idle:
             try:
                 running.step()
@@ -216,7 +216,7 @@ def test_error_of_a_policy_loses_nothing(ahead, method, k):
     assert found == [*after_an_error("off", bass.FixedLength(k))[:2]]
 
 
-@pytest.mark.parametrize("on_row_error", ["raise", "finish"])
+@pytest.mark.parametrize("on_row_error", [pytest.param("raise", marks=pytest.mark.ci), "finish"])
 def test_bad_logits_behind_the_end_of_a_row_do_not_matter(ahead, on_row_error):
     """The row goes on in the step under way, where its logits are NaN."""
     ends, found = torch.arange(3, 9), {}
@@ -334,12 +334,11 @@ def test_log_probabilities_of_an_ended_row_are_fetched_a_step_later(ahead, monke
         assert short.fetched in fetched
 
 
-@pytest.mark.parametrize("rule", ["token", "block"])
-def test_distribution_is_the_targets(monkeypatch, rule):
+def test_distribution_is_the_targets(monkeypatch):
     """Enumerated over all random decisions, those of steps that are taken back included."""
     use_fixed_steps(monkeypatch)
     ahead, models = count_ahead(monkeypatch), (tabular(2, seed=1), tabular(2, seed=2))
-    for policy in (lambda: 1, lambda: Fickle(k=1, zeros=1)):
+    for rule, policy in (("token", lambda: 1), ("block", lambda: Fickle(k=1, zeros=1))):
         found = law_of_engine(*models, 4, policy, verification=rule)
         assert total_variation(found, exact_law(models[0], 4)) < EXACT
     assert ahead["launched"] > ahead["taken back"] > 0

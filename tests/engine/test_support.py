@@ -107,14 +107,17 @@ def test_current_gpu_is_the_same_by_its_number(monkeypatch):
 
 
 WAYS = (
-    {}, {"draft_length": 0}, {"temperature": 0.8}, {"temperature": 0.8, "verification": "coupled"}, {"trace": "tokens"},
-    {"acceptance": "synthetic:0.8"}, {"attention": "eager"}, {"attention": "split"},
-    {"draft_length": bass.BassHeuristic()},
-    {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
+    {}, {"draft_length": 0}, {"temperature": 0.8}, {"acceptance": "synthetic:0.8"},
+    {"temperature": 0.8, "verification": "coupled", "trace": "tokens", "attention": "eager"},
+    {"draft_length": bass.BassHeuristic(), "attention": "split"}
+    | {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [None, "ngram", "suffix", "layers:2", "target:int4", "feature_head"])
+OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("ngram", "suffix", "layers:2", "target:int4")]
+
+
+@pytest.mark.parametrize("name", [None, "feature_head", *OTHERS])
 def test_default_device_of_torch_is_not_used(name):
     """A notebook may have set it to a GPU while models and ids are on a CPU."""
     options = [{"max_new_tokens": 4} | way for way in (WAYS[1:3] if name else WAYS)]
@@ -124,6 +127,7 @@ def test_default_device_of_torch_is_not_used(name):
     assert found[:2] == [bass.generate(pair, PROMPTS, **each).texts for each in options[:2]]
 
 
+@pytest.mark.ci
 def test_default_device_of_torch_is_not_used_for_sources():
     with torch.device("meta"):
         pair = bass.load_pair("encoder_decoder", device="cpu")

@@ -84,11 +84,11 @@ def test_two_int4_codes_share_a_byte():
 )
 def test_batched_text_is_that_of_the_quantized_model_alone(architecture, kind, draft_length):
     model = bass.quantized(tiny_model(architecture, seed=3), kind)
-    prompts = ragged_prompts(3, 9, 5, 12)
-    options = {"max_new_tokens": 12, "draft_length": draft_length, "eos_token_id": ()}
+    prompts = ragged_prompts(3, 9, 12)
+    options = {"max_new_tokens": 8, "draft_length": draft_length, "eos_token_id": ()}
     out = bass.generate(bass.ModelPair(model, tiny_model(seed=1)), prompts, **options)
     for prompt, sequence in zip(prompts, out.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(model, prompt, 12).tolist()
+        assert sequence.tolist() == greedy_alone(model, prompt, 8).tolist()
 
 
 def test_model_computes_with_the_values_of_its_codes():
@@ -207,9 +207,10 @@ def test_quantized_copy_drafts_for_its_target(target):  # noqa: F811
     assert greedy(pair) == by_transformers(pair.target)
 
 
+@pytest.mark.ci
 def test_drafts_of_a_quantized_copy_are_nearly_always_accepted():
     pair = bass.load_pair(draft="target:int4")
-    out = bass.generate(pair, prompt_set("mini", 8), max_new_tokens=24, draft_length=4, temperature=0.2)
+    out = bass.generate(pair, prompt_set("mini", 4), max_new_tokens=16, draft_length=4, temperature=0.2)
     assert out.trace.summary()["alpha"] > 0.9
 
 

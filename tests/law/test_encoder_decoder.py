@@ -17,8 +17,8 @@ from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.oracle import Oracle
 from bass_lab.checks.tabular import total_variation
 
-NEW = 16
-LENGTHS = (9, 4, 12, 1, 5, 9, 3, 20)
+NEW = 8
+LENGTHS = (9, 4, 1, 5, 20)
 DRAFTS = {
     "model": lambda kind, dtype: tiny_reader(kind, dtype, noise=0.05),
     "first layer": lambda kind, dtype: bass.LayerSkipDrafter(1),
@@ -32,7 +32,7 @@ def pair_of(kind: str, dtype: str = "float32", draft: str = "model") -> bass.Mod
 
 def assert_identical(kind: str, dtype: str = "float32", draft: str = "model", **options) -> bass.Generation:
     pair, read = pair_of(kind, dtype, draft), sources(kind, *LENGTHS)
-    out = bass.generate(pair, read, max_new_tokens=NEW, **({"draft_length": 4, "max_batch_size": 5} | options))
+    out = bass.generate(pair, read, max_new_tokens=NEW, **({"draft_length": 4, "max_batch_size": 3} | options))
     expected = [alone(pair.target, each, NEW) for each in read]
     assert [sequence.tolist() for sequence in out.sequences] == expected
     assert len(set(map(tuple, expected))) > len(read) / 2  # the text depends on the source
@@ -42,7 +42,6 @@ def assert_identical(kind: str, dtype: str = "float32", draft: str = "model", **
 FEW = [  # a bias by distance, a table of positions, sounds
     ("t5", "float64", "model", 4, "pad"),
     ("t5", "float32", "first layer", PerRow(3), "split"),
-    ("pegasus", "float32", "model", PerRow(3), "split"),
     ("pegasus", "float64", "suffix", 4, "eager"),
     ("whisper", "float32", "model", 4, "eager"),
     ("whisper", "float32", "suffix", 0, "pad"),
@@ -52,7 +51,7 @@ OTHERS = [pytest.param(kind, "float32", "model", 4, "pad", marks=pytest.mark.slo
 
 @pytest.mark.parametrize(("kind", "dtype", "draft", "length", "path"), FEW + OTHERS)
 def test_greedy_text_is_that_of_the_source_alone(kind, dtype, draft, length, path):
-    """Eight sources in five slots: rows wait and take the slots of rows with other sources."""
+    """Five sources in three slots: rows wait and take the slots of rows with other sources."""
     out = assert_identical(kind, dtype, draft, draft_length=length, attention=path)
     assert out.trace.meta["attention"] == path
     if draft == "model":
@@ -76,11 +75,11 @@ def test_samples_of_one_source_share_its_encoding():
 def test_rows_join_and_leave_a_session():
     pair, read = pair_of("marian"), sources("marian", *LENGTHS)
     with bass.Session(pair, max_batch_size=3, draft_length=3, prefill_chunk=1) as session:
-        handles = [session.submit(each, max_new_tokens=NEW) for each in read[:4]]
+        handles = [session.submit(each, max_new_tokens=NEW) for each in read[:3]]
         for _ in range(3):
             session.step()
         session.cancel(handles[1])
-        handles += [session.submit(each, max_new_tokens=NEW) for each in read[4:]]
+        handles += [session.submit(each, max_new_tokens=NEW) for each in read[3:]]
         run_to_the_end(session)
         found = [session.result(handle).sequence.tolist() for handle in handles]
     expected = [alone(pair.target, each, NEW) for each in read]
@@ -91,16 +90,16 @@ def test_rows_join_and_leave_a_session():
 def test_sampled_text_has_the_targets_distribution():
     """Every random decision of a row next to a row with another source, enumerated."""
     pair, read = pair_of("t5", "float64"), sources("t5", 4, 9)
-    options = {"draft_length": 2, "verification": "block", "trace": "off", "attention": "pad"}
+    options = {"draft_length": 1, "verification": "block", "trace": "off", "attention": "pad"}
 
     def run():
         with bass.Session(pair, **options) as session:
-            sampled = session.submit(read[0], max_new_tokens=4, temperature=2.0, top_k=2)
-            session.submit(read[1], max_new_tokens=4)
+            sampled = session.submit(read[0], max_new_tokens=3, temperature=2.0, top_k=2)
+            session.submit(read[1], max_new_tokens=3)
             run_to_the_end(session)
             return tuple(session.result(sampled).sequence.tolist())
 
-    expected = plain_decoding.exact_law(pair.target, read[0], bass.SamplingParams(2.0, top_k=2), 4)
+    expected = plain_decoding.exact_law(pair.target, read[0], bass.SamplingParams(2.0, top_k=2), 3)
     assert total_variation(Oracle().laws(run), expected) < EXACT
 
 

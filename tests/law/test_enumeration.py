@@ -20,7 +20,6 @@ from bass_lab.checks.tabular import next_token_law, tabular, total_variation
 
 POLICIES = {
     "regular": lambda: 0,
-    "k=1": lambda: 1,
     "k=2": lambda: 2,
     "k=3": lambda: 3,
     "stop when unsure": StopWhenUnsure,
@@ -28,38 +27,38 @@ POLICIES = {
     "alternating": lambda: Alternating(k=2),
     **library_policies(limit=3),
 }
-CASES = [  # policy, rule, vocabulary: three tokens, of which some are impossible, take longer
-    ("regular", "token", 2),
-    ("k=1", "block", 2),
-    ("k=3", "token", 3),
-    ("k=3", "block", 3),
-    ("alternating", "token", 2),
-    ("per row", "block", 2),
-    ("goodput", "token", 2),
-    ("stop when unsure", "token", 2),
-    ("stop when unsure", "block", 3),
-    ("marginal value", "token", 2),
-    ("marginal value", "block", 2),
-    ("ragged budget", "token", 2),
-    ("ragged budget", "block", 2),
+CASES = [  # policy, rule
+    ("regular", "token"),
+    ("k=3", "token"),
+    ("k=3", "block"),
+    ("alternating", "token"),
+    ("per row", "block"),
+    ("stop when unsure", "token"),
+    ("stop when unsure", "block"),
+    ("marginal value", "block"),
+    ("ragged budget", "token"),
 ]
 OTHERS = [
     pytest.param(*case, marks=pytest.mark.slow)
-    for case in itertools.product(library_policies(limit=3), ("token", "block"), (2,))
+    for case in itertools.product(library_policies(limit=3), ("token", "block"))
     if case not in CASES
 ]
 
 
-@pytest.mark.parametrize(("policy", "rule", "vocabulary"), CASES + OTHERS)
-def test_distribution_of_a_row(policy, rule, vocabulary):
-    target, draft = tabular(vocabulary, seed=1), tabular(vocabulary, seed=2)
+@pytest.mark.parametrize(("policy", "rule"), CASES + OTHERS)
+def test_distribution_of_a_row(policy, rule):
+    target, draft = tabular(2, seed=1), tabular(2, seed=2)
     found = law_of_engine(target, draft, 4, POLICIES[policy], verification=rule)
     assert total_variation(found, exact_law(target, 4)) < EXACT
 
 
 @pytest.mark.parametrize(
     ("policy", "rule"),
-    [("k=2", "token"), ("per row", "block"), ("marginal value", "block"), ("ragged budget", "token")],
+    [
+        ("per row", "block"),
+        pytest.param("ragged budget", "token", marks=pytest.mark.ci),
+        pytest.param("marginal value", "block", marks=pytest.mark.ci),
+    ],
 )
 def test_joint_distribution_of_two_rows(policy, rule):
     policies = POLICIES | library_policies(limit=2) | {"per row": lambda: PerRow(most=1)}
@@ -69,6 +68,7 @@ def test_joint_distribution_of_two_rows(policy, rule):
     assert total_variation(found, exact_law(target, 3, prompts)) < EXACT
 
 
+@pytest.mark.ci
 def test_joint_distribution_of_samples_of_a_prompt_of_which_one_waits():
     target, draft = tabular(2, seed=5), tabular(2, seed=6)
     found = law_of_engine(target, draft, 3, lambda: 2, num_return_sequences=2, max_batch_size=1, verification="block")
@@ -88,12 +88,10 @@ def test_distribution_with_extreme_drafts(rule, draft):
     ("rule", "vocabulary", "processing"),
     [
         ("block", 2, {"temperature": 0.6}),
-        ("token", 2, {"temperature": 0.6}),
         ("token", 3, {"top_k": 2}),
-        ("block", 3, {"top_p": 0.7}),
+        ("block", 3, {"top_p": 0.9}),
         ("token", 3, {"min_p": 0.3}),
         ("token", 2, {"temperature": 1.4, "repetition_penalty": 1.5}),
-        ("block", 3, {"top_p": 0.7, "repetition_penalty": 1.5}),
     ],
     ids=str,
 )
@@ -106,7 +104,13 @@ def test_processed_distributions(rule, vocabulary, processing):
 
 @pytest.mark.parametrize(
     ("policy", "new"),
-    [("regular", 3), ("k=2", 4), ("stop when unsure", 3), ("per row", 3), ("alternating", 3), ("ragged budget", 3)],
+    [
+        ("regular", 3),
+        ("stop when unsure", 3),
+        ("per row", 3),
+        pytest.param("k=2", 4, marks=pytest.mark.ci),
+        pytest.param("ragged budget", 3, marks=pytest.mark.ci),
+    ],
 )
 def test_coupled_distribution(policy, new):
     target, draft = tabular(2, seed=8), tabular(2, seed=9)

@@ -9,7 +9,7 @@ from trial_policies import Alternating, PerRow, StopWhenUnsure, TakingTurns, lib
 import bass_core as bass
 from bass_core import cache as cache_module
 
-PROMPTS = ragged_prompts(5, 11, 3, 17, 8, 2)
+PROMPTS = ragged_prompts(5, 11, 17, 2)
 NO_EOS = {"eos_token_id": ()}
 
 
@@ -44,10 +44,10 @@ def test_perfect_draft_is_always_accepted(rule, temperature, k):
 
 
 @pytest.mark.parametrize(
-    "policy", [Alternating(k=3, zeros=1), Alternating(k=3, zeros=16), TakingTurns(k=3)], ids=["1", "16", "turns"]
+    "policy", [Alternating(k=3, zeros=1), Alternating(k=3, zeros=8), TakingTurns(k=3)], ids=["1", "8", "turns"]
 )
 def test_perfect_draft_stays_perfect_after_regular_steps(policy):
-    assert alpha_when_draft_is_target(policy, max_new_tokens=60) == 1
+    assert alpha_when_draft_is_target(policy, max_new_tokens=40) == 1
 
 
 # --- batch independence ---
@@ -57,28 +57,12 @@ def test_perfect_draft_stays_perfect_after_regular_steps(policy):
 def test_row_alone_equals_row_in_batch(rule, dtype):
     pair = pair_of(dtype)
     options = {"temperature": 0.8, "draft_length": 3, "verification": rule, "seed": 3} | NO_EOS
-    together = bass.generate(pair, PROMPTS, max_new_tokens=24, **options)
+    together = bass.generate(pair, PROMPTS, max_new_tokens=16, **options)
     for row, prompt in enumerate(PROMPTS):
         with bass.Session(pair, **options) as session:
-            handle = session.submit(prompt, max_new_tokens=24, row=row)
+            handle = session.submit(prompt, max_new_tokens=16, row=row)
             run_to_the_end(session)
             assert torch.equal(session.result(handle).sequence, together.sequences[row])
-
-
-@pytest.mark.parametrize("places", [1, 3])
-def test_waiting_for_a_slot_changes_nothing(places):
-    options = {"temperature": 0.8, "max_new_tokens": 20, "draft_length": 3, "seed": 5, "num_return_sequences": 2}
-    everything_at_once = bass.generate(pair_of(), PROMPTS, **options)
-    few_places = bass.generate(pair_of(), PROMPTS, max_batch_size=places, **options)
-    assert same(everything_at_once.sequences, few_places.sequences)
-    assert everything_at_once.finish_reasons == few_places.finish_reasons
-
-
-def test_permuted_rows_give_permuted_outputs():
-    pair, order = pair_of("float64"), [3, 0, 5, 2, 4, 1]
-    straight = bass.generate(pair, PROMPTS, max_new_tokens=20, draft_length=3, **NO_EOS)
-    permuted = bass.generate(pair, [PROMPTS[i] for i in order], max_new_tokens=20, draft_length=3, **NO_EOS)
-    assert same([straight.sequences[i] for i in order], permuted.sequences)
 
 
 POLICIES = {"k=5": lambda: 5, "per row": PerRow, "unsure": StopWhenUnsure, "alternating": Alternating}
@@ -92,11 +76,8 @@ POLICIES |= library_policies(limit=8)
         ("good", "unsure", 8),
         ("good", "ragged budget", 8),
         ("useless", "k=5", 2),
-        ("useless", "marginal value", 8),
         ("perfect", "alternating", 2),
-        ("perfect", "learned", 8),
         ("n-gram", "goodput", 2),
-        ("n-gram", "per row", 8),
     ],
 )
 def test_coupled_text_is_that_of_regular_decoding(draft, policy, places):
@@ -107,7 +88,7 @@ def test_coupled_text_is_that_of_regular_decoding(draft, policy, places):
         "perfect": target,
         "n-gram": None,
     }
-    options = {"temperature": 0.9, "max_new_tokens": 20, "verification": "coupled", "seed": 11, "trace": "off"}
+    options = {"temperature": 0.9, "max_new_tokens": 16, "verification": "coupled", "seed": 11, "trace": "off"}
     regular = bass.generate(bass.ModelPair(target), PROMPTS, draft_length=0, **options)
     pair = bass.ModelPair(target, drafts[draft])
     out = bass.generate(pair, PROMPTS, draft_length=POLICIES[policy](), max_batch_size=places, **options)
@@ -125,10 +106,10 @@ def test_seeds_and_samples_give_different_texts():
 
 @pytest.mark.parametrize(
     ("path", "poison", "architecture"),
-    [("split", torch.nan, "llama"), ("split", torch.nan, "gemma3"), ("pad", 1e4, "mistral"), ("eager", 1e4, "gemma3")],
+    [("split", torch.nan, "gemma3"), ("pad", 1e4, "mistral"), ("eager", 1e4, "gemma3")],
 )
 def test_stale_slots_never_matter(monkeypatch, path, poison, architecture):
-    options = {"temperature": 0.8, "max_new_tokens": 20, "draft_length": 3, "attention": path, "max_batch_size": 3}
+    options = {"temperature": 0.8, "max_new_tokens": 14, "draft_length": 3, "attention": path, "max_batch_size": 3}
     pair = pair_of(architecture=architecture)
     clean = bass.generate(pair, PROMPTS, **options)
     poisoned, original = [], bass.Session.step
@@ -171,7 +152,7 @@ def test_nothing_follows_eos(temperature, draft_length):
     target = tiny_model(dtype="float64")  # perfect draft: EOS is accepted in the middle of a block
     pair = bass.ModelPair(target, target)
     options = {"temperature": temperature, "draft_length": draft_length, "verification": "coupled"}
-    options |= {"max_new_tokens": 20}
+    options |= {"max_new_tokens": 16}
     free = bass.generate(pair, PROMPTS, **options, **NO_EOS)
     eos = {int(free.sequences[0][6]), int(free.sequences[3][11])}
     out = bass.generate(pair, PROMPTS, eos_token_id=eos, trace="tokens", **options)
@@ -198,17 +179,19 @@ def test_row_may_fill_the_context_exactly(architecture):
         assert same(whole.sequences, regular.sequences)
 
 
-def test_rows_end_at_their_own_limits():
-    with bass.Session(pair_of(), draft_length=5, **NO_EOS) as session:
-        handles = [session.submit(prompt, max_new_tokens=new) for new, prompt in enumerate(PROMPTS)]
-        run_to_the_end(session)
-        assert [len(session.result(handle).sequence) for handle in handles] == list(range(len(PROMPTS)))
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_logprobs_are_the_targets(temperature):
     pair = pair_of("float64")
-    out = bass.generate(pair, PROMPTS, max_new_tokens=15, temperature=temperature, top_k=5, draft_length=3, **NO_EOS)
+    out = bass.generate(
+        pair,
+        PROMPTS,
+        max_new_tokens=15,
+        temperature=temperature,
+        top_k=5,
+        draft_length=3,
+        repetition_penalty=1.3,
+        **NO_EOS,
+    )
     for prompt, sequence, logprobs in zip(PROMPTS, out.sequences, out.logprobs, strict=True):
         logits = pair.target(torch.cat([prompt, sequence])[None]).logits[0].log_softmax(-1)
         expected = logits[len(prompt) - 1 : -1].gather(-1, sequence[:, None])[:, 0]

@@ -7,6 +7,7 @@ import pytest
 import bass_core as bass
 import bass_lab as lab
 from bass_core import probe
+from bass_lab.checks import four_checks
 
 TABLE = {row[0]: tuple(row) for row in models_page.rows("faults")}
 
@@ -15,6 +16,7 @@ def test_table_has_every_fault():
     assert list(TABLE) == list(faults.FAULTS)
 
 
+@pytest.mark.slow
 def test_healthy_model_passes():
     assert probe.resolve(faults.healthy()) == "pad"
     report = faults.verified_without_the_probe(faults.healthy())
@@ -37,11 +39,15 @@ def test_verify_finds_the_fault_without_the_probe(fault):
 # --- windows and switches that a configuration names ----------------------------------------------
 
 
-def greedy_check(model, **options):
-    return lab.verify(bass.ModelPair(model), max_new_tokens=8, samples=1000, **options).checks[0]
+@pytest.fixture
+def greedy_check(monkeypatch):
+    """Runs the first check of `bass verify` alone."""
+    for other in ("sampled", "coupled", "half"):
+        monkeypatch.setattr(four_checks, other, lambda subject: (True, "", {}))
+    return lambda model: lab.verify(bass.ModelPair(model), max_new_tokens=8).checks[0]
 
 
-def test_fault_beyond_a_named_switch_is_found():
+def test_fault_beyond_a_named_switch_is_found(greedy_check):
     """The fault begins at 250 tokens, beyond all other prompts of the checks."""
     model = faults.log_scaling(beyond=250)
     assert greedy_check(model).passed
@@ -52,7 +58,7 @@ def test_fault_beyond_a_named_switch_is_found():
     assert "prompts on both sides of floor_scale 250" in check.tested
 
 
-def test_window_too_long_for_a_quick_check_is_named_in_the_report():
+def test_window_too_long_for_a_quick_check_is_named_in_the_report(greedy_check):
     model = faults.healthy()
     model.config.max_position_embeddings = 2**20
     model.config.sliding_window_size, model.config.floor_scale = 4096, 64

@@ -51,10 +51,8 @@ def assert_rows_are_as_alone(pair: bass.ModelPair, *lengths: int, **options) -> 
         (llama, (BEFORE, CROSSING, BEYOND), 0, "split"),
         (llama, (CROSSING, BEYOND), 3, "eager"),
         (llama, (BEFORE, CROSSING, BEYOND), PerRow(4), "pad"),  # in packed passes
-        (llama, (CROSSING,), 4, "split"),
         (llama, (BEYOND, 1), 4, "pad"),
         (phi3, (BEFORE, BEYOND, SWITCH - NEW + 1), 4, "pad"),
-        (phi3, (BEFORE, BEYOND, SWITCH - NEW + 1), 0, "pad"),
     ],
 )
 def test_longrope(models, lengths, draft_length, path):

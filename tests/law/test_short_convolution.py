@@ -12,8 +12,8 @@ from trial_policies import PerRow
 
 import bass_core as bass
 
-NEW = 16
-PROMPTS = ragged_prompts(5, 11, 3, 17, 1, 2, 9, 23)
+NEW = 8
+PROMPTS = ragged_prompts(5, 11, 17, 1, 2, 23)
 LAYERS = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 
 
@@ -36,7 +36,7 @@ DRAFTS = {
 
 def decoded(dtype: str = "float64", draft: str = "model", **options) -> bass.Generation:
     pair = bass.ModelPair(lfm2(dtype), DRAFTS[draft](dtype))
-    options = {"draft_length": 4, "max_batch_size": 5, "eos_token_id": ()} | options
+    options = {"draft_length": 4, "max_batch_size": 4, "eos_token_id": ()} | options
     return bass.generate(pair, PROMPTS, max_new_tokens=NEW, **options)
 
 
@@ -64,11 +64,11 @@ def test_greedy_text_is_that_of_the_row_alone(dtype, draft, length, path):
 def test_chunked_prompts_and_joining_rows():
     pair = bass.ModelPair(lfm2(), lfm2(noise=0.05))
     with bass.Session(pair, max_batch_size=3, draft_length=3, prefill_chunk=4, eos_token_id=()) as session:
-        handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[:4]]
-        for _ in range(6):
+        handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[:3]]
+        for _ in range(5):
             session.step()
         session.cancel(handles[0])
-        handles += [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[4:] + PROMPTS[:1]]
+        handles += [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS[3:] + PROMPTS[:1]]
         run_to_the_end(session)
         found = [session.result(handle).sequence.tolist() for handle in handles]
     assert found[1:] == alone()[1:] + alone()[:1]

@@ -112,7 +112,7 @@ def test_goodput_is_near_the_best_fixed_length(alpha, batch, line):
     trace = AcceptanceTrace.synthetic(alpha=alpha, length=384, sequences=64, seed=1)
 
     def seconds(policy):
-        return simulate(trace, policy, line, batch=batch, repeats=4).seconds.mean()
+        return simulate(trace, policy, line, batch=batch, repeats=2).seconds.mean()
 
     regular, found = seconds(0), seconds(bass.Goodput(line))
     assert found <= regular / 0.98
@@ -296,7 +296,9 @@ def test_policies_of_the_exactness_tests_change_their_lengths(policy):
         out = bass.generate(pair, [torch.tensor([0, 1])], draft_length=length, seed=seed, **options)
         steps = out.trace.steps[out.trace.steps.kind == "decode"]
         drafted |= set(steps.drafted[12 - (steps.kv_length - 2) > 3])
-    assert len(drafted) >= 2
+        if len(drafted) >= 2:
+            return
+    pytest.fail(f"always {drafted}")
 
 
 @pytest.mark.parametrize("policy", library_policies(limit=8))

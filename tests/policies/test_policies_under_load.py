@@ -28,6 +28,7 @@ def under_load(trace, where, policies):
     return found.pivot(index="rate", columns="policy")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("where", "texts"), [("cpu", "mini"), ("h100", "library")])
 def test_default_policy_is_near_the_best_length(where, texts):
     lengths = {f"k={k}": k for k in (2, 5, 8)}
@@ -38,7 +39,10 @@ def test_default_policy_is_near_the_best_length(where, texts):
     assert (best / found.end_ms.default > 0.95).all()
 
 
-@pytest.mark.parametrize(("where", "alpha"), [("cpu", 0.0), pytest.param("h100", 0.3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("where", "alpha"),
+    [pytest.param("cpu", 0.0, marks=pytest.mark.ci), pytest.param("h100", 0.3, marks=pytest.mark.slow)],
+)
 def test_bad_drafts_are_no_loss(where, alpha):
     trace = AcceptanceTrace.synthetic(alpha=alpha, length=128, sequences=64, prompt_length=100)
     found = under_load(trace, where, {"k=5": 5})
