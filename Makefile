@@ -63,7 +63,7 @@ test-oldest-quick: .venv-oldest/.installed ## the same in a few minutes: kernels
 
 test-oldest-quick: OLDEST_TESTS = $(QUICK)
 test-oldest test-oldest-quick:
-	PYTHONPATH=.:kernels .venv-oldest/bin/python -m pytest -n auto --dist loadfile $(or $(ARGS),$(OLDEST_TESTS))
+	PYTHONPATH=.:kernels .venv-oldest/bin/python -m pytest -n auto --dist loadfile -m "not slow" $(or $(ARGS),$(OLDEST_TESTS))
 
 lab: .venv/.installed-notebooks ## open JupyterLab on the lessons
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks

@@ -16,6 +16,7 @@ def code():
     return Code()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("place", PLACES)
 def test_references_resolve(code, place):
     files = [

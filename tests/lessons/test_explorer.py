@@ -12,10 +12,19 @@ import record_lines
 import bass_core as bass
 from bass_lab.lessons import l03_explorer as explorer_module
 from bass_lab.lessons.l03_explorer import POLICIES, AcceptanceExplorer
+from bass_lab.pairs import drafters_for
 from bass_lab.show import plots, token_views
 from bass_lab.texts.prompt_sets import prompt_set
 
 SIZE = {"batch_size": 3, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def drafters_are_loaded_once(pair):
+    found = explorer_module.drafters_for(pair)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explorer_module, "drafters_for", lambda given: found if given is pair else drafters_for(given))
+        yield
 
 
 def shown(raster):

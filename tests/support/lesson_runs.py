@@ -93,6 +93,11 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
 }
 # Cells that run first with the smallest values. tests/lab has the whole check of drafters and the whole corpus.
 PREPARED = {
+    "01_speculative_decoding": """\
+import functools
+from bass_lab.lessons import l01_demonstrations
+l01_demonstrations.measured_costs = functools.partial(l01_demonstrations.measured_costs, repeats=1)
+""",
     "05_draft_models": """\
 import functools
 from bass_lab.checks import drafter_checks
@@ -101,7 +106,7 @@ from bass_lab.texts import corpus
 drafter_checks.WAYS = [(*drafter_checks.WAYS[1][:2], 3)]
 drafter_checks.NEW, drafter_checks.ROWS, alignment.BATCH = 3, 3, 1
 corpus.library_functions = functools.partial(corpus.library_functions, held_out=True)
-"""
+""",
 }
 HALF = {  # another dtype: its texts need not be identical
     name: QUICKER[name] | {"dtype": "bfloat16"}
