@@ -4,7 +4,7 @@ To add a mutant, write it into the list of its package: under the file, a name f
 behind "- " and the wrong text behind "+ " (nothing where lines are deleted). The right text, a part of a line or some
 lines, must occur exactly once in the file. A mutant changes behaviour, does not break an import and is not equivalent
 to the right code. Then run `make mutants ARGS="--only NAME"`, which records the catching test in caught.json, and
-commit both files. null in caught.json stands for a mutant that survives.
+commit both files. null in caught.json stands for a mutant that no test is known to catch.
 
 Tests that caught a mutant before run first, then the test files nearest to the mutated module by imports, then all
 others. Heavy packages are imported once; each pytest run is a fork of this process.
