@@ -132,8 +132,7 @@ SLOW = ["model", "model, launched ahead", "layers", "features", "reader"]
 
 
 @pytest.mark.parametrize(
-    ("draft", "chains"),
-    [("model", 1), *(pytest.param(d, 16, marks=pytest.mark.slow) for d in SLOW)],
+    ("draft", "chains"), [("model", 1), *(pytest.param(d, 16, marks=pytest.mark.slow) for d in SLOW)]
 )
 def test_session_interrupted_at_any_line_goes_on_or_refuses(monkeypatch, draft, chains):
     """Each chain of lines interrupts one session again and again, as far as it goes on."""

@@ -109,15 +109,17 @@ def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before,
     assert_same(generate(pair, attention=path), expected)
 
 
-def test_call_interrupted_in_on_step_frees_caches_of_waiting_samples_too(pair, before, cache_memory):
+@pytest.mark.parametrize(("at_step", "error"), [(0, KeyboardInterrupt()), (2, Interruption())], ids=repr)
+def test_call_interrupted_in_on_step_frees_caches_of_waiting_samples_too(pair, before, cache_memory, at_step, error):
     def on_step(event):
-        if event.step == 2:
+        if event.step == at_step:
             raise error
 
-    options, error = {"num_return_sequences": 3, "max_batch_size": 4}, Interruption()
+    options = {"num_return_sequences": 3, "max_batch_size": 4}
     expected = generate(pair, **options)
-    with pytest.raises(Interruption):
+    with pytest.raises(type(error)) as caught:
         generate(pair, on_step=on_step, **options)
+    assert error in (caught.value, caught.value.__cause__)
     assert states(pair) == before
     assert cache_memory.was_used and cache_memory.held == 0
     assert_same(generate(pair, **options), expected)

@@ -11,7 +11,7 @@ import pytest
 import triton
 
 SUPPORT = Path(__file__).parents[1] / "support"
-# `make test` compiles one launch of each kind. All launches take minutes.
+# `make test-ci` compiles one launch of each kind. All launches take minutes.
 TARGETS = [pytest.param(("sm_90", "few"), marks=pytest.mark.ci), pytest.param(("sm_90",), marks=pytest.mark.slow),
            pytest.param(("sm_80",), marks=pytest.mark.slow)]  # fmt: skip
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes per multiprocessor

@@ -22,7 +22,7 @@ PROMPTS = ragged_prompts(5, 11, 3)
 
 
 def a_pair():
-    return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
+    return bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
 
 
 def decode(draft_length=3, **options):
@@ -158,7 +158,7 @@ def test_every_operator_inside_a_step_has_a_phase(recorded):
     for step in found.steps.itertuples():
         end = step.start_ms + step.duration_ms
         inside = kernels[(kernels.start_ms >= step.start_ms) & (kernels.start_ms < end)]
-        assert len(inside) > 10 and (inside.step == step.Index).all() and inside.phase.isin(PHASES).all()
+        assert len(inside) > 20 and (inside.step == step.Index).all() and inside.phase.isin(PHASES).all()
     assert kernels.phase.isna().any()  # setting up the session belongs to no step
 
 
@@ -183,7 +183,7 @@ def test_draft_and_target_run_in_their_own_phases(recorded):
     step = found.steps.query("kind == 'decode' and k == 3").index[0]
     kernels = found.kernels[found.kernels.step == step]
     counts = kernels[kernels.name == "aten::scaled_dot_product_attention"].phase.value_counts()
-    assert counts.to_dict() == {"draft": 3, "verify": 1}  # passes of one layer
+    assert counts.to_dict() == {"draft": 3 * 2, "verify": 2}  # passes × layers
 
 
 def test_profile_changes_no_token():

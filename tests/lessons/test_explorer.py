@@ -21,7 +21,7 @@ SIZE = {"batch_size": 3, "max_new_tokens": 12}
 
 @pytest.fixture(scope="module", autouse=True)
 def drafters_are_loaded_once(pair):
-    found = explorer_module.drafters_for(pair)
+    found = drafters_for(pair)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(explorer_module, "drafters_for", lambda given: found if given is pair else drafters_for(given))
         yield
