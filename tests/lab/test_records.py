@@ -85,10 +85,20 @@ def test_file_of_another_kind_stays_as_it_is(tmp_path):
         assert path.read_bytes() == content
 
 
+def test_half_a_record_is_removed(tmp_path):
+    path = tmp_path / "records.jsonl"
+    for before in (b"", b'{"a": 1}\n'):
+        for half in (b"", b"{", b'{"', b'{"a": 1, "b'):
+            path.write_bytes(before + half)
+            records.mend(path)
+            assert path.read_bytes() == before
+
+
 def test_records_are_found_from_any_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BASS_RECORDS", raising=False)
     assert records.shipped("embedded_cpu.jsonl").is_file() and records.shipped("latency_sweep").is_dir()
+    assert len(lab.load_records()) > 1000
 
 
 def test_another_folder_is_named_by_the_environment(tmp_path, monkeypatch):
