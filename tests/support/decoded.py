@@ -8,8 +8,8 @@ PROMPTS = ragged_prompts(3, 9, 5)
 
 
 def greedy(pair):
-    return [row.tolist() for row in bass.generate(pair, PROMPTS, max_new_tokens=8, eos_token_id=()).sequences]
+    return [row.tolist() for row in bass.generate(pair, PROMPTS, max_new_tokens=16, eos_token_id=()).sequences]
 
 
 def by_transformers(model):
-    return [greedy_alone(model, prompt, 8).tolist() for prompt in PROMPTS]
+    return [greedy_alone(model, prompt, 16).tolist() for prompt in PROMPTS]
