@@ -9,20 +9,20 @@ Where what is:
     a lesson                 notebooks/, its figures and exercises in bass_lab/lessons/
 """
 
+from bass_core.detokenizer import FinalText
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
 from bass_core.drafters import (
     Context,
     Draft,
     Drafter,
     FeatureDrafter,
-    LayerSkipDrafter,
     ModelDrafter,
     NgramDrafter,
     Setting,
     SuffixDrafter,
 )
 from bass_core.engine import Result, Session, StepEvent
-from bass_core.generation import FinalText, Generation, Interrupted, astream, generate, stream
+from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, costs_for
@@ -49,7 +49,6 @@ __all__ = [
     "Generation",
     "Goodput",
     "Interrupted",
-    "LayerSkipDrafter",
     "Learned",
     "MarginalValue",
     "ModelDrafter",

@@ -13,16 +13,15 @@ from typing import Any, overload
 
 import pandas as pd
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from bass_core import inputs
+from bass_core.detokenizer import FinalText
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.engine import Result, Session, StepEvent
 from bass_core.models import ModelPair
-from bass_core.rows import Prompt, Request, StopStrings
+from bass_core.rows import Prompt, Request
 from bass_core.trace import Trace
-
-CLEANED = 4  # how long what follows a space has to be before no clean-up of a tokenizer's removes it (" n't" it does)
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,9 +145,10 @@ def generate(
     num_return_sequences: samples per prompt; a prompt is prefilled once.
     temperature (0 = greedy), top_k (0 = off), top_p, min_p, repetition_penalty (None: the model's own): as in
         transformers, same order.
-    seed: same seed and place among the outputs, same text, whatever else is in the batch, where the draft length is a
-        number: policies look at other rows, and a sampled text depends on the drafts it was checked against. With
-        `verification="coupled"` the text is the same whatever the draft and its length, 0 included.
+    seed: the same seed and place among the outputs give the same text, whatever else is in the batch, if the draft
+        length is a number and the drafter reads its own row alone ("suffix" reads all rows): a sampled text depends on
+        the drafts that were verified. With `verification="coupled"` the text is the same for every draft and draft
+        length, 0 included.
     draft_length: an int for a fixed length, 0 for regular decoding, or a policy. None: `Goodput` where the pair's costs
         on this device are known (`bass calibrate`; those of the embedded pair on CPUs ship with the library), else 5.
     verification: "token", "block" or "coupled" (one and the same at temperature 0).
@@ -164,8 +164,8 @@ def generate(
     eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row; one
         that is a special token, such as "<|im_end|>", ends it where the token occurs.
     generation_config: whose eos_token_id and repetition_penalty count unless they are given here, and whose other
-        options that would change the text are refused by name, as are those that say how long and how many; None: the
-        target's own. Whether and how to sample is said here alone.
+        options that would change the text are refused by name, as are those that say how long and how many, and
+        sampling (do_sample=True) other than the call's; None: the target's own, of which sampling is not read.
     time_budget: seconds from the call, checked between steps; rows then end with reason "budget".
     on_row_error: "raise", or "finish" to end a row whose logits are NaN with reason "error" and go on.
     on_step: called with a StepEvent after each step. trace: "off", "steps" or "tokens".
@@ -290,41 +290,3 @@ def _pieces(session: Session, handles: Sequence[Request], ends: float | None) ->
         for row, text in enumerate(texts):  # those that the clock has ended
             if piece := text.feed(ended=True):
                 yield row, piece
-
-
-class FinalText:
-    """The text of one row, piece by piece, as it becomes final; the pieces, joined, are `Result.text`.
-
-    What may still change is held back: a character of which bytes are missing, the beginning of what could become a
-    stop string, spaces that the tokenizer may clean up. For a row of a `Session`:
-
-        text = FinalText(pair.tokenizer, handle.stop)
-        piece = text.feed(new_tokens, ended=handle.finish_reason is not None)  # after each step that moved the row
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: StopStrings | None = None):
-        self._tokenizer, self._stop = tokenizer, stop
-        self._ids: list[int] = []
-        self._sent = ""
-        self._cleans_up = tokenizer.decode(tokenizer("a .", add_special_tokens=False)["input_ids"]) != "a ."
-
-    def feed(self, ids: Sequence[int] = (), ended: bool = False) -> str:
-        """What has become final by these ids, "" where nothing has. ended: no more of them come, and all is final."""
-        self._ids += ids
-        text = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-        text = self._stop.cut(text) if self._stop else text
-        text = text if ended else self._final(text)
-        if not text.startswith(self._sent):
-            return ""
-        piece, self._sent = text[len(self._sent) :], text
-        return piece
-
-    def _final(self, text: str) -> str:
-        """What of a running row's text no further token can change."""
-        text = text.rstrip("\ufffd")  # bytes of a character that is not complete
-        if self._cleans_up and (space := text.rfind(" ", -CLEANED)) >= 0:
-            text = text[:space]
-        for stop in self._stop.stop if self._stop else ():
-            held = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
-            text = text[: len(text) - held]
-        return text

@@ -65,6 +65,13 @@ HONOURED = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "eos_token_id", "pad_token_id", "bos_token_id",
     "return_dict_in_generate", "transformers_version", "suppress_tokens", "begin_suppress_tokens",
 }  # fmt: skip
+# Fields that change no text: caches, compilation, other systems' drafts, and beams where there are none.
+NEUTRAL = {
+    "assistant_confidence_threshold", "assistant_lookbehind", "cache_config", "cache_implementation", "compile_config",
+    "continuous_batching_config", "disable_compile", "early_stopping", "is_assistant", "length_penalty", "low_memory",
+    "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "prefill_chunk_size", "target_lookbehind", "use_cache",
+}  # fmt: skip
 HONOURED_OF_READERS = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
 # Their processors: the option each is made from, and the attribute that holds its value.
 PROCESSORS = {
@@ -87,9 +94,8 @@ INSTEAD = {
     "assistant_early_exit": "pass draft_model=…",
     "output_scores": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
     "output_logits": "return_dict_in_generate=True brings the tokens' log-probabilities in `generation.logprobs`",
+    "forced_eos_token_id": "give one id, or do_sample=False",
     "encoder_outputs": "pass the sources (input_ids or input_features), of which a draft has its own encoding",
-    "cache_implementation": "the engine brings its own cache; leave it out",
-    "use_cache": "the engine always has a cache; leave it out",
     internals.CACHE: "the engine brings its own cache; pass the whole text as input_ids",
     "inputs_embeds": "pass token ids (input_ids)",
     "streamer": "it shows one sequence; pass on_step=…, which is called with the tokens of every row",
@@ -130,8 +136,8 @@ def bass_generate(
     """For `model.generate(..., custom_generate=bass_generate)`; returns what `generate` does, by BASS.
 
     The named arguments are yours to pass to `model.generate`, and mean what they mean for `bass_core.generate`:
-    draft_model: a smaller model of the same vocabulary, any `Drafter`, or "ngram", "suffix" or "layers:N" for one
-        with its defaults (of the target's first N layers); None takes `assistant_model`, and there has to be one.
+    draft_model: a smaller model of the same vocabulary, any `Drafter`, "ngram" or "suffix"; None takes
+        `assistant_model`, and there has to be one.
     draft_length, verification, attention, compile, max_batch_size: as there.
     seed: None draws one from torch's global generator if tokens are sampled, so that `torch.manual_seed` governs.
     on_step: called with a StepEvent after each step; its rows are those of the output. This is how to stream several;
@@ -183,7 +189,7 @@ def bass_generate(
             on_step=hearing.of_rows(prompts, forced, generation_config.forced_eos_token_id is not None),
             trace=trace,
         )
-        rows = _with_forced(generation, generation_config, forced, stops["eos_token_id"])
+        rows = _with_forced(generation, generation_config, forced, generation_config.max_length - width)
         hearing.rest(rows)
     new = pad_sequence(rows, batch_first=True, padding_value=pad)
     sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
@@ -259,15 +265,19 @@ def _refuse(name: str, value: Any, kind: str = "") -> NoReturn:
 
 
 def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
-    """Every field is honoured, unset, or what `generate` takes by default."""
-    honoured = HONOURED | HONOURED_OF_READERS if pair.reads_sources else HONOURED
+    """Raises ValueError for a field that would change the text. Fields that transformers does not know change none."""
+    if config.do_sample and isinstance(config.forced_eos_token_id, list) and len(config.forced_eos_token_id) > 1:
+        _refuse("forced_eos_token_id", config.forced_eos_token_id, "the generation option ")  # `generate` draws one
+    known, honoured = vars(GenerationConfig()), HONOURED | NEUTRAL
+    honoured |= HONOURED_OF_READERS if pair.reads_sources else set()
     others = (name for name in vars(config) if not name.startswith("_") and name not in honoured)
     for name, value in inputs.asked_for(config, others):
         if name == "bad_words_ids" and all(len(word) == 1 for word in value):
             continue
-        if pair.target.main_input_name == FEATURES and name not in vars(GenerationConfig()):
+        if name in known:
+            _refuse(name, value, "the generation option ")
+        if pair.target.main_input_name == FEATURES:
             raise ValueError(f"bass_generate cannot honour {name}={str(value)[:60]}: {HEARD}")
-        _refuse(name, value, "the generation option ")
 
 
 def _refuse_other_inputs(model_kwargs: dict) -> None:
@@ -369,13 +379,13 @@ def _forced_first(config: GenerationConfig, input_ids: Tensor) -> list[int]:
     return [] if forced is None or input_ids.shape[1] > 1 else [forced]
 
 
-def _with_forced(generation: Generation, config: GenerationConfig, forced: list[int], eos: set[int]) -> list[Tensor]:
+def _with_forced(generation: Generation, config: GenerationConfig, forced: list[int], most: int) -> list[Tensor]:
     """The rows as `generate` returns them: with the token that is forced to be first, and with the one that is forced
-    to be last in place of the last token of a text that is cut off."""
+    to be last as token number `most`, whatever the model chose there."""
     rows = [torch.cat([row.new_tensor(forced), row]) for row in generation.sequences]
     if (last := config.forced_eos_token_id) is not None:
-        for row, reason in zip(rows, generation.finish_reasons, strict=True):
-            if reason == "length" and not eos.intersection(row[-1:].tolist()):
+        for row in rows:
+            if len(row) == most:
                 row[-1] = last if isinstance(last, int) else min(last)  # of equal logits `argmax` takes the first
     return rows
 

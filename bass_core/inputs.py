@@ -15,8 +15,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from bass_core.attention import recomputed_beyond
 from bass_core.checkpoints import panics_are_errors
+from bass_core.detokenizer import StopStrings
 from bass_core.models import ModelPair
-from bass_core.rows import Prompt, StopStrings
+from bass_core.rows import Prompt
+from bass_core.sampling import SamplingParams
 from bass_core.sources import FEATURES, Source
 from bass_core.transformers_internals import generation_defaults
 
@@ -360,6 +362,20 @@ def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -
     return config
 
 
+def check_sampling(given: GenerationConfig | None, params: SamplingParams) -> None:
+    """Raises ValueError if the caller's config asks for other sampling than the call, which alone is read."""
+    if given is None or not given.do_sample:
+        return
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        asked, ours = getattr(given, name), getattr(params, name)
+        asked = 1.0 if name == "temperature" and asked is None else asked
+        if asked is not None and asked != ours:
+            raise ValueError(
+                f"generation_config says {name}={asked} with do_sample=True, and the call {name}={ours}: sampling is "
+                f"set in the call; write {name}={asked} there"
+            )
+
+
 def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -> tuple[list[int], list[int]]:
     """The ids that no text may have, and those that none may begin with. ends: ids that end rows, which are no bad
     words, as in `generate`."""
@@ -413,7 +429,7 @@ def stop_strings(stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase |
             raise ValueError(
                 f"stop {string!r} contains {min(hidden)!r}, a special token, which no text shows; give that alone"
             )
-    return StopStrings(strings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), frozenset(special))
+    return StopStrings(strings, tokenizer, frozenset(special))
 
 
 def _hidden_in(string: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:

@@ -151,7 +151,7 @@ def load_pair(
 
     target: a folder or an id on the hub; None: the embedded one; "encoder_decoder": the embedded one that reads a
         function's docstring and writes the function, with its draft.
-    draft: a folder or an id of a model or of a `FeatureHead`; "ngram", "suffix" or "layers:N" (the target's first N);
+    draft: a folder or an id of a model or of a `FeatureHead`; "ngram" or "suffix";
         "target:int8" or "target:int4", the target's own copy with such weights; any `Drafter`; for the embedded target
         also "middle_draft", "deep_draft", "unaligned_draft" and "feature_head". None: n-gram drafting, and for the
         embedded target its own draft.
@@ -395,7 +395,7 @@ def _check_same_kind(target: PreTrainedModel, draft: PreTrainedModel) -> None:
         raise ValueError(
             f"target {type(target).__name__} is {kinds[ours]} that reads {target.main_input_name}, and draft "
             f"{type(draft).__name__} {kinds[theirs]} that reads {draft.main_input_name}: take a draft of the target's "
-            "kind, 'layers:N', 'ngram' or 'suffix'"
+            "kind, 'ngram' or 'suffix'"
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from bass_core import randomness, sampling
+from bass_core.detokenizer import StopFinder, StopStrings
 from bass_core.draft_length import RowsView
 from bass_core.drafters import Context
 from bass_core.sampling import SamplingParams
@@ -80,6 +81,9 @@ class Request:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # generated ids, once finished
     fetched: Fetched | None = None  # their log-probabilities
 
+    def __post_init__(self):
+        self.stop_finder = StopFinder(self.stop) if self.stop else None
+
     def __repr__(self) -> str:
         length, state = len(self.prompt.ids), self.finish_reason or "not ended"
         return f"Request(row {self.row}, prompt of {length}, up to {self.max_new_tokens} tokens, {state})"
@@ -103,44 +107,6 @@ class Commit:
     new_tokens: np.ndarray
     accepted: np.ndarray
     emitted: np.ndarray
-
-
-class StopStrings:
-    """Finds where a stop string is completed: at the first token after which the text of all tokens holds one, or at a
-    special token that is one."""
-
-    def __init__(
-        self, stop: tuple[str, ...], decode: Callable[[np.ndarray], str], special: frozenset[int] = frozenset()
-    ):
-        """special: ids that are stop strings, and that texts do not show."""
-        self.stop = stop
-        self._decode, self._special = decode, special
-        self._reach = max(map(len, stop)) + 16  # characters to look back: a decoder may still change the last few
-
-    def completed_at(self, generated: np.ndarray, new: int) -> int | None:
-        """How many of the last `new` generated tokens it takes to complete a stop string; None if none is complete.
-
-        Every token is looked at by itself, as if it had come alone: what is complete for a moment (half of a character,
-        a space that the next token removes) ends the row, whatever else the step brought.
-        """
-        before = len(generated) - new
-        return next((count for count in range(1, new + 1) if self._ends(generated[: before + count])), None)
-
-    def _ends(self, tokens: np.ndarray) -> bool:
-        """Whether the text of these tokens holds a stop string, which the last one has completed."""
-        if int(tokens[-1]) in self._special:
-            return True
-        size = self._reach
-        while len(text := self._decode(tokens[-size:])) < self._reach and size < len(tokens):
-            size *= 2  # special tokens have no text
-        return self._holds(text) and self._holds(self._decode(tokens))
-
-    def _holds(self, text: str) -> bool:
-        return any(string in text for string in self.stop)
-
-    def cut(self, text: str) -> str:
-        """The text up to the first stop string."""
-        return text[: min((at for string in self.stop if (at := text.find(string)) >= 0), default=len(text))]
 
 
 class Rows:
@@ -197,11 +163,13 @@ class Rows:
     def context(self, places: range, most: int) -> Context:
         """The rows in `places` as a step meets them that drafts up to `most` tokens."""
         rows = slice(places.start, places.stop)
+        tokens_host = self.tokens_host[rows, : self.capacity]
+        tokens_host.flags.writeable = False  # drafters receive this view
         params = sampling.of_rows([request.params for request in self.live[rows]] or [self.params], self.device)
         return Context(
             places,
             self.tokens[rows, : self.capacity],
-            self.tokens_host[rows, : self.capacity],
+            tokens_host,
             self.lengths[rows],
             self.lengths_host[rows].copy(),
             randomness.StepKeys(self.streams[rows], self.steps[rows], max(most, 1)),
@@ -326,11 +294,11 @@ class Rows:
             counts = np.where(ends, is_eos.argmax(1) + 1, counts)
             reasons |= dict.fromkeys(np.flatnonzero(ends).tolist(), "eos")
         for index, request in enumerate(self.live[rows]):
-            if request.stop is None or counts[index] == 0:
+            if request.stop_finder is None or counts[index] == 0:
                 continue
             place, count = rows.start + index, int(counts[index])
             generated = self.tokens_host[place, self.prompt_lengths[place] : self.lengths_host[place]]
-            kept = request.stop.completed_at(np.concatenate([generated, new[index, :count]]), count)
+            kept = request.stop_finder.completed_at(generated, new[index, :count])
             if kept is not None and (kept < count or reasons.get(index) != "eos"):
                 counts[index], reasons[index] = kept, "stop"
         return counts, reasons

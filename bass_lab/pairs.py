@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from bass_core import checkpoints
 from bass_core.checkpoints import is_quantized
-from bass_core.drafters import Drafter, LayerSkipDrafter, NgramDrafter, SuffixDrafter
+from bass_core.drafters import Drafter, NgramDrafter, SuffixDrafter
 from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
 from bass_core.quantization import kind_of, quantized
+from bass_lab.drafters.layer_skip import LayerSkipDrafter
 
 
 def require_decoder(pair: ModelPair) -> None:

@@ -2,12 +2,11 @@
 
 from bass_core.drafters.draft_model import ModelDrafter, runners_of
 from bass_core.drafters.feature import FeatureDrafter, FeatureHead, FeatureHeadConfig
-from bass_core.drafters.layer_skip import LayerSkipDrafter
 from bass_core.drafters.ngram import NgramDrafter
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 from bass_core.drafters.suffix import SuffixDrafter
 
-NAMES = '"ngram", "suffix" or "layers:N" (the target\'s first N)'
+NAMES = '"ngram" or "suffix"'
 
 
 def named(name: object) -> Drafter | None:
@@ -16,8 +15,7 @@ def named(name: object) -> Drafter | None:
         return NgramDrafter()
     if name == "suffix":
         return SuffixDrafter()
-    count = name.removeprefix("layers:") if isinstance(name, str) and name.startswith("layers:") else ""
-    return LayerSkipDrafter(int(count)) if count.isdecimal() else None
+    return None
 
 
 __all__ = [
@@ -27,7 +25,6 @@ __all__ = [
     "FeatureDrafter",
     "FeatureHead",
     "FeatureHeadConfig",
-    "LayerSkipDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "Setting",

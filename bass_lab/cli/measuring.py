@@ -67,6 +67,7 @@ def bench(
     from bass_core import inputs
     from bass_core.models import embedded_draft, load_draft
     from bass_core.quantization import SELF_DRAFTS, kind_of, quantized
+    from bass_lab import drafters
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
     from bass_lab.texts.prompt_sets import label, prompt_set
@@ -96,7 +97,7 @@ def bench(
     others = {
         name: quantized(pair.target, SELF_DRAFTS[name])
         if name in SELF_DRAFTS
-        else load_draft(name if target else embedded_draft(name), **where)
+        else drafters.named(name) or load_draft(name if target else embedded_draft(name), **where)
         for name in also_draft or ()
     }
     with Progress() as progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 from bass_lab.cli import common
 from bass_lab.serve import NEEDS
 
+ORIGIN = r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*"
 EXAMPLES = common.examples(
     "bass serve --port 0",
     "bass serve -t Qwen/Qwen2.5-7B-Instruct -d Qwen/Qwen2.5-0.5B-Instruct \\",
@@ -28,6 +30,10 @@ def serve(
     api_key: Annotated[
         str | None,
         typer.Option(envvar="BASS_API_KEY", show_envvar=False, metavar="KEY", help="or in BASS_API_KEY; none: no key"),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="pages of this site may call from a browser; may be repeated"),
     ] = None,
     max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")] = 8,
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="rows that may wait; beyond, 429")] = 64,
@@ -56,8 +62,14 @@ def serve(
     """
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise ValueError(f"bass serve needs {', '.join(missing)}: pip install '.[serve]' in the checkout")
-    if api_key is not None and not api_key.strip():
-        raise ValueError("the API key is empty: leave it out for none")
+    if api_key is not None:
+        api_key = api_key.strip()  # such as the newline of a file
+        if not api_key or not api_key.isprintable():
+            what = "has characters that are not printable" if api_key else "is empty"
+            raise ValueError(f"the API key {what}: give printable text, or leave it out for none")
+    for origin in allow_origin or ():
+        if not re.fullmatch(ORIGIN, origin):
+            raise ValueError(f"--allow-origin {origin}: an origin is scheme://host[:port] without a path, null or *")
     from bass_lab.serve.server import Server, Settings, bound
 
     with bound(host, port, api_key) as listening:  # before models are loaded: it may be taken
@@ -71,7 +83,7 @@ def serve(
             "draft_length": draft_length, "prefill_chunk": prefill_chunk, "verification": verification,
             "attention": attention, "compile": compile,
         }  # fmt: skip
-        settings = Settings(name, max_batch_size, queue, deadline, drain, api_key, session)
+        settings = Settings(name, max_batch_size, queue, deadline, drain, api_key, tuple(allow_origin or ()), session)
         server = Server(pair, settings, lambda where: _tell(where, as_json))
         server.run(sockets=[listening])
     if server.failed:

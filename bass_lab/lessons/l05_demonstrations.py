@@ -15,11 +15,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core.drafters import Drafter, FeatureDrafter, LayerSkipDrafter, Setting
-from bass_core.drafters.layer_skip import first_layers
+from bass_core.drafters import Drafter, FeatureDrafter, Setting
 from bass_core.models import ModelPair, load_pair
 from bass_core.quantization import SELF_DRAFTS, parameter_count, quantized
 from bass_core.trace import Trace
+from bass_lab import drafters
+from bass_lab.drafters.layer_skip import LayerSkipDrafter, first_layers
 from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, best_fixed_length, modelled_costs
@@ -38,13 +39,16 @@ PAPERS_LAYERS = 4  # of the paper's draft, 2048 wide
 
 
 def pairs(drafts: Sequence[str], dtype: str | None = None, device: str | None = None) -> dict[str, ModelPair]:
-    """The embedded target with each of these drafts, as `load_pair` takes them, by the last part of their names.
+    """The embedded target with each of these drafts, by the last part of their names.
+
+    drafts: names as `load_pair` takes them, or "layers:N".
 
     Raises ValueError where none is named, and as `load_pair`.
     """
     if not drafts:
         raise ValueError('name at least one draft, such as ["draft"]; got none')
-    found = {Path(name).name: load_pair(draft=name, dtype=dtype or "float32", device=device) for name in drafts}
+    where = {"dtype": dtype or "float32", "device": device}
+    found = {Path(name).name: load_pair(draft=drafters.named(name) or name, **where) for name in drafts}
     target = next(iter(found.values())).target  # one for all
     own = {name: quantized(target, kind) for name, kind in SELF_DRAFTS.items() if name in found}
     return {name: replace(pair, target=target, draft=own.get(name, pair.draft)) for name, pair in found.items()}

@@ -16,11 +16,11 @@ from transformers.utils import logging
 from bass_core import inputs, short_convolution
 from bass_core.attention import changed
 from bass_core.cache import Pass
-from bass_core.drafters import LayerSkipDrafter
 from bass_core.engine import Session
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_lab.checks import plain_decoding
+from bass_lab.drafters.layer_skip import LayerSkipDrafter
 from bass_lab.lessons.settings import is_exact
 from bass_lab.measure.clocks import Elapsed
 from bass_lab.measure.ratios import Ratio

@@ -6,6 +6,7 @@ import torch
 
 from bass_core import models
 from bass_core.models import ModelPair
+from bass_lab import drafters
 
 EXACT = (torch.float32, torch.float64)  # where greedy text is that of the row alone, token for token
 
@@ -13,12 +14,13 @@ EXACT = (torch.float32, torch.float64)  # where greedy text is that of the row a
 def load_pair(target: str, draft: str, dtype: str | None, device: str | None) -> ModelPair:
     """The pair that a lesson's parameters name.
 
-    target, draft: a name on the hub or a folder; empty: the embedded pair, or n-gram drafting. dtype: None is float32
-    for the embedded pairs, and for others as in `bass_core.load_pair`: float32 on a CPU, the checkpoint's own on a GPU.
+    target, draft: a name on the hub or a folder; empty: the embedded pair, or n-gram drafting. draft also takes
+    "layers:N". dtype: None is float32 for the embedded pairs, and for others as in `bass_core.load_pair`: float32 on a
+    CPU, the checkpoint's own on a GPU.
     device: None is the GPU where there is one. Raises ValueError as `bass_core.load_pair`.
     """
     dtype = dtype or (None if target and target != models.READER else "float32")
-    return models.load_pair(target or None, draft or None, dtype=dtype, device=device)
+    return models.load_pair(target or None, drafters.named(draft) or draft or None, dtype=dtype, device=device)
 
 
 def is_exact(pair: ModelPair) -> bool:

@@ -6,15 +6,29 @@ import itertools
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from bass_core import inputs
+from bass_core.detokenizer import FinalText
 from bass_lab.serve.driver import Ended
-from bass_lab.texts.pieces import Pieces, bytes_of
+from bass_lab.texts.pieces import bytes_of
 
 # OpenAI's clients accept no others than "stop" and "length" of a text; the engine's own reason stands beside it.
 FINISHED = {"eos": "stop", "stop": "stop", "length": "length", "budget": "length", "cancelled": "length"}
+
+
+@dataclass
+class _Row:
+    """A row whose text is sent as it becomes final. tokens, logprobs: those not sent; texts: of the first of them."""
+
+    text: FinalText
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    sent: int = 0  # characters
 
 
 class Answer:
@@ -25,15 +39,14 @@ class Answer:
         chat: bool,
         model: str,
         tokenizer: PreTrainedTokenizerBase,
-        rows: int,
         prompt_tokens: int,
         seed: int,
         logprobs: bool,
+        stop: str | Sequence[str],
     ):
         self._chat, self._tokenizer, self._prompt_tokens, self._seed = chat, tokenizer, prompt_tokens, seed
-        self._logprobs = logprobs
-        self._pieces = [Pieces(tokenizer) for _ in range(rows)]
-        self._offsets = [0] * rows  # characters of each row told so far
+        self._logprobs, self._stop = logprobs, stop
+        self._rows: dict[int, _Row] = {}
         prefix = "chatcmpl" if chat else "cmpl"
         self._head = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
@@ -43,7 +56,10 @@ class Answer:
         for index, row in enumerate(ended):
             text, tokens = row.result.text, row.result.sequence.tolist()
             said = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
-            logprobs = self._of_tokens(index, tokens, row.result.logprobs.tolist())
+            logprobs = None
+            if self._logprobs:
+                texts = self._final_text().token_texts(tokens, ended=True)
+                logprobs = self._of_tokens(texts, tokens, row.result.logprobs.tolist())
             choices.append({"index": index, **said, "logprobs": logprobs, **_end(row)})
         return self._object("") | {"choices": choices, **self._totals(ended)}
 
@@ -57,12 +73,23 @@ class Answer:
         }
         return self._object(".chunk") | {"choices": [choice]}
 
-    def piece(
-        self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[float], ended: Ended | None
-    ) -> dict[str, Any]:
-        """What a row gained, or its end."""
+    def chunk(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[float], ended: Ended | None
+    ) -> dict[str, Any] | None:
+        """Return the chunk of a row that gained tokens: the text that became final, or the row's end. None: neither."""
+        if index not in self._rows:
+            self._rows[index] = _Row(self._final_text())
+        row = self._rows[index]
+        row.tokens += tokens
+        row.logprobs += logprobs
+        row.texts += row.text.token_texts(tokens, ended=ended is not None)
+        text, count = "".join(row.texts), len(row.texts)
+        if not text and ended is None:
+            return None
         said = {"delta": {"content": text} if text else {}} if self._chat else {"text": text}
-        told = self._of_tokens(index, tokens, logprobs) if tokens else None
+        told = self._of_tokens(row.texts, row.tokens, row.logprobs, row.sent) if self._logprobs and count else None
+        row.tokens, row.logprobs, row.texts = row.tokens[count:], row.logprobs[count:], []
+        row.sent += len(text)
         end = {"finish_reason": None} if ended is None else _end(ended)
         return self._object(".chunk") | {"choices": [{"index": index, **said, "logprobs": told, **end}]}
 
@@ -90,19 +117,23 @@ class Answer:
         }
         return {"usage": self.usage(sum(len(row.result.sequence) for row in ended)), "bass": own}
 
-    def _of_tokens(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        texts = [self._pieces[index].add(token) for token in tokens]  # joined they are the text
+    def _final_text(self) -> FinalText:
+        return FinalText(self._tokenizer, inputs.stop_strings(self._stop, self._tokenizer))
+
+    def _of_tokens(
+        self, texts: Sequence[str], tokens: Sequence[int], logprobs: Sequence[float], offset: int = 0
+    ) -> dict[str, Any]:
+        """The tokens that have a text, of those given. offset: characters of the row before them."""
         if self._chat:
             return {
                 "content": [
                     {"token": text, "logprob": logprob, "bytes": self._bytes(token, text), "top_logprobs": []}
-                    for token, text, logprob in zip(tokens, texts, logprobs, strict=True)
+                    for text, token, logprob in zip(texts, tokens, logprobs, strict=False)
                 ]
             }
-        *offsets, self._offsets[index] = itertools.accumulate(map(len, texts), initial=self._offsets[index])
-        return {"tokens": texts, "token_logprobs": list(logprobs), "top_logprobs": None, "text_offset": offsets}
+        offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=offset))
+        logprobs = list(logprobs[: len(texts)])
+        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 
     def _bytes(self, token: int, text: str) -> list[int] | None:
         """A token's bytes, of which clients make characters that are split over tokens."""

@@ -9,26 +9,26 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bass_core import inputs
-from bass_core.generation import FinalText
 from bass_core.models import ModelPair
 from bass_lab.serve.answers import Answer
 from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, StreamOptions, complaint
 from bass_lab.serve.counts import Counts
 from bass_lab.serve.driver import Dead, Driver, Ended, Full, Job, Row
-from bass_lab.serve.gate import MOST_BYTES, Gate, Refused
+from bass_lab.serve.gate import MOST_BYTES, MOST_NUMBERS, MOST_PARTS, Gate, Refused
 
 LONGEST_TOKEN = 256  # characters; a text of more per place in the context is refused unread
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -88,7 +88,7 @@ class Service:
         except BaseException:
             self.gate.leave(count)
             raise
-        answer = Answer(chat, self.name, self.pair.tokenizer, count, sum(map(len, ids)), seed, wants_logprobs)
+        answer = Answer(chat, self.name, self.pair.tokenizer, sum(map(len, ids)), seed, wants_logprobs, body.stop or ())
         if streams:
             told = body.stream_options or StreamOptions()
             return EventStream(self.driver, job, self._chunks(job, answer, chat, told))
@@ -102,8 +102,6 @@ class Service:
             if None not in (most, body.max_completion_tokens) and most != body.max_completion_tokens:
                 raise Refused(400, "max_tokens: it and max_completion_tokens differ; give one of them", "max_tokens")
             most = body.max_completion_tokens if most is None else most
-        elif most is None:
-            most = CompletionBody.model_fields["max_tokens"].default
         places = min(self.pair.contexts.values(), default=None)
         if places is not None and max(map(_characters, prompts)) > places * LONGEST_TOKEN:  # before minutes of reading
             message = f"{field}: it is far longer than the context of {places} tokens"
@@ -177,28 +175,22 @@ class Service:
 
     async def _chunks(self, job: Job, answer: Answer, chat: bool, told: StreamOptions) -> AsyncIterator[dict[str, Any]]:
         """Chunks as rows gain text; an error is the last of them."""
-        texts: dict[int, FinalText] = {}
-        held: dict[int, tuple[list[int], list[float]]] = {}  # tokens, log-probabilities whose text is not final yet
+        begun: set[int] = set()
         ended: dict[int, Ended] = {}
         generated = 0
+        unused = {"usage": None} if told.include_usage else {}
         try:
             while len(ended) < len(job.rows):
                 update = await job.updates.get()
                 self._check(update)
                 index = update.index
                 generated += len(update.tokens)
-                if index not in texts:
-                    stop = inputs.stop_strings(job.rows[index].own["stop"], self.pair.tokenizer)
-                    texts[index], held[index] = FinalText(self.pair.tokenizer, stop), ([], [])
-                    if chat:
-                        yield answer.opening(index)
-                piece = texts[index].feed(update.tokens, ended=update.ended is not None)
-                tokens, logprobs = held[index]
-                tokens += update.tokens
-                logprobs += update.logprobs
-                if piece or update.ended is not None:
-                    chunk, held[index] = answer.piece(index, piece, tokens, logprobs, update.ended), ([], [])
-                    yield chunk | ({"usage": answer.usage(generated)} if told.continuous_usage_stats else {})
+                if chat and index not in begun:
+                    yield answer.opening(index) | unused
+                begun.add(index)
+                chunk = answer.chunk(index, update.tokens, update.logprobs, update.ended)
+                if chunk is not None:
+                    yield chunk | ({"usage": answer.usage(generated)} if told.continuous_usage_stats else unused)
                 if update.ended is not None:
                     ended[index] = update.ended
             if told.include_usage:
@@ -267,8 +259,8 @@ class Entrance:
             self.counts.requests.labels(known, str(status or 499)).inc()
 
 
-def make_app(service: Service) -> FastAPI:
-    """The application; the driver has to run."""
+def make_app(service: Service, allow_origins: Sequence[str] = ()) -> FastAPI:
+    """Return the application. The driver has to run. Pages of the origins may call it from a browser."""
     app = FastAPI(
         title="BASS",
         description="Batched speculative decoding of one pair of models",
@@ -276,6 +268,9 @@ def make_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     app.add_middleware(Entrance, gate=service.gate, counts=service.counts)
+    if allow_origins:  # outside Entrance: a preflight has no key
+        allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}
+        app.add_middleware(CORSMiddleware, allow_origins=allow_origins, **allowed)
     app.state.service = service
 
     @app.post("/v1/completions")
@@ -378,6 +373,7 @@ async def _within_limit(receive: Receive) -> Receive:
         if len(body) > MOST_BYTES:
             raise Refused(413, f"the body is longer than {MOST_BYTES} bytes")
         if not message.get("more_body"):
+            _check_parts(bytes(body))
             message = {"type": "http.request", "body": bytes(body), "more_body": False}
             break
     first = [message]
@@ -386,6 +382,18 @@ async def _within_limit(receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return again
+
+
+def _check_parts(body: bytes) -> None:
+    """Raise Refused for a body of too many parts. The event loop stands still while a body is parsed and validated."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    parts, numbers = plain.count(b'"') // 2, 0
+    if parts <= MOST_PARTS:
+        signs = b"".join(plain.split(b'"')[::2])  # without texts
+        parts, numbers = parts + signs.count(b"[") + signs.count(b"{"), signs.count(b",")
+    if parts > MOST_PARTS or numbers > MOST_NUMBERS:
+        few = f"send at most {MOST_PARTS} strings, lists and objects, and {MOST_NUMBERS} numbers"
+        raise Refused(413, f"the body has too many parts: {few}")
 
 
 async def _disconnected(request: Request) -> None:

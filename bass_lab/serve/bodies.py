@@ -2,18 +2,48 @@
 
 Fields of OpenAI's that would change the text, and that the engine does not know, are taken at the value that changes
 nothing and at no other. `timeout`, `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and the
-streams' `continuous_usage_stats` are not of OpenAI's; the last two are what load generators ask of servers.
+streams' `continuous_usage_stats` are not of OpenAI's; the last two are what load generators ask of servers. A null
+field is an absent one. Validation stops at the first fault of a list and tries one branch of a union, so that its time
+is bounded.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 MOST_STOPS = 16
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+TAGS = ("<str>", "<int>", "<list>")  # of the branches of unions; they stand in an error's location
+
+
+def _by(tag: Callable[[Any], str]) -> Discriminator:
+    return Discriminator(tag, custom_error_type="branch", custom_error_message="this type is not accepted")
+
+
+def _kind(value: Any) -> str:
+    return f"<{type(value).__name__}>"
+
+
+def _kind_of_items(values: list) -> str:
+    return _kind(values[0]) if values else "<str>"
+
+
+Text = Annotated[str, Tag("<str>")]
+Prompts = Annotated[
+    Annotated[Items[str], Tag("<str>")]
+    | Annotated[Items[TokenId], Tag("<int>")]
+    | Annotated[Items[Items[TokenId]], Tag("<list>")],
+    _by(_kind_of_items),
+]
+Stops = Annotated[
+    Annotated[Stop, Tag("<str>")] | Annotated[Items[Stop], Field(max_length=MOST_STOPS), Tag("<list>")], _by(_kind)
+]
 
 
 def neutral(about: str) -> Any:
@@ -22,6 +52,12 @@ def neutral(about: str) -> Any:
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        """Return the fields that are not null."""
+        return {name: value for name, value in given.items() if value is not None} if type(given) is dict else given
 
 
 class StreamOptions(_Body):
@@ -41,7 +77,7 @@ class Sampled(_Body):
     min_p: float | None = Field(0.0, ge=0, le=1, description="a number in [0, 1]")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="a number from 0.01 to 100; 1 is off")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="an integer of 64 bits")
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = Field(
+    stop: Stops | None = Field(
         None, description=f"a string or up to {MOST_STOPS} strings, none of them empty or longer than 1000"
     )
     ignore_eos: bool | None = Field(False, description="true or false")
@@ -54,13 +90,13 @@ class Sampled(_Body):
     metadata: dict[str, str] | None = Field(None, description="strings by name, which change nothing")
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = neutral("0")
-    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = neutral("empty")
+    logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = neutral("an empty object")
 
 
 class CompletionBody(Sampled):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: Annotated[Text | Annotated[Prompts, Tag("<list>")], _by(_kind)] = Field(
         description="a text, a list of texts, token ids, or a list of lists of token ids"
     )
     max_tokens: int | None = Field(16, ge=0, lt=2**31, description="an integer from 0")
@@ -69,7 +105,7 @@ class CompletionBody(Sampled):
     )
     echo: Literal[False] | None = neutral("false")
     best_of: Annotated[int, Field(ge=1, le=1)] | None = neutral("1")
-    suffix: Literal[""] | None = neutral("empty")
+    suffix: Literal[""] | None = neutral("an empty string")
 
 
 class Part(_Body):
@@ -79,7 +115,7 @@ class Part(_Body):
 
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part]
+    content: Annotated[Text | Annotated[Items[Part], Tag("<list>")], _by(_kind)]
     name: str | None = None
 
     @property
@@ -96,7 +132,7 @@ class TextFormat(_Body):
 class ChatBody(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(
+    messages: Items[Message] = Field(
         min_length=1, description='a list of {"role": …, "content": …}, content a text or parts of type "text"'
     )
     max_tokens: int | None = Field(None, ge=0, lt=2**31, description="an integer from 0; none: what the context holds")
@@ -104,22 +140,23 @@ class ChatBody(Sampled):
     logprobs: bool | None = Field(None, description="true or false")
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = neutral("0")
     response_format: TextFormat | None = neutral('{"type": "text"}')
-    tools: Annotated[list, Field(max_length=0)] | None = neutral("empty")
+    tools: Annotated[list, Field(max_length=0)] | None = neutral("an empty list")
     tool_choice: Literal["none", "auto"] | None = neutral('"none"')
-    modalities: list[Literal["text"]] | None = neutral('["text"]')
+    modalities: Items[Literal["text"]] | None = neutral('["text"]')
     store: Literal[False] | None = neutral("false")
 
 
 def complaint(body: type[BaseModel], errors: list[dict[str, Any]]) -> tuple[str, str | None]:
-    """One line about what is wrong with a request, and the field that is meant."""
+    """Return one line about the first error of a request, and the path of its field, such as messages.1.content."""
     first = errors[0]
-    where = [str(each) for each in first["loc"] if each != "body"]
-    if first["type"] in ("json_invalid", "model_attributes_type", "dict_type") or not where:
+    where = [str(each) for each in first["loc"][1:] if each not in TAGS]
+    if first["type"] == "json_invalid" or not where:
         return "the body must be one JSON object", None
-    name = where[0][:100]
-    if first["type"] == "extra_forbidden" and len(where) == 1:
-        return f"{name}: there is no such field; there are {', '.join(sorted(body.model_fields))}", name
-    if first["type"] == "missing" and len(where) == 1:
-        return f"{name}: this field is missing", name
+    path = " ".join(".".join(where).split())[:100]
+    problems = {"extra_forbidden": "there is no such field", "missing": "this field is missing"}
+    problem = problems.get(first["type"], " ".join(first["msg"].split())[:200])
     field = body.model_fields.get(where[0])
-    return f"{name}: {' '.join(first['msg'].split())[:200]}. It takes {field.description if field else '…'}", name
+    takes = (
+        f"{where[0]} takes {field.description}" if field else f"The fields are {', '.join(sorted(body.model_fields))}"
+    )
+    return f"{path}: {problem}. {takes}", path

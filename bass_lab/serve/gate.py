@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 MOST_BYTES = 8 * 2**20  # of a body
+MOST_PARTS = 2**14  # texts, lists and objects of a body
+MOST_NUMBERS = 2**20  # of a body, such as token ids
 LONGEST_WAIT = 60  # seconds that Retry-After names at most
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import socket
 import sys
@@ -16,10 +17,16 @@ import uvicorn
 
 from bass_core.engine import Session
 from bass_core.models import ModelPair
+from bass_lab.serve import connections
 from bass_lab.serve.api import Service, make_app
 from bass_lab.serve.counts import Counts
 from bass_lab.serve.driver import Driver, Ended
 from bass_lab.serve.gate import Gate, is_loopback
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 LAST_WORDS = 2.0  # seconds in which a server without an engine still says so
 GOODBYE = 5  # seconds for connections to end once their rows have
@@ -28,7 +35,8 @@ GOODBYE = 5  # seconds for connections to end once their rows have
 @dataclass(frozen=True)
 class Settings:
     """Of a server. queue: rows that may wait beyond the batch's; deadline: seconds after which every row ends; drain:
-    seconds that running rows have after SIGTERM; session: further options of `Session`."""
+    seconds that running rows have after SIGTERM; allow_origins: sites whose pages may call from a browser; session:
+    further options of `Session`."""
 
     name: str
     max_batch_size: int = 8
@@ -36,6 +44,7 @@ class Settings:
     deadline: float | None = None
     drain: float = 30.0
     api_key: str | None = None
+    allow_origins: tuple[str, ...] = ()
     session: dict[str, Any] | None = None
 
 
@@ -60,6 +69,11 @@ def bound(host: str, port: int, api_key: str | None) -> socket.socket:
     return found
 
 
+def _open_files() -> int:
+    """Return how many files this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else 1024
+
+
 class Server(uvicorn.Server):
     """uvicorn's, which drains: after SIGTERM or SIGINT it answers new requests with 503 until the running ones have
     ended; a second signal ends these at once. `run` returns when all is over; `failed` says whether the engine died.
@@ -74,8 +88,11 @@ class Server(uvicorn.Server):
         self.driver = Driver(session, counts, self._row_ended)
         self.service = Service(pair, settings.name, self.driver, self.gate, counts, settings.deadline)
         self._counts = counts
+        limit, burst = connections.limits(_open_files(), settings.max_batch_size + settings.queue)
         config = uvicorn.Config(
-            make_app(self.service),
+            make_app(self.service, settings.allow_origins),
+            http=functools.partial(connections.Connection, limit=limit),
+            backlog=burst,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -98,6 +115,7 @@ class Server(uvicorn.Server):
         self.driver.begin()
         self._watch = asyncio.ensure_future(self._watched())
         await super().startup(sockets)
+        sockets[0].listen(connections.QUEUED)  # asyncio queues no more than it accepts at once
         host, port = sockets[0].getsockname()[:2]
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         where = {"model": self.settings.name, "address": f"{self.address}/v1", "docs": f"{self.address}/docs"}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import typer
 from transformers import PreTrainedTokenizerBase
 
+from bass_core import inputs
+from bass_core.detokenizer import FinalText
 from bass_core.generation import Generation, generate
 from bass_core.inputs import PromptLike
 from bass_core.models import ModelPair
@@ -18,40 +20,24 @@ ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": 
 def stream(pair: ModelPair, prompts: list[PromptLike], stop: Sequence[str] = (), **options) -> Generation:
     """Generate, printing the first row as it grows, behind its prompt if that is a text that it goes on with; returns
     the Generation."""
-    text, before = _GrowingText(pair.tokenizer, stop), "" if pair.reads_sources else _before(prompts[0])
+    text = FinalText(pair.tokenizer, inputs.stop_strings(stop, pair.tokenizer))
+    before = "" if pair.reads_sources else _before(prompts[0])
+    shown = []
 
     def on_step(event) -> None:
         if 0 in event.rows:
-            begins = "" if text.tokens else before  # not before the input has passed all checks
-            typer.echo(begins + text.add(event.new_tokens[event.rows.index(0)]), nl=False)
+            begins = "" if shown else before  # not before the input has passed all checks
+            shown.append(text.feed(event.new_tokens[event.rows.index(0)]))
+            typer.echo(begins + shown[-1], nl=False)
 
     out = generate(pair, prompts, stop=stop, on_step=on_step, **options)
-    typer.echo(out.texts[0][len(text.shown) :] if text.tokens else before)
+    typer.echo(text.feed(ended=True) if shown else before)
     return out
 
 
 def _before(prompt: PromptLike) -> str:
     """What a row's text continues: nothing where it answers a conversation."""
     return prompt if isinstance(prompt, str) else ""
-
-
-class _GrowingText:
-    """A row's text as its tokens come; nothing is shown that a later token may change."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()):
-        self.tokenizer, self.stop = tokenizer, stop
-        self.tokens, self.shown = [], ""
-
-    def add(self, tokens: Sequence[int]) -> str:
-        """What can be shown now and could not before."""
-        self.tokens.extend(tokens)
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True).rstrip("�")  # half a character waits
-        if any(string in text for string in self.stop):
-            text = text[: min(text.find(string) for string in self.stop if string in text)]
-        else:  # as does what may turn out to be the beginning of a stop string
-            text = text[: max(0, len(text) - max(map(len, self.stop), default=1) + 1)]
-        before, self.shown = self.shown, max(self.shown, text, key=len)
-        return self.shown[len(before) :]
 
 
 def summary_line(trace: Trace) -> str:
@@ -88,10 +74,7 @@ def print_rows(
 
 def _coloured(tokenizer: PreTrainedTokenizerBase, out: Generation, row: int, stop: Sequence[str]) -> str:
     """A row's text, each token in the colour of its origin."""
-    text = _GrowingText(tokenizer, stop)
     tokens = out.trace.tokens
     tokens = tokens[(tokens.row == row) & (tokens.kind != "rejected")].sort_values("position")
-    pieces = [
-        typer.style(text.add([token]), fg=ORIGINS[kind]) for token, kind in zip(tokens.token, tokens.kind, strict=True)
-    ]
-    return "".join(pieces) + out.texts[row][len(text.shown) :]
+    texts = FinalText(tokenizer, inputs.stop_strings(stop, tokenizer)).token_texts(tokens.token, ended=True)
+    return "".join(typer.style(text, fg=ORIGINS[kind]) for text, kind in zip(texts, tokens.kind, strict=False))

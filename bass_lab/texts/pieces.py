@@ -6,33 +6,12 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
-
-class Pieces:
-    """Of the tokens of one text, one after the other. Special tokens add nothing, and a character that is split over
-    tokens comes with the last of them."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._context = self._read = 0  # what is added is seen behind some tokens: alone, many would lose their space
-
-    def add(self, token: int) -> str:
-        """What this token adds."""
-        self._ids.append(int(token))
-        before, text = self._text(self._read), self._text(len(self._ids))
-        if text.endswith("\ufffd"):  # bytes of a character that is not complete
-            return ""
-        self._context, self._read = self._read, len(self._ids)
-        return text[len(before) :]
-
-    def _text(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._context : end], skip_special_tokens=True)
+from bass_core.detokenizer import FinalText
 
 
 def pieces_of(tokens: Iterable[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What each token adds."""
-    pieces = Pieces(tokenizer)
-    return [pieces.add(token) for token in tokens]
+    """Return the text that each token adds; joined, they are the text."""
+    return FinalText(tokenizer).token_texts(list(tokens), ended=True)
 
 
 # Byte-level tokenizers write each byte as a character: printable ones as themselves, the others from 256 on.

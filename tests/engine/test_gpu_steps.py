@@ -62,11 +62,10 @@ def test_recorded_steps_give_the_text_of_launched_ones(sampling, policy):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("drafter", ["suffix", "layers", "features"])
+@pytest.mark.parametrize("drafter", ["suffix", "features"])
 def test_drafts_by_other_means_give_the_text_of_launched_steps(drafter, way):
     target = tiny_model.__wrapped__(dtype="float64").to(DEVICE)
-    made = {"suffix": bass.SuffixDrafter, "layers": lambda: bass.LayerSkipDrafter(1)}
-    made["features"] = lambda: bass.FeatureDrafter(feature_head(target))
+    made = {"suffix": bass.SuffixDrafter, "features": lambda: bass.FeatureDrafter(feature_head(target))}
     pair = bass.ModelPair(target, made[drafter]())
     for options in ({}, {"temperature": 2.0, "verification": "coupled" if drafter == "suffix" else "token"}):
         expected, found = (decode(pair, each, max_batch_size=3, **options) for each in ("off", way))

@@ -26,7 +26,6 @@ Line = tuple[str, int]
 
 DRAFTS = {
     "model": lambda target: copy.deepcopy(tiny_model(dtype="float64", noise=0.02, **SMALL)),
-    "layers": lambda target: bass.LayerSkipDrafter(1),
     "features": lambda target: bass.FeatureDrafter(feature_head(target)),
 }
 

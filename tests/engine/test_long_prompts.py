@@ -18,7 +18,6 @@ DRAFTS = {
     "model": PAIR,
     "n-gram": bass.ModelPair(TARGET),
     "suffix": bass.ModelPair(TARGET, bass.SuffixDrafter()),
-    "layers": bass.ModelPair(TARGET, bass.LayerSkipDrafter(1)),
     "features": bass.ModelPair(TARGET, bass.FeatureDrafter(feature_head(TARGET))),
 }
 
@@ -47,7 +46,6 @@ def texts(**options) -> list[list[int]]:
         ("model", BLOCK, "graphs"),
         ("n-gram", COUPLED, "off"),
         ("suffix", {}, "off"),  # its sampled text depends on other rows, except by coupled verification
-        ("layers", BLOCK, "off"),
         ("features", TOKEN, "graphs"),
     ],
 )

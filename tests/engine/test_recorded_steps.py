@@ -87,9 +87,8 @@ def test_every_kind_of_policy(case):
         lambda: bass.ModelPair(target(), target()),
         lambda: bass.ModelPair(target(), target(seed=1, vocab_size=60)),
         lambda: bass.ModelPair(target(vocab_size=60), target(seed=1)),
-        lambda: bass.ModelPair(target(), bass.LayerSkipDrafter(1)),
     ],
-    ids=["sliding window", "n-gram", "one model is both", "smaller vocabulary", "larger vocabulary", "layers"],
+    ids=["sliding window", "n-gram", "one model is both", "smaller vocabulary", "larger vocabulary"],
 )
 def test_every_kind_of_model_and_draft(models):
     assert_same(models(), [prompt % 60 for prompt in PROMPTS], draft_length=3, temperature=0.8)
@@ -134,14 +133,14 @@ def test_surplus_draft_tokens_are_cut():
 
 
 def test_overridden_draft_method_is_called():
-    class Certain(bass.LayerSkipDrafter):
+    class Certain(bass.ModelDrafter):
         def draft(self, context, lengths, policy):
             draft = super().draft(context, lengths, policy)
             calls.append(draft.lengths_host.tolist())
             return draft
 
     calls = []
-    assert_same(bass.ModelPair(target(), Certain(1)), PROMPTS[:2], draft_length=3, temperature=0.8)
+    assert_same(bass.ModelPair(target(), Certain(target(seed=1))), PROMPTS[:2], draft_length=3, temperature=0.8)
     eager = len(calls) // 2
     assert eager > 5 and calls[:eager] == calls[eager:]
 

@@ -19,6 +19,7 @@ from bass_core.policies.goodput import Goodput
 from bass_core.runner import Runner
 from bass_core.trace import Stopwatch
 from bass_lab.cli import main
+from bass_lab.drafters import LayerSkipDrafter
 from bass_lab.study import calibration
 from bass_lab.study.calibration import Turn
 
@@ -107,7 +108,7 @@ def test_regular_steps_are_launched_ahead(pair, monkeypatch):
 
 def test_overhead_includes_drafts_without_a_table(pair, monkeypatch):
     use_on_cpu(monkeypatch)
-    drafting = bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(1))
+    drafting = bass.ModelPair(tiny_model(), LayerSkipDrafter(1))
     found = pd.DataFrame(calibration._recorded_steps(drafting, 2, 40, [0, 8]), columns=["table", "point", "seconds"])
     assert set(found.table) == {"target_passes", "overheads"}
     rest = found[found.table == "overheads"].groupby("point").seconds.min()

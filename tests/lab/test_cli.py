@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_core import generation
 from bass_lab.cli import common, decoding, main
-from bass_lab.show import pages, terminal
+from bass_lab.show import pages
 
 PROMPT = "def add(a, b):\n"
 NEW = 16
@@ -310,16 +310,6 @@ def test_accepted_tokens_are_coloured_in_a_terminal_only(monkeypatch, target, dr
     assert all(f"\x1b[{code}m" in shown.stdout for code in (31, 32, 36))  # recovered, accepted, bonus
     assert "accepted" in shown.stderr and "recovered" in shown.stderr
     assert plain.stdout.strip() in run(*arguments).stdout  # the same text under the colours
-
-
-def test_growing_text_shows_complete_characters_only():
-    tokenizer, text = byte_tokenizer(), "naïve → 🙂 and\nthe end"
-    tokens = tokenizer(text)["input_ids"]
-    growing = terminal._GrowingText(tokenizer)
-    pieces = [growing.add([token]) for token in tokens]
-    assert "".join(pieces) == growing.shown == text and "" in pieces
-    stopping = terminal._GrowingText(tokenizer, ["\nthe"])
-    assert "".join(stopping.add([token]) for token in tokens) == text[: text.index("\nthe")]
 
 
 def test_models_are_quantized_by_name(target, draft):

@@ -10,6 +10,7 @@ from tiny import feature_head, tiny_model
 import bass_core as bass
 import bass_lab as lab
 from bass_lab.checks import drafter_checks, plain_decoding
+from bass_lab.drafters import LayerSkipDrafter
 
 ONE = {"dtype": "float64", "num_hidden_layers": 1}
 TARGET = tiny_model(**ONE)
@@ -108,7 +109,7 @@ def test_correct_drafter_passes(one_way):
     "drafter",
     [
         pytest.param(Guesses(), marks=pytest.mark.ci),
-        pytest.param(bass.LayerSkipDrafter(1), marks=pytest.mark.slow),
+        pytest.param(LayerSkipDrafter(1), marks=pytest.mark.slow),
         pytest.param(bass.ModelDrafter(tiny_model(dtype="float64", noise=0.1)), marks=pytest.mark.slow),
     ],
     ids=lambda drafter: type(drafter).__name__,

@@ -1,5 +1,6 @@
 """`bass serve` answers as OpenAI's client expects. Rows of many requests do not affect one another."""
 
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -178,15 +179,31 @@ def test_stream_that_holds_text_back_keeps_log_probabilities(client):
 
 
 def test_token_texts_join_to_the_text_and_bytes_to_characters():
-    answer = Answer(False, "tiny", TOKENIZER, 1, 0, 0, True)
     text = "x = '日本' + y"
-    told = answer._of_tokens(0, TOKENIZER(text)["input_ids"], [0.0] * len(text.encode()))
-    assert "".join(told["tokens"]) == text
-    assert all(text[at:].startswith(piece) for at, piece in zip(told["text_offset"], told["tokens"], strict=True))
-    chat = Answer(True, "tiny", TOKENIZER, 1, 0, 0, True)
-    ids = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id]
-    told = chat._of_tokens(0, ids, [0.0] * len(ids))
-    assert bytes(byte for each in told["content"] for byte in each["bytes"]).decode() == text
+    ids, chunks = [*TOKENIZER(text)["input_ids"], TOKENIZER.eos_token_id], []
+    answer, chat = (Answer(is_chat, "tiny", TOKENIZER, 0, 0, True, ()) for is_chat in (False, True))
+    for token in ids:
+        chunks.append(answer.chunk(0, [token], [0.0], None))
+        told = chat.chunk(0, [token], [0.0], None)
+        if told is not None:
+            parts = [each["bytes"] for each in told["choices"][0]["logprobs"]["content"]]
+            assert bytes(byte for part in parts for byte in part).decode() == told["choices"][0]["delta"]["content"]
+    choices = [chunk["choices"][0] for chunk in chunks if chunk is not None]
+    assert "".join(choice["text"] for choice in choices) == text
+    for choice in choices:
+        told = choice["logprobs"]
+        assert "".join(told["tokens"]) == choice["text"]
+        assert all(text[at:].startswith(piece) for at, piece in zip(told["text_offset"], told["tokens"], strict=True))
+
+
+def test_log_probabilities_end_where_the_text_ends(client):
+    whole = complete(client, temperature=0, max_tokens=40, logprobs=0).choices[0]
+    stop = whole.text[6:9]
+    for options in ({}, {"stream": True}):
+        answer = complete(client, temperature=0, max_tokens=40, logprobs=0, stop=stop, **options)
+        choices = [each.choices[0] for each in (answer if options else [answer])]
+        tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+        assert "".join(tokens) == "".join(choice.text for choice in choices) == whole.text[: whole.text.index(stop)]
 
 
 def test_answer_counts_drafts(client):
@@ -239,20 +256,53 @@ REFUSED = [
     ("prompt", {"prompt": [BYTES]}), ("prompt", {"prompt": {"text": "x"}}), ("prompt", {"prompt": "x" * 600}),
     ("max_tokens", {"max_tokens": 5000}), ("max_tokens", {"max_tokens": "5"}), ("max_tokens", {"max_tokens": -1}),
     ("temperature", {"temperature": -0.1}), ("temperature", {"temperature": True}), ("top_p", {"top_p": 0}),
-    ("top_k", {"top_k": 1.5}), ("seed", {"seed": 2**63}), ("n", {"n": 0}), ("n", {"n": 45}), ("stop", {"stop": [""]}),
+    ("top_k", {"top_k": 1.5}), ("seed", {"seed": 2**63}), ("n", {"n": 0}), ("n", {"n": 45}), ("stop.0", {"stop": [""]}),
     ("stop", {"stop": ["a"] * 17}), ("logprobs", {"logprobs": 5}), ("logit_bias", {"logit_bias": {"5": 10}}),
     ("presence_penalty", {"presence_penalty": 0.5}), ("echo", {"echo": True}), ("timeout", {"timeout": 0}),
     ("stream_options", {"stream_options": {"include_usage": True}}), ("mirostat", {"mirostat": 2}),
+    ("prompt.1", {"prompt": [1, -1]}), ("prompt.1.0", {"prompt": [[1], [2**31]]}), ("prompt.1", {"prompt": ["a", 1]}),
+    ("stream_options", {"stream_options": True}), ("stream_options.x", {"stream_options": {"x": 1}}),
+    ("logit_bias", {"logit_bias": [1]}),
+]  # fmt: skip
+USER = {"role": "user", "content": "Hello"}
+REFUSED_MESSAGES = [
+    ("messages", None), ("messages", []), ("messages", "hi"), ("messages.0", ["hi"]), ("messages.0.role", [{}]),
+    ("messages.1.tool_calls", [USER, USER | {"tool_calls": []}]), ("messages.0.content", [USER | {"content": 5}]),
+    ("messages.0.content.0", [USER | {"content": ["hi"]}]),
+    ("messages.0.content.0.type", [USER | {"content": [{"type": "image_url"}]}]),
 ]  # fmt: skip
 
 
 def test_unsupported_values_are_refused_by_field(server):
-    for field, body in REFUSED:
-        answer = post(server, **({"prompt": PROMPT} if field != "prompt" else {}), **body)
+    cases = [(field, {} if field.startswith("prompt") else {"prompt": PROMPT}, body) for field, body in REFUSED]
+    cases += [(field, {}, {"path": "/v1/chat/completions", "messages": given}) for field, given in REFUSED_MESSAGES]
+    for field, prompt, body in cases:
+        answer = post(server, **prompt, **body)
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == field, body
         assert error["type"] == "invalid_request_error"
         assert error["message"].startswith(f"{field}: ") and "\n" not in error["message"]
+
+
+def test_null_fields_of_messages_are_absent(client):
+    options = {"model": "tiny", "max_completion_tokens": 4, "temperature": 0}
+    said = client.chat.completions.create(messages=[USER], **options).choices[0].message.model_dump()
+    assert said["tool_calls"] is said["refusal"] is None
+    parts = USER | {"content": [{"type": "text", "text": "Hello", "cache_control": None}]}
+    short = {"role": "assistant", "content": said["content"]}
+    texts = [client.chat.completions.create(messages=given, **options).choices[0].message.content for given in
+             ([USER, said, parts], [USER, short, USER])]  # fmt: skip
+    assert texts[0] == texts[1]
+
+
+def test_usage_is_null_before_the_last_chunk(server):
+    for path, prompt in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": [USER]})):
+        options = {"max_tokens": NEW, "stream": True, "temperature": 0}
+        for wanted in (True, False):
+            answer = post(server, path, **prompt, **options, stream_options={"include_usage": wanted})
+            *chunks, last = (json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {"))
+            assert len(chunks) > 1 and (last["usage"] is not None if wanted else "usage" not in last)
+            assert all(chunk["usage"] is None if wanted else "usage" not in chunk for chunk in chunks)
 
 
 def test_neutral_values_are_accepted(server):

@@ -3,12 +3,15 @@
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -21,8 +24,9 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_core.cache import RaggedCache
 from bass_lab.cli import main
+from bass_lab.serve import connections
 from bass_lab.serve import server as serve_server
-from bass_lab.serve.gate import MOST_BYTES, is_loopback
+from bass_lab.serve.gate import MOST_BYTES, MOST_NUMBERS, MOST_PARTS, is_loopback
 
 SMALL = {"vocab_size": BYTES, "max_position_embeddings": 2048, "num_hidden_layers": 1}
 PAIR = bass.ModelPair(tiny_model(**SMALL), tiny_model(**SMALL, noise=0.02), byte_tokenizer())
@@ -144,6 +148,32 @@ def test_too_long_body_is_refused_unread(server):
     assert answer.status_code == 413 and "error" in answer.json()
 
 
+def many(item: str, count: int = 400_000) -> bytes:
+    return f"[{','.join([item] * count)}]".encode()
+
+
+def test_body_of_many_faults_is_refused_at_once(server):
+    """Its answer names one fault, and other requests wait no longer than for another body of its length."""
+    names = ",".join(f'"{index}":0' for index in range(MOST_PARTS // 2)).encode()
+    for path, body, status in (
+        ("/v1/completions", b'{"prompt":%b}' % many("-1"), 400),
+        ("/v1/completions", b'{"prompt":"x","stop":%b}' % many("0"), 400),
+        ("/v1/chat/completions", b'{"messages":%b}' % many("0"), 400),
+        ("/v1/chat/completions", b'{"messages":[{"role":"user","content":%b}]}' % many("0"), 400),
+        ("/v1/completions", b'{"prompt":"x",%b}' % names, 400),
+        ("/v1/completions", b'{"prompt":"x","metadata":{%b},"n":0}' % names, 400),
+        ("/v1/completions", b'{"prompt":%b}' % many("1", MOST_NUMBERS + 2), 413),
+        *(("/v1/completions", b'{"prompt":%b}' % many(item, MOST_PARTS), 413) for item in ("[]", "{}", '"\\""')),
+    ):
+        began = time.monotonic()
+        headers = {"Content-Type": "application/json"}
+        answer = httpx.post(server.address + path, content=body, headers=headers, trust_env=False, verify=False)
+        assert answer.status_code == status and len(answer.text) < 1500, (body[:40], answer.text)
+        assert time.monotonic() - began < 2, body[:40]
+    signs = post(server, prompt='[{"\\' * MOST_PARTS)  # in a text they are no parts
+    assert signs.status_code == 400 and signs.json()["error"]["param"] == "prompt"
+
+
 EXTREMES = (
     {"temperature": 1e-300}, {"temperature": 100}, {"repetition_penalty": 100}, {"repetition_penalty": 0.01},
     {"top_p": 1e-300}, {"min_p": 1}, {"top_k": 2**31 - 1}, {"seed": -(2**63)}, {"timeout": 1e-9},
@@ -153,6 +183,37 @@ EXTREMES = (
 def test_extreme_numbers_are_honoured(server):
     for extreme in EXTREMES:
         assert post(server, prompt=PROMPT, max_tokens=2, **extreme).status_code == 200, extreme
+
+
+# --- connections ----------------------------------------------------------------------------------
+
+
+def test_silent_connections_leave_room(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (40, 40))
+    with served(PAIR) as server:
+        host, port = server.address.removeprefix("http://").split(":")
+        for sent in (b"", b"GET /health HTTP/1.1\r\nHost: "):
+            with ExitStack() as held, httpx.Client(base_url=server.address, trust_env=False, verify=False) as client:
+                for _ in range(60):
+                    held.enter_context(socket.create_connection((host, int(port)))).sendall(sent)
+                assert client.get("/health").status_code == 200
+                assert len(server.server_state.connections) <= 20
+                assert client.get("/health").status_code == 200  # the same connection
+
+
+def test_request_that_does_not_arrive_ends_its_connection(monkeypatch):
+    monkeypatch.setattr(connections, "ARRIVAL", dict.fromkeys(connections.ARRIVAL, 0.2))
+    complete = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    body = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    with served(PAIR, session=ENDLESS_ROWS) as server, ThreadPoolExecutor(5) as pool:
+        parts = [b"", b"GET /health HT", body, complete, complete + b"GET /hea"]
+        for sent, answer in zip(parts, pool.map(lambda each: raw(server, each), parts), strict=True):
+            assert answer.count(b"HTTP/1.1 200") == sent.count(complete), sent
+        with held(server):
+            running = pool.submit(post, server, prompt=PROMPT, max_tokens=4)
+            until(lambda: server.gate.rows == 1)
+            time.sleep(0.3)
+        assert running.result().status_code == 200
 
 
 # --- load -----------------------------------------------------------------------------------------
@@ -339,6 +400,39 @@ def test_key_protects_everything_but_health():
         assert httpx.get(f"{server.address}/health", trust_env=False, verify=False).status_code == 200
         key = {"Authorization": "Bearer secret-ключ".encode()}
         assert httpx.get(f"{server.address}/v1/models", headers=key, trust_env=False, verify=False).status_code == 200
+
+
+@pytest.mark.parametrize("option", [(), ("--api-key", "secret \r\n")])
+def test_key_has_no_space_around_it(monkeypatch, option):
+    given = []
+    started = SimpleNamespace(run=lambda sockets: None, failed=False)
+    monkeypatch.setattr(serve_server, "Server", lambda pair, settings, say: given.append(settings.api_key) or started)
+    monkeypatch.setenv("BASS_API_KEY", "\tsecret\n")
+    assert CliRunner().invoke(main.app, ["serve", "--port", "0", *option]).exit_code == 0
+    assert given == ["secret"]
+
+
+def test_unusable_options_are_refused_in_one_line():
+    for option, value, said in (
+        ("--api-key", "", "is empty"), ("--api-key", " \n", "is empty"), ("--api-key", "a\nb", "not printable"),
+        ("--allow-origin", "https://a.example/", "without a path"), ("--allow-origin", "a.example", "scheme://host"),
+    ):  # fmt: skip
+        result = CliRunner().invoke(main.app, ["serve", "--port", "0", option, value])
+        assert result.exit_code == 2 and said in result.stderr and result.stderr.count("\n") == 1, value
+
+
+def test_pages_of_allowed_origins_alone_may_call(server):
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with served(PAIR, api_key="secret", allow_origins=("https://a.example",)) as opened:
+        for allowed, origin in ((True, "https://a.example"), (False, "https://b.example"), (False, "null")):
+            url, headers = f"{opened.address}/v1/completions", {"Origin": origin}
+            preflight = httpx.options(url, headers=headers | asked, trust_env=False, verify=False)
+            refused = httpx.post(url, headers=headers, trust_env=False, verify=False)
+            assert preflight.status_code == (200 if allowed else 400) and refused.status_code == 401
+            for answer in (preflight, refused):
+                assert answer.headers.get("Access-Control-Allow-Origin") == (origin if allowed else None)
+    default = httpx.options(f"{server.address}/v1/completions", headers=headers | asked, trust_env=False, verify=False)
+    assert default.status_code == 405 and "Access-Control-Allow-Origin" not in default.headers
 
 
 def test_other_machines_are_not_served_without_a_key(monkeypatch):

@@ -16,12 +16,13 @@ from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.oracle import Oracle
 from bass_lab.checks.tabular import total_variation
+from bass_lab.drafters import LayerSkipDrafter
 
 NEW = 8
 LENGTHS = (9, 4, 1, 5, 20)
 DRAFTS = {
     "model": lambda kind, dtype: tiny_reader(kind, dtype, noise=0.05),
-    "first layer": lambda kind, dtype: bass.LayerSkipDrafter(1),
+    "first layer": lambda kind, dtype: LayerSkipDrafter(1),
     "suffix": lambda kind, dtype: bass.SuffixDrafter(),
 }
 
@@ -158,6 +159,19 @@ def test_custom_generate_is_generate(monkeypatch, kind):
     assert torch.equal(GenerationMixin.generate(pair.target, **options, **ours), expected)
     sampled = options | ours | {"do_sample": True, "num_return_sequences": 2, "forced_bos_token_id": None}
     assert GenerationMixin.generate(pair.target, **sampled).shape == (2 * len(read), NEW + 1)
+
+
+def test_forced_eos_replaces_an_eos_at_the_last_place():
+    pair, (read,) = pair_of("t5"), sources("t5", 9)
+    options = given(pair.target, read) | {"max_new_tokens": NEW, "do_sample": False}
+    text = pair.target.generate(**options)[0, 1:].tolist()
+    last = max(index for index, token in enumerate(text) if token not in text[:index])
+    options |= {"max_new_tokens": last + 1, "eos_token_id": [text[last], 3], "forced_eos_token_id": [3]}
+    ours = {"custom_generate": bass.bass_generate, "draft_model": pair.draft, "draft_length": 3}
+    expected = pair.target.generate(**options)
+    assert expected[0, -1] == 3 and torch.equal(pair.target.generate(**options, **ours), expected)
+    with pytest.raises(ValueError, match=r"forced_eos_token_id=\[3, 4\]: give one id, or do_sample=False"):
+        pair.target.generate(**options | {"do_sample": True, "forced_eos_token_id": [3, 4]}, **ours)
 
 
 class Heard(list):

@@ -3,14 +3,12 @@
 import copy
 
 import pytest
-import tokenizers
 import torch
-from tiny import byte_tokenizer, greedy_alone, ragged_prompts, tiny_model
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from tiny import greedy_alone, ragged_prompts, tiny_model
+from transformers import GenerationConfig
 
 import bass_core as bass
 from bass_core import probe
-from bass_core.rows import StopStrings
 
 PROMPTS = ragged_prompts(5, 9, 13)
 
@@ -55,6 +53,14 @@ def test_limits_in_a_generation_config_are_refused(name):
         bass.generate(own_pair(), PROMPTS, generation_config=GenerationConfig(do_sample=True, **{name: 3}))
     own = own_pair(do_sample=True, **{name: 3})  # the checkpoint's own limits are ignored
     assert len(bass.generate(own, PROMPTS, max_new_tokens=7)) == len(PROMPTS)
+
+
+def test_sampling_of_a_generation_config_is_refused_unless_the_call_says_the_same():
+    asked = GenerationConfig(do_sample=True, temperature=1.5)
+    with pytest.raises(ValueError, match=r"says temperature=1.5 with do_sample=True, and the call temperature=0.0"):
+        bass.generate(own_pair(), PROMPTS, generation_config=asked, max_new_tokens=3)
+    out = bass.generate(own_pair(), PROMPTS, generation_config=asked, temperature=1.5, max_new_tokens=3)
+    assert len(out) == len(PROMPTS)
 
 
 @pytest.mark.parametrize("option", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids"])
@@ -127,47 +133,3 @@ def test_half_precision_models_are_probed_in_float32():
     assert model.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="pad: its logits are off"):  # the path loses Doge's own mask
         probe.resolve(tiny_model("doge", dtype="bfloat16"), "pad")
-
-
-# --- stop strings ---------------------------------------------------------------------------------
-
-
-def grouped(stop: StopStrings, tokens: list[int], sizes: list[int]) -> int | None:
-    """The number of tokens at which a row stops if its steps commit so many tokens each."""
-    at = 0
-    for size in sizes:
-        found = stop.completed_at(torch.tensor(tokens[: at + size]).numpy(), len(tokens[: at + size]) - at)
-        if found is not None:
-            return at + found
-        at += size
-    return None
-
-
-def word_pieces() -> PreTrainedTokenizerFast:
-    words = ["[UNK]", "a", "##b", ".", "c", "'", "s", "[X]"]
-    model = tokenizers.models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.decoder = tokenizers.decoders.WordPiece()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=["[X]"], unk_token="[UNK]")
-
-
-def test_stop_depends_on_the_tokens_alone():
-    """Also for matches that the next token takes back: half of a character, a space before a full stop."""
-    generator = torch.Generator().manual_seed(0)
-    by_bytes = byte_tokenizer()
-    a, b = by_bytes("a")["input_ids"][-1], by_bytes("b")["input_ids"][-1]
-    texts = [(by_bytes, ("ab",), [a, *[1] * 200, b])]  # across many special tokens
-    for _ in range(30):
-        tokens = torch.randint(0, len(by_bytes), (8,), generator=generator).tolist()
-        tokens = [*by_bytes("aé bé")["input_ids"], *tokens, *by_bytes("x é")["input_ids"]]
-        texts.append((by_bytes, ("\ufffd", "é", "a"), tokens))
-        texts.append(
-            (word_pieces(), ("a ", "ab .", "c '", " "), torch.randint(0, 8, (24,), generator=generator).tolist())
-        )
-    for tokenizer, stops, tokens in texts:
-        text = [tokenizer.decode(tokens[: n + 1], skip_special_tokens=True) for n in range(len(tokens))]
-        for stop in stops:
-            finder = StopStrings((stop,), lambda ids, by=tokenizer: by.decode(ids, skip_special_tokens=True))
-            expected = next((n + 1 for n, each in enumerate(text) if stop in each), None)
-            for sizes in ([1] * len(tokens), [len(tokens)], [3] * 80, [5, 1, 7, 2, 9, 4, 8, 200]):
-                assert grouped(finder, tokens, sizes) == expected, (stop, tokens, sizes)

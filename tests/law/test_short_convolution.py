@@ -11,6 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from trial_policies import PerRow
 
 import bass_core as bass
+from bass_lab.drafters import LayerSkipDrafter
 
 NEW = 8
 PROMPTS = ragged_prompts(5, 11, 17, 1, 2, 23)
@@ -29,7 +30,7 @@ def alone(dtype: str = "float64") -> list[list[int]]:
 
 DRAFTS = {
     "model": lambda dtype: lfm2(dtype, noise=0.05),
-    "first layers": lambda dtype: bass.LayerSkipDrafter(2),
+    "first layers": lambda dtype: LayerSkipDrafter(2),
     "n-gram": lambda dtype: None,
 }
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForSeq2SeqLM, GenerationConfig, PreTrainedConf
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 from trial_policies import PerRow
 
-import bass_core as bass
+from bass_lab.drafters import LayerSkipDrafter
 
 SOURCES = ragged_prompts(5, 9, 12, 17, 3, 41)
 COLUMNS = ("kind", "outcome", "path", "reason")
@@ -57,7 +57,7 @@ def find(kind: str) -> Finding:
         expected = [alone(target, source) for source in SOURCES]
     except Exception as error:  # any error of a foreign architecture is the outcome
         return Finding(kind, "not tiny", reason=said(error))
-    ways = ((draft, 4), (bass.drafters.LayerSkipDrafter(1), PerRow(3)), (None, 0))
+    ways = ((draft, 4), (LayerSkipDrafter(1), PerRow(3)), (None, 0))
     found, finding = decoded(kind, target, ways, SOURCES)
     if all(texts == expected for texts in found.values()):
         return finding

@@ -9,6 +9,7 @@ from typing import Self
 from torch import nn
 from transformers import PreTrainedModel
 
+from bass_core import probe
 from bass_core.compiled_layers import layers_of
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Setting
@@ -28,15 +29,21 @@ class LayerSkipDrafter(ModelDrafter):
         self.layers = layers
 
     def begin(self, setting: Setting) -> Self:
-        """Raises ValueError for a target that has no more layers than these."""
-        return self._over(first_layers(setting.target, self.layers), setting.paths[0], setting)
+        """Raises ValueError for a target that has no more layers than these, or that its first layers do not make."""
+        short = first_layers(setting.target, self.layers)
+        return self._over(short, probe.resolve(short, setting.paths[0]), setting)
 
     def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
         self.runner.read(encoded, places)  # the encoder is the target's, too
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The model with its first `count` layers, all weights shared. Raises ValueError where it has no more of them."""
+    """Return the model with its first `count` layers, all weights shared.
+
+    Raises ValueError for a model that has no more layers, that is decoding, or that has a `forward` of its own.
+    """
+    if "_bass_path" in vars(model):
+        raise ValueError(f"{type(model).__name__} is decoding at this moment; begin this draft before or after")
     layers = layers_of(model)
     if count >= len(layers):
         raise ValueError(f"{type(model).__name__} has {len(layers)} layers, and {count} of them were to draft for it")
@@ -56,6 +63,10 @@ def _shortened(module: nn.Module, layers: list[nn.Module], count: int, configs: 
         return nn.ModuleList(layers[:count])
     if layers[0] not in list(module.modules()):
         return module
+    if "forward" in vars(module):  # torch.compile(model.forward), functools.partial
+        raise ValueError(
+            f"{type(module).__name__} has a forward of its own, which runs all layers; replace it after the draft began"
+        )
     short = copy.copy(module)
     vars(short).update((name, configs[id(value)]) for name, value in vars(module).items() if id(value) in configs)
     vars(short).update((name, {}) for name in vars(module) if name.startswith(("_forward_hooks", "_forward_pre_hooks")))

@@ -1,0 +1,186 @@
+"""Text of tokens as they come: final pieces for streams, the text of each token, and stop strings.
+
+Decoding is not prefix-stable. A tokenizer with byte fallback decodes a run of byte tokens as a whole. A byte-level
+tokenizer needs all bytes of a character. Some tokenizers remove a space before a full stop. `FinalText` releases the
+text of a token when no later token can change it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # name of a byte token in a vocabulary with byte fallback
+PARTIAL = "\ufffd"  # ends a text that ends within a character
+CLEANED = 4  # characters: a tokenizer's clean-up removes spaces only before shorter strings, such as " n't"
+WINDOW, CONTEXT = 32, 8  # tokens that are decoded together; final tokens that stay when the window moves
+LONGEST_GROUP = 256  # tokens: the text of a longer run of byte tokens is not divided among them
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Strings that end a row. special: ids of special tokens among them, which texts do not show."""
+
+    stop: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase
+    special: frozenset[int] = frozenset()
+
+    def find(self, text: str, start: int = 0) -> int | None:
+        """Return the index of the first stop string from `start` on, or None."""
+        return min((at for string in self.stop if (at := text.find(string, start)) >= 0), default=None)
+
+    def cut(self, text: str) -> str:
+        """Return the text before the first stop string."""
+        return text[: self.find(text)]
+
+    def held(self, text: str) -> int:
+        """Return the length of the longest end of a text that is the beginning of a stop string."""
+        longest = 0
+        for string in self.stop:
+            at = text.find(string[0], max(0, len(text) - len(string) + 1))
+            while at >= 0 and not string.startswith(text[at:]):
+                at = text.find(string[0], at + 1)
+            longest = max(longest, len(text) - at if at >= 0 else 0)
+        return longest
+
+
+class FinalText:
+    """The text of one row, piece by piece, as it becomes final. The pieces, joined, are `Result.text`.
+
+    The last characters are held back while later tokens may change them: bytes of an incomplete character, a run of
+    byte tokens, spaces that the tokenizer may clean up, the beginning of a stop string. Takes time linear in the number
+    of tokens. For a row of a `Session`:
+
+        text = FinalText(pair.tokenizer, handle.stop)
+        piece = text.feed(new_tokens, ended=handle.finish_reason is not None)  # after each step that moved the row
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: StopStrings | None = None):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._cleans_up = tokenizer.decode(tokenizer("a .", add_special_tokens=False)["input_ids"]) != "a ."
+        self._visible: dict[int, bool] = {}
+        self._window: list[int] = []  # the last tokens: text to come depends on no others
+        self._limit = WINDOW  # tokens at which the window moves
+        self._closed = 0  # tokens of the window up to the last that ends a run of byte tokens
+        self._released = 0  # tokens of the window whose texts were returned
+        self._end = 0  # characters of the window's text that were returned
+        self.stopped = False  # the text so far contains a stop string
+
+    def feed(self, ids: Sequence[int] = (), ended: bool = False) -> str:
+        """Return the text that these tokens make final. ended: no token follows, so that all text is final."""
+        return "".join(self.token_texts(ids, ended))
+
+    def token_texts(self, ids: Sequence[int] = (), ended: bool = False) -> list[str]:
+        """Return the texts of the next tokens, in order, as far as they are final; `feed` returns them joined.
+
+        A character of several tokens belongs to the last of them. Special tokens have the text "". Tokens of the stop
+        string that ends the row have no text, so that the list then has fewer elements than the row has tokens.
+        """
+        texts: list[str] = []
+        for token in map(int, ids):
+            self._window.append(token)
+            if self._ends_bytes(token):
+                self._closed = len(self._window)
+                texts += self._release(self._closed)
+        return texts + self._release(len(self._window), ended=True) if ended else texts
+
+    def look_ahead(self) -> bool:
+        """Return True if the text contains a stop string as it would be if no token followed."""
+        if not self.stopped and self._stop and self._closed < len(self._window):
+            return self._stop.find(self._decode(len(self._window)), self._end) is not None
+        return self.stopped
+
+    def _ends_bytes(self, token: int) -> bool:
+        """Return True for tokens that are visible and no byte tokens: they end a run of byte tokens."""
+        if token not in self._visible:
+            name = self._tokenizer.convert_ids_to_tokens(token)
+            text = self._tokenizer.decode([token], skip_special_tokens=True)
+            self._visible[token] = bool(text) and not (name and BYTE.fullmatch(name))
+        return self._visible[token]
+
+    def _decode(self, end: int, start: int = 0) -> str:
+        return self._tokenizer.decode(self._window[start:end], skip_special_tokens=True)
+
+    def _release(self, end: int, ended: bool = False) -> list[str]:
+        """Return the texts of tokens before `end` that are final and were not returned yet."""
+        if self.stopped or end == self._released:
+            return []
+        text = self._decode(end)
+        found = self._stop.find(text, self._end) if self._stop else None
+        final = found if found is not None else len(text) if ended else self._final(text)
+        texts = []
+        for token_end in self._token_ends(text, end):
+            if self._end >= final if found is not None else token_end > final:
+                break
+            texts.append(text[self._end : min(token_end, final)])
+            self._end = token_end
+        self._released += len(texts)
+        self.stopped = found is not None
+        if len(self._window) >= self._limit and not ended:
+            self._move(text)
+        return texts
+
+    def _final(self, text: str) -> int:
+        """Return the number of characters that no later token can change."""
+        end = len(text) - text.endswith(PARTIAL)
+        if self._cleans_up and (space := text.rfind(" ", max(0, end - CLEANED), end)) >= 0:
+            end = space
+        return end - (self._stop.held(text[:end]) if self._stop else 0)
+
+    def _token_ends(self, text: str, end: int) -> list[int]:
+        """Return where in the text the tokens end that were not returned, up to `end`."""
+        ends, last, group = [], self._end, range(self._released + 1, end)
+        for count in group:
+            if len(group) < LONGEST_GROUP:
+                last = max(last, _common(self._decode(count), text))
+            ends.append(last)
+        return [*ends, len(text)]
+
+    def _move(self, text: str) -> None:
+        """Drop the first tokens of the window if the text of the others ends as `text` does."""
+        waiting = len(text) - self._end
+        for start in range(self._released - CONTEXT, max(0, self._released - 2 * CONTEXT), -1):
+            rest = self._decode(self._closed, start)
+            # A window may lose its first space or begin within a character. A whole character proves the rest equal.
+            whole = rest.lstrip(f" {PARTIAL}")
+            if len(whole) > waiting and text.endswith(whole):
+                del self._window[:start]
+                self._closed, self._released = self._closed - start, self._released - start
+                self._end, self._limit = len(rest) - waiting, WINDOW
+                return
+        self._limit = 2 * len(self._window)
+
+
+def _common(first: str, second: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    differ = (index for index, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    return next(differ, min(len(first), len(second)))
+
+
+class StopFinder:
+    """Finds the token of one row that completes a stop string."""
+
+    def __init__(self, stop: StopStrings):
+        self._stop, self._count = stop, 0
+        self._text = FinalText(stop.tokenizer, stop)
+
+    def completed_at(self, before: np.ndarray, new: Sequence[int]) -> int | None:
+        """Return how many of the tokens `new`, which follow the tokens `before`, complete a stop string, or None.
+
+        Each token counts as if it had come alone: a match that the next token would take back (half of a character, a
+        space that is cleaned up) ends the row. The result does not depend on the step that a token came with.
+        """
+        if len(before) != self._count or not len(before):
+            self._text = FinalText(self._stop.tokenizer, self._stop)
+            self._text.feed(before)
+        self._count = len(before)
+        for count, token in enumerate(new, 1):
+            self._text.feed([token])
+            self._count += 1
+            if int(token) in self._stop.special or self._text.look_ahead():
+                return count
+        return None

@@ -1,0 +1,112 @@
+"""Text of tokens as they come, by tokenizers of four kinds: byte-level BPE, byte fallback, WordPiece, Unigram."""
+
+import random
+
+import pytest
+from kinds_of_tokenizers import KINDS
+
+from bass_core.detokenizer import FinalText, StopFinder, StopStrings
+from bass_core.inputs import stop_strings
+
+WORDS = ["a", " the cat", "日本 é😀", "."]
+
+
+def random_ids(tokenizer, generator: random.Random, length: int) -> list[int]:
+    """Return ids of all kinds: uniform ones, words, special tokens, runs of bytes, the bytes of characters."""
+    ids, bytes_of = [], {}
+    words = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in WORDS]
+    for index in range(len(tokenizer)):
+        name = tokenizer.convert_ids_to_tokens(index)
+        if name and name.startswith("<0x"):
+            bytes_of[int(name[3:5], 16)] = index
+    while len(ids) < length:
+        kind = generator.randrange(4)
+        if kind == 0:
+            ids.append(generator.randrange(len(tokenizer) + 2))  # beyond the vocabulary, too
+        elif kind == 1:
+            ids.append(tokenizer.eos_token_id)
+        elif kind == 2:
+            ids += generator.choice(words)
+        elif bytes_of:
+            run = "é日😀\n".encode()[: generator.randrange(10)]
+            ids += [bytes_of[each] for each in run]
+    return ids[:length]
+
+
+def decoded(tokenizer, ids) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_and_token_texts_join_to_the_text(kind):
+    tokenizer, generator = KINDS[kind], random.Random(0)
+    pieces = 0
+    for length in [1, 2, 3, 5, 9] * 40 + [150] * 8:
+        ids = random_ids(tokenizer, generator, length)
+        text, streamed = FinalText(tokenizer), []
+        for index, token in enumerate(ids, 1):
+            streamed.append(text.feed([token]))
+            assert decoded(tokenizer, ids).startswith("".join(streamed)), (ids, index)
+        pieces += sum(map(bool, streamed))
+        assert "".join(streamed) + text.feed(ended=True) == decoded(tokenizer, ids), ids
+        texts = FinalText(tokenizer).token_texts(ids, ended=True)
+        assert (len(texts), "".join(texts)) == (len(ids), decoded(tokenizer, ids)), ids
+    assert pieces > 100  # text comes before its row ends
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_row_ends_at_the_first_token_after_which_its_text_contains_a_stop_string(kind):
+    """The result does not depend on the size of steps. A match that the next token would take back counts."""
+    tokenizer, generator = KINDS[kind], random.Random(1)
+    found = 0
+    for _ in range(60):
+        ids = random_ids(tokenizer, generator, 60)
+        whole = decoded(tokenizer, ids)
+        begin = generator.randrange(max(1, len(whole) - 3))
+        stops = (whole[begin : begin + generator.randrange(1, 5)] or "x", "the c", "\ufffd\ufffd")
+        stop = StopStrings(stops, tokenizer)
+        counts = range(1, len(ids) + 1)
+        expected = next((n for n in counts if any(each in decoded(tokenizer, ids[:n]) for each in stops)), None)
+        for sizes in ([1] * 60, [60], [3] * 20, [5, 1, 7, 2, 9, 4, 32]):
+            finder, at, end = StopFinder(stop), 0, None
+            for size in sizes:
+                if (end := finder.completed_at(ids[:at], ids[at : at + size])) is not None:
+                    end += at
+                    break
+                at += size
+            assert end == expected, (ids, stops, sizes)
+        row, text = ids[:expected], FinalText(tokenizer, stop)
+        streamed = [text.feed([token]) for token in row[:-1]] + [text.feed(row[-1:], ended=True)]
+        texts = FinalText(tokenizer, stop).token_texts(row, ended=True)
+        assert "".join(streamed) == "".join(texts) == stop.cut(decoded(tokenizer, row)), (row, stops)
+        found += expected is not None
+    assert found > 20
+
+
+def test_characters_belong_to_their_last_token_and_stop_strings_to_none():
+    tokenizer = KINDS["byte fallback"]
+    name = tokenizer.convert_tokens_to_ids
+    ids = [
+        name("\u2581a"),
+        name("<0xC3>"),
+        name("<0xA9>"),
+        tokenizer.eos_token_id,
+        name("\u2581the"),
+        name("\u2581cat"),
+    ]
+    assert FinalText(tokenizer).token_texts(ids, ended=True) == ["a", "", "é", "", " the", " cat"]
+    assert FinalText(tokenizer).token_texts(ids[:2], ended=True) == ["a", "\ufffd"]
+    assert FinalText(tokenizer, StopStrings((" th",), tokenizer)).token_texts(ids[:5], ended=True) == ["a", "", "é"]
+    assert FinalText(tokenizer, StopStrings(("ca",), tokenizer)).token_texts(ids, ended=True)[-2:] == [" the", " "]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_work_per_token_does_not_grow_with_the_row(kind, monkeypatch):
+    tokenizer = KINDS[kind]
+    ids = random_ids(tokenizer, random.Random(2), 3000)
+    decode, lengths = tokenizer.decode, []
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: lengths.append(len(ids)) or decode(ids, **options))
+    finder = StopFinder(stop_strings("absent", tokenizer))
+    for index, token in enumerate(ids):
+        finder.completed_at(ids[:index], [token])
+    assert sum(lengths) < 150 * len(ids)
