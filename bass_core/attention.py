@@ -215,6 +215,7 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 
 
 MISSING = object()
+OWN = "_bass_own_attention"  # entry of a switched config: the attention implementation of its owner
 
 Change = tuple[dict, str, Any]  # a table, the name of an entry, and what it is to be
 
@@ -240,6 +241,10 @@ def changed(changes: Sequence[Change]) -> Iterator[None]:
             restore()
     finally:
         restore()
+
+
+class InUse(RuntimeError):
+    """Another thread decodes with a model at this moment."""
 
 
 def path_of(model: PreTrainedModel) -> str | None:
@@ -290,19 +295,21 @@ class Switch:
     def on(self) -> Iterator[None]:
         """Run the model with the path, in evaluation mode; leave it exactly as it was found.
 
-        Raises RuntimeError while another thread runs it, which would find it changed, and back again.
+        Raises InUse while another thread runs it, which would find it changed, and back again.
         """
         if "_bass_path" in vars(self.model) and path_of(self.model) is None:
-            raise RuntimeError(
+            raise InUse(
                 f"{type(self.model).__name__} is decoding in another thread at this moment; give each thread models "
                 "of its own, or one Session to all"
             )
         paths = [vars(each) for each in configurations(self.model)]
-        found = [(config, internals.ATTENTION, config[internals.ATTENTION]) for config in paths]
+        # A draft may share the config of a target that is switched already.
+        found = [(config, internals.ATTENTION, config.get(OWN, config[internals.ATTENTION])) for config in paths]
         changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path, found))]
         changes += [*self._forwards, *self._kept]
         changes += [change for change in self._lean if "forward" not in change[0]]  # nobody stands in for it
         changes += [(config, internals.ATTENTION, _prefixed(self.path)) for config in paths]
+        changes += [(config, OWN, value) for config, _, value in found]
         # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
         own = vars(self.model.config)
         changes += [(own, "pad_token_id", None)] * ("pad_token_id" in own)
@@ -316,12 +323,14 @@ def evaluating(modules: Iterable[dict]) -> AbstractContextManager[None]:
 
 
 def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    """The model's configuration and all below it, and copies that its encoder and its decoder have (T5)."""
-    found = [model.config]
+    """Return the model's configuration, all below it, and those of its modules.
+
+    Parts of T5 have copies. A layer that was taken from another model has that model's.
+    """
+    found = [config for module in model.modules() if isinstance(config := vars(module).get("config"), PreTrainedConfig)]
+    found.insert(0, model.config)
     for config in found:
         found += [sub for name in config.sub_configs if (sub := getattr(config, name, None)) is not None]
-    if model.config.is_encoder_decoder:
-        found += [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     return list({id(config): config for config in found}.values())
 
 

@@ -1,7 +1,8 @@
-"""Which attention path does this model get? Each model is asked what it *does*, once.
+"""Choose a model's attention path by what the model does, once for each structure that it has.
 
 Some architectures silently ignore transformers' attention interface, others use it with masks of their own. So
-`resolve` compares ragged passes over a cache with the model's plain forward pass, and refuses what differs.
+`resolve` compares ragged passes over a cache with the model's plain forward pass, and refuses what differs. The probe
+leaves the model as it was.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import weakref
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from bass_core import kernel_ops
 from bass_core import transformers_internals as internals
 from bass_core.attention import (
+    OWN,
     PATHS,
+    InUse,
+    as_found,
     changed,
     configurations,
     context_length,
@@ -31,7 +35,8 @@ from bass_core.environment import is_full
 from bass_core.runner import Runner
 from bass_core.sources import FEATURES, Source, made_up
 
-BEFORE, REACH, BEYOND = 5, 16, 24  # tokens of a short text, the longest window while a model is asked, a long text
+# Tokens: a short text, the longest window while a model is asked, two texts that are longer.
+BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24
 MORE = 3  # tokens that follow them
 SMALL = 2**26  # parameters of a model that is asked in float32
 # Names of lengths at which a model changes what it does.
@@ -40,15 +45,22 @@ SWITCHES = re.compile(
     r"|original_max_position_embeddings"
 )
 
-# A model's answer does not change: (path, error) per model, forgotten with it.
-_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str | None]] = weakref.WeakKeyDictionary()
+SMALL_BUFFER = 2**20  # elements of a buffer whose values are restored after a probe; larger ones hold weights
+
+# Verdicts of a model: (path, signature) -> complaint or None.
+_probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], str | None]] = weakref.WeakKeyDictionary()
+
+
+class NotNumbers(ValueError):
+    """A model's own forward pass gives NaN or infinite logits."""
 
 
 def resolve(model: PreTrainedModel, wanted: str = "auto") -> str:
     """The attention path that `model` gets: "ragged", "pad", "split" or "eager".
 
     "auto" takes the fastest path that the model passes the probe with; any other name is taken or refused.
-    Raises ValueError where the path does not exist here or the model computes something else with it.
+    Raises ValueError if the path does not exist here, if the model computes something else with it, or if the model's
+    own logits are not numbers.
     """
     if wanted not in ("auto", *PATHS):
         raise ValueError(f"attention must be one of auto, {', '.join(PATHS)}; got {wanted!r}")
@@ -98,21 +110,90 @@ def _refuse_stateful(model: PreTrainedModel) -> None:
 def probe(model: PreTrainedModel, path: str) -> str | None:
     """None if the model's ragged passes equal its plain forward pass on this path, else what went wrong.
 
-    Two rows, one beyond every window and switch of the model, one before them, over a cache full of stale values; those
-    of an encoder-decoder model read sources of different lengths: prefill, write rejected tokens, overwrite them,
-    compare logits. The result is remembered per model.
+    Three rows, two beyond every window and switch of the model, one before them, over a cache full of stale values;
+    those of an encoder-decoder model read sources of different lengths: prefill, write rejected tokens, overwrite them,
+    compare logits. The model's own decoding with a cache has to equal the plain pass, too. The verdict is kept for the
+    model's `signature`; refusals under `torch.autocast` are not kept.
     """
-    known = _probed.setdefault(model, {})
-    if path not in known:
-        try:
-            subject = _in_full_precision(model)
-            error, limit = _probe_error(subject, path), _tolerance(subject.dtype)
-            known[path] = None if error <= limit else f"its logits are off by {error:.1e} (allowed {limit:.0e})"
-        except Exception as exception:  # whatever a foreign architecture raises is the answer
-            if is_full(exception):
-                raise
-            known[path] = f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
-    return known[path]
+    known, key = _probed.setdefault(model, {}), (path, signature(model))
+    if key not in known:
+        kind = model.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        complaint = _complaint(model, path, autocast)
+        if complaint is not None and autocast is not None:
+            return f"under torch.autocast({autocast}) {complaint}"
+        known[key] = complaint
+    return known[key]
+
+
+def signature(model: PreTrainedModel) -> int:
+    """Return a hash of what decides how a model computes: its modules, their plain attributes, configurations, dtypes,
+    devices, and autocast. Values of weights do not count, nor what an attention path of ours changes.
+    """
+    kind = model.device.type
+    parts = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)]
+    for name, module in model.named_modules():
+        table = vars(module)
+        tensors = [*table["_parameters"].items(), *table["_buffers"].items()]
+        forward = table.get("forward")
+        forward = None if str(getattr(forward, "__module__", "")).startswith("bass_core.") else forward
+        parts += [name, type(module), id(forward)]
+        parts += [(key, value) for key, value in table.items() if isinstance(value, _PLAIN) and key != "training"]
+        parts += [(key, each.dtype, each.device, each.shape) for key, each in tensors if each is not None]
+    for config in configurations(model):
+        values = [(key, value) for key, value in vars(config).items() if not isinstance(value, PreTrainedConfig)]
+        parts += [f"{key}={value}" for key, value in values if key not in SWITCHED]
+    return hash(tuple(parts))
+
+
+_PLAIN = (bool, int, float, str)
+SWITCHED = (internals.ATTENTION, OWN, "pad_token_id")  # entries of configs that `Switch` changes
+
+
+def _complaint(model: PreTrainedModel, path: str, autocast: torch.dtype | None) -> str | None:
+    """Return what goes wrong on a path, or None. Raises NotNumbers, and what a full memory raises."""
+    try:
+        subject = _in_full_precision(model)
+        error = _probe_error(subject, path)
+        limit = max(_tolerance(dtype) for dtype in (subject.dtype, autocast) if dtype is not None)
+        return None if error <= limit else f"its logits are off by {error:.1e} (allowed {limit:.0e})"
+    except Exception as exception:  # whatever a foreign architecture raises is the answer
+        if is_full(exception) or isinstance(exception, NotNumbers | InUse):
+            raise
+        return f"{type(exception).__name__}: {str(exception).splitlines()[0] if str(exception) else ''}"
+
+
+class _Snapshot:
+    """Attributes, submodules, buffers and configurations of a model at one moment."""
+
+    def __init__(self, model: PreTrainedModel):
+        owners = [*model.modules(), *configurations(model)]
+        self._tables = [(type(owner).__name__, vars(owner)) for owner in owners]
+        # _modules, _parameters, _buffers, rope_parameters
+        self._tables += [(name, each) for name, table in self._tables for each in table.values() if type(each) is dict]
+        self._found = [dict(table) for _, table in self._tables]
+        self._buffers = [(each, each.clone()) for each in model.buffers() if each.numel() <= SMALL_BUFFER]
+
+    @torch.inference_mode()
+    def restore(self) -> list[str]:
+        """Restore everything, and return the modes and submodules that had changed, with their new values."""
+        modes = []
+        for (name, table), found in zip(self._tables, self._found, strict=True):
+            for key in found.keys() & table.keys():
+                new, old = table[key], found[key]
+                if new is not old and isinstance(new, str | nn.Module) and new != old:
+                    modes.append(f"{name}.{key} from {_shown(old)} to {_shown(new)}")
+            if table.keys() != found.keys() or any(table[key] is not old for key, old in found.items()):
+                table.clear()
+                table.update(found)
+        for buffer, values in self._buffers:
+            if not torch.equal(buffer, values):
+                buffer.copy_(values)
+        return modes
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, str) else type(value).__name__
 
 
 def _in_full_precision(model: PreTrainedModel) -> PreTrainedModel:
@@ -147,39 +228,74 @@ def within_reach(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 @torch.inference_mode()
 def _probe_error(model: PreTrainedModel, path: str) -> float:
-    """Largest relative error of the ragged passes' logits, over two rows."""
+    """Largest relative error of the ragged passes' logits."""
     vocabulary = model.config.get_text_config().vocab_size
-    lengths = [min(BEYOND, (context_length(model) or math.inf) - MORE), BEFORE]
-    lengths[1] = min(lengths[1], lengths[0] - 1)
+    longest = min(BEYOND, (context_length(model) or math.inf) - MORE)
+    lengths = [longest, min(BEFORE, longest - 1), min(BETWEEN, longest)]
+    rows = len(lengths)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, vocabulary, (2, lengths[0] + MORE), generator=generator, device="cpu").to(model.device)
+    ids = torch.randint(1, vocabulary, (rows, longest + MORE), generator=generator, device="cpu").to(model.device)
     sources = None
     if model.config.is_encoder_decoder:
         sources, padding = _sources(model), getattr(model.config, "pad_token_id", None)
         if padding is not None:  # some have positions that do not count it
             ids[ids == padding] = 2 if padding != 2 else 3
-    with within_reach(model), Runner(model, path, max_rows=2, capacity=lengths[0] + MORE) as runner:
-        for _ in range(2):  # the first allocates
-            for buffer in runner.cache.buffers():
-                buffer.fill_(1e4)  # stale values that no query may see
-            if sources is not None:
-                runner.read(sources, range(2))
-            first = runner.feed_last(ids, lengths, lengths[0])  # [2, V]
-        starts = torch.tensor(lengths, device=ids.device)
-        following = starts[:, None] + torch.arange(MORE, device=ids.device)  # [2, MORE]
-        rejected = ids.flip(0).gather(1, following)
-        runner.feed(rejected, starts, [MORE, MORE], starts_host=lengths)
-        reads = sources or [None, None]
-        expected = [_plain_logits(model, ids[b : b + 1, : n + MORE], reads[b]) for b, n in enumerate(lengths)]
-        errors = [_relative_error(first[b], expected[b][n - 1]) for b, n in enumerate(lengths)]
-        for submitted in ([MORE, 1], [1, MORE]):  # the longer row submits most, and least
-            for packed in (False,) if path == "eager" else (False, True):
-                logits = runner.feed(ids.gather(1, following), starts, submitted, starts_host=lengths, packed=packed)
-                errors += [
-                    _relative_error(logits[b, :q], expected[b][n : n + q])
-                    for b, (n, q) in enumerate(zip(lengths, submitted, strict=True))
-                ]
+    with within_reach(model), Runner(model, path, max_rows=rows, capacity=longest + MORE) as runner, runner.prepared():
+        before = _Snapshot(model)
+        try:
+            errors = _errors(runner, ids, lengths, sources)
+            errors += _own_errors(model, ids[:1], longest) if sources is None else []
+        finally:
+            modes = before.restore()
+    if modes:
+        raise ValueError(f"the length of a text changes {modes[0]}; set it before decoding")
     return max(errors)
+
+
+def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Source] | None) -> list[float]:
+    """Errors of ragged passes against the model's plain passes."""
+    model, rows = runner.model, len(lengths)
+    for _ in range(2):  # the first allocates
+        for buffer in runner.cache.buffers():
+            buffer.fill_(1e4)  # stale values that no query may see
+        if sources is not None:
+            runner.read(sources, range(rows))
+        first = runner.feed_last(ids, lengths, max(lengths))  # [B, V]
+    starts = torch.tensor(lengths, device=ids.device)
+    following = starts[:, None] + torch.arange(MORE, device=ids.device)  # [B, MORE]
+    rejected = ids.flip(0).gather(1, following)
+    runner.feed(rejected, starts, [MORE] * rows, starts_host=lengths)
+    reads = sources or [None] * rows
+    expected = [_plain_logits(model, ids[b : b + 1, : n + MORE], reads[b]) for b, n in enumerate(lengths)]
+    if any((each.isnan() | (each == torch.inf)).any() for each in expected):
+        raise NotNumbers(
+            f"the own forward pass of {type(model).__name__} gives NaN or infinite logits; check its weights"
+        )
+    errors = [_relative_error(first[b], expected[b][n - 1]) for b, n in enumerate(lengths)]
+    for submitted in ([MORE, 1, 2], [1, MORE, MORE]):  # the longest row submits most, and least
+        for packed in (False,) if runner.path == "eager" else (False, True):
+            logits = runner.feed(ids.gather(1, following), starts, submitted, starts_host=lengths, packed=packed)
+            errors += [
+                _relative_error(logits[b, :q], expected[b][n : n + q])
+                for b, (n, q) in enumerate(zip(lengths, submitted, strict=True))
+            ]
+    return errors
+
+
+def _own_errors(model: PreTrainedModel, ids: Tensor, length: int) -> list[float]:
+    """Errors of the model's own decoding with a cache, as `generate` does it: some models have a window there alone."""
+    name, errors = internals.cache_argument(type(model)), []
+    with as_found(model), evaluating(map(vars, model.modules())):
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+        try:
+            out = model(input_ids=ids[:, :length], use_cache=True)
+            for at in range(length, length + MORE):
+                out = model(input_ids=ids[:, at : at + 1], use_cache=True, **{name: out[internals.CACHE]})
+                errors.append(_relative_error(out.logits[0, -1], expected[at]))
+        except Exception as error:  # `generate` prepares more for this model
+            if is_full(error):
+                raise
+    return errors
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
@@ -191,9 +307,9 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _sources(model: PreTrainedModel) -> list[Source]:
-    """Two that differ, the second one shorter where the model takes any length."""
+    """Three that differ, shorter ones where the model takes any length."""
     most = min(BEYOND, context_length(model) or BEYOND)
-    return [made_up(model, length, seed) for seed, length in enumerate((most, most // 2))]
+    return [made_up(model, length, seed) for seed, length in enumerate((most, most // 2, most // 2 + 1))]
 
 
 def _plain_logits(model: PreTrainedModel, ids: Tensor, source: Source | None) -> Tensor:
@@ -203,5 +319,5 @@ def _plain_logits(model: PreTrainedModel, ids: Tensor, source: Source | None) ->
         read = source.inputs[None].to(model.device)
         read = {"input_ids": read} if model.main_input_name == "input_ids" else {FEATURES: read.to(model.dtype)}
         inputs = read | {"decoder_input_ids": ids}
-    with evaluating(map(vars, model.modules())):
+    with as_found(model), evaluating(map(vars, model.modules())):
         return model(**inputs, use_cache=False).logits[0]

@@ -10,7 +10,6 @@ from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tin
 
 import bass_core as bass
 from bass_core.drafters import Context, suffix
-from bass_core.drafters.layer_skip import first_layers
 from bass_core.randomness import StepKeys
 
 
@@ -51,12 +50,12 @@ def test_ngram_drafts_are_accepted_where_the_text_repeats():
     assert 0 < out.trace.summary()["alpha"] < 1
 
 
-def test_regular_decoding_leaves_the_draft_model_alone(monkeypatch):
+def test_regular_decoding_leaves_the_draft_model_alone():
     models = bass.ModelPair(tiny_model(), tiny_model.__wrapped__(noise=0.1))
     bass.Session(models, draft_length=0).close()  # the first session tries how the models run
-    monkeypatch.setattr(models.draft, "forward", pytest.fail)
-    out = bass.generate(models, ragged_prompts(5, 9), draft_length=0, max_new_tokens=8, eos_token_id=())
-    assert [len(sequence) for sequence in out.sequences] == [8, 8]
+    with forward_passes(models.draft) as passes:
+        out = bass.generate(models, ragged_prompts(5, 9), draft_length=0, max_new_tokens=8, eos_token_id=())
+    assert [len(sequence) for sequence in out.sequences] == [8, 8] and passes == []
 
 
 # --- suffix drafts from the session's texts ---
@@ -118,7 +117,6 @@ def test_oldest_counts_are_forgotten(monkeypatch):
 
 DRAFTERS = {
     "suffix": lambda target: bass.SuffixDrafter(),
-    "layers": lambda target: bass.LayerSkipDrafter(1),
     "features": lambda target: bass.FeatureDrafter(feature_head(target)),
 }
 
@@ -128,8 +126,6 @@ DRAFTERS = {
     [
         ("suffix", "llama", "graphs"),
         ("suffix", "opt", "off"),
-        ("layers", "llama", "off"),
-        ("layers", "gpt2", "graphs"),
         ("features", "qwen2", "graphs"),
         ("features", "phi3", "off"),
     ],
@@ -144,21 +140,6 @@ def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypa
     out = bass.generate(pair, prompts, max_new_tokens=12, **options)
     assert [row.sequence.tolist() for row in out] == [greedy_alone(target, p, 12).tolist() for p in prompts]
     assert out.trace.steps.drafted.sum() > 0
-
-
-def test_first_layers_share_weights_and_leave_the_target_unchanged():
-    target = tiny_model(dtype="float64")
-    ids = ragged_prompts(9)[0][None]
-    before, short = target(ids).logits, first_layers(target, 1)
-    assert short.config.num_hidden_layers == 1 and target.config.num_hidden_layers == 2
-    assert {id(p) for p in short.parameters()} < {id(p) for p in target.parameters()}
-    assert not torch.equal(short(ids).logits, before) and torch.equal(target(ids).logits, before)
-    with bass.Session(bass.ModelPair(target, bass.LayerSkipDrafter(1)), draft_length=3, eos_token_id=()) as session:
-        with forward_passes(target) as passes:  # its hooks see its own passes alone
-            drafted_by(session, ragged_prompts(5)[0].tolist(), new=9)
-        assert len(passes) == session.trace.steps.step.nunique() and session.trace.steps.drafted.sum() > 0
-    with pytest.raises(ValueError, match="has 2 layers, and 2 of them were to draft"):
-        bass.Session(bass.ModelPair(tiny_model(), bass.LayerSkipDrafter(2)))
 
 
 # --- refusals of what custom drafters return ---

@@ -1,0 +1,137 @@
+"""Verdicts of the attention probe: valid for what a model is now, and the model stays as it was."""
+
+import copy
+
+import pytest
+import torch
+from tiny import greedy_alone, ragged_prompts, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
+
+import bass_core as bass
+from bass_core import probe
+
+PROMPTS = ragged_prompts(3, 9, 5)
+
+
+def fresh(**options):
+    return tiny_model.__wrapped__(**options)
+
+
+def greedy(model, draft=None) -> list[list[int]]:
+    options = {"max_new_tokens": 8, "draft_length": 3, "eos_token_id": ()}
+    return [row.tolist() for row in bass.generate(bass.ModelPair(model, draft), PROMPTS, **options).sequences]
+
+
+def alone(model) -> list[list[int]]:
+    return [greedy_alone(model, prompt, 8).tolist() for prompt in PROMPTS]
+
+
+def use_layer_of_another_model(model):
+    model.model.layers[1] = fresh(seed=1).model.layers[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        use_layer_of_another_model,
+        lambda model: model.to(torch.float64),
+        lambda model: model.set_attn_implementation("eager"),
+    ],
+    ids=["layer", "dtype", "attention"],
+)
+def test_changed_model_is_probed_again_and_decoded_as_it_is(change):
+    model = fresh()
+    before = greedy(model)
+    change(model)
+    assert greedy(model) == alone(model)
+    assert before == alone(fresh())
+
+
+def test_forward_replaced_after_a_verdict_is_refused_if_it_differs():
+    model = fresh()
+    greedy(model)
+    mlp = model.model.layers[0].mlp
+    forward = mlp.forward
+    mlp.forward = lambda states: forward(states.roll(1, dims=1))  # mixes neighbouring tokens
+    with pytest.raises(ValueError, match="its logits are off"):
+        greedy(model)
+
+
+def test_refusals_of_a_moment_are_not_kept():
+    model = fresh()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    value = weight[0, 0].item()
+    weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="the own forward pass of LlamaForCausalLM gives NaN or infinite logits"):
+        greedy(model)
+    weight.data[0, 0] = value
+    assert greedy(model) == alone(model)
+
+
+def test_verdict_under_autocast_is_one_for_autocast(monkeypatch):
+    model = fresh()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert probe.resolve(model) == "pad"
+        monkeypatch.setattr(probe, "_tolerance", lambda dtype: 0.0)
+        with pytest.raises(ValueError, match=r"eager: under torch.autocast\(torch.bfloat16\) its logits are off"):
+            probe.resolve(model.double())
+    monkeypatch.undo()
+    assert probe.resolve(model.float()) == "pad"
+
+
+def state_of(model) -> dict:
+    """Everything that a forward pass may change."""
+    owners = {name: vars(module) for name, module in model.named_modules()} | {"config": vars(model.config)}
+    tables = {(name, key): value for name, table in owners.items() for key, value in table.items()}
+    inner = {(*name, key): each for name, table in tables.items() if type(table) is dict for key, each in table.items()}
+    return tables | inner
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("big_bird", {"is_decoder": True, "attention_type": "block_sparse"}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+        ("phi3", {"pad_token_id": 0}),
+    ],
+    ids=["BigBird", "dynamic rope", "phi3"],
+)
+def test_probe_leaves_the_model_as_it_was(kind, options):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    config = AutoConfig.for_model(kind, vocab_size=97, max_position_embeddings=2048, **sizes, **options)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    before, buffers = state_of(model), [buffer.clone() for buffer in model.buffers()]
+    for path in ("pad", "eager"):
+        complaint = probe.probe(model, path)
+        assert complaint is None or kind == "big_bird"
+    after = state_of(model)
+    assert after.keys() == before.keys()
+    assert [name for name, value in before.items() if after[name] is not value] == []
+    assert all(map(torch.equal, model.buffers(), buffers))
+
+
+def test_model_that_changes_its_attention_with_the_length_of_a_text_is_refused():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("big_bird", vocab_size=97, is_decoder=True, **sizes))
+    changes = r"changes BigBirdModel.attention_type from 'block_sparse' to 'original_full'; set it before decoding"
+    with pytest.raises(ValueError, match=changes):
+        greedy(model.eval())
+
+
+def test_session_opens_while_another_decodes_the_same_model():
+    model = fresh()
+    with bass.Session(bass.ModelPair(model)) as running, running.prepared():
+        assert greedy(model) == alone(fresh())
+
+
+def test_models_of_one_config_object_decode_together():
+    config = BartConfig(
+        vocab_size=97, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=64, init_std=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    target, draft = (BartForConditionalGeneration(config).eval() for _ in range(2))
+    before = copy.deepcopy(vars(config))
+    found = greedy(target, draft)
+    assert found == greedy(target) and len({tuple(row) for row in found}) > 1
+    assert vars(config) == before
