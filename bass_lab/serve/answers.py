@@ -131,7 +131,7 @@ class Answer:
                     for text, token, logprob in zip(texts, tokens, logprobs, strict=False)
                 ]
             }
-        offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=offset))
+        *offsets, _ = itertools.accumulate(map(len, texts), initial=offset)
         logprobs = list(logprobs[: len(texts)])
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": offsets}
 

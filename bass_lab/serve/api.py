@@ -70,8 +70,8 @@ class Service:
         arrived, chat = time.monotonic(), isinstance(body, ChatBody)
         self.check_model(body.model)
         prompts = [[message.plain for message in body.messages]] if chat else _prompts(body.prompt)
-        count = len(prompts) * (body.n or 1)
-        streams = bool(body.stream)
+        count = len(prompts) * body.n
+        streams = body.stream
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
         if body.stream_options is not None and not streams:
             raise Refused(400, "stream_options: it needs stream true", "stream_options")
@@ -127,8 +127,8 @@ class Service:
         sampling = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
         waits = [seconds for seconds in (body.timeout, self.deadline) if seconds is not None]
         ends = arrived + min(waits) if waits else None
-        own = sampling | {"seed": seed, "stop": body.stop or (), "ignore_eos": bool(body.ignore_eos)}
-        n = body.n or 1
+        own = sampling | {"seed": seed, "stop": body.stop or (), "ignore_eos": body.ignore_eos}
+        n = body.n
         return [
             Row(prompt, own | {"sample": index * n + sample, "max_new_tokens": limits[index]}, ends)
             for index, prompt in enumerate(ids)

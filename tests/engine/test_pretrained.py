@@ -15,7 +15,7 @@ import bass_core as bass
 
 pytestmark = pytest.mark.slow
 
-NEW = 32
+NEW = 12
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n",
