@@ -10,14 +10,16 @@ import json
 import math
 import re
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     AutoConfig,
@@ -35,8 +37,10 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from bass_core import transformers_internals as internals
 
 OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
-DEPTH = re.compile(r"layers?$|^num_blocks$")  # fields of configs that say how many modules are made
-DEEPEST = 500  # of them: no model has more, and as many are built within a second
+REPEATS = {  # greatest integer in fields of configs that say how often a list is repeated or a module is made
+    re.compile(r"layers?$|^num_blocks$|^attention_types$"): 500,  # no model has more; built within a second
+    re.compile(r"^num_labels$"): 100_000,
+}
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # what is written otherwise is a path
 ADAPTER = "adapter_config.json"  # where there is one, and peft, transformers loads what that file names
 SHIPPED = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")  # the others may be fetched from the hub
@@ -165,12 +169,13 @@ def _checked_config(name: str | Path, revision: str | None, trust_remote_code: b
     check_config(written, trust_remote_code)
     tensors, commit = _headers(name, revision, written.get("transformers_weights"))
     config = AutoConfig.from_pretrained(name, revision=commit, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     quantized = bool(getattr(config, "quantization_config", None))
-    asked = sum(parameter.numel() for parameter in model.parameters())
     held = sum(elements for _, elements in tensors.values())
-    if asked > held * (64 if quantized else 2):  # quantized ones are packed; a few missing ones are named later
+    most = held * (64 if quantized else 2)  # quantized ones are packed; a few missing ones are named later
+    with torch.device("meta"), _bounded(1000 + 16 * len(tensors), 4 * most, 2**26 + 4 * held):
+        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    asked = sum(parameter.numel() for parameter in model.parameters())
+    if asked > most:
         raise ValueError(f"config.json describes a model of {asked:,} parameters, and the files hold {held:,}")
     ignored = [*internals.ignored_tensors(model), OBSOLETE.get(config.model_type, r"^$")]
     whole = [key for key, buffer in model.named_buffers() if not buffer.is_floating_point()]
@@ -179,6 +184,31 @@ def _checked_config(name: str | Path, revision: str | None, trust_remote_code: b
         if not (quantized or known or dtype.startswith(("F", "BF")) or any(re.search(each, key) for each in ignored)):
             raise ValueError(f"{key} is stored as {dtype}; weights are floating-point numbers, or else quantized")
     return config, commit
+
+
+@contextmanager
+def _bounded(modules: int, parameters: int, buffer_bytes: int) -> Iterator[None]:
+    """Raise ValueError as soon as this thread has made more modules, parameters before tying, or bytes of buffers."""
+    thread, made = threading.get_ident(), Counter()
+    most = {"modules": modules, "parameters": parameters, "bytes of buffers": buffer_bytes}
+
+    def count(_module: nn.Module, _name: str, part: nn.Module | Tensor | None) -> None:
+        if part is None or threading.get_ident() != thread:
+            return
+        kind = "modules"
+        if isinstance(part, Tensor):
+            kind = "parameters" if isinstance(part, nn.Parameter) else "bytes of buffers"
+        made[kind] += 1 if kind == "modules" else part.numel() if kind == "parameters" else part.nbytes
+        if made[kind] > most[kind]:
+            raise ValueError(
+                f"config.json describes a model of {made[kind]:,} {kind} or more, and the files justify {most[kind]:,}"
+            )
+
+    with ExitStack() as stack:
+        for kind in ("module", "parameter", "buffer"):
+            hook = getattr(nn.modules.module, f"register_module_{kind}_registration_hook")(count)
+            stack.callback(hook.remove)
+        yield
 
 
 def _headers(name: str | Path, revision: str | None, only: str | None) -> tuple[dict[str, tuple[str, int]], str]:
@@ -203,8 +233,9 @@ def check_config(config: dict[str, Any], trust_remote_code: bool, prefix: str = 
     """Raises ValueError naming a field of a config.json that would hang, fetch code or be passed over in silence."""
     for key, value in config.items():
         field = prefix + key
-        if DEPTH.search(key) and isinstance(value, int) and value > DEEPEST:
-            raise ValueError(f"config.json asks for {field}={value}; {DEEPEST} is the most that is built")
+        for repeated, most in REPEATS.items():
+            if repeated.search(key) and (asked := max(_integers(value), default=0)) > most:
+                raise ValueError(f"config.json asks for {field}={asked}; {most} is the most that is built")
         if key in ("dtype", "torch_dtype") and isinstance(value, str):
             floating(f"{field} in config.json", value)
         if key.endswith("_implementation") and not trust_remote_code:
@@ -218,8 +249,17 @@ def check_config(config: dict[str, Any], trust_remote_code: bool, prefix: str = 
             method = value.get("quant_method")
             if method not in internals.QUANTIZATION_METHODS:
                 raise ValueError(f"config.json has the unknown {field}.quant_method={method!r}")
-        elif key.endswith("_config") and isinstance(value, dict):
+        elif isinstance(value, dict) and (key.endswith("_config") or "model_type" in value):
             check_config(value, trust_remote_code, f"{field}.")
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """Yield the integers of a field of a config, which may be nested lists."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _integers(each)
+    elif isinstance(value, int):
+        yield value
 
 
 @contextmanager

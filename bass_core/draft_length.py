@@ -44,13 +44,16 @@ class Signals:
 class HiddenDraft:
     """A step's drafts, all drawn and none of them shown: what a policy may know before it submits each.
 
-    lengths: int64 [B], how many each row has drafted; submitted: int64 [B], how many of them are submitted so far.
+    lengths: int64 [B], how many each row has drafted; submitted: int64 [B], how many of them are submitted so far. Both
+    are read-only.
     """
 
     def __init__(self, lengths: np.ndarray, maxima: np.ndarray, chances: np.ndarray):
         """maxima, chances: [B, K], the draft model's largest probability for each token and that of the token itself,
         unprocessed, at temperature 1."""
-        self.lengths, self.submitted = lengths.copy(), np.zeros_like(lengths)
+        self._lengths, self._submitted = lengths.copy(), np.zeros_like(lengths)
+        self.lengths, self.submitted = self._lengths.view(), self._submitted.view()
+        self.lengths.flags.writeable = self.submitted.flags.writeable = False
         self._maxima, self._chances = maxima, chances
         self.chances = np.full(chances.shape, np.nan)  # [B, K], of the submitted tokens; NaN elsewhere
 
@@ -61,14 +64,14 @@ class HiddenDraft:
     def submit(self, row: int) -> float:
         """Submit the row's next draft, and learn its probability. Raises IndexError if there is none."""
         slot = self._next(row)
-        self.submitted[row] += 1
+        self._submitted[row] += 1
         self.chances[row, slot] = self._chances[row, slot]
         return float(self.chances[row, slot])
 
     def _next(self, row: int) -> int:
-        if self.submitted[row] >= self.lengths[row]:
-            raise IndexError(f"row {row} has submitted all of its {self.lengths[row]} drafts")
-        return int(self.submitted[row])
+        if self._submitted[row] >= self._lengths[row]:
+            raise IndexError(f"row {row} has submitted all of its {self._lengths[row]} drafts")
+        return int(self._submitted[row])
 
 
 class DraftLengthPolicy(ABC):
@@ -102,7 +105,7 @@ class DraftLengthPolicy(ABC):
         """k for this step, or one k per row (int64 [B])."""
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        """What each row submitted and had accepted in this step, int64 [B] each, on the host."""
+        """What each row submitted and had accepted in this step, int64 [B] each, on the host: copies."""
 
     def foretell(self) -> int | None:
         """Asked after `plan`: what it will say for the next step whatever this one brings, unless rows end; None: that

@@ -102,7 +102,8 @@ class EagerStep:
 
     def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """What the drafter returns, checked."""
-        draft = self.drafter.draft(context, lengths.copy(), policy)  # whatever a drafter writes into it
+        shown = context._replace(lengths_host=context.lengths_host.copy())
+        draft = self.drafter.draft(shown, lengths.copy(), policy)  # whatever a drafter writes into its arrays
         draft = checked(draft, self.drafter, lengths, self.vocabulary, context.tokens.device)
         most = int(draft.lengths_host.max())  # padding beyond it would be verified for nothing
         probs = None if draft.probs is None else draft.probs[:, :most]

@@ -107,6 +107,7 @@ class Session:
         own = self._asked_for = inputs.generation_config(pair.target, generation_config)
         penalty = (own.repetition_penalty or 1.0) if repetition_penalty is None else repetition_penalty
         self.params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
+        inputs.check_sampling(generation_config, self.params)
         self.policy = policy_for(pair, draft_length)
         self.rule = inputs.one_of("verification", verification, (*RULES, "coupled"))
         self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
@@ -385,9 +386,8 @@ class Session:
 
     def _decode(self) -> StepEvent:
         self._enter("plan")
-        view = self.rows.view()
-        plan = self.policy.plan(view)  # draft length, shared or per row; 0 is regular decoding
-        planned, lengths = planned_lengths(plan, view)  # [B], and cut to what each row may still emit
+        plan = self.policy.plan(self.rows.view())  # draft length, shared or per row; 0 is regular decoding
+        planned, lengths = planned_lengths(plan, self.rows.view())  # [B], and cut to what each row may still emit
         context = self.device_step.begin_decode(len(self.rows.live), int(lengths.max()))
         self._enter("draft")
         draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V]
@@ -395,8 +395,9 @@ class Session:
         self._ahead = True
         decided = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
         commit = self._commit(context, draft, decided)
-        self.drafter.committed(context.lengths_host, draft.lengths_host, commit.accepted)
-        self.policy.update(torch.from_numpy(draft.lengths_host), torch.from_numpy(commit.accepted))
+        drafted, accepted = draft.lengths_host, commit.accepted  # of which the drafter and the policy get copies
+        self.drafter.committed(context.lengths_host.copy(), drafted.copy(), accepted.copy())
+        self.policy.update(torch.tensor(drafted), torch.tensor(accepted))
         self.batch.compact()
         self.batch.long.decoded()
         return self._record("decode", planned, context, draft, decided.p, commit)

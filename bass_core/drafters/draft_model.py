@@ -338,7 +338,8 @@ def _chosen(policy: DraftLengthPolicy, draft: Draft, told: Tensor) -> Draft:
     maxima, chances = told.nan_to_num(0.0).cpu().numpy()
     hidden = HiddenDraft(draft.lengths_host, maxima, chances)
     policy.choose(hidden)
-    most = int(hidden.submitted.max())
-    lengths = torch.as_tensor(hidden.submitted, device=draft.tokens.device)
+    submitted = hidden.submitted.copy()
+    most = int(submitted.max())
+    lengths = torch.as_tensor(submitted, device=draft.tokens.device)
     q = None if draft.probs is None else draft.probs[:, :most]
-    return Draft(draft.tokens[:, :most], lengths, hidden.submitted, q, draft.finite)
+    return Draft(draft.tokens[:, :most], lengths, submitted, q, draft.finite)

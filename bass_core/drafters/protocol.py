@@ -48,7 +48,7 @@ class Context(NamedTuple):
 
     places: range  # where the rows live
     tokens: Tensor  # int64 [B, S]
-    tokens_host: np.ndarray  # the same on the host
+    tokens_host: np.ndarray  # the same on the host, read-only
     lengths: Tensor  # int64 [B], committed tokens
     lengths_host: np.ndarray  # the same on the host
     keys: StepKeys  # the randomness of the rows' own step

@@ -97,7 +97,7 @@ def _parsed(path: Path, data: bytes) -> tuple[dict | None, dict[str, dict]]:
                 raise ValueError(f"{line['task_id']} stands there twice")
             else:
                 lines[line["task_id"]] = line
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is not of `compare`: {type(error).__name__}: {error}") from None
     return header, lines
 

@@ -168,12 +168,12 @@ def _is_object(line: bytes) -> bool:
 def read(path: Path, check: Callable[[dict], None] = check) -> list[dict]:
     """The lines of a file, each checked. Raises ValueError naming file, line and what is wrong with it."""
     lines = []
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
+    with path.open("rb") as file:
+        for number, data in enumerate(file, 1):
             try:
-                line = json.loads(text)
+                line = json.loads(data.decode("utf-8"))
                 check(line)
-            except json.JSONDecodeError as error:
+            except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
@@ -197,7 +197,8 @@ def frame(lines: Sequence[dict]) -> pd.DataFrame:
 def load_records(path: str | Path | None = None) -> pd.DataFrame:
     """What was recorded under a path, as one table: a file of JSON lines, the folder of a sweep, or a folder of these.
 
-    path: None is all that ships. `source` names the file, relative to the folder. Lines that name a kind of
+    path: None is all that ships. `source` names the file, relative to the folder; a file that links reach again counts
+    once. Lines that name a kind of
     docs/RECORDS.md are checked, those of a speed flattened as by `frame`; samples of `bass eval` have a line per row,
     beside their settings; lines without a kind stay as they are. Of a sweep, finished runs count, `run` is their key,
     and their parameters are columns, None as "auto" and lists as text; a field of a record that has the name of a
@@ -209,14 +210,19 @@ def load_records(path: str | Path | None = None) -> pd.DataFrame:
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}")
     tables = [
-        table.assign(source=file.name if file == path else str(file.relative_to(path))) for file, table in _tables(path)
+        table.assign(source=file.name if file == path else str(file.relative_to(path)))
+        for file, table in _tables(path, set())
     ]
     if not tables:
         raise ValueError(f"{path} holds no records")
     return pd.concat(tables, ignore_index=True)
 
 
-def _tables(path: Path) -> Iterator[tuple[Path, pd.DataFrame]]:
+def _tables(path: Path, seen: set[Path]) -> Iterator[tuple[Path, pd.DataFrame]]:
+    """Yield the files under a path and their lines. seen: real paths of files and folders that were read before."""
+    if path.resolve() in seen:
+        return
+    seen.add(path.resolve())
     if path.is_file():
         yield path, _table(path)
     elif (path / store.SWEEP).exists():
@@ -231,17 +237,18 @@ def _tables(path: Path) -> Iterator[tuple[Path, pd.DataFrame]]:
         for result in results:
             told = {} if len(versions) == 1 else {"code": f"{result.mark.get('code')} {result.mark.get('cells', '')}"}
             for file in result.files:
-                yield file, _with_parameters(_table(file), result).assign(**told)
+                for own, table in _tables(file, seen):
+                    yield own, _with_parameters(table, result).assign(**told)
     else:
         for child in sorted(path.iterdir()):
             if child.suffix == ".jsonl" or child.is_dir():
-                yield from _tables(child)
+                yield from _tables(child, seen)
 
 
 def _table(path: Path) -> pd.DataFrame:
     """The lines of one file."""
-    with path.open(encoding="utf-8") as file:
-        samples = file.readline().startswith('{"evaluation": ')
+    with path.open("rb") as file:
+        samples = file.readline().startswith(b'{"evaluation": ')
     if samples:
         from bass_lab import evaluation
 

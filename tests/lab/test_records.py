@@ -61,6 +61,27 @@ def test_lines_without_a_kind_are_read(tmp_path):
     assert lab.load_records(path).prompt_set.tolist() == ["mine"]
 
 
+SAMPLES = '{"evaluation": {}, "environment": {}}\n'
+
+
+@pytest.mark.parametrize("first", ["", '{"size": 1}\n', SAMPLES], ids=["first line", "records", "samples"])
+@pytest.mark.parametrize("damaged", [b"\xff", b'{"size": "\xff"}', b"[" * 100_000, b"{", b"3"])
+def test_damaged_line_is_named(tmp_path, first, damaged):
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(first.encode() + damaged + b"\n")
+    with pytest.raises(ValueError, match=rf"lines\.jsonl, line {1 + bool(first)}( is no|:)"):
+        lab.load_records(path)
+
+
+def test_file_reached_twice_counts_once(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "lines.jsonl").write_text('{"size": 1}\n')
+    (tmp_path / "linked.jsonl").symlink_to(tmp_path / "real" / "lines.jsonl")
+    (tmp_path / "real" / "above").symlink_to(tmp_path)
+    (tmp_path / "twin").symlink_to(tmp_path / "real")
+    assert len(lab.load_records(tmp_path)) == 1
+
+
 def test_page_shows_the_schema():
     told = "PYTHONPATH=.:kernels:tests/support python tests/support/records_page.py writes it anew"
     assert records_page.PAGE.read_text(encoding="utf-8") == records_page.page(), told

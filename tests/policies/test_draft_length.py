@@ -1,5 +1,7 @@
 """Draft-length policies against cases worked by hand."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -121,3 +123,65 @@ def test_policy_never_sees_an_unsubmitted_token():
     bass.generate(pair, ragged_prompts(4, 6), draft_length=Spy(), max_new_tokens=8)
     of_rows = {"ids", "steps", "lengths", "generated", "remaining"}
     assert seen == of_rows | {"slot", "entropy", "maximum", "drafting"}
+
+
+class Plain(bass.DraftLengthPolicy):
+    def plan(self, view):
+        self.overwrite(*vars(view).values())
+        return 3
+
+    def start(self, view):
+        self.overwrite(*vars(view).values())
+
+    def keep_drafting(self, signals):
+        self.overwrite(signals.entropy, signals.maximum, signals.drafting)
+        return torch.ones(len(signals.entropy), dtype=torch.bool)
+
+    def choose(self, hidden):
+        for row, drafted in enumerate(hidden.lengths.tolist()):
+            self.overwrite(hidden.lengths, hidden.submitted)
+            for _ in range(min(drafted, 2)):
+                hidden.submit(row)
+        self.overwrite(hidden.lengths, hidden.submitted)
+
+    def update(self, drafted, accepted):
+        self.overwrite(drafted, accepted)
+
+    def overwrite(self, *given):
+        pass
+
+
+class Overwriting(Plain):
+    def overwrite(self, *given):
+        for each in given:
+            with contextlib.suppress(ValueError):  # read-only arrays
+                each[:] = 2
+
+
+class OverwritingDrafter(bass.NgramDrafter):
+    def draft(self, context, lengths, policy):
+        draft = super().draft(context, lengths, policy)
+        context.lengths_host[:] = lengths[:] = 2
+        with pytest.raises(ValueError, match="read-only"):
+            context.tokens_host[:] = 2
+        return draft
+
+    def committed(self, before, drafted, accepted):
+        before[:] = drafted[:] = accepted[:] = 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_overwriting_what_it_receives_changes_no_text_and_no_record(temperature):
+    target = tiny_model(dtype="float64")
+    pairs = [bass.ModelPair(target, draft) for draft in (tiny_model(dtype="float64", noise=0.1), bass.NgramDrafter())]
+    meddling = [pairs[0], bass.ModelPair(target, OverwritingDrafter())]
+    for pair, other in zip(pairs, meddling, strict=True):
+        outs = [
+            bass.generate(
+                each, ragged_prompts(4, 6, 9), draft_length=policy, max_new_tokens=12, temperature=temperature
+            )
+            for each, policy in ((pair, Plain()), (other, Overwriting()))
+        ]
+        assert [row.tolist() for row in outs[0].sequences] == [row.tolist() for row in outs[1].sequences]
+        columns = ["step", "row", "k", "drafted", "accepted", "emitted", "kv_length"]
+        assert outs[0].trace.steps[columns].equals(outs[1].trace.steps[columns])
