@@ -17,18 +17,24 @@ from channel import Channel, ChannelError
 from confinement import die_with, drop_root, no_new_privileges, refuse_calls, restrict_files
 
 LIMITS = {"AS": 2**29, "NPROC": 1, "CPU": 4, "FSIZE": 2**20, "NOFILE": 32, "CORE": 0, "SIGPENDING": 0}
-# Modules that programs may want: imported while the files can be read, if the program's text has their name. Nobody
-# may not reach the libraries of an interpreter under a private home.
+# Modules that programs may want: imported while the files can be read, if the program's text has their name. Later the
+# system's shared libraries are out of reach, and so is the standard library of an interpreter under a private home.
 IMPORTED = frozenset(
     re.findall(
         r"\w+",
-        "abc array base64 binascii bisect calendar cmath collections contextlib copy csv ctypes dataclasses datetime "
-        "decimal difflib enum fractions functools gc hashlib heapq html inspect io itertools json keyword math numbers "
-        "operator os pickle pprint queue random re secrets signal socket statistics string struct subprocess sys "
-        "textwrap threading time traceback types typing unicodedata urllib uuid warnings weakref zlib",
+        "abc array base64 binascii bisect bz2 calendar cmath collections contextlib copy csv ctypes dataclasses "
+        "datetime decimal difflib enum fractions functools gc hashlib heapq html inspect io itertools json keyword "
+        "lzma math numbers operator os pickle pprint queue random re secrets signal socket sqlite3 ssl statistics "
+        "string struct subprocess sys textwrap threading time traceback types typing unicodedata urllib uuid warnings "
+        "weakref xml zlib",
     )
 )
-LATER = {"collections": "collections.abc", "datetime": "_strptime", "urllib": "urllib.parse"}  # what they bring at use
+LATER = {  # submodules that they need at use
+    "collections": "collections.abc",
+    "datetime": "_strptime",
+    "urllib": "urllib.parse",
+    "xml": "xml.etree.ElementTree",
+}
 
 
 def main(read: int, write: int, parent: int) -> None:

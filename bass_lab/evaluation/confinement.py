@@ -1,15 +1,16 @@
 """What a process gives up before it runs a program that nobody trusts: Linux's Landlock and seccomp, by ctypes.
 
 Neither needs privileges or packages, and both work inside containers that refuse namespaces. Landlock (Linux >= 5.13)
-leaves /usr and the interpreter's libraries to read and nothing to write. A seccomp filter refuses the system calls that
-reach beyond the process: other processes, signals, sockets, what outlives it, and the changes to files that Landlock
-does not see (chmod, utime, extended attributes; before Linux 6.2, that opening a file empties it). Everything here is
-for good, also for the process's children.
+leaves the standard library to read and nothing to write. A seccomp filter refuses the system calls that reach beyond
+the process: other processes, signals, sockets, what outlives it, and the changes to files that Landlock does not see
+(chmod, utime, extended attributes; before Linux 6.2, that opening a file empties it). Everything here is for good, also
+for the process's children.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import struct
@@ -91,12 +92,18 @@ def lacking() -> list[str]:
 
 def syscall(number: int, *arguments: object) -> int:
     """One system call; OSError if it fails."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
+    libc = _libc()
     result = libc.syscall(*(ctypes.c_long(part) if isinstance(part, int) else part for part in (number, *arguments)))
     if result == -1:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)  # Windows has none
+    libc.syscall.restype = ctypes.c_long
+    return libc
 
 
 def _machine() -> str:
@@ -146,9 +153,14 @@ def landlock_version() -> int:
 
 
 def readable_paths() -> list[str]:
-    """/usr and the interpreter's libraries, as far as they exist."""
-    libraries = [os.path.join(sys.base_prefix, name) for name in ("lib", sys.platlibdir)]
-    return sorted({os.path.realpath(path) for path in ["/usr", "/lib", "/lib64", *libraries] if os.path.isdir(path)})
+    """Return the modules of the standard library and the time zones that exist.
+
+    A list of folders would not do: Landlock has no exceptions, and any folder above may hold packages and their data.
+    """
+    library = os.path.dirname(os.__file__)
+    names = {"lib-dynload", "__pycache__", *sys.stdlib_module_names}
+    modules = [os.path.join(library, each) for each in os.listdir(library) if each.partition(".")[0] in names]
+    return [path for path in (*modules, "/usr/share/zoneinfo") if os.path.exists(path)]
 
 
 def restrict_files() -> None:
@@ -162,9 +174,10 @@ def restrict_files() -> None:
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = syscall(LANDLOCK_CREATE_RULESET, struct.pack("QQQ", rights, network, scopes)[:size], size, 0)
     for path in readable_paths():
-        folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        syscall(LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", READ_FILE | READ_DIR, folder), 0)
-        os.close(folder)
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        reading = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
+        syscall(LANDLOCK_ADD_RULE, ruleset, 1, struct.pack("=Qi", reading, opened), 0)
+        os.close(opened)
     syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 

@@ -7,7 +7,7 @@ pass. The checker is not this process, so that a check which a strange value kee
 
 Calls are by value: a check sees results made of exact built-in types only (a Counter is an error), and no change that
 the program makes to its arguments. Programs can import a list of standard modules (`_worker.IMPORTED`); further ones if
-the interpreter's libraries can be read by every user.
+every user can read the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from bass_lab.evaluation import bare, confinement
 from bass_lab.evaluation.channel import Channel, ChannelError
-from bass_lab.evaluation.problems import Problem
+from bass_lab.evaluation.problems import MINI_SET, Problem
 
 GRACE = 0.5  # seconds after which a checker that should have answered is killed
 START_SECONDS = 30.0
@@ -36,9 +36,11 @@ PROBE = Problem(
     task_id="self-test",
     prompt='def candidate():\n    """Return which forbidden things this process can do."""\n',
     entry_point="candidate",
-    canonical_solution="""    import os, socket
+    canonical_solution=f"    MINI_SET = {str(MINI_SET)!r}\n"
+    """    import os, socket
     attempts = {
         "read /etc/passwd": lambda: open("/etc/passwd"),
+        "read the mini set": lambda: open(MINI_SET),
         "write /dev/null": lambda: open("/dev/null", "w"),
         "empty /dev/null": lambda: os.open("/dev/null", 3 | os.O_TRUNC),  # which Landlock alone does not see
         "open a socket": lambda: socket.socket(),

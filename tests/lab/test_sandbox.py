@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from attacks import ADD
 
 from bass_lab.evaluation import Problem, SandboxUnavailable, confinement, grade, grade_all, load_problems, values
+from bass_lab.evaluation.problems import MINI_SET
 from bass_lab.evaluation.sandbox import Checker, require_sandbox
 from bass_lab.pair.data_card import share_passed
 
@@ -256,6 +258,37 @@ def test_attacks_on_the_host_fail_with_older_landlock(version):
     )
     with attacks.standalone(attacks.LANDLOCK.format(version)) as folder:
         assert in_folder(folder, code) == "done\n"
+
+
+def install(folder: Path) -> Path:
+    """Return the executable of a copy of this interpreter that has the folder's package in its own libraries."""
+    version, base = f"python{sys.version_info.major}.{sys.version_info.minor}", Path(sys.base_prefix)
+    executable, library = folder / "prefix" / "bin" / version, folder / "prefix" / "lib" / version
+    for path in (executable.parent, library / "site-packages"):
+        path.mkdir(parents=True)
+    shutil.copy(Path(sys.executable).resolve(), executable)
+    for path in (*Path(os.__file__).parent.iterdir(), *base.glob("lib/libpython*")):
+        if path.name != "site-packages":
+            ((library.parent if path.name.startswith("libpython") else library) / path.name).symlink_to(path)
+    assets = folder / "bass_lab" / "assets"
+    assets.mkdir()
+    shutil.copy(MINI_SET, assets)
+    for name in ("bass_lab", "attacks.py"):
+        shutil.move(folder / name, library / "site-packages")
+    return executable
+
+
+@confined
+def test_program_reads_no_package_in_the_interpreters_libraries():
+    code = (
+        "import attacks; from bass_lab.evaluation.problems import MINI_SET; assert MINI_SET.exists(); print(MINI_SET)\n"
+        "host = attacks.Host(); print(attacks.run('read a secret', host, 0.5)); host.close()\n"
+        "print(attacks.grade(attacks.ADD, '    import bz2, xml\\n    return a + b\\n').reason)"
+    )
+    with attacks.standalone() as folder:
+        said = subprocess.run([install(folder), "-c", code], cwd=folder, capture_output=True, text=True)
+        assert said.stdout.splitlines()[1:] == ["[]", "passed"], said
+        assert said.stdout.startswith(f"{folder}/prefix/lib/python3")
 
 
 OPENS_ANYTHING = """

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bass_lab.evaluation import confinement
-from bass_lab.evaluation.problems import Problem
+from bass_lab.evaluation.problems import MINI_SET, Problem
 from bass_lab.evaluation.sandbox import grade
 
 ADD = Problem(
@@ -185,6 +185,7 @@ def attack(a, b):
 def attack(a, b):
     import os
     return tried(secret=lambda: open(FACTS["secret"]), folder=lambda: os.listdir(FACTS["folder"]),
+                 problems=lambda: open(FACTS["problems"]), users=lambda: os.listdir("/usr"),
                  passwords=lambda: open("/etc/passwd"), root=lambda: os.listdir("/"),
                  processes=lambda: os.listdir("/proc"), link=lambda: open("/usr/.." + FACTS["secret"]),
                  memory=lambda: open(f"/proc/{os.getppid()}/mem", "rb"), own=lambda: open("/proc/self/maps"))
@@ -414,7 +415,7 @@ class Host:
         self.before = self.state()
 
     def facts(self) -> dict:
-        files = {name: str(self.folder / name) for name in ("secret", "victim", "empty")}
+        files = {name: str(self.folder / name) for name in ("secret", "victim", "empty")} | {"problems": str(MINI_SET)}
         ports = {"tcp": self.tcp.getsockname()[1], "udp": self.udp.getsockname()[1], "unix": f"\0{self.folder.name}"}
         return {"folder": str(self.folder), "harness": os.getpid()} | files | ports
 
