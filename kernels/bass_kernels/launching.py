@@ -35,6 +35,8 @@ class Flags:
     def __init__(
         self,
         query: Tensor,
+        key: Tensor,
+        value: Tensor,
         scaling: float | None,
         sliding_window: int | None,
         softcap: float | None,
@@ -52,6 +54,7 @@ class Flags:
             "SOFTCAP": float(softcap or 0),
             "WINDOW": sliding_window or 0,
             "SINKS": sinks is not None,
+            "FAR": any(tensor.shape[2] * tensor.stride(2) >= 2**31 for tensor in (key, value)),
             "WIDEN": query.dtype == torch.bfloat16 and interpreted(),
         }
 

@@ -84,6 +84,7 @@ def attend(
     SCALE: tl.constexpr,  # of the scores; in units of log 2 unless there is a softcap
     SOFTCAP: tl.constexpr,  # 0: none
     WINDOW: tl.constexpr,  # 0: none
+    FAR: tl.constexpr,  # offsets of slots need 64 bits, which take registers
     WIDEN: tl.constexpr,  # multiply in float32: the interpreter's dot multiplies the bit patterns of bfloat16
 ):
     """Absorb the keys begin … end - 1 into (acc, top, mass), in blocks; not MASKED: whole ones.
@@ -93,8 +94,9 @@ def attend(
     d = tl.arange(0, BLOCK_D)
     for block in range(begin, end, BLOCK_N):
         n = block + tl.arange(0, BLOCK_N)
-        key_at = key + d[:, None] + n[None, :] * key_stride  # [BLOCK_D, BLOCK_N]
-        value_at = value + n[:, None] * value_stride + d[None, :]  # [BLOCK_N, BLOCK_D]
+        slots = n.to(tl.int64) if FAR else n
+        key_at = key + d[:, None] + slots[None, :] * key_stride  # [BLOCK_D, BLOCK_N]
+        value_at = value + slots[:, None] * value_stride + d[None, :]  # [BLOCK_N, BLOCK_D]
         # A slot that is not the row's may hold NaN, and 0 x NaN is NaN: it must not be read, not just weigh nothing.
         if MASKED:
             k = tl.load(key_at, mask=(d < D)[:, None] & (n < end)[None, :], other=0.0)

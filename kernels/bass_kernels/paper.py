@@ -40,7 +40,7 @@ def pad_attention(
     launching.check(query, key, value, starts, kv_lengths, sinks)
     if extent > key.shape[2]:
         raise ValueError(f"extent must be at most the {key.shape[2]} slots of the cache, got {extent}")
-    flags = Flags(query, scaling, sliding_window, softcap, sinks)
+    flags = Flags(query, key, value, scaling, sliding_window, softcap, sinks)
     return _launch(query, key, value, starts, kv_lengths, sinks, flags, [(range(len(query)), extent)])
 
 
@@ -61,7 +61,7 @@ def split_attention(
     launching.check(query, key, value, starts, kv_lengths, sinks)
     if len(lengths) != len(kv_lengths):
         raise ValueError(f"lengths must be the {len(kv_lengths)} rows' KV lengths, got {len(lengths)} numbers")
-    flags = Flags(query, scaling, sliding_window, softcap, sinks)
+    flags = Flags(query, key, value, scaling, sliding_window, softcap, sinks)
     launches = [(range(row, row + 1), length) for row, length in enumerate(lengths)]
     return _launch(query, key, value, starts, kv_lengths, sinks, flags, launches)
 
@@ -128,6 +128,7 @@ def _attend_rows(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    FAR: tl.constexpr,
     WIDEN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -142,7 +143,7 @@ def _attend_rows(
     acc, top, mass = nothing_seen(BLOCK_M, BLOCK_D, ACC)
     acc, top, mass = attend(
         acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, 0, end,
-        True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
+        True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, FAR, WIDEN,
     )  # fmt: skip
     store_output(
         out + b * out_stride_b, out_stride_q, out_stride_h, acc, top, mass, sinks, kv_head, rows, live, query_length,

@@ -89,7 +89,7 @@ def ragged_attention(
     group = heads // kv_heads
     rows = query_length * group
     out = query.new_empty(batch, query_length, heads, head_dim)
-    flags = Flags(query, scaling, sliding_window, softcap, sinks)
+    flags = Flags(query, key, value, scaling, sliding_window, softcap, sinks)
     splits = len(work.items) if work.may_split else 0
     partial = out.new_empty(splits, kv_heads, rows, head_dim, dtype=flags.accumulator)
     partial_top, partial_mass = out.new_empty(2, splits, kv_heads, rows, dtype=flags.accumulator)
@@ -168,6 +168,7 @@ def _attend_pieces(
     SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    FAR: tl.constexpr,
     WIDEN: tl.constexpr,
     MAY_SPLIT: tl.constexpr,
     ONE_LOOP: tl.constexpr,
@@ -200,11 +201,11 @@ def _attend_pieces(
         all_see = begin + tl.maximum(tl.minimum(end, first + 1) - begin, 0) // BLOCK_N * BLOCK_N
         acc, top, mass = attend(
             acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, begin, all_see,
-            False, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
+            False, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, FAR, WIDEN,
         )  # fmt: skip
     acc, top, mass = attend(
         acc, top, mass, q, positions, key, value, key_stride_s, value_stride_s, all_see, end,
-        True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, WIDEN,
+        True, D, BLOCK_D, BLOCK_N, SCALE, SOFTCAP, WINDOW, FAR, WIDEN,
     )  # fmt: skip
 
     if MAY_SPLIT:  # noqa: SIM102 (known when compiling, unlike the next)

@@ -299,22 +299,24 @@ def test_write_kv_equals_the_reference(dtype, head_dims):
     assert all(buffer.any() for buffer in found)
 
 
-def far_apart(tokens: torch.Tensor) -> torch.Tensor:
-    """The same tokens, 2^30 numbers apart in memory. Untouched memory takes no room."""
+def far_apart(tokens: torch.Tensor, last: int) -> torch.Tensor:
+    """Return the tokens [1, H, S, D] with number `last` 2^31 numbers away. Untouched memory takes no room."""
     heads, count, width = tokens.shape[1:]
-    room = torch.empty((count - 1 << 30) + heads * width, dtype=tokens.dtype)
-    apart = room.as_strided(tokens.shape, (0, width, 1 << 30, 1))
+    stride = (2**31 // last // 16 + 1) * 16
+    room = torch.empty((count - 1) * stride + heads * width, dtype=tokens.dtype)
+    apart = room.as_strided(tokens.shape, (0, width, stride, 1))
     apart.copy_(tokens)
     return apart
 
 
 def test_offsets_may_exceed_32_bits():
     arguments = case([40], 3, dtype=torch.float16)
-    apart = arguments._replace(query=far_apart(arguments.query))
-    assert torch.equal(ragged_attention(*apart.arguments), ragged_attention(*arguments.arguments))
+    for name, last in (("query", 2), ("key", 39), ("value", 39)):
+        apart = arguments._replace(**{name: far_apart(getattr(arguments, name), last)})
+        assert torch.equal(ragged_attention(*apart.arguments), ragged_attention(*arguments.arguments)), name
     states, slots = arguments.query, torch.tensor([[2, 0, 4]])
     found, expected = ([torch.zeros(1, 4, 6, 64, dtype=torch.float16) for _ in range(2)] for _ in range(2))
-    bass_kernels.write_kv(far_apart(states), far_apart(states), *found, slots, first_place=0)
+    bass_kernels.write_kv(far_apart(states, 2), far_apart(states, 2), *found, slots, first_place=0)
     reference.write_kv(states, states, *expected, slots, first_place=0)
     assert all(map(torch.equal, found, expected))
 
