@@ -116,20 +116,20 @@ clean: ## remove what was built and the caches; .venv stays
 
 # The stamps stand for "installed since these files last changed", so that a second run starts at once.
 .venv/.installed-notebooks: EXTRAS = notebooks
-.venv/.installed-notebooks: pyproject.toml constraints.txt requirements.lock | $(BIN)/pip
+.venv/.installed-notebooks: pyproject.toml setup.py constraints.txt requirements.lock | $(BIN)/pip
 	@echo "==> Installing the pinned versions into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch $@
 
 .venv/.installed-docs: EXTRAS = notebooks,docs
-.venv/.installed-docs: pyproject.toml constraints.txt requirements.lock | $(BIN)/pip
+.venv/.installed-docs: pyproject.toml setup.py constraints.txt requirements.lock | $(BIN)/pip
 	@echo "==> Installing the pinned versions and MkDocs into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch .venv/.installed-notebooks $@
 
 # Includes all that the notebooks need, hence both stamps.
 .venv/.installed-test: EXTRAS = notebooks,test
-.venv/.installed-test: pyproject.toml constraints.txt requirements.lock | $(BIN)/pip
+.venv/.installed-test: pyproject.toml setup.py constraints.txt requirements.lock | $(BIN)/pip
 	@echo "==> Installing the pinned versions and the test tools into .venv (downloads hundreds of MB the first time)"
 	$(INSTALL)
 	@touch .venv/.installed-notebooks $@

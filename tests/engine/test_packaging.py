@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -110,19 +112,25 @@ def test_folder_kernels_does_not_hide_the_published_package(tmp_path):
     assert run("import kernels; print(kernels.__file__)", ROOT, tmp_path) == str(stand_in)
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The files that `pip install .` puts into site-packages."""
-    source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
+def install(folder: Path, build: str) -> Path:
+    """Return the site-packages of a new environment in the folder, with the files that pip would put there."""
+    source, wheels, environment = folder / "source", folder / "wheels", folder / "environment"
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
-    (wheel,) = wheels.iterdir()
-    zipfile.ZipFile(wheel).extractall(site)
+    wheels.mkdir()
+    command = [sys.executable, "-c", f"from setuptools import build_meta; build_meta.{build}({str(wheels)!r})"]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    venv.create(environment, symlinks=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    zipfile.ZipFile(next(wheels.iterdir())).extractall(site)
     return site
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    return install(tmp_path_factory.mktemp("installed"), "build_wheel")
 
 
 @pytest.mark.ci
@@ -151,6 +159,25 @@ assert load_problems(None)
 @pytest.mark.ci
 def test_installed_packages_work_outside_the_repository(installed, tmp_path):
     assert all(Path(line).is_relative_to(installed) for line in run(USE, tmp_path, installed).splitlines())
+
+
+TYPED = """
+import bass_core, bass_kernels, bass_lab
+reveal_type((bass_core.FixedLength(3).k, bass_kernels.write_kv, bass_lab.SVIP(bound=0.3)))
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("build", ["build_wheel", "build_editable"])
+def test_type_checker_finds_the_installed_packages(tmp_path, build):
+    python = install(tmp_path, build).parents[2] / "bin" / "python"
+    (tmp_path / "typed.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--follow-imports=silent", f"--python-executable={python}", "typed.py"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    found = re.search(r'Revealed type is "tuple\[(.*)\]"', done.stdout)[1]
+    assert re.fullmatch(r"int, def \(key_states: .*\), bass_lab\.[a-z_.]+\.SVIP", found)
 
 
 def test_version_licence_and_citation():
