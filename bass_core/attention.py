@@ -215,7 +215,8 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 
 
 MISSING = object()
-OWN = "_bass_own_attention"  # entry of a switched config: the attention implementation of its owner
+SWITCHED = (internals.ATTENTION, "pad_token_id")  # entries of configs that `Switch` changes
+OWN = "_bass_own"  # entry of a switched config: what its owner has for these
 
 Change = tuple[dict, str, Any]  # a table, the name of an entry, and what it is to be
 
@@ -254,7 +255,7 @@ def path_of(model: PreTrainedModel) -> str | None:
 
 
 def as_found(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, a model that is switched to a path has its owner's attention, as its encoder wants it."""
+    """Inside, a model that is switched to a path has its owner's configuration, as its encoder wants it."""
     return changed(vars(model).get("_bass_path", (None, None, ()))[2])
 
 
@@ -304,15 +305,15 @@ class Switch:
             )
         paths = [vars(each) for each in configurations(self.model)]
         # A draft may share the config of a target that is switched already.
-        found = [(config, internals.ATTENTION, config.get(OWN, config[internals.ATTENTION])) for config in paths]
+        own = [config.get(OWN) or {name: config[name] for name in SWITCHED if name in config} for config in paths]
+        found = [(config, *entry) for config, kept in zip(paths, own, strict=True) for entry in kept.items()]
         changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path, found))]
         changes += [*self._forwards, *self._kept]
         changes += [change for change in self._lean if "forward" not in change[0]]  # nobody stands in for it
         changes += [(config, internals.ATTENTION, _prefixed(self.path)) for config in paths]
-        changes += [(config, OWN, value) for config, _, value in found]
+        changes += [(config, OWN, kept) for config, kept in zip(paths, own, strict=True)]
         # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
-        own = vars(self.model.config)
-        changes += [(own, "pad_token_id", None)] * ("pad_token_id" in own)
+        changes += [(paths[0], "pad_token_id", None)] * ("pad_token_id" in paths[0])
         with changed(changes), evaluating(self._modules):
             yield
 

@@ -397,7 +397,7 @@ class Session:
         commit = self._commit(context, draft, decided)
         drafted, accepted = draft.lengths_host, commit.accepted  # of which the drafter and the policy get copies
         self.drafter.committed(context.lengths_host.copy(), drafted.copy(), accepted.copy())
-        self.policy.update(torch.tensor(drafted), torch.tensor(accepted))
+        self.policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
         self.batch.compact()
         self.batch.long.decoded()
         return self._record("decode", planned, context, draft, decided.p, commit)

@@ -22,6 +22,7 @@ from bass_core import transformers_internals as internals
 from bass_core.attention import (
     OWN,
     PATHS,
+    SWITCHED,
     InUse,
     as_found,
     changed,
@@ -46,6 +47,8 @@ SWITCHES = re.compile(
 )
 
 SMALL_BUFFER = 2**20  # elements of a buffer whose values are restored after a probe; larger ones hold weights
+
+PLAIN = (bool, int, float, str)  # attributes that count for a signature
 
 # Verdicts of a model: (path, signature) -> complaint or None.
 _probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], str | None]] = weakref.WeakKeyDictionary()
@@ -138,16 +141,12 @@ def signature(model: PreTrainedModel) -> int:
         forward = table.get("forward")
         forward = None if str(getattr(forward, "__module__", "")).startswith("bass_core.") else forward
         parts += [name, type(module), id(forward)]
-        parts += [(key, value) for key, value in table.items() if isinstance(value, _PLAIN) and key != "training"]
+        parts += [(key, value) for key, value in table.items() if isinstance(value, PLAIN) and key != "training"]
         parts += [(key, each.dtype, each.device, each.shape) for key, each in tensors if each is not None]
     for config in configurations(model):
         values = [(key, value) for key, value in vars(config).items() if not isinstance(value, PreTrainedConfig)]
-        parts += [f"{key}={value}" for key, value in values if key not in SWITCHED]
+        parts += [f"{key}={value}" for key, value in values if key not in (*SWITCHED, OWN)]
     return hash(tuple(parts))
-
-
-_PLAIN = (bool, int, float, str)
-SWITCHED = (internals.ATTENTION, OWN, "pad_token_id")  # entries of configs that `Switch` changes
 
 
 def _complaint(model: PreTrainedModel, path: str, autocast: torch.dtype | None) -> str | None:
@@ -169,7 +168,7 @@ class _Snapshot:
     def __init__(self, model: PreTrainedModel):
         owners = [*model.modules(), *configurations(model)]
         self._tables = [(type(owner).__name__, vars(owner)) for owner in owners]
-        # _modules, _parameters, _buffers, rope_parameters
+        # Tables inside, such as _modules, _parameters, _buffers and rope_parameters.
         self._tables += [(name, each) for name, table in self._tables for each in table.values() if type(each) is dict]
         self._found = [dict(table) for _, table in self._tables]
         self._buffers = [(each, each.clone()) for each in model.buffers() if each.numel() <= SMALL_BUFFER]

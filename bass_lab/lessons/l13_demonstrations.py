@@ -20,7 +20,6 @@ from bass_core.engine import Session
 from bass_core.generation import Generation, generate
 from bass_core.models import ModelPair
 from bass_lab.checks import plain_decoding
-from bass_lab.drafters.layer_skip import LayerSkipDrafter
 from bass_lab.lessons.settings import is_exact
 from bass_lab.measure.clocks import Elapsed
 from bass_lab.measure.ratios import Ratio
@@ -198,7 +197,11 @@ def not_rolled_back() -> Iterator[None]:
 def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: int) -> pd.DataFrame:
     """A line per way: the greedy text of one row rightly and wrongly, beside `transformers.generate`; how many of its
     tokens are right before the first wrong one, and how many drafts were rejected."""
-    pair = ModelPair(model, LayerSkipDrafter(2))
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.mul_(0.95)
+    pair = ModelPair(model, draft)
     with _quiet():
         expected = plain_decoding.greedy(model, prompt, new)[0].tolist()
     lines = {"transformers.generate": {"text": expected, "right tokens": new, "rejected": 0}}
