@@ -8,6 +8,7 @@ text of a token when no later token can change it.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,11 @@ PARTIAL = "\ufffd"  # ends a text that ends within a character
 CLEANED = 4  # characters: a tokenizer's clean-up removes spaces only before shorter strings, such as " n't"
 WINDOW, CONTEXT = 32, 8  # tokens that are decoded together; final tokens that stay when the window moves
 LONGEST_GROUP = 256  # tokens: the text of a longer run of byte tokens is not divided among them
+
+
+# For each tokenizer and the tokens that it has: id -> True if the token ends a run of byte tokens.
+_ends_of_runs: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, dict[int, bool]]]
+_ends_of_runs = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -62,31 +68,39 @@ class FinalText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: StopStrings | None = None):
         self._tokenizer, self._stop = tokenizer, stop
         self._cleans_up = tokenizer.decode(tokenizer("a .", add_special_tokens=False)["input_ids"]) != "a ."
-        self._visible: dict[int, bool] = {}
+        known = _ends_of_runs.setdefault(tokenizer, {})
+        self._ends = known.setdefault((len(tokenizer), *tokenizer.all_special_ids), {})
         self._window: list[int] = []  # the last tokens: text to come depends on no others
         self._limit = WINDOW  # tokens at which the window moves
         self._closed = 0  # tokens of the window up to the last that ends a run of byte tokens
-        self._released = 0  # tokens of the window whose texts were returned
+        self._released = 0  # tokens of the window whose texts `token_texts` returned
         self._end = 0  # characters of the window's text that were returned
         self.stopped = False  # the text so far contains a stop string
 
     def feed(self, ids: Sequence[int] = (), ended: bool = False) -> str:
-        """Return the text that these tokens make final. ended: no token follows, so that all text is final."""
-        return "".join(self.token_texts(ids, ended))
+        """Return the text that these tokens make final. ended: no token follows, so that all text is final.
+
+        A row's tokens are all given to this method, or all to `token_texts`.
+        """
+        grown = self._extend(ids)
+        if self.stopped or not (grown or ended):
+            return ""
+        text, final, _ = self._read(ended)
+        piece, self._end = text[self._end : final], max(self._end, final)
+        self._released = self._closed
+        self._move(text, ended)
+        return piece
 
     def token_texts(self, ids: Sequence[int] = (), ended: bool = False) -> list[str]:
-        """Return the texts of the next tokens, in order, as far as they are final; `feed` returns them joined.
+        """Return the texts of the next tokens, in order, as far as they are final. Joined, they are the row's text.
 
         A character of several tokens belongs to the last of them. Special tokens have the text "". Tokens of the stop
         string that ends the row have no text, so that the list then has fewer elements than the row has tokens.
         """
         texts: list[str] = []
-        for token in map(int, ids):
-            self._window.append(token)
-            if self._ends_bytes(token):
-                self._closed = len(self._window)
-                texts += self._release(self._closed)
-        return texts + self._release(len(self._window), ended=True) if ended else texts
+        for token in ids:
+            texts += self._release() if self._extend([token]) else []
+        return texts + self._release(ended=True) if ended else texts
 
     def look_ahead(self) -> bool:
         """Return True if the text contains a stop string as it would be if no token followed."""
@@ -94,34 +108,48 @@ class FinalText:
             return self._stop.find(self._decode(len(self._window)), self._end) is not None
         return self.stopped
 
-    def _ends_bytes(self, token: int) -> bool:
+    def _extend(self, ids: Sequence[int]) -> bool:
+        """Add tokens to the window. Return True if text may have become final."""
+        before = self._closed
+        for token in map(int, ids):
+            self._window.append(token)
+            if self._ends_run(token):
+                self._closed = len(self._window)
+        return self._closed > before
+
+    def _ends_run(self, token: int) -> bool:
         """Return True for tokens that are visible and no byte tokens: they end a run of byte tokens."""
-        if token not in self._visible:
+        if token not in self._ends:
             name = self._tokenizer.convert_ids_to_tokens(token)
             text = self._tokenizer.decode([token], skip_special_tokens=True)
-            self._visible[token] = bool(text) and not (name and BYTE.fullmatch(name))
-        return self._visible[token]
+            self._ends[token] = bool(text) and not (name and BYTE.fullmatch(name))
+        return self._ends[token]
 
     def _decode(self, end: int, start: int = 0) -> str:
         return self._tokenizer.decode(self._window[start:end], skip_special_tokens=True)
 
-    def _release(self, end: int, ended: bool = False) -> list[str]:
-        """Return the texts of tokens before `end` that are final and were not returned yet."""
+    def _read(self, ended: bool) -> tuple[str, int, bool]:
+        """Return the window's text, the number of its characters that are final, and True if a stop string is next."""
+        text = self._decode(len(self._window) if ended else self._closed)
+        found = self._stop.find(text, self._end) if self._stop else None
+        self.stopped = found is not None
+        final = found if found is not None else len(text) if ended else self._final(text)
+        return text, final, self.stopped
+
+    def _release(self, ended: bool = False) -> list[str]:
+        """Return the texts of tokens that are final and were not returned yet."""
+        end = len(self._window) if ended else self._closed
         if self.stopped or end == self._released:
             return []
-        text = self._decode(end)
-        found = self._stop.find(text, self._end) if self._stop else None
-        final = found if found is not None else len(text) if ended else self._final(text)
+        text, final, stops = self._read(ended)
         texts = []
         for token_end in self._token_ends(text, end):
-            if self._end >= final if found is not None else token_end > final:
+            if self._end >= final if stops else token_end > final:
                 break
             texts.append(text[self._end : min(token_end, final)])
             self._end = token_end
         self._released += len(texts)
-        self.stopped = found is not None
-        if len(self._window) >= self._limit and not ended:
-            self._move(text)
+        self._move(text, ended)
         return texts
 
     def _final(self, text: str) -> int:
@@ -140,8 +168,10 @@ class FinalText:
             ends.append(last)
         return [*ends, len(text)]
 
-    def _move(self, text: str) -> None:
-        """Drop the first tokens of the window if the text of the others ends as `text` does."""
+    def _move(self, text: str, ended: bool) -> None:
+        """Drop the first tokens of a long window if the text of the others ends as `text` does."""
+        if ended or len(self._window) < self._limit:
+            return
         waiting = len(text) - self._end
         for start in range(self._released - CONTEXT, max(0, self._released - 2 * CONTEXT), -1):
             rest = self._decode(self._closed, start)
