@@ -216,7 +216,7 @@ for _name, _function in (("pad", pad_attention), ("split", split_attention), ("r
 
 MISSING = object()
 SWITCHED = (internals.ATTENTION, "pad_token_id")  # entries of configs that `Switch` changes
-OWN = "_bass_own"  # entry of a switched config: what its owner has for these
+OWN = "_bass_own"  # entry of a switched config: the thread that switched it, and what its owner has for these
 
 Change = tuple[dict, str, Any]  # a table, the name of an entry, and what it is to be
 
@@ -296,22 +296,26 @@ class Switch:
     def on(self) -> Iterator[None]:
         """Run the model with the path, in evaluation mode; leave it exactly as it was found.
 
-        Raises InUse while another thread runs it, which would find it changed, and back again.
+        Raises InUse while another thread runs it, or a model that has a config object in common with it: each would
+        find it changed, and back again.
         """
-        if "_bass_path" in vars(self.model) and path_of(self.model) is None:
+        paths, thread = [vars(each) for each in configurations(self.model)], threading.get_ident()
+        if any(config[OWN][0] != thread for config in paths if OWN in config):
             raise InUse(
-                f"{type(self.model).__name__} is decoding in another thread at this moment; give each thread models "
-                "of its own, or one Session to all"
+                f"{type(self.model).__name__}, or a model that shares its config object, is decoding in another thread "
+                "at this moment; give each thread models of its own, or one Session to all"
             )
-        paths = [vars(each) for each in configurations(self.model)]
         # A draft may share the config of a target that is switched already.
-        own = [config.get(OWN) or {name: config[name] for name in SWITCHED if name in config} for config in paths]
+        own = [
+            config[OWN][1] if OWN in config else {name: config[name] for name in SWITCHED if name in config}
+            for config in paths
+        ]
         found = [(config, *entry) for config, kept in zip(paths, own, strict=True) for entry in kept.items()]
-        changes = [(vars(self.model), "_bass_path", (threading.get_ident(), self.path, found))]
+        changes = [(vars(self.model), "_bass_path", (thread, self.path, found))]
         changes += [*self._forwards, *self._kept]
         changes += [change for change in self._lean if "forward" not in change[0]]  # nobody stands in for it
         changes += [(config, internals.ATTENTION, _prefixed(self.path)) for config in paths]
-        changes += [(config, OWN, kept) for config, kept in zip(paths, own, strict=True)]
+        changes += [(config, OWN, (thread, kept)) for config, kept in zip(paths, own, strict=True)]
         # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
         changes += [(paths[0], "pad_token_id", None)] * ("pad_token_id" in paths[0])
         with changed(changes), evaluating(self._modules):

@@ -1,6 +1,7 @@
 """Verdicts of the attention probe: valid for what a model is now, and the model stays as it was."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -135,3 +136,6 @@ def test_models_of_one_config_object_decode_together():
     found = greedy(target, draft)
     assert found == greedy(target) and len({tuple(row) for row in found}) > 1
     assert vars(config) == before
+    refused = pytest.raises(RuntimeError, match="model that shares its config object, is decoding in another thread")
+    with bass.Session(bass.ModelPair(target)) as running, running.prepared(), ThreadPoolExecutor(1) as other, refused:
+        other.submit(greedy, draft).result()
