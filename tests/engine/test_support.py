@@ -114,7 +114,7 @@ WAYS = (
 )  # fmt: skip
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("ngram", "suffix", "layers:2", "target:int4")]
+OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("ngram", "suffix", "target:int4")]
 
 
 @pytest.mark.parametrize("name", [None, "feature_head", *OTHERS])
