@@ -34,8 +34,7 @@ def small_pair(draft: str) -> bass.ModelPair:
     if draft == "reader":
         pair = bass.ModelPair(*(copy.deepcopy(tiny_reader("t5", "float64", noise)) for noise in (0.0, 0.02)))
     else:
-        layers = {"num_hidden_layers": 2} if draft == "layers" else {}
-        target = copy.deepcopy(tiny_model(dtype="float64", **SMALL | layers))
+        target = copy.deepcopy(tiny_model(dtype="float64", **SMALL))
         pair = bass.ModelPair(target, DRAFTS[draft](target))
     for model in pair.models:
         resolve(model)
@@ -127,7 +126,7 @@ def interrupted(run: Run, pending: set[Line]) -> Line | None:
     return found
 
 
-SLOW = ["model", "model, launched ahead", "layers", "features", "reader"]
+SLOW = ["model", "model, launched ahead", "features", "reader"]
 
 
 @pytest.mark.parametrize(
