@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -244,6 +244,9 @@ def changed(changes: Sequence[Change]) -> Iterator[None]:
         restore()
 
 
+_switching = threading.RLock()  # held while a model is switched, and back
+
+
 class InUse(RuntimeError):
     """Another thread decodes with a model at this moment."""
 
@@ -299,6 +302,18 @@ class Switch:
         Raises InUse while another thread runs it, or a model that has a config object in common with it: each would
         find it changed, and back again.
         """
+        with ExitStack() as stack:
+            with _switching:
+                stack.enter_context(changed(self._changes()))
+                stack.enter_context(evaluating(self._modules))
+            try:
+                yield
+            finally:
+                with _switching:
+                    stack.close()
+
+    def _changes(self) -> list[Change]:
+        """Return what `on` changes. Raises InUse."""
         paths, thread = [vars(each) for each in configurations(self.model)], threading.get_ident()
         if any(config[OWN][0] != thread for config in paths if OWN in config):
             raise InUse(
@@ -317,9 +332,7 @@ class Switch:
         changes += [(config, internals.ATTENTION, _prefixed(self.path)) for config in paths]
         changes += [(config, OWN, (thread, kept)) for config, kept in zip(paths, own, strict=True)]
         # GPT-2 looks for this id in every pass, and has the host wait, to warn of padding that there is not.
-        changes += [(paths[0], "pad_token_id", None)] * ("pad_token_id" in paths[0])
-        with changed(changes), evaluating(self._modules):
-            yield
+        return changes + [(paths[0], "pad_token_id", None)] * ("pad_token_id" in paths[0])
 
 
 def evaluating(modules: Iterable[dict]) -> AbstractContextManager[None]:

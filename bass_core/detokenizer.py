@@ -17,14 +17,15 @@ from transformers import PreTrainedTokenizerBase
 
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # name of a byte token in a vocabulary with byte fallback
 PARTIAL = "\ufffd"  # ends a text that ends within a character
-CLEANED = 4  # characters: a tokenizer's clean-up removes spaces only before shorter strings, such as " n't"
+CLEANED = 6  # characters of the longest string that a tokenizer's clean-up changes: " n ' t"
 WINDOW, CONTEXT = 32, 8  # tokens that are decoded together; final tokens that stay when the window moves
+LOST = 2  # leading spaces of a text that a tokenizer may remove
 LONGEST_GROUP = 256  # tokens: the text of a longer run of byte tokens is not divided among them
 
 
-# For each tokenizer and the tokens that it has: id -> True if the token ends a run of byte tokens.
-_ends_of_runs: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, dict[int, bool]]]
-_ends_of_runs = weakref.WeakKeyDictionary()
+# For each tokenizer and the special tokens that it has: id -> "text", "byte", or None for tokens without text.
+_kinds: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, dict[int, str | None]]]
+_kinds = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class FinalText:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: StopStrings | None = None):
         self._tokenizer, self._stop = tokenizer, stop
         self._cleans_up = tokenizer.decode(tokenizer("a .", add_special_tokens=False)["input_ids"]) != "a ."
-        known = _ends_of_runs.setdefault(tokenizer, {})
-        self._ends = known.setdefault((len(tokenizer), *tokenizer.all_special_ids), {})
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._hidden = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
+        self._kinds = _kinds.setdefault(tokenizer, {}).setdefault((len(tokenizer), *sorted(self._hidden)), {})
         self._window: list[int] = []  # the last tokens: text to come depends on no others
-        self._limit = WINDOW  # tokens at which the window moves
         self._closed = 0  # tokens of the window up to the last that ends a run of byte tokens
         self._released = 0  # tokens of the window whose texts `token_texts` returned
         self._end = 0  # characters of the window's text that were returned
+        self._in_run = False  # the last token is a byte token
         self.stopped = False  # the text so far contains a stop string
 
     def feed(self, ids: Sequence[int] = (), ended: bool = False) -> str:
@@ -104,7 +106,7 @@ class FinalText:
 
     def look_ahead(self) -> bool:
         """Return True if the text contains a stop string as it would be if no token followed."""
-        if not self.stopped and self._stop and self._closed < len(self._window):
+        if not self.stopped and self._stop and self._in_run:
             return self._stop.find(self._decode(len(self._window)), self._end) is not None
         return self.stopped
 
@@ -113,17 +115,13 @@ class FinalText:
         before = self._closed
         for token in map(int, ids):
             self._window.append(token)
-            if self._ends_run(token):
+            if token not in self._kinds:
+                name = None if token in self._hidden else self._tokenizer.convert_ids_to_tokens(token)
+                self._kinds[token] = name and ("byte" if BYTE.fullmatch(name) else "text")
+            self._in_run = self._kinds[token] == "byte"
+            if self._kinds[token] == "text":  # it ends a run of byte tokens
                 self._closed = len(self._window)
         return self._closed > before
-
-    def _ends_run(self, token: int) -> bool:
-        """Return True for tokens that are visible and no byte tokens: they end a run of byte tokens."""
-        if token not in self._ends:
-            name = self._tokenizer.convert_ids_to_tokens(token)
-            text = self._tokenizer.decode([token], skip_special_tokens=True)
-            self._ends[token] = bool(text) and not (name and BYTE.fullmatch(name))
-        return self._ends[token]
 
     def _decode(self, end: int, start: int = 0) -> str:
         return self._tokenizer.decode(self._window[start:end], skip_special_tokens=True)
@@ -155,7 +153,7 @@ class FinalText:
     def _final(self, text: str) -> int:
         """Return the number of characters that no later token can change."""
         end = len(text) - text.endswith(PARTIAL)
-        if self._cleans_up and (space := text.rfind(" ", max(0, end - CLEANED), end)) >= 0:
+        if self._cleans_up and (space := text.find(" ", max(0, end - CLEANED), end)) >= 0:
             end = space
         return end - (self._stop.held(text[:end]) if self._stop else 0)
 
@@ -170,19 +168,19 @@ class FinalText:
 
     def _move(self, text: str, ended: bool) -> None:
         """Drop the first tokens of a long window if the text of the others ends as `text` does."""
-        if ended or len(self._window) < self._limit:
+        if ended or len(self._window) < WINDOW:
             return
         waiting = len(text) - self._end
         for start in range(self._released - CONTEXT, max(0, self._released - 2 * CONTEXT), -1):
             rest = self._decode(self._closed, start)
-            # A window may lose its first space or begin within a character. A whole character proves the rest equal.
-            whole = rest.lstrip(f" {PARTIAL}")
+            # A window may lose its first space or begin within a character: the text after these proves the rest equal.
+            whole = rest.lstrip(PARTIAL)
+            whole = whole[min(LOST, len(whole) - len(whole.lstrip(" "))) :]
             if len(whole) > waiting and text.endswith(whole):
                 del self._window[:start]
                 self._closed, self._released = self._closed - start, self._released - start
-                self._end, self._limit = len(rest) - waiting, WINDOW
+                self._end = len(rest) - waiting
                 return
-        self._limit = 2 * len(self._window)
 
 
 def _common(first: str, second: str) -> int:

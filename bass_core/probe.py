@@ -8,10 +8,11 @@ leaves the model as it was.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import re
 import weakref
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,14 @@ from bass_core.attention import (
     PATHS,
     SWITCHED,
     InUse,
+    Switch,
     as_found,
     changed,
     configurations,
     context_length,
     evaluating,
     has_short_convolutions,
+    path_of,
 )
 from bass_core.checkpoints import in_dtype, is_quantized
 from bass_core.environment import is_full
@@ -116,7 +119,7 @@ def probe(model: PreTrainedModel, path: str) -> str | None:
     Three rows, two beyond every window and switch of the model, one before them, over a cache full of stale values;
     those of an encoder-decoder model read sources of different lengths: prefill, write rejected tokens, overwrite them,
     compare logits. The model's own decoding with a cache has to equal the plain pass, too. The verdict is kept for the
-    model's `signature`; refusals under `torch.autocast` are not kept.
+    model's `signature`; refusals under `torch.autocast`, and verdicts while the model is decoding, are not kept.
     """
     known, key = _probed.setdefault(model, {}), (path, signature(model))
     if key not in known:
@@ -125,6 +128,8 @@ def probe(model: PreTrainedModel, path: str) -> str | None:
         complaint = _complaint(model, path, autocast)
         if complaint is not None and autocast is not None:
             return f"under torch.autocast({autocast}) {complaint}"
+        if path_of(model) is not None:
+            return complaint
         known[key] = complaint
     return known[key]
 
@@ -138,15 +143,27 @@ def signature(model: PreTrainedModel) -> int:
     for name, module in model.named_modules():
         table = vars(module)
         tensors = [*table["_parameters"].items(), *table["_buffers"].items()]
-        forward = table.get("forward")
-        forward = None if str(getattr(forward, "__module__", "")).startswith("bass_core.") else forward
-        parts += [name, type(module), id(forward)]
+        own = [table.get("forward"), *table["_forward_hooks"].values()]
+        own = [each for each in own if not str(getattr(each, "__module__", "")).startswith("bass_core.")]
+        parts += [name, type(module), id(type(module).forward), *map(_number, own)]
         parts += [(key, value) for key, value in table.items() if isinstance(value, PLAIN) and key != "training"]
         parts += [(key, each.dtype, each.device, each.shape) for key, each in tensors if each is not None]
     for config in configurations(model):
         values = [(key, value) for key, value in vars(config).items() if not isinstance(value, PreTrainedConfig)]
         parts += [f"{key}={value}" for key, value in values if key not in (*SWITCHED, OWN)]
     return hash(tuple(parts))
+
+
+def _number(function: object) -> int:
+    """Return a number that no other function gets, as a new one may get the `id` of one that is gone."""
+    function = getattr(function, "__func__", function)
+    try:
+        return vars(function).setdefault("_bass_number", next(_numbers))
+    except TypeError:
+        return id(function)  # None, built-in functions
+
+
+_numbers = itertools.count()
 
 
 def _complaint(model: PreTrainedModel, path: str, autocast: torch.dtype | None) -> str | None:
@@ -199,7 +216,8 @@ def _in_full_precision(model: PreTrainedModel) -> PreTrainedModel:
     """A small model of half precision as a copy in float32, where faults do not hide behind rounding."""
     parameters = [each for each in model.parameters() if each.is_floating_point()]
     half = all(each.dtype in (torch.bfloat16, torch.float16) for each in parameters)
-    if not half or is_quantized(model) or sum(each.numel() for each in parameters) > SMALL:
+    decoding = path_of(model) is not None  # then parts of it are ours, and belong to this object
+    if not half or decoding or is_quantized(model) or sum(each.numel() for each in parameters) > SMALL:
         return model
     return in_dtype(copy.deepcopy(model), torch.float32)
 
@@ -239,7 +257,11 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
         sources, padding = _sources(model), getattr(model.config, "pad_token_id", None)
         if padding is not None:  # some have positions that do not count it
             ids[ids == padding] = 2 if padding != 2 else 3
-    with within_reach(model), Runner(model, path, max_rows=rows, capacity=longest + MORE) as runner, runner.prepared():
+    with ExitStack() as stack:
+        stack.enter_context(Switch(model, path).on())  # no other thread sees what follows
+        stack.enter_context(within_reach(model))
+        runner = stack.enter_context(Runner(model, path, max_rows=rows, capacity=longest + MORE))
+        stack.enter_context(runner.prepared())
         before = _Snapshot(model)
         try:
             errors = _errors(runner, ids, lengths, sources)
@@ -302,7 +324,8 @@ def _relative_error(found: Tensor, expected: Tensor) -> float:
     NaN is an infinite error."""
     difference = torch.where(found == expected, 0.0, (found - expected).double()).norm(dim=-1)
     size = torch.where(expected.isfinite(), expected, 0.0).double().norm(dim=-1)
-    return float((difference / size).amax().nan_to_num(nan=math.inf))
+    errors = torch.where(difference == 0, 0.0, difference / size)
+    return float(errors.amax().nan_to_num(nan=math.inf))
 
 
 def _sources(model: PreTrainedModel) -> list[Source]:

@@ -107,6 +107,10 @@ class Service:
             message = f"{field}: it is far longer than the context of {places} tokens"
             raise Refused(400, message, field, "context_length_exceeded")
         try:
+            inputs.stop_strings(body.stop or (), self.pair.tokenizer)
+        except ValueError as error:
+            raise Refused(400, _line(str(error)), "stop") from error
+        try:
             ids = inputs.token_ids(self.pair, prompts)
         except (ValueError, TypeError) as error:
             said = str(error).removeprefix("prompt 0: ") if len(prompts) == 1 else str(error)
@@ -185,12 +189,13 @@ class Service:
                 self._check(update)
                 index = update.index
                 generated += len(update.tokens)
+                usage = {"usage": answer.usage(generated)} if told.continuous_usage_stats else unused
                 if chat and index not in begun:
-                    yield answer.opening(index) | unused
+                    yield answer.opening(index) | usage
                 begun.add(index)
                 chunk = answer.chunk(index, update.tokens, update.logprobs, update.ended)
                 if chunk is not None:
-                    yield chunk | ({"usage": answer.usage(generated)} if told.continuous_usage_stats else unused)
+                    yield chunk | usage
                 if update.ended is not None:
                     ended[index] = update.ended
             if told.include_usage:

@@ -103,7 +103,8 @@ def test_characters_belong_to_their_last_token_and_stop_strings_to_none():
 @pytest.mark.parametrize("kind", KINDS)
 def test_work_per_token_does_not_grow_with_the_row(kind, monkeypatch):
     tokenizer = KINDS[kind]
-    ids = random_ids(tokenizer, random.Random(2), 3000)
+    ids = random_ids(tokenizer, random.Random(2), 1500) + [tokenizer.eos_token_id] * 1500
+    ids += tokenizer(" " * 500 + "a", add_special_tokens=False)["input_ids"]
     decode, lengths = tokenizer.decode, []
     monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: lengths.append(len(ids)) or decode(ids, **options))
     finder = StopFinder(stop_strings("absent", tokenizer))

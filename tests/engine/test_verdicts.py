@@ -5,11 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from readers import tiny_reader
 from tiny import greedy_alone, ragged_prompts, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
 import bass_core as bass
 from bass_core import probe
+from bass_core.attention import Switch
 
 PROMPTS = ragged_prompts(3, 9, 5)
 
@@ -48,12 +50,23 @@ def test_changed_model_is_probed_again_and_decoded_as_it_is(change):
     assert before == alone(fresh())
 
 
-def test_forward_replaced_after_a_verdict_is_refused_if_it_differs():
+def mixing(forward):
+    """Return the function with the states of neighbouring tokens mixed, as no batch of rows can have it."""
+    return lambda *arguments: forward(*arguments[:-1], arguments[-1].roll(1, dims=1))
+
+
+CHANGES = {
+    "forward": lambda patch, mlp: patch.setattr(mlp, "forward", mixing(mlp.forward)),
+    "class": lambda patch, mlp: patch.setattr(type(mlp), "forward", mixing(type(mlp).forward)),
+    "hook": lambda patch, mlp: mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_code_replaced_after_a_verdict_is_refused_if_it_differs(change, monkeypatch):
     model = fresh()
     greedy(model)
-    mlp = model.model.layers[0].mlp
-    forward = mlp.forward
-    mlp.forward = lambda states: forward(states.roll(1, dims=1))  # mixes neighbouring tokens
+    CHANGES[change](monkeypatch, model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="its logits are off"):
         greedy(model)
 
@@ -139,3 +152,19 @@ def test_models_of_one_config_object_decode_together():
     refused = pytest.raises(RuntimeError, match="model that shares its config object, is decoding in another thread")
     with bass.Session(bass.ModelPair(target)) as running, running.prepared(), ThreadPoolExecutor(1) as other, refused:
         other.submit(greedy, draft).result()
+
+
+def test_probe_changes_nothing_that_another_thread_decodes_with(monkeypatch):
+    model, changed = fresh(architecture="mistral", sliding_window=40), []
+    monkeypatch.setattr(probe, "within_reach", changed.append)
+    in_use = pytest.raises(RuntimeError, match="is decoding in another thread")
+    with ThreadPoolExecutor(1) as other, Switch(model, "pad").on(), in_use:
+        other.submit(probe.resolve, model, "eager").result()
+    assert changed == []
+
+
+def test_verdict_while_the_model_is_decoding_is_not_kept():
+    model = tiny_reader.__wrapped__("t5", "bfloat16")
+    with Switch(model, "pad").on():
+        probe.probe(model, "eager")
+    assert probe.resolve(model, "eager") == "eager"

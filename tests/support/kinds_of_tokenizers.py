@@ -26,7 +26,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def word_piece() -> PreTrainedTokenizerFast:
-    words = ["<unk>", "</s>", "a", "##b", ".", "c", "'", "##'", "s", "n't", "##ing", "the", "##\ufffd", "##é"]
+    words = ["<unk>", "</s>", "a", "##b", ".", "c", "'", "##'", "s", "n", "t", "n't", "##ing", "the", "##\ufffd", "##é"]
     model = models.WordPiece({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     return made(model, decoders.WordPiece(), clean_up_tokenization_spaces=True)
 
