@@ -9,6 +9,7 @@ from sessions import DRAFT, PAIR, PERFECT, PROMPTS, TARGET, generate, run_to_the
 from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
 
 import bass_core as bass
+from bass_core import probe
 
 # --- limits and EOS -------------------------------------------------------------------------------
 
@@ -203,6 +204,8 @@ def test_rows_with_different_stop_strings_share_steps():
     stops, passes = [None, "e n", "é", ()], []
     hook = MODEL.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[0]))
     try:
+        probe.resolve(MODEL)
+        passes.clear()
         spell_rows(stops, draft_length=0)
     finally:
         hook.remove()

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from trial_policies import DEAR, Fickle, library_policies
 
 import bass_core as bass
-from bass_core import probe, step_ahead
+from bass_core import step_ahead
 from bass_core.rows import Fetched
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
@@ -229,10 +229,9 @@ def test_bad_logits_behind_the_end_of_a_row_do_not_matter(ahead, on_row_error):
 
     for compile in ("off", "graphs"):
         target = tiny_model.__wrapped__(dtype="float64")
-        probe.resolve(target)
-        target.register_forward_hook(spoil, with_kwargs=True)
         options = {"draft_length": 0, "eos_token_id": ends.tolist(), "temperature": 0.8, "on_row_error": on_row_error}
         with bass.Session(bass.ModelPair(target), compile=compile, **options) as running:
+            target.register_forward_hook(spoil, with_kwargs=True)  # the probe is over
             handles = submitted(running, prompts)
             found[compile] = texts(running, handles), [handle.finish_reason for handle in handles]
     assert found["graphs"] == found["off"] and "eos" in found["off"][1]
