@@ -135,8 +135,11 @@ def _not_loaded(name: str | Path, error: Exception) -> ValueError:
 
 
 def is_quantized(model: PreTrainedModel) -> bool:
-    """Whether it was loaded with quantized weights, which stay in the dtype and the layout that they were made in."""
-    return getattr(model, "is_quantized", False)
+    """Return True if the model was loaded with quantized weights. Such weights keep their dtype and layout.
+
+    transformers dequantizes GGUF files as it reads them.
+    """
+    return getattr(model, "is_quantized", False) and getattr(model, "quantization_method", None) != "gguf"
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

@@ -239,6 +239,16 @@ def test_model_is_quantized_once(target):  # noqa: F811
         bass.load_pair(target, draft="target:int4", quantize="int8")
 
 
+def test_model_of_a_gguf_file_is_quantized_as_a_full_one():
+    """transformers marks such a model as quantized, and its weights are dequantized."""
+    model = tiny_model.__wrapped__()
+    model.is_quantized, model.quantization_method = True, "gguf"
+    assert bass.quantized(model, "int8") is not model
+    model.quantization_method = "bitsandbytes"
+    with pytest.raises(ValueError, match="quantized already"):
+        bass.quantized(model, "int8")
+
+
 def test_draft_without_a_model_is_refused(target):  # noqa: F811
     with pytest.raises(ValueError, match="what drafts is a NgramDrafter"):
         bass.load_pair(target, quantize={"draft": "int4"})
