@@ -67,8 +67,9 @@ def test_row_ends_at_the_first_token_after_which_its_text_contains_a_stop_string
         stop = StopStrings(stops, tokenizer)
         counts = range(1, len(ids) + 1)
         expected = next((n for n in counts if any(each in decoded(tokenizer, ids[:n]) for each in stops)), None)
+        finder = StopFinder(stop)
         for sizes in ([1] * 60, [60], [3] * 20, [5, 1, 7, 2, 9, 4, 32]):
-            finder, at, end = StopFinder(stop), 0, None
+            at, end = 0, None
             for size in sizes:
                 if (end := finder.completed_at(ids[:at], ids[at : at + size])) is not None:
                     end += at

@@ -82,6 +82,17 @@ def test_refusals_of_a_moment_are_not_kept():
     assert greedy(model) == alone(model)
 
 
+def test_logits_that_are_nan_with_a_cache_alone_are_refused():
+    def spoil(module, args, given, output):
+        if given.get("use_cache"):
+            output.logits = output.logits * torch.nan
+
+    model = fresh()
+    model.register_forward_hook(spoil, with_kwargs=True)
+    with pytest.raises(ValueError, match="pad: its logits are off by inf"):
+        greedy(model)
+
+
 def test_verdict_under_autocast_is_one_for_autocast(monkeypatch):
     model = fresh()
     with torch.autocast("cpu", dtype=torch.bfloat16):
