@@ -272,6 +272,7 @@ class Switch:
         """hidden: where what the last layer leaves is kept (None: it is not). lean: see `cpu_layers.changes`."""
         self._lean = lean
         self.model, self.path, self._modules = model, path, [vars(module) for module in model.modules()]
+        self._configs = [vars(each) for each in configurations(model)]
         self._forwards: list[Change] = []
         beyond, takes_positions = rotary_switch(model), "position_ids" in internals.forward_names(type(model))
         for module in model.modules():
@@ -314,7 +315,7 @@ class Switch:
 
     def _changes(self) -> list[Change]:
         """Return what `on` changes. Raises InUse."""
-        paths, thread = [vars(each) for each in configurations(self.model)], threading.get_ident()
+        paths, thread = self._configs, threading.get_ident()
         if any(config[OWN][0] != thread for config in paths if OWN in config):
             raise InUse(
                 f"{type(self.model).__name__}, or a model that shares its config object, is decoding in another thread "

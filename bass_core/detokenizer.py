@@ -22,7 +22,6 @@ WINDOW, CONTEXT = 32, 8  # tokens that are decoded together; final tokens that s
 LOST = 2  # leading spaces of a text that a tokenizer may remove
 LONGEST_GROUP = 256  # tokens: the text of a longer run of byte tokens is not divided among them
 
-
 # For each tokenizer and the special tokens that it has: id -> "text", "byte", or None for tokens without text.
 _kinds: weakref.WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple, dict[int, str | None]]]
 _kinds = weakref.WeakKeyDictionary()
@@ -87,7 +86,7 @@ class FinalText:
         grown = self._extend(ids)
         if self.stopped or not (grown or ended):
             return ""
-        text, final, _ = self._read(ended)
+        text, final = self._read(ended)
         piece, self._end = text[self._end : final], max(self._end, final)
         self._released = self._closed
         self._move(text, ended)
@@ -126,23 +125,23 @@ class FinalText:
     def _decode(self, end: int, start: int = 0) -> str:
         return self._tokenizer.decode(self._window[start:end], skip_special_tokens=True)
 
-    def _read(self, ended: bool) -> tuple[str, int, bool]:
-        """Return the window's text, the number of its characters that are final, and True if a stop string is next."""
+    def _read(self, ended: bool) -> tuple[str, int]:
+        """Return the window's text and the number of its characters that are final. Sets `stopped`."""
         text = self._decode(len(self._window) if ended else self._closed)
         found = self._stop.find(text, self._end) if self._stop else None
         self.stopped = found is not None
         final = found if found is not None else len(text) if ended else self._final(text)
-        return text, final, self.stopped
+        return text, final
 
     def _release(self, ended: bool = False) -> list[str]:
         """Return the texts of tokens that are final and were not returned yet."""
         end = len(self._window) if ended else self._closed
         if self.stopped or end == self._released:
             return []
-        text, final, stops = self._read(ended)
+        text, final = self._read(ended)
         texts = []
         for token_end in self._token_ends(text, end):
-            if self._end >= final if stops else token_end > final:
+            if self._end >= final if self.stopped else token_end > final:
                 break
             texts.append(text[self._end : min(token_end, final)])
             self._end = token_end
@@ -193,8 +192,7 @@ class StopFinder:
     """Finds the token of one row that completes a stop string."""
 
     def __init__(self, stop: StopStrings):
-        self._stop, self._count = stop, 0
-        self._text = FinalText(stop.tokenizer, stop)
+        self._stop, self._count = stop, -1  # tokens of the text; none is begun
 
     def completed_at(self, before: np.ndarray, new: Sequence[int]) -> int | None:
         """Return how many of the tokens `new`, which follow the tokens `before`, complete a stop string, or None.
@@ -202,7 +200,7 @@ class StopFinder:
         Each token counts as if it had come alone: a match that the next token would take back (half of a character, a
         space that is cleaned up) ends the row. The result does not depend on the step that a token came with.
         """
-        if len(before) != self._count or not len(before):
+        if len(before) != self._count:  # the first step, or one that is repeated after an error
             self._text = FinalText(self._stop.tokenizer, self._stop)
             self._text.feed(before)
         self._count = len(before)

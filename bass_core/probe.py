@@ -52,6 +52,7 @@ SWITCHES = re.compile(
 SMALL_BUFFER = 2**20  # elements of a buffer whose values are restored after a probe; larger ones hold weights
 
 PLAIN = (bool, int, float, str)  # attributes that count for a signature
+_numbers = itertools.count()  # of functions
 
 # Verdicts of a model: (path, signature) -> complaint or None.
 _probed: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[str, int], str | None]] = weakref.WeakKeyDictionary()
@@ -163,9 +164,6 @@ def _number(function: object) -> int:
         return id(function)  # None, built-in functions
 
 
-_numbers = itertools.count()
-
-
 def _complaint(model: PreTrainedModel, path: str, autocast: torch.dtype | None) -> str | None:
     """Return what goes wrong on a path, or None. Raises NotNumbers, and what a full memory raises."""
     try:
@@ -265,7 +263,6 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
         before = _Snapshot(model)
         try:
             errors = _errors(runner, ids, lengths, sources)
-            errors += _own_errors(model, ids[:1], longest) if sources is None else []
         finally:
             modes = before.restore()
     if modes:
@@ -274,7 +271,7 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
 
 
 def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Source] | None) -> list[float]:
-    """Errors of ragged passes against the model's plain passes."""
+    """Errors of ragged passes, and of the model's own decoding, against the model's plain passes."""
     model, rows = runner.model, len(lengths)
     for _ in range(2):  # the first allocates
         for buffer in runner.cache.buffers():
@@ -300,14 +297,13 @@ def _errors(runner: Runner, ids: Tensor, lengths: list[int], sources: list[Sourc
                 _relative_error(logits[b, :q], expected[b][n : n + q])
                 for b, (n, q) in enumerate(zip(lengths, submitted, strict=True))
             ]
-    return errors
+    return errors + (_own_errors(model, ids[:1], lengths[0], expected[0]) if sources is None else [])
 
 
-def _own_errors(model: PreTrainedModel, ids: Tensor, length: int) -> list[float]:
+def _own_errors(model: PreTrainedModel, ids: Tensor, length: int, expected: Tensor) -> list[float]:
     """Errors of the model's own decoding with a cache, as `generate` does it: some models have a window there alone."""
     name, errors = internals.cache_argument(type(model)), []
     with as_found(model), evaluating(map(vars, model.modules())):
-        expected = model(input_ids=ids, use_cache=False).logits[0]
         try:
             out = model(input_ids=ids[:, :length], use_cache=True)
             for at in range(length, length + MORE):
