@@ -22,6 +22,7 @@ from bass_core.drafters import (
     SuffixDrafter,
 )
 from bass_core.engine import Result, Session, StepEvent
+from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
 from bass_core.models import ModelPair, load_pair
@@ -31,7 +32,6 @@ from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
 from bass_core.quantization import quantized
 from bass_core.rows import Request
-from bass_core.sampling import SamplingParams
 from bass_core.trace import Trace
 
 __version__ = "0.1.0"

@@ -26,13 +26,13 @@ from bass_core.batch import Batch
 from bass_core.draft_length import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.eager_step import Decided, StepOptions
+from bass_core.exactness.sampling import SamplingParams
+from bass_core.exactness.verification import RULES
 from bass_core.models import ModelPair
 from bass_core.policies import policy_for
 from bass_core.rows import Commit, Prompt, Request, Rows
 from bass_core.runner import Runner
-from bass_core.sampling import SamplingParams
 from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
-from bass_core.verification import RULES
 
 FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, commit; of a prefill: prefill, commit
 

@@ -16,9 +16,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from bass_core.attention import recomputed_beyond
 from bass_core.checkpoints import panics_are_errors
 from bass_core.detokenizer import StopStrings
+from bass_core.exactness.sampling import SamplingParams
 from bass_core.models import ModelPair
 from bass_core.rows import Prompt
-from bass_core.sampling import SamplingParams
 from bass_core.sources import FEATURES, Source
 from bass_core.transformers_internals import generation_defaults
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core import randomness, sampling
 from bass_core.detokenizer import StopFinder, StopStrings
 from bass_core.draft_length import RowsView
 from bass_core.drafters import Context
-from bass_core.sampling import SamplingParams
+from bass_core.exactness import randomness, sampling
+from bass_core.exactness.sampling import SamplingParams
+from bass_core.exactness.verification import Verified
 from bass_core.sources import Source
-from bass_core.verification import Verified
 
 
 class Fetched:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core import randomness, verification
 from bass_core.drafters import Context, Draft
+from bass_core.exactness import randomness, verification
+from bass_core.exactness.verification import Verified
 from bass_core.models import ASSETS
-from bass_core.verification import Verified
 
 PREFIX = "synthetic:"
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import kernel_ops, sampling, verification
+from bass_core import kernel_ops
 from bass_core.cache import Phase
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
+from bass_core.exactness import sampling, verification
 from bass_core.runner import Runner
 from bass_core.sources import Encoded, Source
 

@@ -1,6 +1,6 @@
 """Randomness replaced by an oracle that walks every branch, with its probability.
 
-`laws(run)` calls `run()` once per branch, with `draw`, `accept` and `noise` of bass_core.randomness replaced, and sums
+`laws(run)` calls `run()` once per branch, with `draw`, `accept` and `noise` of bass_core.exactness.randomness replaced, and sums
 the probabilities of equal outcomes: the exact law of what the engine does. A random number asked for twice is an error;
 Gumbel noise may be met again (draft and target share it, and rejected positions come back) and is the same then.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-from bass_core import randomness
+from bass_core.exactness import randomness
 
 
 class RepeatedKey(AssertionError):

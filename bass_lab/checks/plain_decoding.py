@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from bass_core import inputs, sampling
-from bass_core.sampling import SamplingParams
+from bass_core import inputs
+from bass_core.exactness import sampling
+from bass_core.exactness.sampling import SamplingParams
 from bass_core.sources import FEATURES
 
 OTHER = -1  # a token that is none of the likeliest

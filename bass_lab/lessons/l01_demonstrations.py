@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import inputs, randomness, sampling
+from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
 from bass_core.engine import Session
+from bass_core.exactness import randomness, sampling
+from bass_core.exactness.randomness import Key, Purpose
+from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.models import ModelPair
 from bass_core.policies.costs import CostModel
-from bass_core.randomness import Key, Purpose
-from bass_core.sampling import SamplingParams
 from bass_core.trace import alpha
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import benchmark

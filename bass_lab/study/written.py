@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import inputs, sampling
+from bass_core import inputs
+from bass_core.exactness import sampling
+from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.models import ModelPair
-from bass_core.sampling import SamplingParams
 
 
 class Written(NamedTuple):

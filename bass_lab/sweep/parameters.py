@@ -23,7 +23,7 @@ from fnmatch import fnmatchcase
 from types import NoneType
 from typing import Any
 
-from bass_core.verification import RULES as VERIFICATIONS
+from bass_core.exactness.verification import RULES as VERIFICATIONS
 from bass_lab.sweep.store import AUTO
 from bass_lab.texts.prompt_sets import NAMES
 

@@ -25,7 +25,7 @@ from bass_kernels.uniform import uniform
 from bass_kernels.verification_kernels import first_above
 
 WARPS = 16  # with half of them it spills registers on sm_120
-DRAFT = tl.constexpr(1)  # what the random number is for, as in bass_core.randomness.Purpose
+DRAFT = tl.constexpr(1)  # what the random number is for, as in bass_core.exactness.randomness.Purpose
 
 
 def draw(
@@ -35,7 +35,7 @@ def draw(
     largest logit (float32 [B]; NaN where the logits are not numbers).
 
     logits [B, V] in float32, bfloat16 or float16, ids adjacent in memory. streams, steps: int64 [B]; the random number
-    is that of `bass_core.randomness.Key(streams, steps, Purpose.DRAFT, slot)`. temperature > 0. width >= V: ids from V
+    is that of `bass_core.exactness.randomness.Key(streams, steps, Purpose.DRAFT, slot)`. temperature > 0. width >= V: ids from V
     on have probability zero. An id of probability zero is never drawn; a row whose logits are not numbers gets some id
     below V. Raises ValueError for logits of another type or layout.
     """

@@ -65,9 +65,9 @@ def verify(
     committed token and after each drafted one. drafted int64 [B, K], ids below V; K may be 0. submitted int64 [B],
     0 … K: a row's later slots are not read. q float32 [B, K, V], what the tokens were drawn from, or None: they were
     certain (not read at temperature 0). accept_uniform float64 [B, K] and draw_uniform float64 [B] in [0, 1), from
-    `bass_core.randomness`. committed int64 [B]: lengths before this step.
+    `bass_core.exactness.randomness`. committed int64 [B]: lengths before this step.
 
-    The decisions are those of `bass_core.verification.token`, or of `matching` with the argmax (lowest id on ties), on
+    The decisions are those of `bass_core.exactness.verification.token`, or of `matching` with the argmax (lowest id on ties), on
     probabilities that rounding moves by less than 1e-6. An id of probability zero is never drawn. Rows whose logits
     are not numbers get ids within the vocabulary that mean nothing. Raises ValueError for logits of another type or
     layout.

@@ -1,4 +1,4 @@
-"""The random numbers of `bass_core.randomness`, hashed where they are needed: the same bits.
+"""The random numbers of `bass_core.exactness.randomness`, hashed where they are needed: the same bits.
 
 In the words of that module: 64 bits from (stream, counter, purpose, slot) by SplitMix64's finaliser, of which the upper
 52 make a float64 in [0, 1). Products of int64 wrap around.

@@ -10,7 +10,10 @@ import triton.language as tl
 
 from bass_kernels.uniform import uniform
 
-ACCEPT, TARGET = tl.constexpr(2), tl.constexpr(3)  # what random numbers are for, as in bass_core.randomness.Purpose
+ACCEPT, TARGET = (
+    tl.constexpr(2),
+    tl.constexpr(3),
+)  # what random numbers are for, as in bass_core.exactness.randomness.Purpose
 
 
 @triton.jit

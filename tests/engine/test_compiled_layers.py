@@ -10,7 +10,8 @@ from torch._dynamo.utils import counters
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import bass_core as bass
-from bass_core import compiled_layers, randomness, step_ahead
+from bass_core import compiled_layers, step_ahead
+from bass_core.exactness import randomness
 from bass_core.graphs import NothingReadByHost, NotRecordable
 
 PROMPTS = ragged_prompts(5, 11)

@@ -10,7 +10,7 @@ from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tin
 
 import bass_core as bass
 from bass_core.drafters import Context, suffix
-from bass_core.randomness import StepKeys
+from bass_core.exactness.randomness import StepKeys
 
 
 def lookup(rows, k, longest=3, shortest=1):

@@ -7,7 +7,7 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 from trial_policies import TakingTurns
 
 import bass_core as bass
-from bass_core import sampling
+from bass_core.exactness import sampling
 from bass_core.runner import packs
 
 pytestmark = [pytest.mark.gpu, there_or_rehearsed]
@@ -51,7 +51,7 @@ def test_coupled_text_on_the_gpu_is_that_of_regular_decoding(draft):
 
 @only_there
 def test_random_numbers_are_the_same_on_both_devices():
-    from bass_core.randomness import Key, Purpose, uniform
+    from bass_core.exactness.randomness import Key, Purpose, uniform
 
     parts = torch.arange(5), torch.arange(5) * 7
     on_cpu = uniform(Key(*parts, Purpose.DRAFT, torch.arange(9)))

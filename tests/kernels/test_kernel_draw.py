@@ -4,9 +4,9 @@ import pytest
 import torch
 from kernel_cases import poisoned_memory
 
-from bass_core import randomness, sampling
-from bass_core.randomness import Key, Purpose
-from bass_core.sampling import SamplingParams
+from bass_core.exactness import randomness, sampling
+from bass_core.exactness.randomness import Key, Purpose
+from bass_core.exactness.sampling import SamplingParams
 from bass_kernels import draft_draw, draw
 
 BLOCK = 1024

@@ -13,7 +13,7 @@ import torch
 from trial_policies import Alternating, PerRow, StopWhenUnsure, library_policies
 
 import bass_core as bass
-from bass_core import randomness
+from bass_core.exactness import randomness
 from bass_lab.checks.enumeration import EXACT, PROMPT, exact_law, law_of_engine
 from bass_lab.checks.oracle import Oracle, RepeatedKey
 from bass_lab.checks.tabular import next_token_law, tabular, total_variation

@@ -7,8 +7,8 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from bass_core import randomness
-from bass_core.randomness import Key, Purpose
+from bass_core.exactness import randomness
+from bass_core.exactness.randomness import Key, Purpose
 
 
 def keys(rows=4, seed=0, counter=3, purpose=Purpose.DRAFT, slots=5):

@@ -6,7 +6,7 @@ from tiny import ragged_prompts, tiny_model
 from transformers import GenerationConfig
 
 import bass_core as bass
-from bass_core.sampling import SamplingParams, probabilities, seen_after
+from bass_core.exactness.sampling import SamplingParams, probabilities, seen_after
 from bass_lab.checks.tabular import transformers_law
 
 CASES = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bass_core import randomness, verification
+from bass_core.exactness import randomness, verification
 
 B, K, V = 4000, 3, 4
 RULES = [verification.token, verification.block]

@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 import bass_core as bass
-from bass_core import randomness, verification
+from bass_core.exactness import randomness, verification
 from bass_kernels import accounting
 from bass_lab.lessons import (
     checking,

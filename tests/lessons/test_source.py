@@ -12,7 +12,7 @@ import torch
 
 import bass_lab as lab
 from bass_core.draft_length import BassHeuristic
-from bass_core.verification import token
+from bass_core.exactness.verification import token
 from bass_lab.lessons import l02_naive_batches
 
 

@@ -29,7 +29,8 @@ def begin() -> None:
     import pytest
     from recording import use_on_cpu
 
-    from bass_core import randomness, recorded_step
+    from bass_core import recorded_step
+    from bass_core.exactness import randomness
 
     asked, accept = recorded_step.resolve, randomness.accept
     use_on_cpu(pytest.MonkeyPatch())

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bass_core import randomness
+from bass_core.exactness import randomness
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_core import kernel_ops, randomness, sampling
-from bass_core.randomness import StepKeys
+from bass_core import kernel_ops
+from bass_core.exactness import randomness, sampling
+from bass_core.exactness.randomness import StepKeys
 
 
 class Outcome(NamedTuple):
