@@ -34,7 +34,7 @@ from transformers import (
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file, extract_commit_hash
 
-from bass_core import transformers_internals as internals
+from bass_core.model import transformers_internals as internals
 
 OBSOLETE = {"codegen": re.compile(r"\.attn\.causal_mask$")}  # in checkpoints on the hub; computed nowadays
 REPEATS = {  # greatest integer in fields of configs that say how often a list is repeated or a module is made

@@ -18,8 +18,8 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import PreTrainedModel
 
-from bass_core.cache import RaggedCache, RaggedLayer
 from bass_core.graphs import unwatched
+from bass_core.model.cache import RaggedCache, RaggedLayer
 
 BACKEND = "inductor"
 GRAPHS = 1024  # of one kind of layer in a process: eight for each shape of model that has it

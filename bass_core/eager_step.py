@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core import kernel_ops
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter
 from bass_core.drafters.protocol import checked
 from bass_core.exactness import randomness, sampling, verification
 from bass_core.exactness.randomness import Key, Purpose
 from bass_core.exactness.sampling import MixedParams, SamplingParams
+from bass_core.model import kernel_ops
+from bass_core.model.runner import Runner
 from bass_core.rows import Rows
-from bass_core.runner import Runner
 
 if TYPE_CHECKING:
     from bass_core.synthetic import SyntheticAcceptance

@@ -51,13 +51,13 @@ from transformers import (
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from bass_core import inputs
-from bass_core import transformers_internals as internals
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import NAMES, Drafter, named
 from bass_core.engine import StepEvent
 from bass_core.generation import Generation, generate
+from bass_core.model import transformers_internals as internals
+from bass_core.model.encoder_decoder import FEATURES
 from bass_core.models import ModelPair
-from bass_core.sources import FEATURES
 
 # Fields of a GenerationConfig that are honoured, or say nothing about decoding.
 HONOURED = {

@@ -22,7 +22,7 @@ from bass_core.drafters import Context
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import Verified
-from bass_core.sources import Source
+from bass_core.model.encoder_decoder import Source
 
 
 class Fetched:

@@ -13,10 +13,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
-from bass_core.cache import RaggedCache
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Context, Setting
-from bass_core.transformers_internals import CACHE
+from bass_core.model.cache import RaggedCache
+from bass_core.model.transformers_internals import CACHE
 
 
 class FeatureHeadConfig(LlamaConfig):

@@ -28,7 +28,7 @@ from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.sampling import MixedParams, SamplingParams
 from bass_core.exactness.verification import perturbed_choice
-from bass_core.sources import Encoded, Source
+from bass_core.model.encoder_decoder import Encoded, Source
 
 
 class Setting(NamedTuple):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bass_core import kernel_ops
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import StepKeys
+from bass_core.model import kernel_ops
 
 
 class Outcome(NamedTuple):

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from bass_core import inputs
 from bass_core.exactness import sampling
 from bass_core.exactness.sampling import SamplingParams
-from bass_core.sources import FEATURES
+from bass_core.model.encoder_decoder import FEATURES
 
 OTHER = -1  # a token that is none of the likeliest
 # Options that stay: which ids texts lack, and with which they begin.

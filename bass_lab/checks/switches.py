@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core.attention import context_length
-from bass_core.probe import SWITCHES
+from bass_core.model.attention import context_length
+from bass_core.model.probe import SWITCHES
 
 LONGEST = 512  # prompts beyond this make a quick check slow
 LONG = 160  # one prompt is at least so long, for what changes with length and has no name

@@ -18,8 +18,9 @@ from IPython.display import DisplayHandle
 from pandas.io.formats.style import Styler
 from torch import Tensor
 
-from bass_core import attention, inputs
+from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
+from bass_core.model import attention
 from bass_core.policies.costs import CostModel
 from bass_lab.evaluation import Evaluation
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
@@ -203,7 +204,7 @@ def unfused() -> Iterator[None]:
 
 
 def _unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, group: int, options: dict) -> Tensor:
-    """`bass_core.attention._attend` by `two_products`."""
+    """`bass_core.model.attention._attend` by `two_products`."""
     packed = query.reshape(len(query), query.shape[1] // group, -1, query.shape[-1])
     key, value = (x.repeat_interleave(packed.shape[1] // x.shape[1], dim=1) for x in (key, value))
     scaling = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]

@@ -26,9 +26,9 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from bass_core.attention import Change, changed
 from bass_core.environment import write_whole
-from bass_core.transformers_internals import ATTENTION
+from bass_core.model.attention import Change, changed
+from bass_core.model.transformers_internals import ATTENTION
 
 
 def _attention(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[Tensor, None]:

@@ -24,15 +24,16 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from bass_core import inputs, probe
+from bass_core import inputs
 from bass_core.draft_length import FixedLength, RowsView
 from bass_core.engine import Session
 from bass_core.generation import generate
+from bass_core.model import probe
+from bass_core.model.encoder_decoder import made_up
+from bass_core.model.runner import Runner
 from bass_core.models import ModelPair, fingerprints
 from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
 from bass_core.policies.goodput import Goodput
-from bass_core.runner import Runner
-from bass_core.sources import made_up
 from bass_core.trace import Stopwatch
 from bass_lab.measure.clocks import passes_marked
 from bass_lab.measure.gpu_plan import Way

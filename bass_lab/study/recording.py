@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bass_core import inputs, probe
+from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
 from bass_core.drafters import Context, ModelDrafter, Setting
 from bass_core.engine import StepEvent
@@ -17,6 +17,7 @@ from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import Key, Purpose, StepKeys
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
+from bass_core.model import probe
 from bass_core.models import ModelPair
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace

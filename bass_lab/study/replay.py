@@ -16,8 +16,8 @@ import torch
 
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals, cut_lengths, planned_lengths
+from bass_core.model.runner import packs
 from bass_core.policies.costs import Cost, CostModel
-from bass_core.runner import packs
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 # Of the time of left-out tokens, what a packed pass saves: two CPU cores, batches of 2 to 8, half of the tokens left

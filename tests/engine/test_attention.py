@@ -8,8 +8,8 @@ import torch
 from tiny import tiny_model
 
 import bass_core as bass
-from bass_core import attention, probe
-from bass_core.cache import Pass
+from bass_core.model import attention, probe
+from bass_core.model.cache import Pass
 
 B, HEADS, KV_HEADS, Q, S, D = 3, 4, 2, 3, 12, 8
 ENDS = [4, 12, 7]  # keys of each row after the pass has written

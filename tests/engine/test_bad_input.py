@@ -9,7 +9,7 @@ from tiny import CONTEXT, VOCABULARY, byte_tokenizer, forward_passes, greedy_alo
 from transformers import AutoModel, AutoModelForSeq2SeqLM, BertConfig, BertForMaskedLM, BertLMHeadModel, T5Config
 
 import bass_core as bass
-from bass_core import kernel_ops
+from bass_core.model import kernel_ops
 
 TARGET = tiny_model(dtype="float64")
 DRAFT = tiny_model(dtype="float64", noise=0.02)

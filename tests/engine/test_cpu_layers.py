@@ -9,9 +9,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import bass_core as bass
-from bass_core import cpu_layers
-from bass_core.attention import changed
-from bass_core.cpu_layers import changes, product
+from bass_core.model import cpu_layers
+from bass_core.model.attention import changed
+from bass_core.model.cpu_layers import changes, product
 
 
 @pytest.fixture

@@ -20,9 +20,10 @@ from sessions import run_to_the_end
 from tiny import CONTEXT, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import cache, environment, kernel_ops
-from bass_core.cache import RaggedCache
+from bass_core import environment
 from bass_core.exactness import sampling
+from bass_core.model import cache, kernel_ops
+from bass_core.model.cache import RaggedCache
 
 
 @pytest.fixture

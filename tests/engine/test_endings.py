@@ -9,7 +9,7 @@ from sessions import DRAFT, PAIR, PERFECT, PROMPTS, TARGET, generate, run_to_the
 from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
 
 import bass_core as bass
-from bass_core import probe
+from bass_core.model import probe
 
 # --- limits and EOS -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from trial_policies import TakingTurns
 
 import bass_core as bass
 from bass_core.exactness import sampling
-from bass_core.runner import packs
+from bass_core.model.runner import packs
 
 pytestmark = [pytest.mark.gpu, there_or_rehearsed]
 PROMPTS = ragged_prompts(5, 11, 3, 17)

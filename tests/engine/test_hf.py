@@ -23,7 +23,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Log
 
 import bass_core as bass
 from bass_core import bass_generate
-from bass_core.transformers_internals import CACHE
+from bass_core.model.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
 NEW = 10

@@ -15,8 +15,8 @@ from tiny import feature_head, ragged_prompts, tiny_model
 from trial_policies import Fickle
 
 import bass_core as bass
-from bass_core import attention
-from bass_core.probe import resolve
+from bass_core.model import attention
+from bass_core.model.probe import resolve
 
 CORE = str(Path(bass.__file__).parent)
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}

@@ -23,9 +23,9 @@ from sessions import run_to_the_end
 from tiny import tiny_model
 
 import bass_core as bass
-from bass_core import attention
-from bass_core.cache import Pass, RaggedCache
 from bass_core.exactness import randomness, sampling
+from bass_core.model import attention
+from bass_core.model.cache import Pass, RaggedCache
 from bass_core.rows import Rows
 
 

@@ -8,7 +8,7 @@ from sessions import PROMPTS, TARGET, alone, assert_same_result, generate, run_t
 from tiny import greedy_alone, tiny_model
 
 import bass_core as bass
-from bass_core import attention
+from bass_core.model import attention
 
 
 class Calling(bass.DraftLengthPolicy):

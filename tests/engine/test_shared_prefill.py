@@ -6,7 +6,7 @@ from tiny import forward_passes, ragged_prompts
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bass_core as bass
-from bass_core.cache import RaggedCache
+from bass_core.model.cache import RaggedCache
 
 LONG = ragged_prompts(30, 28, seed=5)
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import bass_core as bass
 from bass_core.compiled_layers import layers_of
-from bass_core.runner import Runner
+from bass_core.model.runner import Runner
 from bass_core.side_by_side import SIBLINGS, arrange, together
 
 

@@ -6,7 +6,7 @@ from cpu_models import Operators
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.cache import RaggedCache
+from bass_core.model.cache import RaggedCache
 
 
 def running_session(rows, **options):

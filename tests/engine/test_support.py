@@ -16,7 +16,8 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core import checkpoints, probe
+from bass_core import checkpoints
+from bass_core.model import probe
 from bass_core.models import place
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair

@@ -10,8 +10,8 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
 import bass_core as bass
-from bass_core import probe
-from bass_core.attention import Switch
+from bass_core.model import probe
+from bass_core.model.attention import Switch
 
 PROMPTS = ragged_prompts(3, 9, 5)
 

@@ -9,7 +9,7 @@ from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory, sh
 from kernel_launches import counted
 
 import bass_kernels
-from bass_core import kernel_ops
+from bass_core.model import kernel_ops
 from bass_kernels import launching, make_plan, pad_attention, plan, ragged_attention, reference, split_attention, tiles
 
 pytestmark = pytest.mark.interpreted

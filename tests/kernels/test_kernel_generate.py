@@ -8,7 +8,7 @@ import transformers
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import attention, kernel_ops
+from bass_core.model import attention, kernel_ops
 
 pytestmark = pytest.mark.interpreted
 PROMPTS = ragged_prompts(5, 11, 3)

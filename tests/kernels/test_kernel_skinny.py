@@ -10,7 +10,8 @@ from kernel_cases import TOLERANCE, poisoned_memory
 from kernel_launches import counted
 
 import bass_kernels
-from bass_core import kernel_ops, quantization
+from bass_core import quantization
+from bass_core.model import kernel_ops
 from bass_kernels import Codes, reference, skinny
 
 pytestmark = pytest.mark.interpreted

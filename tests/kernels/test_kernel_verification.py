@@ -7,9 +7,9 @@ import triton.language as tl
 from kernel_launches import counted
 from kernel_steps import committing, differing, law, step
 
-from bass_core import kernel_ops
 from bass_core.exactness import randomness, verification
 from bass_core.exactness.randomness import Key, Purpose
+from bass_core.model import kernel_ops
 from bass_kernels import RowMemory, commit, reference, verify
 from bass_kernels import fused_verification as kernels
 from bass_kernels.uniform import uniform

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_core.drafters import NgramDrafter
+from bass_core.model.runner import Runner
 from bass_core.policies.costs import costs_for
 from bass_core.policies.goodput import Goodput
-from bass_core.runner import Runner
 from bass_core.trace import Stopwatch
 from bass_lab.cli import main
 from bass_lab.drafters import LayerSkipDrafter

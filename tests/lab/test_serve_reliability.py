@@ -22,7 +22,7 @@ from tiny import BYTES, byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
 import bass_core as bass
-from bass_core.cache import RaggedCache
+from bass_core.model.cache import RaggedCache
 from bass_lab.cli import main
 from bass_lab.serve import connections
 from bass_lab.serve import server as serve_server

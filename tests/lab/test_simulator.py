@@ -11,7 +11,7 @@ from trial_policies import CHEAP, Alternating, Line, PerRow, StopWhenUnsure
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.runner import PACKED_BELOW
+from bass_core.model.runner import PACKED_BELOW
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.show import plots

@@ -11,7 +11,7 @@ from trial_policies import PerRow
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.runner import Runner
+from bass_core.model.runner import Runner
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.oracle import Oracle

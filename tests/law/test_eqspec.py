@@ -10,8 +10,8 @@ from transformers import DynamicCache
 from trial_policies import Alternating
 
 import bass_core as bass
-from bass_core import attention
-from bass_core.transformers_internals import CACHE
+from bass_core.model import attention
+from bass_core.model.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17)
 

@@ -7,7 +7,7 @@ from tiny import CONTEXT, ragged_prompts, tiny_model
 from trial_policies import Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
-from bass_core import cache as cache_module
+from bass_core.model import cache as cache_module
 
 PROMPTS = ragged_prompts(5, 11, 17, 2)
 NO_EOS = {"eos_token_id": ()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from bass_core import probe
+from bass_core.model import probe
 
 TABLE = {row[0]: kinds.Finding(**dict(zip(kinds.COLUMNS, row, strict=True))) for row in models_page.rows("kinds")}
 FEW = (

@@ -6,7 +6,7 @@ import pytest
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core import probe
+from bass_core.model import probe
 from bass_lab.checks import four_checks
 
 TABLE = {row[0]: tuple(row) for row in models_page.rows("faults")}

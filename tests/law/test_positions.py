@@ -6,7 +6,7 @@ from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import PerRow
 
 import bass_core as bass
-from bass_core import probe
+from bass_core.model import probe
 
 SWITCH = 16
 LONGROPE = {

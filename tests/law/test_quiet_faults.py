@@ -8,7 +8,7 @@ from tiny import greedy_alone, ragged_prompts, tiny_model
 from transformers import GenerationConfig
 
 import bass_core as bass
-from bass_core import probe
+from bass_core.model import probe
 
 PROMPTS = ragged_prompts(5, 9, 13)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bass_core as bass
-from bass_core import attention
+from bass_core.model import attention
 from bass_lab.lessons import l14_demonstrations as demonstrations
 from bass_lab.lessons import l14_figures as figures
 from bass_lab.measure.roofline import TARGET_8B

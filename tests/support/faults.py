@@ -1,7 +1,7 @@
 """Models with a planted fault: the output for a row depends on more than that row's tokens.
 
 `FAULTS` maps each fault to a function that makes a tiny model with it. tests/law/test_planted_faults.py tests which of
-them the probe (module `bass_core.probe`) and `bass verify` find.
+them the probe (module `bass_core.model.probe`) and `bass verify` find.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core import probe
-from bass_core.transformers_internals import CACHE
+from bass_core.model import probe
+from bass_core.model.transformers_internals import CACHE
 from bass_lab.checks import exactness
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from bass_core import attention, kernel_ops
+from bass_core.model import attention, kernel_ops
 
 NO_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "scalar_tensor", "alias", "detach", "_unsafe_view"}
 

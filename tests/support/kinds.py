@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from trial_policies import PerRow
 
 import bass_core as bass
-from bass_core.transformers_internals import CACHE
+from bass_core.model.transformers_internals import CACHE
 
 BASS_CORE = str(Path(bass.__file__).parent)
 VOCABULARY, CONTEXT, WINDOW, SWITCH = 97, 96, 8, 16

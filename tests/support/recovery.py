@@ -8,8 +8,8 @@ from tiny import ragged_prompts, tiny_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bass_core as bass
-from bass_core import probe
-from bass_core.cache import RaggedCache
+from bass_core.model import probe
+from bass_core.model.cache import RaggedCache
 
 PROMPTS = ragged_prompts(5, 9, 13)
 

@@ -12,9 +12,9 @@ import tokenizers
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from bass_core import attention
 from bass_core.checkpoints import attention_of
 from bass_core.drafters import FeatureHead, FeatureHeadConfig
+from bass_core.model import attention
 
 VOCABULARY = 97
 CONTEXT = 96

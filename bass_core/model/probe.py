@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bass_core import kernel_ops
-from bass_core import transformers_internals as internals
-from bass_core.attention import (
+from bass_core.checkpoints import in_dtype, is_quantized
+from bass_core.environment import is_full
+from bass_core.model import kernel_ops
+from bass_core.model import transformers_internals as internals
+from bass_core.model.attention import (
     OWN,
     PATHS,
     SWITCHED,
@@ -34,10 +36,8 @@ from bass_core.attention import (
     has_short_convolutions,
     path_of,
 )
-from bass_core.checkpoints import in_dtype, is_quantized
-from bass_core.environment import is_full
-from bass_core.runner import Runner
-from bass_core.sources import FEATURES, Source, made_up
+from bass_core.model.encoder_decoder import FEATURES, Source, made_up
+from bass_core.model.runner import Runner
 
 # Tokens: a short text, the longest window while a model is asked, two texts that are longer.
 BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24

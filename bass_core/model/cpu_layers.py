@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bass_core import environment, side_by_side
-from bass_core.attention import Change, pass_at_hand
-from bass_core.cache import Pass
-from bass_core.transformers_internals import ROTATE
+from bass_core.model.attention import Change, pass_at_hand
+from bass_core.model.cache import Pass
+from bass_core.model.transformers_internals import ROTATE
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
 SMALL = 2**15  # numbers of a weight up to which `linear` is the fastest for one row

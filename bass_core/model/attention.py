@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from bass_core import kernel_ops
-from bass_core import transformers_internals as internals
-from bass_core.cache import Pass, RaggedCache, TokenStates
+from bass_core.model import kernel_ops
+from bass_core.model import transformers_internals as internals
+from bass_core.model.cache import Pass, RaggedCache, TokenStates
 
 PATHS = ("ragged", "pad", "split", "eager")
 
@@ -283,7 +283,7 @@ class Switch:
             elif (width := internals.sinusoidal_width(module)) is not None:
                 self._forwards.append((vars(module), "forward", _at_computed_positions(module, width, model.dtype)))
             elif internals.is_short_convolution(module):
-                from bass_core import short_convolution
+                from bass_core.model import short_convolution
 
                 self._forwards.append((vars(module), "forward", short_convolution.by_position(module)))
             elif internals.has_relative_bias(module):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import attention, compiled_layers
-from bass_core.cache import Pass, Phase, RaggedCache
-from bass_core.sources import Encoded, Source, Sources, encode
+from bass_core import compiled_layers
+from bass_core.model import attention
+from bass_core.model.cache import Pass, Phase, RaggedCache
+from bass_core.model.encoder_decoder import Encoded, Source, Sources, encode
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
 EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
@@ -83,7 +84,7 @@ class Runner:
 
             self._siblings = side_by_side.arrange(model)
         elif model.device.type == "cpu":
-            from bass_core import cpu_layers
+            from bass_core.model import cpu_layers
 
             lean = cpu_layers.changes(model)
         self.bucket = BUCKET if model.device.type == "cuda" else 1

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from bass_core import attention
-from bass_core.cache import Pass, RaggedCache, free
-from bass_core.transformers_internals import cache_argument
+from bass_core.model import attention
+from bass_core.model.cache import Pass, RaggedCache, free
+from bass_core.model.transformers_internals import cache_argument
 
 FEATURES = "input_features"  # what models that hear are given in place of ids
 

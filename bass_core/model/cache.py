@@ -24,11 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from bass_core import kernel_ops
 from bass_core.environment import free_memory, is_full
+from bass_core.model import kernel_ops
 
 if TYPE_CHECKING:
-    from bass_core.sources import Sources
+    from bass_core.model.encoder_decoder import Sources
 
 
 class Phase(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from bass_core.cache import Pass, RaggedCache, TokenStates
+from bass_core.model.cache import Pass, RaggedCache, TokenStates
 
 
 def by_position(layer: nn.Module) -> Callable:
