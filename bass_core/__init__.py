@@ -25,12 +25,12 @@ from bass_core.engine import Result, Session, StepEvent
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
-from bass_core.models import ModelPair, load_pair
+from bass_core.loading.model_pair import ModelPair, load_pair
+from bass_core.loading.quantization import quantized
 from bass_core.policies.costs import CostModel, costs_for
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
-from bass_core.quantization import quantized
 from bass_core.rows import Request
 from bass_core.trace import Trace
 

@@ -28,9 +28,9 @@ from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.eager_step import Decided, StepOptions
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import RULES
+from bass_core.loading.model_pair import ModelPair
 from bass_core.model import kernel_ops, probe
 from bass_core.model.runner import Runner
-from bass_core.models import ModelPair
 from bass_core.policies import policy_for
 from bass_core.rows import Commit, Prompt, Request, Rows
 from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns

@@ -19,7 +19,7 @@ from bass_core import inputs
 from bass_core.detokenizer import FinalText
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.engine import Result, Session, StepEvent
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.rows import Prompt, Request
 from bass_core.trace import Trace
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core.checkpoints import panics_are_errors
 from bass_core.detokenizer import StopStrings
 from bass_core.exactness.sampling import SamplingParams
+from bass_core.loading.checkpoints import panics_are_errors
+from bass_core.loading.model_pair import ModelPair
 from bass_core.model.attention import recomputed_beyond
 from bass_core.model.encoder_decoder import FEATURES, Source
 from bass_core.model.transformers_internals import generation_defaults
-from bass_core.models import ModelPair
 from bass_core.rows import Prompt
 
 BEGINS = "decoder_input_ids"  # of a mapping: what the text of an encoder-decoder model begins with

@@ -17,7 +17,7 @@ from torch import Tensor
 from bass_core.drafters import Context, Draft
 from bass_core.exactness import randomness, verification
 from bass_core.exactness.verification import Verified
-from bass_core.models import ASSETS
+from bass_core.loading.model_pair import ASSETS
 
 PREFIX = "synthetic:"
 

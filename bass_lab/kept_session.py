@@ -10,7 +10,7 @@ from bass_core import inputs
 from bass_core.engine import Session, StepEvent
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, deadline, generate, steps_until
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.rows import Prompt, Request
 from bass_core.trace import Trace
 

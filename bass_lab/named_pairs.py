@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from bass_core.checkpoints import attention_of, check_config
 from bass_core.drafters import Drafter
-from bass_core.models import ASSETS, ModelPair, load_pair, place
-from bass_core.quantization import kind_of_copy, quantized
+from bass_core.loading.checkpoints import attention_of, check_config
+from bass_core.loading.model_pair import ASSETS, ModelPair, load_pair, place
+from bass_core.loading.quantization import kind_of_copy, quantized
 from bass_lab import drafters
 
 WEIGHTS = ("hub", "dummy")

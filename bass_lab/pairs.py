@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from bass_core import checkpoints
-from bass_core.checkpoints import is_quantized
 from bass_core.drafters import Drafter, NgramDrafter, SuffixDrafter
-from bass_core.models import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
-from bass_core.quantization import kind_of, quantized
+from bass_core.loading import checkpoints
+from bass_core.loading.checkpoints import is_quantized
+from bass_core.loading.model_pair import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
+from bass_core.loading.quantization import kind_of, quantized
 from bass_lab.drafters.layer_skip import LayerSkipDrafter
 
 

@@ -11,7 +11,7 @@ import typer
 from documents import DOCUMENTS, ROOT, blocks, commands
 from typer.testing import CliRunner
 
-from bass_core.models import ASSETS
+from bass_core.loading.model_pair import ASSETS
 from bass_core.policies import costs
 from bass_lab.cli import main
 

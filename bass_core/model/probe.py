@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bass_core.checkpoints import in_dtype, is_quantized
 from bass_core.environment import is_full
+from bass_core.loading.checkpoints import in_dtype, is_quantized
 from bass_core.model import kernel_ops
 from bass_core.model import transformers_internals as internals
 from bass_core.model.attention import (

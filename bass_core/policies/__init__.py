@@ -6,7 +6,7 @@ The interface, a fixed length and the paper's Algorithm 1 are in `draft_length`.
 from __future__ import annotations
 
 from bass_core.draft_length import DraftLengthPolicy, as_policy
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.costs import costs_like
 from bass_core.policies.goodput import Goodput
 

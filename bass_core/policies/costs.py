@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from bass_core import inputs
 from bass_core.draft_length import RowsView
 from bass_core.environment import processor, write_whole
-from bass_core.models import ASSETS, ModelPair, fingerprint
+from bass_core.loading.model_pair import ASSETS, ModelPair, fingerprint
 
 SCHEMA = 2
 FIELDS: inputs.Kinds = {

@@ -14,7 +14,7 @@ from bass_lab.cli.progress import Progress
 
 if TYPE_CHECKING:
     from bass_core.draft_length import DraftLengthPolicy
-    from bass_core.models import ModelPair
+    from bass_core.loading.model_pair import ModelPair
     from bass_core.policies.costs import CostModel
     from bass_lab.load import LoadRun, Target, Workload
 

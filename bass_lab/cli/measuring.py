@@ -65,8 +65,8 @@ def bench(
     record for each method, batch size and prompt set.
     """
     from bass_core import inputs
-    from bass_core.models import embedded_draft, load_draft
-    from bass_core.quantization import SELF_DRAFTS, kind_of, quantized
+    from bass_core.loading.model_pair import embedded_draft, load_draft
+    from bass_core.loading.quantization import SELF_DRAFTS, kind_of, quantized
     from bass_lab import drafters
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair

@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 from bass_core import inputs
 from bass_core.draft_length import DraftLengthPolicy
 from bass_core.generation import generate
-from bass_core.models import ModelPair, fingerprints
+from bass_core.loading.model_pair import ModelPair, fingerprints
 from bass_core.policies import policy_for
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem

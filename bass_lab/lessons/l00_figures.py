@@ -14,7 +14,7 @@ from IPython import get_ipython
 from IPython.display import display
 
 from bass_core.generation import Generation, generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.kept_session import KeptSession
 from bass_lab.show import plots
 from bass_lab.show.live_figures import live, slider

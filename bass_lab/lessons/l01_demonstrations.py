@@ -23,7 +23,7 @@ from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import Key, Purpose
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import alpha
 from bass_lab.checks import plain_decoding

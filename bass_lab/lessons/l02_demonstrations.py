@@ -16,7 +16,7 @@ from torch import Tensor
 from bass_core import inputs
 from bass_core.draft_length import expected_tokens
 from bass_core.engine import Session
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.pairs import require_draft_model
 
 # --- lock-step against rows at their own pace -----------------------------------------------------

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from bass_core import inputs, trace
+from bass_core.loading.model_pair import ModelPair
 from bass_core.model.transformers_internals import CACHE
-from bass_core.models import ModelPair
 from bass_lab.pairs import require_draft_model
 
 BUGS = {

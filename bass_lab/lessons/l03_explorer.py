@@ -18,7 +18,7 @@ from bass_core import inputs
 from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.drafters import Drafter
 from bass_core.generation import Generation, generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.trace import Trace
 from bass_lab.pairs import drafters_for
 from bass_lab.provenance import describe_environment

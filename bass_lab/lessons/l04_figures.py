@@ -11,7 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from bass_core.draft_length import DraftLengthPolicy, FixedLength, expected_tokens
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.policies import costs
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Objective, first_finished, last_finished

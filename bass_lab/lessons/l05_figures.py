@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from bass_core import inputs
 from bass_core.draft_length import expected_tokens
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.lessons.l05_demonstrations import REGULAR
 from bass_lab.show import plots, token_views
 from bass_lab.show.live_figures import live

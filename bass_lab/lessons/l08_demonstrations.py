@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.measure.gpu_benchmark import CONTEXT, NEW, PAPER_MS
 from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.roofline import H100, Device, Roofline, Workload, utilisation

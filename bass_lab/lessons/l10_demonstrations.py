@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
+from bass_core.loading.quantization import QuantizedLinear, kind_of, quantized
 from bass_core.policies.costs import CostModel
-from bass_core.quantization import QuantizedLinear, kind_of, quantized
 from bass_lab.evaluation import Problem, compare, scores
 from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.kept_session import KeptSession

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pandas as pd
 
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.load import LoadRun, Workload
 from bass_lab.load.accuracy import front
 from bass_lab.load.result import FINISHED

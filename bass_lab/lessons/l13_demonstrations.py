@@ -16,10 +16,10 @@ from transformers.utils import logging
 from bass_core import inputs
 from bass_core.engine import Session
 from bass_core.generation import Generation, generate
+from bass_core.loading.model_pair import ModelPair
 from bass_core.model import short_convolution
 from bass_core.model.attention import changed
 from bass_core.model.cache import Pass
-from bass_core.models import ModelPair
 from bass_lab.checks import plain_decoding
 from bass_lab.lessons.settings import is_exact
 from bass_lab.measure.clocks import Elapsed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from bass_core import models
-from bass_core.models import ModelPair
+from bass_core.loading import model_pair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab import drafters
 
 EXACT = (torch.float32, torch.float64)  # where greedy text is that of the row alone, token for token
@@ -19,8 +19,8 @@ def load_pair(target: str, draft: str, dtype: str | None, device: str | None) ->
     CPU, the checkpoint's own on a GPU.
     device: None is the GPU where there is one. Raises ValueError as `bass_core.load_pair`.
     """
-    dtype = dtype or (None if target and target != models.READER else "float32")
-    return models.load_pair(target or None, drafters.named(draft) or draft or None, dtype=dtype, device=device)
+    dtype = dtype or (None if target and target != model_pair.READER else "float32")
+    return model_pair.load_pair(target or None, drafters.named(draft) or draft or None, dtype=dtype, device=device)
 
 
 def is_exact(pair: ModelPair) -> bool:

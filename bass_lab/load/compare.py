@@ -21,7 +21,7 @@ import torch
 
 from bass_core import inputs
 from bass_core.engine import Session
-from bass_core.models import ModelPair, load_pair
+from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, Table
 from bass_core.policies.goodput import Goodput
 from bass_lab.load.capacity import bearable_rate

@@ -10,7 +10,7 @@ import pandas as pd
 
 from bass_core import inputs
 from bass_core.engine import Session
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.rows import Request
 from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.load.capacity import bearable_rate, highest_load
 from bass_lab.load.result import LoadRun, Target
 from bass_lab.load.workload import Workload

@@ -35,7 +35,7 @@ from bass_core.drafters import Drafter
 from bass_core.engine import Session
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.costs import costs_like
 from bass_lab.checks import plain_decoding
 from bass_lab.kept_session import KeptSession

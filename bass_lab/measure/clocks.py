@@ -11,7 +11,7 @@ import torch
 
 from bass_core.engine import StepEvent
 from bass_core.environment import synchronize
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.trace import Stopwatch
 
 LATENCIES = ("first_ms", "last_ms", "mean_ms")

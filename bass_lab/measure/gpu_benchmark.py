@@ -27,7 +27,7 @@ from torch import Tensor
 from bass_core import inputs
 from bass_core.environment import synchronize
 from bass_core.generation import generate
-from bass_core.models import ModelPair, load_pair
+from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
 from bass_lab.measure import gpu_command, records
 from bass_lab.measure.benchmark import greedy_alone

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import StaticCache
 
 from bass_core.engine import Session
+from bass_core.loading.model_pair import ModelPair
 from bass_core.model.transformers_internals import CACHE
-from bass_core.models import ModelPair
 from bass_core.policies.costs import CostModel
 from bass_core.trace import Trace
 from bass_lab.kept_session import HasSession

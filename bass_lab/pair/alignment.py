@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.pair.fitting import Teacher, distillation_loss, fit, quick, quick_norms, seeds_of, workers, write_texts
 from bass_lab.pair.windows import Windows
 from bass_lab.texts import corpus

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from bass_core.environment import write_whole
 from bass_core.generation import Generation, generate
-from bass_core.models import ASSETS, ModelPair, load_pair
+from bass_core.loading.model_pair import ASSETS, ModelPair, load_pair
 from bass_lab.evaluation import Problem, grade_all, load_problems
 from bass_lab.pair import training
 from bass_lab.pair.feature_head import STEP_WEIGHTS

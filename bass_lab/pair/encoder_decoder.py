@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from bass_core.environment import write_whole
-from bass_core.models import ASSETS, ModelPair
+from bass_core.loading.model_pair import ASSETS, ModelPair
 from bass_lab.pair.fitting import Drawn, divergence, fit, say, seeds_of, workers
 from bass_lab.pair.training import machine, size
 from bass_lab.texts import grammar

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from bass_core.environment import write_whole
-from bass_core.models import ASSETS, READER, load_pair
+from bass_core.loading.model_pair import ASSETS, READER, load_pair
 from bass_lab.evaluation import load_problems
 from bass_lab.pair import encoder_decoder
 from bass_lab.pair.data_card import acceptance, continued, share_passed, written

@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bass_core import inputs
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.serve.answers import Answer
 from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, StreamOptions, complaint
 from bass_lab.serve.counts import Counts

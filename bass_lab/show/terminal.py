@@ -11,7 +11,7 @@ from bass_core import inputs
 from bass_core.detokenizer import FinalText
 from bass_core.generation import Generation, generate
 from bass_core.inputs import PromptLike
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_core.trace import Trace
 
 ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": None}  # colours

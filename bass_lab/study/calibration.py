@@ -28,10 +28,10 @@ from bass_core import inputs
 from bass_core.draft_length import FixedLength, RowsView
 from bass_core.engine import Session
 from bass_core.generation import generate
+from bass_core.loading.model_pair import ModelPair, fingerprints
 from bass_core.model import probe
 from bass_core.model.encoder_decoder import made_up
 from bass_core.model.runner import Runner
-from bass_core.models import ModelPair, fingerprints
 from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
 from bass_core.policies.goodput import Goodput
 from bass_core.trace import Stopwatch

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bass_core import inputs
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 from bass_lab.evaluation import Problem, compare, scores
 from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.pairs import require_decoder

@@ -35,7 +35,7 @@ import numpy as np
 
 from bass_core import inputs
 from bass_core.environment import write_whole
-from bass_core.models import ASSETS
+from bass_core.loading.model_pair import ASSETS
 from bass_lab.texts.prompt_sets import PROMPT_SETS
 
 SHIPPED = ASSETS / "acceptance"

@@ -17,8 +17,8 @@ from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import Key, Purpose, StepKeys
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
+from bass_core.loading.model_pair import ModelPair
 from bass_core.model import probe
-from bass_core.models import ModelPair
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 

@@ -13,7 +13,7 @@ from bass_core import inputs
 from bass_core.exactness import sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
-from bass_core.models import ModelPair
+from bass_core.loading.model_pair import ModelPair
 
 
 class Written(NamedTuple):

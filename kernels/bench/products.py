@@ -21,7 +21,7 @@ import triton
 from torch import Tensor, nn
 
 import bass_kernels
-from bass_core.quantization import GROUP, int4, int8
+from bass_core.loading.quantization import GROUP, int4, int8
 from bass_kernels import Codes, reference
 from bass_lab.measure import gpu_command, record_schema, records
 from bass_lab.measure.roofline import copy_bandwidth

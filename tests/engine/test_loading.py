@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import BYTES, byte_tokenizer, feature_head, tiny_model
 
 import bass_core as bass
-from bass_core.models import ASSETS
+from bass_core.loading.model_pair import ASSETS
 from bass_lab.named_pairs import named_pair
 
 

@@ -8,7 +8,7 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8Weig
 from transformers import TorchAoConfig
 
 import bass_core as bass
-from bass_core.models import fingerprint
+from bass_core.loading.model_pair import fingerprint
 from bass_lab.checks import exactness
 
 WEIGHTS = TorchAoConfig(Int8WeightOnlyConfig())

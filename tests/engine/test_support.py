@@ -16,9 +16,9 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core import checkpoints
+from bass_core.loading import checkpoints
+from bass_core.loading.model_pair import place
 from bass_core.model import probe
-from bass_core.models import place
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair
 
@@ -216,7 +216,9 @@ def test_revision_of_a_folder_is_refused(target, draft):  # noqa: F811
 
 
 def test_path_that_is_not_there_is_refused_as_that(monkeypatch):
-    monkeypatch.setattr("bass_core.checkpoints.cached_file", lambda *args, **kwargs: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(
+        "bass_core.loading.checkpoints.cached_file", lambda *args, **kwargs: pytest.fail("the hub was asked")
+    )
     for name in ("/nope", "../nope", "~/nope", "no/such/folder", "nope/", Path("nope")):
         with pytest.raises(ValueError, match=f"cannot load '{name}': no such folder"):
             bass.load_pair(name)

@@ -9,9 +9,10 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core import models, side_by_side
-from bass_core.models import ASSETS, fingerprint
-from bass_core.quantization import (
+from bass_core import side_by_side
+from bass_core.loading import model_pair
+from bass_core.loading.model_pair import ASSETS, fingerprint
+from bass_core.loading.quantization import (
     GROUP,
     KINDS,
     QuantizedLinear,
@@ -182,7 +183,7 @@ def test_held_pair_is_quantized_as_a_loaded_one(target, draft):  # noqa: F811
 
 def test_weights_to_be_quantized_are_read_to_the_host(monkeypatch, target, draft):  # noqa: F811
     """Only their codes go to the device."""
-    read, moved, load_model = {}, [], models.load_model
+    read, moved, load_model = {}, [], model_pair.load_model
 
     def reading(name, *args, **options):
         read[name] = options["device"].type
@@ -192,9 +193,9 @@ def test_weights_to_be_quantized_are_read_to_the_host(monkeypatch, target, draft
         moved.append(device.type)
         return quantized(model, kind, device)
 
-    monkeypatch.setattr(models, "load_model", reading)
-    monkeypatch.setattr(models, "quantized", quantizing)
-    monkeypatch.setattr(models, "ModelPair", lambda **parts: parts)
+    monkeypatch.setattr(model_pair, "load_model", reading)
+    monkeypatch.setattr(model_pair, "quantized", quantizing)
+    monkeypatch.setattr(model_pair, "ModelPair", lambda **parts: parts)
     pair = bass.load_pair(target, draft, device="meta", quantize={"target": "int8"})
     assert read == {target: "cpu", draft: "meta"} and moved == ["meta"]
     assert {each.device.type for role in ("target", "draft") for each in pair[role].parameters()} == {"meta"}

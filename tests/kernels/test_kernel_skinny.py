@@ -10,7 +10,7 @@ from kernel_cases import TOLERANCE, poisoned_memory
 from kernel_launches import counted
 
 import bass_kernels
-from bass_core import quantization
+from bass_core.loading import quantization
 from bass_core.model import kernel_ops
 from bass_kernels import Codes, reference, skinny
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 import bass_core as bass
-from bass_core import models
+from bass_core.loading import model_pair
 from bass_lab import named_pairs
 
 load_pair = bass.load_pair
@@ -15,7 +15,7 @@ embedded_pair = functools.cache(load_pair)
 def read_once(target=None, draft=None, *, dtype=None, **options):
     """Load a pair, an embedded one without options only once."""
     others = {name: value for name, value in options.items() if value and (name, value) != ("device", "cpu")}
-    if target not in (None, models.READER) or draft is not None or others:
+    if target not in (None, model_pair.READER) or draft is not None or others:
         return load_pair(target, draft, dtype=dtype, **options)
     return embedded_pair(target, dtype=dtype or "float32")
 

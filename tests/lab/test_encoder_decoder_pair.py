@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import bass_core as bass
-from bass_core.models import ASSETS, READER
+from bass_core.loading.model_pair import ASSETS, READER
 from bass_lab.evaluation import load_problems
 from bass_lab.pair import encoder_decoder, encoder_decoder_card
 from bass_lab.pair.data_card import acceptance, share_passed

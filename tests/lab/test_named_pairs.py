@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import bass_core as bass
-from bass_core.models import ASSETS
+from bass_core.loading.model_pair import ASSETS
 from bass_lab.measure.roofline import Workload
 from bass_lab.named_pairs import SHAPES, named_config, named_pair
 from bass_lab.pairs import in_dtype, name_of

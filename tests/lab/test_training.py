@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from bass_core.generation import generate
-from bass_core.models import load_pair
+from bass_core.loading.model_pair import load_pair
 from bass_lab.evaluation import load_problems
 from bass_lab.pair import data_card, fitting, training
 from bass_lab.pair.windows import Windows, train_tokenizer

@@ -7,7 +7,7 @@ import torch
 
 import bass_core as bass
 from bass_core.drafters import FeatureHead
-from bass_core.models import ASSETS
+from bass_core.loading.model_pair import ASSETS
 from bass_lab.lessons import l05_demonstrations as demonstrations
 from bass_lab.lessons import l05_figures as figures
 from bass_lab.measure.modelled_costs import modelled_h100

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bass_core as bass
-from bass_core.quantization import kind_of
+from bass_core.loading.quantization import kind_of
 from bass_lab.lessons import l10_demonstrations as demonstrations
 from bass_lab.lessons import l10_exercises as exercises
 from bass_lab.measure.modelled_costs import modelled_h100

@@ -5,7 +5,7 @@ import torch
 from tiny import tiny_model
 
 import bass_core as bass
-from bass_core import models
+from bass_core.loading import model_pair
 from bass_lab.lessons import settings
 
 
@@ -20,10 +20,10 @@ def test_embedded_pair_is_float32_by_default():
     assert half.target.dtype == half.draft.dtype == torch.bfloat16 and not settings.is_exact(half)
 
 
-@pytest.mark.parametrize(("target", "dtype"), [(models.READER, "float32"), ("somebodys/model", None)])
+@pytest.mark.parametrize(("target", "dtype"), [(model_pair.READER, "float32"), ("somebodys/model", None)])
 def test_other_models_keep_the_dtype_of_their_checkpoint(monkeypatch, target, dtype):
     given = []
-    monkeypatch.setattr(models, "load_pair", lambda *_, **options: given.append(options["dtype"]))
+    monkeypatch.setattr(model_pair, "load_pair", lambda *_, **options: given.append(options["dtype"]))
     settings.load_pair(target, "", None, "cuda")
     assert given == [dtype]
 

@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.draft_length import RowsView
-from bass_core.models import fingerprints
+from bass_core.loading.model_pair import fingerprints
 from bass_core.policies import costs, policy_for
 from bass_core.policies.costs import CostModel, StepSeconds, Table, costs_for, costs_like
 from bass_core.trace import Trace

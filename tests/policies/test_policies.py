@@ -10,7 +10,7 @@ from trial_policies import CHEAP, Line, library_policies
 
 import bass_core as bass
 from bass_core.draft_length import RowsView, expected_tokens, planned_lengths
-from bass_core.models import fingerprints
+from bass_core.loading.model_pair import fingerprints
 from bass_core.policies import costs, goodput, policy_for
 from bass_core.policies.goodput import deadlines, first_finished, last_finished
 from bass_lab.checks.tabular import tabular

@@ -12,8 +12,8 @@ import tokenizers
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from bass_core.checkpoints import attention_of
 from bass_core.drafters import FeatureHead, FeatureHeadConfig
+from bass_core.loading.checkpoints import attention_of
 from bass_core.model import attention
 
 VOCABULARY = 97

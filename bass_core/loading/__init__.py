@@ -1,0 +1,1 @@
+"""Names, folders and checkpoints -> a `ModelPair`."""
