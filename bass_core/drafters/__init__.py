@@ -2,9 +2,8 @@
 
 from bass_core.drafters.draft_model import ModelDrafter, runners_of
 from bass_core.drafters.feature import FeatureDrafter, FeatureHead, FeatureHeadConfig
-from bass_core.drafters.ngram import NgramDrafter
+from bass_core.drafters.lookup import NgramDrafter, SuffixDrafter
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
-from bass_core.drafters.suffix import SuffixDrafter
 
 NAMES = '"ngram" or "suffix"'
 
