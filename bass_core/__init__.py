@@ -10,7 +10,6 @@ Where what is:
 """
 
 from bass_core.detokenizer import FinalText
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
 from bass_core.drafters import (
     Context,
     Draft,
@@ -25,12 +24,14 @@ from bass_core.engine import Result, Session, StepEvent
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
+from bass_core.loading.measured_costs import costs_for
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.loading.quantization import quantized
-from bass_core.policies.costs import CostModel, costs_for
+from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
+from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
 from bass_core.rows import Request
 from bass_core.trace import Trace
 

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter
 from bass_core.drafters.protocol import checked
 from bass_core.exactness import randomness, sampling, verification
@@ -22,6 +21,7 @@ from bass_core.exactness.randomness import Key, Purpose
 from bass_core.exactness.sampling import MixedParams, SamplingParams
 from bass_core.model import kernel_ops
 from bass_core.model.runner import Runner
+from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.rows import Rows
 
 if TYPE_CHECKING:

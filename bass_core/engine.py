@@ -21,17 +21,18 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from bass_core import inputs, recorded_step
+from bass_core import checks, options, recorded_step
 from bass_core.batch import Batch
-from bass_core.draft_length import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.eager_step import Decided, StepOptions
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import RULES
+from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model import kernel_ops, probe
 from bass_core.model.runner import Runner
-from bass_core.policies import policy_for
+from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, planned_lengths
+from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
 from bass_core.rows import Commit, Prompt, Request, Rows
 from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
 
@@ -104,21 +105,21 @@ class Session:
         prefill_chunk: int | None = None,
         trace: str = "steps",
     ):
-        self.pair, self.seed = inputs.model_pair(pair), inputs.integer("seed", seed, least=None)
-        own = self._asked_for = inputs.generation_config(pair.target, generation_config)
+        self.pair, self.seed = model_pair(pair), checks.integer("seed", seed, least=None)
+        own = self._asked_for = options.generation_config(pair.target, generation_config)
         penalty = (own.repetition_penalty or 1.0) if repetition_penalty is None else repetition_penalty
         self.params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
-        inputs.check_sampling(generation_config, self.params)
+        options.check_sampling(generation_config, self.params)
         self.policy = policy_for(pair, draft_length)
-        self.rule = inputs.one_of("verification", verification, (*RULES, "coupled"))
-        self.on_row_error = inputs.one_of("on_row_error", on_row_error, ("raise", "finish"))
+        self.rule = checks.one_of("verification", verification, (*RULES, "coupled"))
+        self.on_row_error = checks.one_of("on_row_error", on_row_error, ("raise", "finish"))
         self.vocabulary = pair.target.config.get_text_config().vocab_size
-        max_rows = inputs.integer("max_batch_size", max_batch_size, least=1)
-        chunk = None if prefill_chunk is None else inputs.integer("prefill_chunk", prefill_chunk, least=1)
-        inputs.one_of("trace", trace, LEVELS)
-        eos = inputs.eos_ids(own, eos_token_id, self.vocabulary)
-        self.stop = inputs.stop_strings(stop, pair.tokenizer)
-        inputs.one_of("compile", compile, ("auto", *recorded_step.WAYS))
+        max_rows = checks.integer("max_batch_size", max_batch_size, least=1)
+        chunk = None if prefill_chunk is None else checks.integer("prefill_chunk", prefill_chunk, least=1)
+        checks.one_of("trace", trace, LEVELS)
+        eos = options.eos_ids(own, eos_token_id, self.vocabulary)
+        self.stop = options.stop_strings(stop, pair.tokenizer)
+        checks.one_of("compile", compile, ("auto", *recorded_step.WAYS))
         forced = None
         if acceptance is not None:  # benchmarks: nobody else loads it
             from bass_core.synthetic import SyntheticAcceptance
@@ -127,14 +128,14 @@ class Session:
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
         way = recorded_step.resolve(compile, pair.device, paths, trace, pair.launched_because)
 
-        never, first = inputs.suppressed(own, eos, self.vocabulary)
+        never, first = options.suppressed(own, eos, self.vocabulary)
         self._not_first = torch.tensor(first, dtype=torch.int64, device=pair.device)
         # Regular decoding asks no drafter: one that keeps nothing of rows stands for it.
         drafter = NgramDrafter() if self.policy == FixedLength(0) else pair.drafter
         keeps = {"keeps_hidden": drafter.wants_hidden, "suppressed": never}
         self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
-        options = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
-        self.drafter = drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **options))
+        setting = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
+        self.drafter = drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **setting))
         self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos)
         self.batch = Batch(self.rows, self.target, self.drafter, chunk)
         self.trace = Trace(
@@ -151,11 +152,11 @@ class Session:
         me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next looked for
         wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
         told = {"begin": lambda phase: me()._enter(phase), "watch": lambda: me()._watch_ahead()}
-        options = StepOptions(self.rule, forced, wants_p, all_or_none, **told)
+        step_options = StepOptions(self.rule, forced, wants_p, all_or_none, **told)
         fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
         from bass_core import step_ahead  # not with the library: that stays quick to import
 
-        self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, options)
+        self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, step_options)
         self._watch = Stopwatch(pair.device)
         # Its memory is from this stream's pool. None: on a CPU.
         self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None
@@ -171,7 +172,7 @@ class Session:
 
     def submit(
         self,
-        prompt: inputs.PromptLike | Prompt,
+        prompt: PromptLike | Prompt,
         *,
         max_new_tokens: int = 128,
         temperature: float | None = None,
@@ -207,23 +208,23 @@ class Session:
         """
         self._refuse_closed()
         if not isinstance(prompt, Prompt):
-            prompt = inputs.prompt_of(self.pair, prompt, self._asked_for)
-        max_new_tokens = inputs.integer("max_new_tokens", max_new_tokens)
-        inputs.check_context(self.pair, len(prompt.ids), max_new_tokens)
+            prompt = prompt_of(self.pair, prompt, self._asked_for)
+        max_new_tokens = checks.integer("max_new_tokens", max_new_tokens)
+        check_context(self.pair, len(prompt.ids), max_new_tokens)
         own = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
             "repetition_penalty": repetition_penalty,
         }  # fmt: skip
         own = {name: value for name, value in own.items() if value is not None}
-        sample = None if sample is None else inputs.integer("sample", sample)
+        sample = None if sample is None else checks.integer("sample", sample)
         request = Request(
             prompt=replace(prompt),  # rows that wait for equal ones share it, what is prefilled with it
             max_new_tokens=max_new_tokens,
-            seed=self.seed if seed is None else inputs.integer("seed", seed, least=None),
+            seed=self.seed if seed is None else checks.integer("seed", seed, least=None),
             params=replace(self.params, **own) if own else self.params,
-            stop=self.stop if stop is None else inputs.stop_strings(stop, self.pair.tokenizer),
+            stop=self.stop if stop is None else options.stop_strings(stop, self.pair.tokenizer),
             ignore_eos=ignore_eos,
-            deadline=None if deadline is None else time.monotonic() + inputs.seconds("deadline", deadline),
+            deadline=None if deadline is None else time.monotonic() + checks.seconds("deadline", deadline),
             row=(number := self._number(row)),  # last: what is refused takes none
             sample=number if sample is None else sample,
         )
@@ -239,7 +240,7 @@ class Session:
         """The number of a row, which no other row of this session that has not ended has."""
         if row is None:
             return next(number for number in self._count if number not in self._chosen)
-        inputs.integer("row", row)
+        checks.integer("row", row)
         if any(each.row == row and each.finish_reason is None for each in (*self.rows.live, *self.rows.waiting)):
             raise ValueError(f"row {row} has not ended yet; events and the trace would mix up rows of one number")
         self._chosen.add(row)

@@ -15,11 +15,12 @@ import pandas as pd
 from torch import Tensor
 from transformers import GenerationConfig
 
-from bass_core import inputs
+from bass_core import checks
 from bass_core.detokenizer import FinalText
-from bass_core.draft_length import DraftLengthPolicy
 from bass_core.engine import Result, Session, StepEvent
 from bass_core.loading.model_pair import ModelPair
+from bass_core.policies.protocol import DraftLengthPolicy
+from bass_core.prompts import PromptLike, prompts_of
 from bass_core.rows import Prompt, Request
 from bass_core.trace import Trace
 
@@ -111,7 +112,7 @@ class Interrupted(KeyboardInterrupt):
 
 def generate(
     pair: ModelPair,
-    prompts: inputs.PromptLike | Sequence[inputs.PromptLike],
+    prompts: PromptLike | Sequence[PromptLike],
     *,
     num_return_sequences: int = 1,
     max_new_tokens: int = 128,
@@ -174,8 +175,8 @@ def generate(
     logits that are not numbers. Models are left as they were found, caches are freed, also after an error.
     """
     ends = deadline(time_budget)
-    ids = inputs.prompts_of(pair, prompts, max_new_tokens, generation_config)
-    samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
+    ids = prompts_of(pair, prompts, max_new_tokens, generation_config)
+    samples = checks.integer("num_return_sequences", num_return_sequences, least=1)
     with Session(
         pair,
         max_batch_size=len(ids) * samples if max_batch_size is None else max_batch_size,
@@ -211,7 +212,7 @@ def generate(
 
 def stream(
     pair: ModelPair,
-    prompts: inputs.PromptLike | Sequence[inputs.PromptLike],
+    prompts: PromptLike | Sequence[PromptLike],
     *,
     num_return_sequences: int = 1,
     max_new_tokens: int = 128,
@@ -229,17 +230,17 @@ def stream(
     if unknown := [name for name in options if name not in inspect.signature(Session).parameters]:
         raise TypeError(f"stream() got an unexpected keyword argument {unknown[0]!r}; it takes those of generate()")
     ends = deadline(time_budget)
-    ids = inputs.prompts_of(pair, prompts, max_new_tokens, options.get("generation_config"))
+    ids = prompts_of(pair, prompts, max_new_tokens, options.get("generation_config"))
     if pair.tokenizer is None:
         raise ValueError("stream yields texts, and the pair has no tokenizer: ModelPair(..., tokenizer=...)")
-    samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
+    samples = checks.integer("num_return_sequences", num_return_sequences, least=1)
     most = len(ids) * samples if max_batch_size is None else max_batch_size
     session = Session(pair, max_batch_size=most, **options)
     return _pieces(session, _submit(session, ids, samples, max_new_tokens), ends)
 
 
 async def astream(
-    pair: ModelPair, prompts: inputs.PromptLike | Sequence[inputs.PromptLike], **options: Any
+    pair: ModelPair, prompts: PromptLike | Sequence[PromptLike], **options: Any
 ) -> AsyncIterator[tuple[int, str]]:
     """`stream` for `async for`: steps run in a thread, one after the other, and the event loop goes on meanwhile.
 
@@ -261,7 +262,7 @@ async def astream(
 
 def deadline(time_budget: float | None) -> float | None:
     """The clock at which a call that begins now ends."""
-    return None if time_budget is None else time.monotonic() + inputs.seconds("time_budget", time_budget)
+    return None if time_budget is None else time.monotonic() + checks.seconds("time_budget", time_budget)
 
 
 def _submit(session: Session, prompts: Sequence[Prompt], samples: int, max_new_tokens: int) -> list[Request]:

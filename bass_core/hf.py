@@ -50,14 +50,15 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy
+from bass_core import options
 from bass_core.drafters import NAMES, Drafter, named
 from bass_core.engine import StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model import transformers_internals as internals
 from bass_core.model.encoder_decoder import FEATURES
+from bass_core.policies.protocol import DraftLengthPolicy
+from bass_core.prompts import BEGINS
 
 # Fields of a GenerationConfig that are honoured, or say nothing about decoding.
 HONOURED = {
@@ -271,7 +272,7 @@ def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
     known, honoured = vars(GenerationConfig()), HONOURED | NEUTRAL
     honoured |= HONOURED_OF_READERS if pair.reads_sources else set()
     others = (name for name in vars(config) if not name.startswith("_") and name not in honoured)
-    for name, value in inputs.asked_for(config, others):
+    for name, value in options.asked_for(config, others):
         if name == "bad_words_ids" and all(len(word) == 1 for word in value):
             continue
         if name in known:
@@ -395,7 +396,7 @@ def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[
     begins = torch.cat([input_ids, input_ids.new_tensor(forced).expand(len(input_ids), -1)], 1).cpu()
     read = read.repeat_interleave(len(input_ids) // len(read), 0).cpu()
     if read.is_floating_point():
-        return [{FEATURES: row, inputs.BEGINS: begin} for row, begin in zip(read, begins, strict=True)]
+        return [{FEATURES: row, BEGINS: begin} for row, begin in zip(read, begins, strict=True)]
     if read.min() < 0:
         _refuse("encoder_outputs", "those of sources that are not given")
     kept = torch.ones_like(read, dtype=torch.bool) if mask is None else mask.cpu() != 0
@@ -405,7 +406,7 @@ def _sources(read: Tensor, mask: Tensor | None, input_ids: Tensor, forced: list[
             "from the padding on. Pad with tokenizer.padding_side='right'"
         )
     rows = [row[shown] for row, shown in zip(read, kept, strict=True)]
-    return [{"input_ids": row, inputs.BEGINS: begin} for row, begin in zip(rows, begins, strict=True)]
+    return [{"input_ids": row, BEGINS: begin} for row, begin in zip(rows, begins, strict=True)]
 
 
 def _padding(config: GenerationConfig, stops: dict, rows: int) -> int:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from bass_core.detokenizer import StopFinder, StopStrings
-from bass_core.draft_length import RowsView
 from bass_core.drafters import Context
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import Verified
 from bass_core.model.encoder_decoder import Source
+from bass_core.policies.protocol import RowsView
 
 
 class Fetched:

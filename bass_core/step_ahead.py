@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters import Context, Draft, Drafter
 from bass_core.eager_step import Decided, EagerStep, StepOptions
 from bass_core.graphs import Graphs, captured, launched_each_time
 from bass_core.model.runner import Runner
+from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.recorded_step import NOBODY, Announced, Execution, RecordedStep
 from bass_core.rows import Fetched, Request, Rows
 from bass_core.trace import Stopwatch

@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
-from bass_core import inputs
+from bass_core import checks
 from bass_core.engine import Session, StepEvent
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, deadline, generate, steps_until
 from bass_core.loading.model_pair import ModelPair
+from bass_core.prompts import PromptLike, prompts_of
 from bass_core.rows import Prompt, Request
 from bass_core.trace import Trace
 
@@ -62,7 +63,7 @@ class KeptSession(HasSession):
 
     def __call__(
         self,
-        prompts: inputs.PromptLike | Iterable[inputs.PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         *,
         max_new_tokens: int = 128,
         num_return_sequences: int = 1,
@@ -89,7 +90,7 @@ class KeptSession(HasSession):
         self.seconds = time.perf_counter() - self.started
         return found
 
-    def settled(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], **options: object) -> Generation:
+    def settled(self, prompts: PromptLike | Iterable[PromptLike], **options: object) -> Generation:
         """The first run of these in which nothing is recorded, or the last of `MOST`; elsewhere the first."""
         for _ in range(MOST):
             before = self.recordings
@@ -100,14 +101,14 @@ class KeptSession(HasSession):
 
     def submit(
         self,
-        prompts: inputs.PromptLike | Iterable[inputs.PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         *,
         max_new_tokens: int,
         seed: int,
         num_return_sequences: int = 1,
     ) -> list[Request]:
         """The rows of a run, with a trace of its own."""
-        samples = inputs.integer("num_return_sequences", num_return_sequences, least=1)
+        samples = checks.integer("num_return_sequences", num_return_sequences, least=1)
         each = [prompt for prompt in self._read(prompts, max_new_tokens) for _ in range(samples)]
         if self._broken:
             self.session.close()
@@ -122,7 +123,7 @@ class KeptSession(HasSession):
         self._broken = False
         return handles
 
-    def reserve(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], max_new_tokens: int) -> None:
+    def reserve(self, prompts: PromptLike | Iterable[PromptLike], max_new_tokens: int) -> None:
         """Make room for runs of these: what is recorded is recorded anew where memory has to grow."""
         if self.session is not None:
             self._reserve(max(len(prompt.ids) for prompt in self._read(prompts, max_new_tokens)) + max_new_tokens)
@@ -133,8 +134,8 @@ class KeptSession(HasSession):
         ):  # later it grows with rows that need it, to twice as much where there is room
             self.session.reserve(longest)
 
-    def _read(self, prompts: inputs.PromptLike | Iterable[inputs.PromptLike], max_new_tokens: int) -> list[Prompt]:
-        return inputs.prompts_of(self.pair, prompts, max_new_tokens, self.options.get("generation_config"))
+    def _read(self, prompts: PromptLike | Iterable[PromptLike], max_new_tokens: int) -> list[Prompt]:
+        return prompts_of(self.pair, prompts, max_new_tokens, self.options.get("generation_config"))
 
     @property
     def rounds(self) -> int:

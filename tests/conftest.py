@@ -75,11 +75,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
     """An empty folder of measured costs, without the shipped ones."""
-    from bass_core.policies import costs
+    from bass_core.loading import measured_costs
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(costs, "SHIPPED", tmp_path / "shipped")
-    return costs.cache_folder()
+    monkeypatch.setattr(measured_costs, "SHIPPED", tmp_path / "shipped")
+    return measured_costs.cache_folder()
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import typer
 from documents import DOCUMENTS, ROOT, blocks, commands
 from typer.testing import CliRunner
 
+from bass_core.loading import measured_costs
 from bass_core.loading.model_pair import ASSETS
-from bass_core.policies import costs
 from bass_lab.cli import main
 
 BASS = typer.main.get_command(main.app).commands
@@ -32,7 +32,7 @@ def desk(tmp_path_factory):
         for name in (f"Qwen2.5-Coder-{size}", f"Qwen2.5-Coder-{size}-Instruct"):
             shutil.copytree(ASSETS / role, folder / "Qwen" / name)
         (folder / "Qwen" / name / "chat_template.jinja").write_text(CHAT)
-    shutil.copy(next(costs.SHIPPED.glob("*.json")), folder / "costs.json")  # of `bass calibrate`
+    shutil.copy(next(measured_costs.SHIPPED.glob("*.json")), folder / "costs.json")  # of `bass calibrate`
     return folder
 
 

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 from bass_core.exactness import sampling, verification
 from bass_core.model import kernel_ops
 from bass_core.model.cache import Phase
 from bass_core.model.encoder_decoder import Encoded, Source
 from bass_core.model.runner import Runner
+from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 
 CATCH_UP = 16  # up to so many tokens that rows missed are fed as they are, more rounded up to as many again
 RECORDED = 256  # up to so many, recorded passes feed them, a power of two of tokens at a time: few shapes to record

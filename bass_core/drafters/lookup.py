@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
+from bass_core.policies.protocol import DraftLengthPolicy
 
 KNOWN = 500_000  # endings that are known at least, once there were so many; twice as many at most: some 400 MB
 

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core.draft_length import DraftLengthPolicy
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.sampling import MixedParams, SamplingParams
 from bass_core.exactness.verification import perturbed_choice
 from bass_core.model.encoder_decoder import Encoded, Source
+from bass_core.policies.protocol import DraftLengthPolicy
 
 
 class Setting(NamedTuple):

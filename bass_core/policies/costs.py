@@ -13,12 +13,9 @@ policy has to see them. A grid shows the stairs where it has points.
 from __future__ import annotations
 
 import bisect
-import functools
 import hashlib
 import json
-import os
 import re
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,16 +24,13 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
-from bass_core import inputs
-from bass_core.draft_length import RowsView
-from bass_core.environment import processor, write_whole
-from bass_core.loading.model_pair import ASSETS, ModelPair, fingerprint
+from bass_core import checks
+from bass_core.environment import write_whole
+from bass_core.policies.protocol import RowsView
 
 SCHEMA = 2
-FIELDS: inputs.Kinds = {
+FIELDS: checks.Kinds = {
     "schema": int,
     "device": str,
     "models": dict,
@@ -46,13 +40,11 @@ FIELDS: inputs.Kinds = {
     "draft_phases": (dict, type(None)),  # null: drafts cost no pass
     "overheads": dict,
 }
-MODEL_FIELDS: inputs.Kinds = {"name": str, "fingerprint": str, "attention": (str, type(None))}
+MODEL_FIELDS: checks.Kinds = {"name": str, "fingerprint": str, "attention": (str, type(None))}
 PASS_AXES = ("batch", "query_length", "kv_length")
 PHASE_AXES = ("batch", "draft_length", "kv_length")
 OVERHEAD_AXES = ("batch", "draft_length")
-SHIPPED = ASSETS / "costs"
 Number = float | np.ndarray
-_MARKS: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # fingerprints by model
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,15 +193,7 @@ class CostModel:
     @property
     def file_name(self) -> str:
         """Where `costs_for` looks for it: device and models as a file name."""
-        return _file_name(self.device, *(self.models[role]["fingerprint"] for role in ("target", "draft")))
-
-    def check_pair(self, pair: ModelPair) -> None:
-        """Raises ValueError if these are not costs of this pair on its device."""
-        found = {"device": device_name(pair.device)} | _marks(pair)
-        own = {"device": self.device} | {role: model["fingerprint"] for role, model in self.models.items()}
-        for what, value in found.items():
-            if value != own[what]:
-                raise ValueError(f"these costs are of the {what} {own[what]!r}, not of {value!r}; run `bass calibrate`")
+        return file_name(self.device, *(self.models[role]["fingerprint"] for role in ("target", "draft")))
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
@@ -224,11 +208,11 @@ class CostModel:
         """Read what `save` wrote. Raises ValueError naming the file and what is wrong with it."""
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
-            inputs.check_fields(document, FIELDS, ())
+            checks.check_fields(document, FIELDS, ())
             if document["schema"] != SCHEMA:
                 raise ValueError(f"it is not of schema {SCHEMA}, the one that is read here")
             for role in ("target", "draft"):
-                inputs.check_fields(document["models"].get(role), MODEL_FIELDS, ())
+                checks.check_fields(document["models"].get(role), MODEL_FIELDS, ())
             seen = document["measured"].get("acceptance")
             if seen is not None and not (
                 isinstance(seen, list) and [type(each) for each in seen] == [int, int] and min(seen) >= 0 < max(seen)
@@ -246,73 +230,12 @@ class CostModel:
         return cls(**plain, **tables, is_synthetic=document["synthetic"])
 
 
-# --- where costs are kept -------------------------------------------------------------------------
+def file_name(device: str, target: str, draft: str) -> str:
+    """Return the file name of costs on this device for models of these fingerprints."""
+    return f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{models_code(target, draft)}.json"
 
 
-def costs_for(pair: ModelPair) -> CostModel | None:
-    """The costs of this pair on its device that were measured here (`bass calibrate`) or ship with the library.
-
-    Models count by fingerprint, CPUs by name and threads. None where there are none. A file that cannot be read is
-    passed over with a warning. Raises ValueError for one that holds the costs of another pair.
-    """
-    name = _file_name(device_name(pair.device), *_marks(pair).values())
-    for path in (cache_folder() / name, SHIPPED / name):
-        try:
-            cost = _loaded(path, path.stat().st_mtime_ns)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            warnings.warn(f"decoding without costs that were measured: {error}", stacklevel=2)
-            continue
-        cost.check_pair(pair)
-        return cost
-    return None
-
-
-def costs_like(pair: ModelPair) -> CostModel | None:
-    """`costs_for` the pair, or else shipped costs of the same models on another device of the same type: slower or
-    faster as a whole, but what a draft length costs against another is much the same. None where there are none."""
-    if (own := costs_for(pair)) is not None:
-        return own
-    paths = sorted(SHIPPED.glob(f"*-{_models_code(*_marks(pair).values())}.json"))
-    others = (_loaded(path, path.stat().st_mtime_ns) for path in paths)
-    return next((cost for cost in others if cost.measured.get("device_type") == pair.device.type), None)
-
-
-def cache_folder() -> Path:
-    """The user's folder of measured costs: $XDG_CACHE_HOME/bass-hands-on/costs, or the same in ~/.cache."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "bass-hands-on" / "costs"
-
-
-def device_name(device: torch.device) -> str:
-    """What costs depend on: the GPU, or the processor with the number of threads that torch uses."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{processor()}, {threads} thread{'s' * (threads > 1)}"
-
-
-@functools.lru_cache(maxsize=32)
-def _loaded(path: Path, changed: int) -> CostModel:
-    """The costs in a file last changed at that time: `generate` asks for them each time it is called."""
-    return CostModel.load(path)
-
-
-def _marks(pair: ModelPair) -> dict[str, str]:
-    """`fingerprints` of the pair, taken once per model: on a GPU every tensor is a copy to the host."""
-    for model in pair.models:
-        if model not in _MARKS:
-            _MARKS[model] = fingerprint(model)
-    is_model = isinstance(pair.draft, PreTrainedModel)
-    return {"target": _MARKS[pair.target], "draft": _MARKS[pair.draft] if is_model else fingerprint(pair.drafter)}
-
-
-def _file_name(device: str, target: str, draft: str) -> str:
-    return f"{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}-{_models_code(target, draft)}.json"
-
-
-def _models_code(target: str, draft: str) -> str:
+def models_code(target: str, draft: str) -> str:
     return hashlib.sha256(f"{target}\0{draft}".encode()).hexdigest()[:12]
 
 

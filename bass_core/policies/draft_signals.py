@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import HiddenDraft, RowsView, Signals
 from bass_core.policies.goodput import DECAY, Goodput, require_draft_passes
+from bass_core.policies.protocol import HiddenDraft, RowsView, Signals
 
 BINS = 10  # of the draft's largest probability
 PRIOR = 0.8  # chance of acceptance before anything was seen

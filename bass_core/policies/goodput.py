@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
 from bass_core.policies.costs import Cost, StepSeconds
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
 
 STRAGGLING = 8  # power of the steps that a row still needs by which it counts
 LIMIT = 16  # drafts per step: what calibrated grids reach

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
 from bass_core.policies.costs import Cost, StepSeconds
 from bass_core.policies.goodput import DECAY, LIMIT, PRIOR
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
 
 STRAGGLING = 6  # power of a row's remaining tokens by which it counts
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, mod 1, spread evenly over [0, 1): a draw without a random number

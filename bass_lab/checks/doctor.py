@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core.drafters import Setting
+from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loading.quantization import kind_of, parameter_count
 from bass_core.model import attention, probe
 from bass_core.model.encoder_decoder import made_up
 from bass_core.model.runner import Runner
-from bass_core.policies import policy_for
 from bass_core.policies.goodput import Goodput
 from bass_lab.named_pairs import named_pair
 from bass_lab.pairs import name_of

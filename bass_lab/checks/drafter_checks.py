@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from bass_core import inputs
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.drafters import Drafter
 from bass_core.engine import Session
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair, load_pair
+from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength
+from bass_core.prompts import PromptLike, token_ids
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.exactness import FAULTS, Check, Report
@@ -146,8 +146,8 @@ def _law(pair: ModelPair, rule: str) -> Finding:
     return worst < EXACT, tested, {"distances": distances, "drafted": drafted, "accepted": accepted}
 
 
-def _greedy(pair: ModelPair, prompts: inputs.PromptLike) -> Finding:
-    ids = inputs.token_ids(pair, prompts)
+def _greedy(pair: ModelPair, prompts: PromptLike) -> Finding:
+    ids = token_ids(pair, prompts)
     options = {"max_new_tokens": NEW, "draft_length": 4, "max_batch_size": PLACES, "eos_token_id": ()}
     out = generate(pair, ids, **options)
     alone = [plain_decoding.greedy(pair.target, each, NEW)[0] for each in ids]
@@ -155,7 +155,7 @@ def _greedy(pair: ModelPair, prompts: inputs.PromptLike) -> Finding:
     return same == ROWS, f"{same} of {ROWS} rows are transformers' own; {_accepted(out)}", {"identical": same}
 
 
-def _coupled(pair: ModelPair, prompts: inputs.PromptLike) -> Finding:
+def _coupled(pair: ModelPair, prompts: PromptLike) -> Finding:
     options = {"max_new_tokens": NEW, "temperature": 0.8, "verification": "coupled", "eos_token_id": ()}
     regular = generate(pair, prompts, draft_length=0, **options)
     out = generate(pair, prompts, draft_length=4, max_batch_size=PLACES, **options)
@@ -168,7 +168,7 @@ def _accepted(out) -> str:
     return f"{int(steps.accepted.sum())} of {int(steps.drafted.sum())} drafts accepted"
 
 
-def _apart(pair: ModelPair, prompts: inputs.PromptLike) -> Finding:
+def _apart(pair: ModelPair, prompts: PromptLike) -> Finding:
     options = {"draft_length": 4, "eos_token_id": (), "temperature": 0.8, "max_batch_size": PLACES}
 
     def submitted(seed: int) -> tuple[Session, list]:

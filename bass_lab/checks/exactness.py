@@ -16,10 +16,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core import inputs
+from bass_core import checks, options
 from bass_core.loading.checkpoints import is_quantized
 from bass_core.loading.model_pair import ASSETS, ModelPair
 from bass_core.model.encoder_decoder import FEATURES, made_up
+from bass_core.prompts import PromptLike, prompt_list, prompt_of, token_ids
 from bass_lab.checks import four_checks
 from bass_lab.checks.four_checks import TOKENS, Finding, Subject, name_of_dtype
 from bass_lab.checks.switches import rows_beside
@@ -74,7 +75,7 @@ class Report:
 
 def verify(
     pair: ModelPair,
-    prompts: str | Sequence[inputs.PromptLike] | None = None,
+    prompts: str | Sequence[PromptLike] | None = None,
     *,
     max_new_tokens: int = 48,
     samples: int = 6144,
@@ -98,38 +99,38 @@ def verify(
     Quantized models cannot be cast: there are the first three checks, of a pair that was loaded in float32.
     Raises ValueError / TypeError for input that cannot be decoded; what is raised during a check makes it fail.
     """
-    prompts, new = _prompts(pair, prompts, inputs.integer("max_new_tokens", max_new_tokens, least=1))
+    prompts, new = _prompts(pair, prompts, checks.integer("max_new_tokens", max_new_tokens, least=1))
     hears = pair.target.main_input_name == FEATURES
     beside, switches = ([], "") if hears else rows_beside(pair.target, prompts, new, context_of(pair))
-    inputs.integer("samples", samples, least=1000)
+    checks.integer("samples", samples, least=1000)
     dtype = pair.target.dtype
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     half = dtype if dtype == torch.float16 else torch.bfloat16
-    seed = inputs.integer("seed", seed, least=None)
+    seed = checks.integer("seed", seed, least=None)
     quantized = any(map(is_quantized, pair.models))
     if quantized:
         in_dtype(pair, precise)  # raises before anything runs
     subject = Subject(pair, precise, prompts, new, samples, seed, compile, beside, switches)
-    checks = []
+    found = []
     for name, check, begins, ends in (
         ("greedy identity", four_checks.greedy, *SHARES[:2]),
         ("sampled law", four_checks.sampled, *SHARES[1:3]),
         ("coupled identity", four_checks.coupled, *SHARES[2:4]),
     ):
-        checks.append(_run(name, check, subject, progress, begins, ends))
+        found.append(_run(name, check, subject, progress, begins, ends))
     if not quantized:
         subject = replace(subject, dtype=half)  # and the first copy is gone before the second is made
-        checks.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress, *SHARES[3:]))
+        found.append(_run(f"{name_of_dtype(half)} divergences", four_checks.half, subject, progress, *SHARES[3:]))
     names = ", ".join(f"{role} {name_of(model)}" for role, model in (("target", pair.target), ("draft", pair.draft)))
-    return Report(f"{names}, on {pair.device}", checks)
+    return Report(f"{names}, on {pair.device}", found)
 
 
 def _heard(pair: ModelPair, prompts) -> list[Tensor]:
     """What a target that hears is given: features [channels, frames], noise where there are no prompts."""
     if prompts is None:
         return [made_up(pair.target, 0, seed).inputs for seed in range(4)]
-    config = inputs.generation_config(pair.target, None)
-    return [inputs.prompt_of(pair, each, config).source.inputs for each in inputs.prompt_list(prompts)]
+    config = options.generation_config(pair.target, None)
+    return [prompt_of(pair, each, config).source.inputs for each in prompt_list(prompts)]
 
 
 def _run(
@@ -167,7 +168,7 @@ def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
         prompts = list(PROMPTS)
         if pair.target.name_or_path == str(ASSETS / "target"):  # the embedded pair knows little but such functions
             prompts = prompt_set("mini", len(PROMPTS))
-    ids = inputs.token_ids(pair, inputs.prompt_list(prompts))
+    ids = token_ids(pair, prompt_list(prompts))
     new = int(min(new, room // 2))
     ids += [ids[0][: max(1, len(ids[0]) - 2 * index)] for index in range(1, 5 - len(ids))]
     return [row[: max(1, int(min(len(row), room - new - index)))] for index, row in enumerate(ids)], new

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 
-from bass_core import inputs
+from bass_core import options
 from bass_core.exactness import sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.model.encoder_decoder import FEATURES
+from bass_core.prompts import first_ids
 
 OTHER = -1  # a token that is none of the likeliest
 # Options that stay: which ids texts lack, and with which they begin.
@@ -46,7 +47,7 @@ def begins(model: PreTrainedModel, prompt: Tensor) -> Tensor:
     which reads the prompt, with the tokens that it is given first."""
     if not model.config.is_encoder_decoder:
         return prompt
-    return torch.tensor(inputs.first_ids(model, model.generation_config or GenerationConfig()))
+    return torch.tensor(first_ids(model, model.generation_config or GenerationConfig()))
 
 
 @torch.inference_mode()
@@ -112,7 +113,7 @@ def as_likely(texts: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float
 def _after(target: PreTrainedModel, prompt: Tensor, texts: Tensor, first: int) -> Tensor:
     """The logits [N, V] of what follows texts [N, T], whose first `first` tokens are given; -inf: suppressed there."""
     config = target.generation_config or GenerationConfig()
-    never, not_first = inputs.suppressed(config, (), target.config.get_text_config().vocab_size)
+    never, not_first = options.suppressed(config, (), target.config.get_text_config().vocab_size)
     with plain(target):
         logits = _logits(target, [prompt] * len(texts), texts)[:, -1]
     logits[:, never + (not_first if texts.shape[1] == first else [])] = -torch.inf

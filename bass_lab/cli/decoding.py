@@ -12,7 +12,7 @@ from bass_lab.cli import common
 
 if TYPE_CHECKING:
     from bass_core.generation import Generation
-    from bass_core.inputs import PromptLike
+    from bass_core.prompts import PromptLike
 
 EXAMPLES = common.examples(
     'bass generate "def add(a, b):" --max-new-tokens 64',

@@ -13,9 +13,9 @@ from bass_lab.cli import common
 from bass_lab.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from bass_core.draft_length import DraftLengthPolicy
     from bass_core.loading.model_pair import ModelPair
     from bass_core.policies.costs import CostModel
+    from bass_core.policies.protocol import DraftLengthPolicy
     from bass_lab.load import LoadRun, Target, Workload
 
 EXAMPLES = common.examples(
@@ -105,7 +105,7 @@ def load(
     with some it ends with exit code 1); with --simulate costs; with --highest rate, missed and tried, and all else at
     that rate; with --record the line.
     """
-    from bass_core import inputs
+    from bass_core import checks
     from bass_lab.load import Poisson, Target, Workload, in_process, over_http
     from bass_lab.load import highest_load as highest_of
 
@@ -134,7 +134,7 @@ def load(
         asked = Workload.load(workload, prompts=prompts, seed=seed)
     else:
         lengths = range(least_new_tokens or max_new_tokens, max_new_tokens + 1)
-        inputs.integer("--max-new-tokens", max_new_tokens, least=least_new_tokens or 1)
+        checks.integer("--max-new-tokens", max_new_tokens, least=least_new_tokens or 1)
         options = {"prompts": prompts, "max_new_tokens": lengths, "deadline": deadline, "seed": seed}
         asked = Workload.draw(Poisson(rate, burst), count, **options)
     if record is not None:
@@ -224,7 +224,8 @@ def _models_and_costs(
     target: str | None, draft: str | None, dtype: str | None, device: str | None, simulate: str | None
 ) -> tuple[ModelPair, CostModel | None]:
     """What serves, and the costs that the default policy and the simulator go by."""
-    from bass_core.policies.costs import CostModel, costs_like
+    from bass_core.loading.measured_costs import costs_like
+    from bass_core.policies.costs import CostModel
     from bass_lab.measure.modelled_costs import modelled_h100
     from bass_lab.named_pairs import named_pair
 

@@ -64,9 +64,9 @@ def bench(
     Regular, single-sequence and batched speculative decoding, and transformers' own. The fields of --json: results, a
     record for each method, batch size and prompt set.
     """
-    from bass_core import inputs
     from bass_core.loading.model_pair import embedded_draft, load_draft
     from bass_core.loading.quantization import SELF_DRAFTS, kind_of, quantized
+    from bass_core.prompts import check_context, token_ids
     from bass_lab import drafters
     from bass_lab.measure import benchmark, records
     from bass_lab.named_pairs import named_pair
@@ -89,7 +89,7 @@ def bench(
         sets = {label(name): prompt_set(name) for name in prompts}
     pair = named_pair(target, draft, dtype=dtype, device=device, quantize=quantize)
     for texts in sets.values():  # before the first is measured
-        inputs.check_context(pair, max(map(len, inputs.token_ids(pair, texts))), max_new_tokens)
+        check_context(pair, max(map(len, token_ids(pair, texts))), max_new_tokens)
     where, results = {"dtype": pair.target.dtype, "device": pair.device}, []
     held = {"target": pair.target, "draft": pair.drafter.models[0] if pair.drafter.models else None}
     in_fewer_bits = {role: kind for role, model in held.items() if model is not None and (kind := kind_of(model))}
@@ -172,17 +172,17 @@ def calibrate(
     The fields of --json: saved (the file), device, models, acceptance (drafts accepted and refused in a few texts;
     null without a tokenizer), batches and, after --check, check: what the tables show.
     """
-    from bass_core.policies import costs
+    from bass_core.loading import measured_costs
     from bass_lab.named_pairs import named_pair
     from bass_lab.show import tables
     from bass_lab.study import calibration
 
-    common.output_file(output or costs.cache_folder() / "costs.json")
+    common.output_file(output or measured_costs.cache_folder() / "costs.json")
     pair = named_pair(target, draft, weights=weights, dtype=dtype, device=device, quantize=quantize)
     compared = None
     with Progress() as progress:
         cost = calibration.calibrate(pair, sorted(set(rows)), seconds=seconds, progress=progress)
-        path = output or costs.cache_folder() / cost.file_name
+        path = output or measured_costs.cache_folder() / cost.file_name
         path.parent.mkdir(parents=True, exist_ok=True)
         cost.save(path)
     if check:

@@ -27,11 +27,12 @@ from pathlib import Path
 import pandas as pd
 from tqdm.auto import tqdm
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy
+from bass_core import checks
 from bass_core.generation import generate
+from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair, fingerprints
-from bass_core.policies import policy_for
+from bass_core.policies.protocol import DraftLengthPolicy
+from bass_core.prompts import check_context, token_ids
 from bass_lab.evaluation import sample_file, sandbox, scores
 from bass_lab.evaluation.problems import Problem
 from bass_lab.kept_session import KeptSession
@@ -110,19 +111,19 @@ def compare(
     Raises ValueError or TypeError, before anything is decoded, for options and prompts that cannot be honoured and for
     files of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
     """
-    methods = [inputs.one_of("method", method, METHODS) for method in dict.fromkeys(methods)]
+    methods = [checks.one_of("method", method, METHODS) for method in dict.fromkeys(methods)]
     if stop is None:
         stop = () if all(problem.composition for problem in problems) else CODE_STOPS
     options = {
-        "num_return_sequences": inputs.integer("n", n, least=1),
-        "max_new_tokens": inputs.integer("max_new_tokens", max_new_tokens, least=1),
+        "num_return_sequences": checks.integer("n", n, least=1),
+        "max_new_tokens": checks.integer("max_new_tokens", max_new_tokens, least=1),
         "temperature": temperature,
         "top_p": top_p,
         "draft_length": draft_length,
         "verification": verification,
         "stop": stop,
-        "time_budget": None if budget is None else inputs.seconds("budget", budget),
-        "seed": inputs.integer("seed", seed, least=None),
+        "time_budget": None if budget is None else checks.seconds("budget", budget),
+        "seed": checks.integer("seed", seed, least=None),
     }
     _check(pair, problems, options)
     ours, (grade, grading) = grade is None, _grader(grade, unsafe)
@@ -308,9 +309,9 @@ def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
     if pair.tokenizer is None:
         raise ValueError("problems are texts: the pair needs a tokenizer, ModelPair(..., tokenizer=...)")
     for problem in problems:
-        ids = inputs.token_ids(pair, [problem.prompt])[0]
+        ids = token_ids(pair, [problem.prompt])[0]
         try:
-            inputs.check_context(pair, len(ids), options["max_new_tokens"])
+            check_context(pair, len(ids), options["max_new_tokens"])
         except ValueError as error:
             raise ValueError(f"problem {problem.task_id}: {error}") from None
     generate(pair, problems[0].prompt, **options | {"max_new_tokens": 0})  # checks the options, decodes nothing

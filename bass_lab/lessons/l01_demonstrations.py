@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy, RowsView, expected_tokens
 from bass_core.engine import Session
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import Key, Purpose
@@ -25,6 +23,8 @@ from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.costs import CostModel
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
+from bass_core.prompts import token_ids
 from bass_core.trace import alpha
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import benchmark
@@ -177,7 +177,7 @@ def story(
     lines["u"] = np.where(lines.own, np.nan, _acceptance_numbers(seed, lines.step, lines["slot"]))
     lines["text"] = [pair.tokenizer.decode([token]) for token in lines.token]
     columns = ["step", "slot", "position", "token", "text", "p", "q", "accept", "u", "verdict"]
-    return Story(inputs.token_ids(pair, [prompt])[0], lines[columns])
+    return Story(token_ids(pair, [prompt])[0], lines[columns])
 
 
 def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import expected_tokens
+from bass_core.policies.protocol import expected_tokens
 from bass_lab.lessons.checking import Case, Fault, check
 
 CLOSE = 1e-9

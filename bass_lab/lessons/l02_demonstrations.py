@@ -13,10 +13,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core import inputs
-from bass_core.draft_length import expected_tokens
 from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair
+from bass_core.policies.protocol import expected_tokens
+from bass_core.prompts import token_ids
 from bass_lab.pairs import require_draft_model
 
 # --- lock-step against rows at their own pace -----------------------------------------------------
@@ -39,7 +39,7 @@ def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Seque
     Raises ValueError without a draft model."""
     require_draft_model(pair)
     agreed = []
-    for ids, sequence in zip(inputs.token_ids(pair, prompts), sequences, strict=True):
+    for ids, sequence in zip(token_ids(pair, prompts), sequences, strict=True):
         text = torch.cat([ids, sequence])[None].to(pair.device)
         choices = pair.draft(input_ids=text, use_cache=False).logits[0, len(ids) - 1 : -1].argmax(-1)
         agreed.append((choices.cpu() == sequence).numpy())

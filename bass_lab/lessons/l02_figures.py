@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from bass_core.draft_length import expected_tokens
+from bass_core.policies.protocol import expected_tokens
 from bass_lab.lessons import l02_naive_batches
 from bass_lab.lessons.l02_demonstrations import expected_speed
 from bass_lab.show import plots

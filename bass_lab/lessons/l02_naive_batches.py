@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from bass_core import inputs, trace
+from bass_core import checks, trace
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model.transformers_internals import CACHE
+from bass_core.prompts import token_ids
 from bass_lab.pairs import require_draft_model
 
 BUGS = {
@@ -98,8 +99,8 @@ def naive_generate(
     and a pair whose draft is not a model.
     """
     if bug is not None:
-        inputs.one_of("bug", bug, BUGS)
-    inputs.integer("draft_length", draft_length, least=1)
+        checks.one_of("bug", bug, BUGS)
+    checks.integer("draft_length", draft_length, least=1)
     require_draft_model(pair)
     rows = token_lists(pair, prompts)  # committed tokens, prompt included
     limits = [len(row) + max_new_tokens for row in rows]
@@ -173,7 +174,7 @@ def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, T
 
 def token_lists(pair: ModelPair, prompts: Sequence[str | Tensor]) -> list[list[int]]:
     """Prompts as lists of token ids."""
-    return [ids.tolist() for ids in inputs.token_ids(pair, prompts)]
+    return [ids.tolist() for ids in token_ids(pair, prompts)]
 
 
 # --- what is wrong, measured ----------------------------------------------------------------------

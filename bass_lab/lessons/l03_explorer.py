@@ -14,11 +14,12 @@ import pandas as pd
 from ipywidgets import HTML, Box, Button, Dropdown, FloatSlider, IntSlider, IntText, VBox, Widget
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core import inputs
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy, FixedLength
+from bass_core import checks
 from bass_core.drafters import Drafter
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength
+from bass_core.prompts import token_ids
 from bass_core.trace import Trace
 from bass_lab.pairs import drafters_for
 from bass_lab.provenance import describe_environment
@@ -146,7 +147,7 @@ class AcceptanceExplorer:
         samples = len(self.out.sequences) // len(texts)
         written = [
             text if isinstance(text, str) else self.pair.tokenizer.decode(ids)
-            for text, ids in zip(texts, inputs.token_ids(self.pair, texts), strict=True)
+            for text, ids in zip(texts, token_ids(self.pair, texts), strict=True)
         ]
         self.view.show(self.out.trace, [text for text in written for _ in range(samples)])
         self._compare(texts, options)
@@ -225,9 +226,9 @@ def acceptance_table(
 def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> dict[str, Widget]:
     """The controls of a run, with these values. chosen: what may be chosen, by control. Raises as `AcceptanceExplorer`
     does: a slider would cut in silence."""
-    k = inputs.integer("draft_length", values["draft_length"])
-    batch_size = inputs.integer("batch_size", values["batch_size"], least=1)
-    seed = inputs.integer("seed", values["seed"], least=None)
+    k = checks.integer("draft_length", values["draft_length"])
+    batch_size = checks.integer("batch_size", values["batch_size"], least=1)
+    seed = checks.integer("seed", values["seed"], least=None)
     temperature = values["temperature"]
     if not temperature >= 0:
         raise ValueError(f"temperature must be >= 0, got {temperature!r}")
@@ -246,7 +247,7 @@ def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> 
         "seed": IntText(seed, description="seed", **slider),
     }
     for name in ("prompt_set", "drafter", "policy", "verification"):
-        controls[name].value = inputs.one_of(name, values[name], controls[name].options)
+        controls[name].value = checks.one_of(name, values[name], controls[name].options)
     return controls if live else controls | {"run": Button(description="Run", button_style="primary", icon="play")}
 
 

@@ -12,12 +12,12 @@ import pandas as pd
 import plotly.graph_objects as go
 from ipywidgets import Box, Dropdown, FloatSlider, IntSlider, Widget
 
-from bass_core import inputs
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy
+from bass_core import checks
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
+from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
 from bass_core.trace import Trace
 from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
@@ -121,7 +121,7 @@ class LengthExplorer:
 
         Raises ValueError or TypeError for a setting that no control could take.
         """
-        self.seed, self.repeats = inputs.integer("seed", seed), inputs.integer("repeats", repeats, least=2)
+        self.seed, self.repeats = checks.integer("seed", seed), checks.integer("repeats", repeats, least=2)
         values = {"alpha": alpha, "variation": variation, "spread": spread, "batch": batch, "costs": costs}
         self.costs = {CPU: measured_cpu()} | ({} if recorded is None else {recorded.name: recorded.content})
         self.controls = _controls(values | {"launch": launch}, costs=(MODELLED, *self.costs))
@@ -174,7 +174,7 @@ def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> 
 
 def _controls(values: dict, costs: Sequence[str]) -> dict[str, Widget]:
     """The controls with these values. Raises as `LengthExplorer` does: a slider would cut in silence."""
-    inputs.integer("batch", values["batch"], least=1)
+    checks.integer("batch", values["batch"], least=1)
     common = {"style": {"description_width": "85px"}, "layout": {"width": "270px"}}
 
     def slider(kind: type[Widget], name: str, description: str, least: float, most: float, step: float) -> Widget:
@@ -183,7 +183,7 @@ def _controls(values: dict, costs: Sequence[str]) -> dict[str, Widget]:
         return kind(value=values[name], min=least, max=most, step=step, description=description, **common)
 
     def dropdown(name: str, description: str, *options: str) -> Widget:
-        value = inputs.one_of(name, values[name], options)
+        value = checks.one_of(name, values[name], options)
         return Dropdown(options=options, value=value, description=description, **common)
 
     return {

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from bass_core.draft_length import DraftLengthPolicy, FixedLength, expected_tokens
+from bass_core.loading import measured_costs
 from bass_core.loading.model_pair import ModelPair
-from bass_core.policies import costs
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Objective, first_finished, last_finished
+from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, expected_tokens
 from bass_lab.lessons.l04_explorer import KINDS, MODELLED, REGULAR, contest, policy_looks
 from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
@@ -49,7 +49,7 @@ def cost_models(pair: ModelPair, own: bool, recorded: GpuRecord | None = None) -
 
     Raises ValueError for a pair of which no costs are known.
     """
-    measured = costs.costs_like(pair) if own else measured_cpu()
+    measured = measured_costs.costs_like(pair) if own else measured_cpu()
     if measured is None:
         raise ValueError("no costs are known of these models on this device; measure them with `bass calibrate`")
     known = {MODELLED: modelled_h100(), f"{measured.device} (measured)": measured}

@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from bass_core import inputs
-from bass_core.draft_length import expected_tokens
+from bass_core import checks
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.policies.protocol import expected_tokens
 from bass_lab.lessons.l05_demonstrations import REGULAR
 from bass_lab.show import plots, token_views
 from bass_lab.show.live_figures import live
@@ -100,8 +100,8 @@ def drafter_view(
 
     Raises ValueError for a start that the menus do not have.
     """
-    start = {"draft": inputs.one_of("draft", draft, tuple(pairs))}
-    start["prompts"] = inputs.one_of("prompt_set", prompt_set, tuple(prompts))
+    start = {"draft": checks.one_of("draft", draft, tuple(pairs))}
+    start["prompts"] = checks.one_of("prompt_set", prompt_set, tuple(prompts))
 
     def draw(draft: str, prompts_of: str) -> tuple[str, str, go.Figure]:
         pair, texts = pairs[draft], prompts[prompts_of]

@@ -15,12 +15,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core.draft_length import FixedLength
 from bass_core.exactness import randomness, verification
 from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.verification import Outcome
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.policies.protocol import FixedLength
 from bass_lab.checks.enumeration import PROMPT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
 from bass_lab.evaluation import Problem, compare, scores

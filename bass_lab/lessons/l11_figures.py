@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy
+from bass_core import checks
+from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.lessons.l11_demonstrations import answered_in_time, planned, with_deadline
 from bass_lab.load import LoadRun, Workload
 from bass_lab.show.live_figures import live, slider
@@ -130,7 +130,7 @@ def load_panel(
     the sentence and the figure; setting a control's value serves the same requests anew. Raises ValueError for a start
     that no control could take.
     """
-    inputs.one_of("policy", policy, tuple(policies))
+    checks.one_of("policy", policy, tuple(policies))
     if not (0 < rate <= most and 0.05 <= deadline <= 10):
         raise ValueError(
             f"needs 0 < rate <= {most:.3g} per second and 0.05 <= deadline <= 10 s, got {rate}, {deadline}"

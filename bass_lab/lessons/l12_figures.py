@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import plotly.graph_objects as go
 
-from bass_core import inputs
+from bass_core import checks
 from bass_lab.show.looks import CURVES, curve, empty_figure, interval
 from bass_lab.sweep.store import FAILED, MARK, in_table, read_sweep
 
@@ -98,10 +98,10 @@ def view(
         table = chosen
     numbers = [name for name in table.select_dtypes(["number", "bool"]) if name not in varied]
     candidates = [*(name for name in VALUES if name in numbers), *numbers]
-    value = inputs.one_of("value", value, numbers) if value else candidates[0]
+    value = checks.one_of("value", value, numbers) if value else candidates[0]
     columns = [name for name in table if name != value]
-    across = inputs.one_of("across", across, columns) if across else [*varied, "run"][0]
-    chosen = [inputs.one_of("by", name.strip(), columns) for name in by.split(",")] if by else varied
+    across = checks.one_of("across", across, columns) if across else [*varied, "run"][0]
+    chosen = [checks.one_of("by", name.strip(), columns) for name in by.split(",")] if by else varied
     return View(table, value, across, [name for name in chosen if name != across], only)
 
 

@@ -13,13 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Lfm2Config, Lfm2ForCausalLM
 from transformers.utils import logging
 
-from bass_core import inputs
 from bass_core.engine import Session
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model import short_convolution
 from bass_core.model.attention import changed
 from bass_core.model.cache import Pass
+from bass_core.prompts import first_ids, token_ids
 from bass_lab.checks import plain_decoding
 from bass_lab.lessons.settings import is_exact
 from bass_lab.measure.clocks import Elapsed
@@ -37,8 +37,8 @@ def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.Dat
     mean over heads. text: ids that were written of the source."""
     model = copy.deepcopy(pair.target).float().cpu()  # whatever the pair is rounded to
     model.set_attn_implementation("eager")
-    read = inputs.token_ids(pair, [source])[0]
-    begun = torch.tensor([*inputs.first_ids(model, model.generation_config), *text])[None, :-1]
+    read = token_ids(pair, [source])[0]
+    begun = torch.tensor([*first_ids(model, model.generation_config), *text])[None, :-1]
     out = model(input_ids=read[None], decoder_input_ids=begun, output_attentions=True, use_cache=False)
     weights = out.cross_attentions[-1][0].mean(0)  # [T, S]
 
@@ -50,7 +50,7 @@ def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.Dat
 
 def source_lengths(pair: ModelPair, sources: Sequence[str]) -> list[int]:
     """Tokens of each."""
-    return [len(ids) for ids in inputs.token_ids(pair, sources)]
+    return [len(ids) for ids in token_ids(pair, sources)]
 
 
 def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[int]) -> pd.DataFrame:
@@ -122,7 +122,7 @@ def timed(
     """A line per batch size and way: ms per written token (median over repeats, which take turns after one that warms
     up), and the speed over transformers' assisted decoding of one source after the other as median of paired ratios
     with its 95% interval. Raises AssertionError where ways write different texts (float32)."""
-    ids, lines = inputs.token_ids(pair, sources), []
+    ids, lines = token_ids(pair, sources), []
     for batch in batch_sizes:
         for repeat in range(repeats + 1):
             texts = {}

@@ -18,10 +18,10 @@ from IPython.display import DisplayHandle
 from pandas.io.formats.style import Styler
 from torch import Tensor
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy
+from bass_core import checks
 from bass_core.model import attention
 from bass_core.policies.costs import CostModel
+from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.evaluation import Evaluation
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
 from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Device, Roofline, Workload, utilisation
@@ -87,7 +87,7 @@ class Paper:
 
         state: of `STATES`. Raises ValueError for another state, and for a number that there is not.
         """
-        inputs.one_of("state", state, tuple(STATES))
+        checks.one_of("state", state, tuple(STATES))
         if not 1 <= number <= len(self.claims):
             raise ValueError(f"claims have the numbers 1 to {len(self.claims)}, got {number}")
         claim = self.claims[number - 1]

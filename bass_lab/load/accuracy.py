@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from bass_core import inputs
+from bass_core import checks
 from bass_lab.evaluation import scores
 from bass_lab.load.workload import Workload
 
@@ -43,7 +43,7 @@ def front(
     requests without deadline or budget whose rows may never be done: those that the evaluation's own budget cut off.
     """
     if tail is not None:
-        inputs.one_of("tail", tail, samples)
+        checks.one_of("tail", tail, samples)
     if not samples or any(not budget > 0 for budget in budgets):
         raise ValueError(f"needs samples and budgets > 0 seconds, got {list(budgets)} for {list(samples)}")
     problems = {way: list(each.problem.unique()) for way, each in samples.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from bass_core.draft_length import DraftLengthPolicy
+from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.load.result import FINISHED, LoadRun, Target
 from bass_lab.load.workload import Workload
 

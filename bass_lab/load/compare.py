@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from bass_core import inputs
+from bass_core import checks
 from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, Table
@@ -125,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
     given = parser.parse_args(arguments)
     settle_threads(lambda sentence: None)
-    inputs.integer("count", given.count, least=10)
-    inputs.integer("rounds", given.rounds, least=1)
+    checks.integer("count", given.count, least=10)
+    checks.integer("rounds", given.rounds, least=1)
     pair = load_pair()
     batches = [size for size in (1, 2, 4, 8, 16, 32) if size <= max(given.max_batch_size, 2)]
     found = compare(

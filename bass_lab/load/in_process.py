@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pandas as pd
 
-from bass_core import inputs
 from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair
+from bass_core.prompts import check_context, model_pair, saying_which, token_ids
 from bass_core.rows import Request
 from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
@@ -27,10 +27,10 @@ def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, 
     stand in `meta["sequences"]`. Raises what `Session` and `submit` raise, before the clock starts.
     """
     requests = workload.requests
-    prompts = inputs.token_ids(inputs.model_pair(pair), requests.prompt)
+    prompts = token_ids(model_pair(pair), requests.prompt)
     for index, (ids, most) in enumerate(zip(prompts, requests.max_new_tokens, strict=True)):
-        with inputs.saying_which(index):
-            inputs.check_context(pair, len(ids), int(most))
+        with saying_which(index):
+            check_context(pair, len(ids), int(most))
     with Session(pair, max_batch_size=max_batch_size, **options) as session, session.prepared():
         session.reserve(max(len(ids) + int(most) for ids, most in zip(prompts, requests.max_new_tokens, strict=True)))
         for rows in _warm_ups(session, min(max_batch_size, len(prompts))):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pandas as pd
 
-from bass_core import inputs
+from bass_core import checks
 from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 
@@ -180,4 +180,4 @@ class _Client:
                 self.first = now if math.isnan(self.first) else self.first
                 self._at.append(now)
         if event.get("usage"):
-            self.total = inputs.integer("completion_tokens", event["usage"]["completion_tokens"])
+            self.total = checks.integer("completion_tokens", event["usage"]["completion_tokens"])

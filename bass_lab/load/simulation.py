@@ -18,9 +18,9 @@ from copy import deepcopy
 import numpy as np
 import pandas as pd
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy, as_policy
+from bass_core import checks
 from bass_core.policies.costs import Cost
+from bass_core.policies.protocol import DraftLengthPolicy, as_policy
 from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 from bass_lab.study import replay
@@ -55,7 +55,7 @@ def simulate(
     """
     limits = workload.requests.max_new_tokens.to_numpy(dtype=np.int64)
     sequences = workload.requests.number.to_numpy(dtype=np.int64) % len(trace.lengths)
-    seeds = [(inputs.integer("seed", seed), COINS, request) for request in range(len(limits))]
+    seeds = [(checks.integer("seed", seed), COINS, request) for request in range(len(limits))]
     rows = Replay.of_requests(trace, sequences, limits, seeds)
     policy = deepcopy(as_policy(draft_length), {id(cost): cost})
     read = prefill or (lambda batch, tokens: prefill_seconds(cost, batch, tokens))
@@ -92,7 +92,7 @@ class _Server:
         decode: Callable[[ReplayedStep], float],
     ):
         self.rows, self.policy = rows, policy
-        self.places = inputs.integer("max_batch_size", max_batch_size, least=1)
+        self.places = checks.integer("max_batch_size", max_batch_size, least=1)
         self.prefill_seconds, self.decode_seconds = prefill, decode
         requests = workload.requests
         self.asked, self.arrived = requests, requests.arrived.to_numpy()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from bass_core import inputs
+from bass_core import checks
 from bass_core.environment import write_whole
 from bass_lab.texts.prompt_sets import Prompt, label, prompt_set
 
@@ -60,7 +60,7 @@ class Workload:
             raise ValueError("arrived must be seconds >= 0 in increasing order")
         for name, least in (("max_new_tokens", 1), ("number", 0), ("seed", None)):
             for value in requests[name]:
-                inputs.integer(name, value, least=least)
+                checks.integer(name, value, least=least)
         if (requests.deadline.to_numpy(dtype=float) <= 0).any():
             raise ValueError("deadline must be seconds > 0, or nothing where there is none")
         object.__setattr__(self, "requests", requests.astype({"arrived": float, "deadline": float}))
@@ -82,8 +82,8 @@ class Workload:
         were seen is their own distribution. deadline: seconds after each arrival. What requests are does not depend on
         when they arrive: under another rate the same seed draws the same ones.
         """
-        inputs.integer("count", count, least=1)
-        asked, arriving = (np.random.default_rng([inputs.integer("seed", seed), part]) for part in (0, 1))
+        checks.integer("count", count, least=1)
+        asked, arriving = (np.random.default_rng([checks.integer("seed", seed), part]) for part in (0, 1))
         texts, named = _prompts(prompts)
         numbers = asked.integers(len(texts), size=count)
         lengths = [max_new_tokens] if np.ndim(max_new_tokens) == 0 else list(max_new_tokens)
@@ -92,7 +92,7 @@ class Workload:
             "prompt": [texts[number] for number in numbers],
             "number": numbers,
             "max_new_tokens": np.asarray(lengths)[asked.integers(len(lengths), size=count)],
-            "deadline": np.nan if deadline is None else inputs.seconds("deadline", deadline),
+            "deadline": np.nan if deadline is None else checks.seconds("deadline", deadline),
             "seed": asked.integers(SEEDS, size=count),
         }
         return cls(pd.DataFrame(requests), {"arrivals": repr(arrivals), "prompts": named, "seed": seed})
@@ -187,7 +187,7 @@ def _completed(found: pd.DataFrame, prompts: str | Path | Sequence[Prompt], seed
         numbers = generator.integers(len(texts), size=len(found))
         drawn["seed"] = generator.integers(SEEDS, size=len(found))
         if "number" in found:
-            numbers = [inputs.integer("number", number) for number in found.number]
+            numbers = [checks.integer("number", number) for number in found.number]
             if max(numbers) >= len(texts):
                 raise ValueError(f"number {max(numbers)} is none of the {len(texts)} prompts (they count from 0)")
         elif "prompt_tokens" in found:

@@ -30,13 +30,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from bass_core import inputs
+from bass_core import checks
 from bass_core.drafters import Drafter
 from bass_core.engine import Session
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
+from bass_core.loading.measured_costs import costs_like
 from bass_core.loading.model_pair import ModelPair
-from bass_core.policies.costs import costs_like
+from bass_core.prompts import check_context, token_ids
 from bass_lab.checks import plain_decoding
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import records, timed_runs
@@ -117,8 +118,8 @@ def compare(
     Raises ValueError for an unknown method, for `assisted` without a draft model and for methods of transformers' that
     are to take turns.
     """
-    repeats = inputs.integer("repeats", repeats, least=1)
-    pool, lines, done, again = inputs.token_ids(pair, prompts), [], 0, 2 * repeats
+    repeats = checks.integer("repeats", repeats, least=1)
+    pool, lines, done, again = token_ids(pair, prompts), [], 0, 2 * repeats
     kept: dict[str, KeptSession] | None = None
     with ExitStack() as sessions:
         for repeat in itertools.count():
@@ -181,7 +182,7 @@ def _methods(
 ) -> dict[str, Method]:
     """What `compare` times, by name; all arguments are its own. Raises ValueError as it does."""
     for method in methods:
-        inputs.one_of("methods", method, METHODS)
+        checks.one_of("methods", method, METHODS)
     if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
 
@@ -263,7 +264,7 @@ def bench(
             found = compare(pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how, progress=tell)
             found, done = found.lines(), done + batch
             at_zero = options | {"temperature": 0.0, "other_drafts": exact_others}
-            greedy = _methods(exact, inputs.token_ids(exact, first), taken, **at_zero)
+            greedy = _methods(exact, token_ids(exact, first), taken, **at_zero)
             spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
             for line in found:
                 method, called = line["method"], greedy[line["method"]]
@@ -333,8 +334,8 @@ def methods_of(pair: ModelPair) -> list[str]:
 
 def greedy_alone(pair: ModelPair, prompts: Sequence[str | Tensor], *, max_new_tokens: int = 96) -> list[Tensor]:
     """What `transformers.generate` writes greedily after each prompt alone: the reference of exactness."""
-    ids = inputs.token_ids(pair, prompts)
-    inputs.check_context(pair, max(map(len, ids)), max_new_tokens)
+    ids = token_ids(pair, prompts)
+    check_context(pair, max(map(len, ids)), max_new_tokens)
     return [plain_decoding.greedy(pair.target, row, max_new_tokens)[0] for row in ids]
 
 
@@ -350,7 +351,7 @@ def identical_rows(
 
     alone: those texts if they are known already (`greedy_alone`).
     """
-    ids = inputs.token_ids(pair, prompts)
+    ids = token_ids(pair, prompts)
     alone = greedy_alone(pair, prompts, max_new_tokens=max_new_tokens) if alone is None else alone
     return _identical(
         generate(pair, ids, max_new_tokens=max_new_tokens, draft_length=draft_length, eos_token_id=()), alone

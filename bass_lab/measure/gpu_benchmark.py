@@ -24,11 +24,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core import inputs
 from bass_core.environment import synchronize
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
+from bass_core.prompts import token_ids
 from bass_lab.measure import gpu_command, records
 from bass_lab.measure.benchmark import greedy_alone
 from bass_lab.measure.gpu_command import DeviceLost
@@ -252,7 +252,7 @@ def checked(device: str, attention: str, compile: str, new: int = 24) -> dict:
     Few shapes, since each is compiled: `bass verify` looks at all.
     """
     pair, options = load_pair(device=device, dtype="float32"), {"max_new_tokens": new, "eos_token_id": ()}
-    prompts = inputs.token_ids(pair, prompt_set("mini", 4))
+    prompts = token_ids(pair, prompt_set("mini", 4))
     alone = greedy_alone(pair, prompts, max_new_tokens=new)
     options |= {"attention": attention, "compile": compile}
     greedy = generate(pair, prompts, draft_length=3, **options)

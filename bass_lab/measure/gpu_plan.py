@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bass_core.draft_length import BassHeuristic, DraftLengthPolicy
 from bass_core.policies.costs import CostModel
 from bass_core.policies.goodput import Goodput
+from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
 from bass_lab.measure.modelled_costs import best_fixed_length
 
 USELESS = 0.02  # α of a draft that is next to never right

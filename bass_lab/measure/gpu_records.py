@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bass_core import inputs
+from bass_core import checks
 from bass_core.policies.costs import CostModel
 from bass_lab.measure import gpu_benchmark, records
 from bass_lab.measure.gpu_plan import DRY
@@ -60,7 +60,7 @@ def gpu_record(kind: str, folder: str | Path | None = None) -> GpuRecord | None:
     folder: None is where records are kept. A rehearsal on a CPU is no record. Raises ValueError for another kind,
     and for a file that holds something else.
     """
-    inputs.one_of("kind", kind, READERS)
+    checks.one_of("kind", kind, READERS)
     ending, _ = READERS[kind]
     place = records.folder() if folder is None else Path(folder)
     found = (read(kind, path) for path in sorted(place.glob(f"{kind}_*.{ending}")))
@@ -92,7 +92,7 @@ def _of_one_place(content: CostModel | Profile, about: dict, synthetic: bool = F
 
 def _kernels(path: Path) -> GpuRecord:
     """Kernels and their peers that were timed on a GPU, a line per case (fields: kernels/bench/schema.py)."""
-    lines = _latest(records.read(path, lambda line: inputs.check_fields(line, {}, ())), KERNEL_CASE)
+    lines = _latest(records.read(path, lambda line: checks.check_fields(line, {}, ())), KERNEL_CASE)
     return _of_lines([line for line in lines if line["clock"] == "cuda"], pd.DataFrame)
 
 

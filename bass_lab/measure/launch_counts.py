@@ -45,7 +45,6 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from bass_core import compiled_layers
-from bass_core.draft_length import FixedLength
 from bass_core.drafters import ModelDrafter, Setting
 from bass_core.eager_step import StepOptions
 from bass_core.exactness import randomness
@@ -53,6 +52,7 @@ from bass_core.exactness.sampling import SamplingParams
 from bass_core.graphs import Graphs, launched_each_time
 from bass_core.model import kernel_ops
 from bass_core.model.runner import Runner
+from bass_core.policies.protocol import FixedLength
 from bass_core.recorded_step import RecordedStep
 from bass_core.rows import Rows
 from bass_lab.named_pairs import SHAPES, named_config

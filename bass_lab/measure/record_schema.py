@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from types import NoneType
 
-from bass_core import inputs
+from bass_core import checks
 
 PATH = Path(__file__).parents[1] / "assets" / "records.schema.json"
 KIND = "schema"  # the field
@@ -52,12 +52,12 @@ def check(line: dict, *expected: str) -> None:
     expected: the kinds that it may be of; any where none is named. Values that contradict each other are not found
     here, nor what lists and objects hold: `records.check` and the benchmarks look for that.
     """
-    inputs.check_fields(line, {KIND: str}, ())
-    kind = inputs.one_of(KIND, line[KIND], expected or tuple(kinds()))
+    checks.check_fields(line, {KIND: str}, ())
+    kind = checks.one_of(KIND, line[KIND], expected or tuple(kinds()))
     schema = kinds()[kind]
     fields = {name: part for name, part in schema["properties"].items() if name in line or name in schema["required"]}
     types = {name: _types(part) for name, part in fields.items()}
-    inputs.check_fields(line, types, [name for name, part in fields.items() if "exclusiveMinimum" in part])
+    checks.check_fields(line, types, [name for name, part in fields.items() if "exclusiveMinimum" in part])
     unknown = sorted(set(line) - set(schema["properties"]))
     if unknown and not schema.get("additionalProperties", True):
         raise ValueError(f"unknown fields: {', '.join(unknown)}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bass_core import inputs
+from bass_core import options
 from bass_core.detokenizer import FinalText
 from bass_lab.serve.driver import Ended
 from bass_lab.texts.pieces import bytes_of
@@ -118,7 +118,7 @@ class Answer:
         return {"usage": self.usage(sum(len(row.result.sequence) for row in ended)), "bass": own}
 
     def _final_text(self) -> FinalText:
-        return FinalText(self._tokenizer, inputs.stop_strings(self._stop, self._tokenizer))
+        return FinalText(self._tokenizer, options.stop_strings(self._stop, self._tokenizer))
 
     def _of_tokens(
         self, texts: Sequence[str], tokens: Sequence[int], logprobs: Sequence[float], offset: int = 0

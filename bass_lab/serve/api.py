@@ -22,8 +22,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bass_core import inputs
+from bass_core import options
 from bass_core.loading.model_pair import ModelPair
+from bass_core.prompts import check_context, token_ids
 from bass_lab.serve.answers import Answer
 from bass_lab.serve.bodies import ChatBody, CompletionBody, Sampled, StreamOptions, complaint
 from bass_lab.serve.counts import Counts
@@ -107,11 +108,11 @@ class Service:
             message = f"{field}: it is far longer than the context of {places} tokens"
             raise Refused(400, message, field, "context_length_exceeded")
         try:
-            inputs.stop_strings(body.stop or (), self.pair.tokenizer)
+            options.stop_strings(body.stop or (), self.pair.tokenizer)
         except ValueError as error:
             raise Refused(400, _line(str(error)), "stop") from error
         try:
-            ids = inputs.token_ids(self.pair, prompts)
+            ids = token_ids(self.pair, prompts)
         except (ValueError, TypeError) as error:
             said = str(error).removeprefix("prompt 0: ") if len(prompts) == 1 else str(error)
             raise Refused(400, f"{field}: {_line(said)}", field) from error
@@ -120,7 +121,7 @@ class Service:
             room = 4096 if places is None else places - len(prompt)
             limits.append(max(room, 0) if most is None else most)
             try:
-                inputs.check_context(self.pair, len(prompt), max(limits[-1], 1))
+                check_context(self.pair, len(prompt), max(limits[-1], 1))
             except ValueError as error:
                 named = field if room < 1 else "max_tokens"
                 said = _line(str(error)).replace("max_new_tokens", "max_tokens")

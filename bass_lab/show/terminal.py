@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import typer
 from transformers import PreTrainedTokenizerBase
 
-from bass_core import inputs
 from bass_core.detokenizer import FinalText
 from bass_core.generation import Generation, generate
-from bass_core.inputs import PromptLike
 from bass_core.loading.model_pair import ModelPair
+from bass_core.options import stop_strings
+from bass_core.prompts import PromptLike
 from bass_core.trace import Trace
 
 ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": None}  # colours
@@ -20,7 +20,7 @@ ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": 
 def stream(pair: ModelPair, prompts: list[PromptLike], stop: Sequence[str] = (), **options) -> Generation:
     """Generate, printing the first row as it grows, behind its prompt if that is a text that it goes on with; returns
     the Generation."""
-    text = FinalText(pair.tokenizer, inputs.stop_strings(stop, pair.tokenizer))
+    text = FinalText(pair.tokenizer, stop_strings(stop, pair.tokenizer))
     before = "" if pair.reads_sources else _before(prompts[0])
     shown = []
 
@@ -76,5 +76,5 @@ def _coloured(tokenizer: PreTrainedTokenizerBase, out: Generation, row: int, sto
     """A row's text, each token in the colour of its origin."""
     tokens = out.trace.tokens
     tokens = tokens[(tokens.row == row) & (tokens.kind != "rejected")].sort_values("position")
-    texts = FinalText(tokenizer, inputs.stop_strings(stop, tokenizer)).token_texts(tokens.token, ended=True)
+    texts = FinalText(tokenizer, stop_strings(stop, tokenizer)).token_texts(tokens.token, ended=True)
     return "".join(typer.style(text, fg=ORIGINS[kind]) for text, kind in zip(texts, tokens.kind, strict=False))

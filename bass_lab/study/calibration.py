@@ -24,16 +24,18 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
-from bass_core import inputs
-from bass_core.draft_length import FixedLength, RowsView
+from bass_core import checks
 from bass_core.engine import Session
 from bass_core.generation import generate
+from bass_core.loading.measured_costs import check_costs, device_name
 from bass_core.loading.model_pair import ModelPair, fingerprints
 from bass_core.model import probe
 from bass_core.model.encoder_decoder import made_up
 from bass_core.model.runner import Runner
-from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table, device_name
+from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table
 from bass_core.policies.goodput import Goodput
+from bass_core.policies.protocol import FixedLength, RowsView
+from bass_core.prompts import token_ids
 from bass_core.trace import Stopwatch
 from bass_lab.measure.clocks import passes_marked
 from bass_lab.measure.gpu_plan import Way
@@ -127,7 +129,7 @@ def _acceptance(pair: ModelPair) -> list[int] | None:
     if pair.tokenizer is None:
         return None
     prompts = [*prompt_set("mini", LOOKED_AT), *prompt_set("library", LOOKED_AT)]
-    fitting = [ids for ids in inputs.token_ids(pair, prompts) if len(ids) + WRITTEN <= context_of(pair)]
+    fitting = [ids for ids in token_ids(pair, prompts) if len(ids) + WRITTEN <= context_of(pair)]
     if not fitting:
         return None
     options = {"draft_length": ASKED, "max_new_tokens": WRITTEN, "temperature": 0.0, "eos_token_id": ()}
@@ -173,7 +175,7 @@ def _recorded_lengths(query_lengths: Sequence[int]) -> list[int]:
 
 
 def _increasing(name: str, points: Sequence[int]) -> tuple[int, ...]:
-    points = tuple(inputs.integer(name, point, least=1) for point in points)
+    points = tuple(checks.integer(name, point, least=1) for point in points)
     if not points or any(b <= a for a, b in itertools.pairwise(points)):
         raise ValueError(f"{name} must be increasing integers >= 1, got {list(points)}")
     return points
@@ -416,12 +418,12 @@ def check(
     leaves alone, as it does the lengths that policies choose. Decode time: from the end of prefill to the last token;
     rows do not stop on EOS. Raises ValueError for costs of another pair.
     """
-    cost.check_pair(pair)
+    check_costs(cost, pair)
     runs = []
     with ExitStack() as stack:
         ways = {}
         for batch, k in itertools.product(batches, draft_lengths):
-            prompts = inputs.token_ids(pair, prompt_set("mini", batch)) if pair.tokenizer else _prompts(batch, PROMPT)
+            prompts = token_ids(pair, prompt_set("mini", batch)) if pair.tokenizer else _prompts(batch, PROMPT)
             way = RepeatedWay(pair, Way("batched", k, attention="auto", compile="auto"), prompts, None, max_new_tokens)
             way.session.policy = _Unforetold(k)
             stack.callback(way.close)

@@ -14,9 +14,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core import inputs
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.prompts import token_ids
 from bass_lab.evaluation import Problem, compare, scores
 from bass_lab.evaluation.scores import drawn, interval
 from bass_lab.pairs import require_decoder
@@ -67,7 +67,7 @@ def distance(
         raise ValueError(f"the targets have {sizes[0]} and {sizes[1]} ids; laws over the same tokens can be compared")
     if not temperature > 0:
         raise ValueError(f"temperature must be > 0, got {temperature}: greedy texts are compared in any case")
-    ids = inputs.token_ids(first, prompts)
+    ids = token_ids(first, prompts)
     if not ids:
         raise ValueError("prompts are empty; give at least one")
     texts = Written.by(first, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

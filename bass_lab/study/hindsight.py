@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from bass_core.draft_length import DraftLengthPolicy, RowsView
 from bass_core.policies.costs import Cost
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView
 from bass_lab.study.replay import Replay, decode, step_seconds
 
 SHARES = np.linspace(0, 1, 5)  # of a step's least cost per row, see `bound`

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from bass_core.draft_length import DraftLengthPolicy, RowsView, Signals
+from bass_core.policies.protocol import DraftLengthPolicy, RowsView, Signals
 
 
 @dataclass

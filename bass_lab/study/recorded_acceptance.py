@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bass_core import inputs
+from bass_core import checks
 from bass_core.environment import write_whole
 from bass_core.loading.model_pair import ASSETS
 from bass_lab.texts.prompt_sets import PROMPT_SETS
@@ -171,5 +171,5 @@ class AcceptanceTrace:
 def shipped(name: str) -> AcceptanceTrace:
     """What `bass record` recorded of the embedded pair: 96 prompts of the set "mini" or "library", after each a text of
     128 tokens at temperature 0.2. Raises ValueError for another name."""
-    inputs.one_of("prompt_set", name, PROMPT_SETS)
+    checks.one_of("prompt_set", name, PROMPT_SETS)
     return AcceptanceTrace.load(SHIPPED / f"{name}.npz")

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals
+from bass_core import checks, options
 from bass_core.drafters import Context, ModelDrafter, Setting
 from bass_core.engine import StepEvent
 from bass_core.exactness import randomness, sampling
@@ -19,6 +18,8 @@ from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model import probe
+from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, RowsView, Signals
+from bass_core.prompts import prompt_list, token_ids
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
@@ -43,7 +44,7 @@ def record(
     after a rejected one are recorded for policies that look at them. progress: told what is done now and about which
     share of the work, 0 to 1, is done. Raises ValueError for a pair whose draft is no model, and as `generate` does.
     """
-    prompts = inputs.prompt_list(prompts)
+    prompts = prompt_list(prompts)
     require_draft_model(pair)
     written = 0
 
@@ -55,8 +56,8 @@ def record(
     texts = generate(
         pair,
         prompts,
-        num_return_sequences=inputs.integer("samples", samples, least=1),
-        max_new_tokens=inputs.integer("max_new_tokens", max_new_tokens, least=1),
+        num_return_sequences=checks.integer("samples", samples, least=1),
+        max_new_tokens=checks.integer("max_new_tokens", max_new_tokens, least=1),
         temperature=temperature,
         seed=seed,
         draft_length=0,
@@ -94,8 +95,8 @@ def teacher_forced(
         raise ValueError(f"texts must have one length, got {sorted({len(text) for text in texts})}")
     params = SamplingParams(temperature)
     vocabulary = pair.target.config.get_text_config().vocab_size
-    ids = inputs.token_ids(pair, prompts)
-    eos = sorted(inputs.eos_ids(inputs.generation_config(pair.target, None), None, vocabulary))
+    ids = token_ids(pair, prompts)
+    eos = sorted(options.eos_ids(options.generation_config(pair.target, None), None, vocabulary))
     paths = [probe.resolve(model) for model in pair.models]
     drafter = pair.drafter.begin(Setting(pair.target, paths, ROWS_AT_ONCE, vocabulary))
     lines = []
@@ -105,7 +106,7 @@ def teacher_forced(
             progress(row / len(texts))
             # The text may have used the streams of (seed, row): rollouts have others.
             stream = randomness.stream(seed, len(texts) + row)
-            most = inputs.integer("rollout", rollout, least=1)
+            most = checks.integer("rollout", rollout, least=1)
             lines.append(_recorded(pair, drafter, params, prompt, text, stream, most))
     ends = [torch.isin(text, torch.tensor(eos, dtype=torch.int64)).nonzero()[:1, 0] for text in texts]
     meta = {"temperature": temperature, "seed": seed, "rows": len(texts), "max_new_tokens": len(texts[0])}

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bass_core import inputs
-from bass_core.draft_length import DraftLengthPolicy, HiddenDraft, RowsView, Signals, cut_lengths, planned_lengths
+from bass_core import checks
 from bass_core.model.runner import packs
 from bass_core.policies.costs import Cost, CostModel
+from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, RowsView, Signals, cut_lengths, planned_lengths
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 # Of the time of left-out tokens, what a packed pass saves: two CPU cores, batches of 2 to 8, half of the tokens left
@@ -48,13 +48,13 @@ class Replay:
         """batch: how many sequences of the trace, or which (their numbers, in order). max_new_tokens: at most the
         trace's (None)."""
         n, t = trace.p.shape
-        limit = t if max_new_tokens is None else inputs.integer("max_new_tokens", max_new_tokens, least=1)
+        limit = t if max_new_tokens is None else checks.integer("max_new_tokens", max_new_tokens, least=1)
         if limit > t:
             raise ValueError(f"max_new_tokens={limit}, but the trace's texts have {t} tokens")
-        wanted = inputs.integer("batch", batch, least=1) if np.ndim(batch) == 0 else None
+        wanted = checks.integer("batch", batch, least=1) if np.ndim(batch) == 0 else None
         orders, fates = [], []
         for copy in range(-(-(wanted or n) // n)):
-            generator = np.random.default_rng([inputs.integer("seed", seed), repeat, copy])
+            generator = np.random.default_rng([checks.integer("seed", seed), repeat, copy])
             fates.append(generator.random((n, t)) < trace.accept)
             orders.append(generator.permutation(n))
         if wanted is None:
@@ -84,7 +84,7 @@ class Replay:
     def draws(cls, trace: AcceptanceTrace, *, repeats: int = 8, **options) -> list[Replay]:
         """`draw` for each repeat, with its options."""
         return [
-            cls.draw(trace, repeat=repeat, **options) for repeat in range(inputs.integer("repeats", repeats, least=1))
+            cls.draw(trace, repeat=repeat, **options) for repeat in range(checks.integer("repeats", repeats, least=1))
         ]
 
     def view(self, live: np.ndarray, at: np.ndarray, steps: np.ndarray) -> RowsView:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import inputs
 from bass_core.exactness import sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.prompts import token_ids
 
 
 class Written(NamedTuple):
@@ -29,7 +29,7 @@ class Written(NamedTuple):
         cls, pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int, temperature: float, seed: int = 0
     ) -> Self:
         """What the pair's target writes after each prompt, up to its end."""
-        ids = inputs.token_ids(pair, prompts)
+        ids = token_ids(pair, prompts)
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "trace": "off"}
         texts = generate(pair, ids, **options).sequences
         tokens = [torch.cat(each) for each in zip(ids, texts, strict=True)]

@@ -21,9 +21,9 @@ from typing import Any
 
 import pandas as pd
 
+from bass_core.loading.measured_costs import cache_folder
 from bass_core.loading.model_pair import ASSETS
 from bass_core.loading.quantization import kind_of_copy
-from bass_core.policies.costs import cache_folder
 from bass_lab import drafters
 from bass_lab.named_pairs import SHAPES
 from bass_lab.sweep import parameters, run_process

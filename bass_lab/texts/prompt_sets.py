@@ -24,8 +24,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from bass_core.checks import one_of
 from bass_core.environment import write_whole
-from bass_core.inputs import one_of
 from bass_lab.evaluation import load_problems
 from bass_lab.evaluation.problems import file_rows
 from bass_lab.texts import corpus

@@ -6,7 +6,7 @@ import pytest
 from kinds_of_tokenizers import KINDS
 
 from bass_core.detokenizer import FinalText, StopFinder, StopStrings
-from bass_core.inputs import stop_strings
+from bass_core.options import stop_strings
 
 WORDS = ["a", " the cat", "日本 é😀", "."]
 

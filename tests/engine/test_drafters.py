@@ -9,7 +9,8 @@ from recording import use_on_cpu
 from tiny import feature_head, forward_passes, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.drafters import Context, lookup
+from bass_core.drafters import Context
+from bass_core.drafters import lookup as lookup_module
 from bass_core.exactness.randomness import StepKeys
 
 
@@ -102,7 +103,7 @@ def test_prompt_counts_once_for_all_of_its_samples():
 
 
 def test_oldest_counts_are_forgotten(monkeypatch):
-    monkeypatch.setattr(lookup, "KNOWN", 60)
+    monkeypatch.setattr(lookup_module, "KNOWN", 60)
     rng = np.random.default_rng(0)
     mine = bass.SuffixDrafter(longest=2).begin(bass.Setting(tiny_model(), ["pad"], 1, 97))
     for _ in range(200):

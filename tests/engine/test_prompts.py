@@ -7,7 +7,7 @@ import torch
 from tiny import BYTES, byte_tokenizer, tiny_model
 
 import bass_core as bass
-from bass_core import inputs
+from bass_core.prompts import prompt_ids, prompt_list
 
 CHAT = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}"
@@ -37,7 +37,7 @@ PAIR = bass.ModelPair(tiny_model(vocab_size=BYTES), tiny_model(vocab_size=BYTES,
 
 def read(prompts, tokenizer=TOKENIZER):
     """The token ids of each prompt."""
-    return [inputs.prompt_ids(each, tokenizer, BYTES).tolist() for each in inputs.prompt_list(prompts)]
+    return [prompt_ids(each, tokenizer, BYTES).tolist() for each in prompt_list(prompts)]
 
 
 def ids_of(text):

@@ -15,10 +15,11 @@ from recording import use_on_cpu
 from tiny import BYTES, byte_tokenizer, tiny_model
 from typer.testing import CliRunner
 
-from bass_core import ModelPair, generate, inputs, load_pair
+from bass_core import ModelPair, generate, load_pair
 from bass_core.drafters import NgramDrafter, SuffixDrafter
 from bass_core.engine import Session
-from bass_core.policies.costs import costs_like
+from bass_core.loading.measured_costs import costs_like
+from bass_core.prompts import token_ids
 from bass_lab.cli import main
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import benchmark, clocks, records, timed_runs
@@ -121,7 +122,7 @@ def test_prompts_vary_from_repeat_to_repeat(pair, monkeypatch):
     monkeypatch.setattr(benchmark, "generate", listening)
     options = {"methods": ("regular", "batched"), "repeats": 2, "max_new_tokens": 4}
     benchmark.compare(pair, PROMPTS, batch=2, **options)
-    first, second, third = (ids.tolist() for ids in inputs.token_ids(pair, PROMPTS))
+    first, second, third = (ids.tolist() for ids in token_ids(pair, PROMPTS))
     batches = [[first, second], [third, first], [second, third]]  # the first repeat warms up
     assert met == [batch for batch in batches for _ in range(2)]
 

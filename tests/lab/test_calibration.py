@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_core.drafters import NgramDrafter
+from bass_core.loading.measured_costs import check_costs, costs_for
 from bass_core.model.runner import Runner
-from bass_core.policies.costs import costs_for
 from bass_core.policies.goodput import Goodput
 from bass_core.trace import Stopwatch
 from bass_lab.cli import main
@@ -44,7 +44,7 @@ def test_calibration_measures_every_point(pair, monkeypatch):
     assert measured.overheads.axes == {"batch": (1, 2), "draft_length": (0, 1, 2, 4)}
     for found in (measured.target_passes, measured.draft_phases, measured.overheads):
         assert (found.seconds > 0).all()
-    measured.check_pair(pair)
+    check_costs(measured, pair)
     assert measured.measured["dtype"] == "float32" and measured.acceptance is None  # no tokenizer
     assert not measured.is_synthetic and measured.kv_of_rows == "max" and measured.measured["device"] != "a GPU"
     assert measured.models["target"]["attention"] == "pad" and measured.measured["samples"]["least"] >= 1

@@ -8,8 +8,8 @@ from tiny import BYTES, byte_tokenizer, ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.draft_length import FixedLength
 from bass_core.exactness import verification
+from bass_core.policies.protocol import FixedLength
 from bass_lab.checks.enumeration import exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
 from bass_lab.evaluation import load_problems

@@ -10,7 +10,7 @@ import sweeps
 from typer.testing import CliRunner
 
 import bass_lab as lab
-from bass_core.policies.costs import cache_folder
+from bass_core.loading.measured_costs import cache_folder
 from bass_lab.cli.main import app
 from bass_lab.sweep import parameters, planning, run_process
 

@@ -44,7 +44,7 @@ def found(traces, cost, best):
 
 
 def test_own_models_without_costs_are_refused(monkeypatch):
-    monkeypatch.setattr(views.costs, "costs_like", lambda pair: None)
+    monkeypatch.setattr(views.measured_costs, "costs_like", lambda pair: None)
     with pytest.raises(ValueError, match="bass calibrate"):
         views.cost_models(None, own=True)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bass_core as bass
-from bass_core.draft_length import expected_tokens
+from bass_core.policies.protocol import expected_tokens
 from bass_lab.lessons import l01_demonstrations, l01_figures, l01_rules
 from bass_lab.measure.roofline import TARGET_8B
 from bass_lab.texts.prompt_sets import prompt_set

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import bass_lab as lab
-from bass_core.draft_length import BassHeuristic
 from bass_core.exactness.verification import token
+from bass_core.policies.protocol import BassHeuristic
 from bass_lab.lessons import l02_naive_batches
 
 

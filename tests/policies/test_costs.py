@@ -10,10 +10,11 @@ import torch
 from tiny import tiny_model
 
 import bass_core as bass
-from bass_core.draft_length import RowsView
+from bass_core.loading import measured_costs
+from bass_core.loading.measured_costs import costs_for, costs_like, policy_for
 from bass_core.loading.model_pair import fingerprints
-from bass_core.policies import costs, policy_for
-from bass_core.policies.costs import CostModel, StepSeconds, Table, costs_for, costs_like
+from bass_core.policies.costs import CostModel, StepSeconds, Table
+from bass_core.policies.protocol import RowsView
 from bass_core.trace import Trace
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -240,12 +241,12 @@ def test_costs_are_found_by_pair_and_device(pair, measured, caches, monkeypatch)
     assert same(costs_for(pair), measured)
     assert costs_for(bass.ModelPair(pair.draft, pair.target)) is None
     assert costs_for(bass.ModelPair(pair.target)) is None
-    monkeypatch.setattr(costs, "device_name", lambda device: "another")
+    monkeypatch.setattr(measured_costs, "device_name", lambda device: "another")
     assert costs_for(pair) is None
 
 
 def test_measured_costs_precede_shipped_ones(pair, measured, caches):
-    saved(measured, costs.SHIPPED, measured={"shipped": True})
+    saved(measured, measured_costs.SHIPPED, measured={"shipped": True})
     assert costs_for(pair).measured == {"shipped": True}
     saved(measured, caches)
     assert costs_for(pair).measured == measured.measured
@@ -254,7 +255,7 @@ def test_measured_costs_precede_shipped_ones(pair, measured, caches):
 def test_shipped_costs_of_another_device_of_the_kind(pair, measured, caches):
     assert costs_like(pair) is None
     for device, kind in (("A GPU", "cuda"), ("Some CPU", "cpu")):
-        saved(measured, costs.SHIPPED, device=device, measured={"device_type": kind})
+        saved(measured, measured_costs.SHIPPED, device=device, measured={"device_type": kind})
     assert costs_for(pair) is None and costs_like(pair).device == "Some CPU"
     assert costs_like(bass.ModelPair(pair.target)) is None
     saved(measured, caches)
@@ -297,6 +298,6 @@ def test_damaged_costs_give_a_warning_and_the_shipped_costs(pair, measured, cach
     assert len(said) == 1 and "\n" not in str(said[0].message)
     with pytest.warns(UserWarning, match="decoding without costs"):
         bass.generate(pair, [[1, 2, 3]], max_new_tokens=4, eos_token_id=())
-    saved(measured, costs.SHIPPED, measured={"shipped": True})
+    saved(measured, measured_costs.SHIPPED, measured={"shipped": True})
     with pytest.warns(UserWarning, match="decoding without costs"):
         assert costs_for(pair).measured == {"shipped": True}

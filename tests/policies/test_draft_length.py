@@ -9,7 +9,7 @@ from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.draft_length import RowsView, as_policy, planned_lengths
+from bass_core.policies.protocol import RowsView, as_policy, planned_lengths
 
 
 def rows(remaining=(99, 99), steps=None):

@@ -7,8 +7,8 @@ from trial_policies import CHEAP, Line
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.draft_length import HiddenDraft, RowsView, Signals, cut_lengths
 from bass_core.policies.draft_signals import Calibration
+from bass_core.policies.protocol import HiddenDraft, RowsView, Signals, cut_lengths
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode, step_seconds
 from bass_lab.study.simulator import simulate

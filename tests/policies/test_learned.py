@@ -6,7 +6,7 @@ import torch
 from trial_policies import CHEAP, Line
 
 import bass_core as bass
-from bass_core.draft_length import RowsView
+from bass_core.policies.protocol import RowsView
 from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.study.recorded_acceptance import AcceptanceTrace, shipped
 from bass_lab.study.replay import Replay, decode, step_seconds

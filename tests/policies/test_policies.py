@@ -9,10 +9,12 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, library_policies
 
 import bass_core as bass
-from bass_core.draft_length import RowsView, expected_tokens, planned_lengths
+from bass_core.loading import measured_costs
+from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import fingerprints
-from bass_core.policies import costs, goodput, policy_for
+from bass_core.policies import goodput
 from bass_core.policies.goodput import deadlines, first_finished, last_finished
+from bass_core.policies.protocol import RowsView, expected_tokens, planned_lengths
 from bass_lab.checks.tabular import tabular
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -250,7 +252,7 @@ def test_default_is_goodput_if_the_pairs_costs_are_known(caches):
     cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
     for role, mark in fingerprints(pair).items():
         cost.models[role]["fingerprint"] = mark
-    cost = replace(cost, device=costs.device_name(pair.device))
+    cost = replace(cost, device=measured_costs.device_name(pair.device))
     caches.mkdir(parents=True)
     cost.save(caches / cost.file_name)
     assert isinstance(policy_for(pair, None), bass.Goodput)

@@ -9,9 +9,9 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, PerRow
 
 import bass_core as bass
-from bass_core.draft_length import HiddenDraft, RowsView
 from bass_core.model import attention, probe
 from bass_core.model.runner import Runner, packs
+from bass_core.policies.protocol import HiddenDraft, RowsView
 
 
 def rows(count):

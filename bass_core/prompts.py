@@ -1,9 +1,7 @@
-"""What callers pass in, checked before any forward pass: a typed error that names the value and what is accepted."""
+"""Prompts in the forms that callers have them -> token ids and sources, checked before any forward pass."""
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -13,51 +11,15 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from bass_core.detokenizer import StopStrings
-from bass_core.exactness.sampling import SamplingParams
+from bass_core import checks
 from bass_core.loading.checkpoints import panics_are_errors
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model.attention import recomputed_beyond
 from bass_core.model.encoder_decoder import FEATURES, Source
-from bass_core.model.transformers_internals import generation_defaults
+from bass_core.options import generation_config
 from bass_core.rows import Prompt
 
 BEGINS = "decoder_input_ids"  # of a mapping: what the text of an encoder-decoder model begins with
-Kinds = dict[str, type | tuple[type, ...]]  # name of a field: what it may be
-
-
-def integer(name: str, value: Any, least: int | None = 0) -> int:
-    """`value` as an int >= `least` (None: any) of 64 bits; TypeError for other types (True is not 1), or ValueError."""
-    try:
-        number = operator.index(value) if not isinstance(value, bool) else None
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    if least is not None and number < least:
-        raise ValueError(f"{name} must be >= {least}, got {number}")
-    if not -(2**63) <= number < 2**63:  # tensors of int64 hold it
-        raise ValueError(f"{name} must fit into 64 bits, got {number}")
-    return number
-
-
-def seconds(name: str, value: Any) -> float:
-    """`value` as a number of seconds >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number of seconds, got {value!r}")
-    if not value >= 0 or math.isnan(value):
-        raise ValueError(f"{name} must be >= 0 seconds, got {value!r}")
-    return float(value)
-
-
-def one_of(name: str, value: Any, accepted: Iterable[str]) -> str:
-    """`value` if it is one of the accepted names."""
-    accepted = tuple(accepted)
-    if value not in accepted:
-        raise ValueError(f"{name} must be one of {', '.join(accepted)}; got {value!r}")
-    return value
-
-
 # A text, a conversation, token ids [P] or [1, P], or what a tokenizer returns. For models that hear, features.
 PromptLike: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int] | Tensor | Mapping[str, Any]
 
@@ -154,7 +116,7 @@ def prompts_of(pair: ModelPair, prompts: Any, max_new_tokens: int, config: Gener
     for index, prompt in enumerate(prompt_list(prompts)):
         with saying_which(index):
             checked.append(prompt_of(pair, prompt, config))
-            check_context(pair, len(checked[-1].ids), integer("max_new_tokens", max_new_tokens))
+            check_context(pair, len(checked[-1].ids), checks.integer("max_new_tokens", max_new_tokens))
     return checked
 
 
@@ -325,145 +287,7 @@ def check_context(pair: ModelPair, prompt: int, new: int) -> None:
         )
 
 
-# Options of a model's `generation_config` that change its text, and that the engine does not know.
-UNKNOWN_OPTIONS = (
-    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias",
-    "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams", "force_words_ids",
-    "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "guidance_scale", "stop_strings",
-    "exponential_decay_length_penalty", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "token_healing",
-    "watermarking_config", "dola_layers", "remove_invalid_values", "renormalize_logits",
-)  # fmt: skip
-
-
-SAID_IN_THE_CALL = ("max_new_tokens", "max_length", "num_return_sequences", "max_time")
-
-
-def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -> GenerationConfig:
-    """What the target asks for wherever it is decoded: `given`, or its own. Raises ValueError for what would change its
-    text and cannot be honoured."""
-    for name, value in asked_for(given, SAID_IN_THE_CALL) if given else ():
-        raise ValueError(
-            f"generation_config says {name}={value!r}, which is not read there: say so in the call (max_new_tokens, "
-            "num_return_sequences, time_budget)"
-        )
-    config = (target.generation_config if given is None else given) or GenerationConfig()
-    reads = target.config.is_encoder_decoder
-    for name, value in asked_for(config, UNKNOWN_OPTIONS):
-        # Texts begin with the one (`first_ids`); where a text is cut off, which the other marks, is told by its end.
-        if reads and name in ("forced_bos_token_id", "forced_eos_token_id"):
-            continue
-        if name == "bad_words_ids" and all(len(word) == 1 for word in value):
-            continue  # `suppressed`
-        kept = "" if config.eos_token_id is None else f"eos_token_id={config.eos_token_id}"
-        raise ValueError(
-            f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be honoured; "
-            f"generation_config=transformers.GenerationConfig({kept}) decodes without what it asks for"
-        )
-    return config
-
-
-def check_sampling(given: GenerationConfig | None, params: SamplingParams) -> None:
-    """Raises ValueError if the caller's config asks for other sampling than the call, which alone is read."""
-    if given is None or not given.do_sample:
-        return
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        asked, ours = getattr(given, name), getattr(params, name)
-        asked = 1.0 if name == "temperature" and asked is None else asked
-        if asked is not None and asked != ours:
-            raise ValueError(
-                f"generation_config says {name}={asked} with do_sample=True, and the call {name}={ours}: sampling is "
-                f"set in the call; write {name}={asked} there"
-            )
-
-
-def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -> tuple[list[int], list[int]]:
-    """The ids that no text may have, and those that none may begin with. ends: ids that end rows, which are no bad
-    words, as in `generate`."""
-    bad = {word for words in config.bad_words_ids or () for word in words}.difference(ends)
-    never = bad.union(config.suppress_tokens or ())
-    first = set(config.begin_suppress_tokens or ())
-    return tuple(sorted(each for each in ids if 0 <= each < vocabulary) for ids in (never, first))
-
-
-def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Those of these options, with their values, that are set, and to something else than `generate` takes anyway."""
-    defaults = generation_defaults()
-    for name in names:
-        value = getattr(config, name, None)
-        if value is not None and value != defaults.get(name, False):
-            yield name, value
-
-
-def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:
-    """The ids that end a row: those of `config` where None, none at all for ()."""
-    if eos_token_id is None:
-        eos_token_id = () if config.eos_token_id is None else config.eos_token_id
-    if isinstance(eos_token_id, Tensor):
-        eos_token_id = eos_token_id.flatten().tolist()
-    ids = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)
-    ids = [integer("eos_token_id", each, least=None) for each in ids]
-    for each in ids:
-        if not 0 <= each < vocabulary:
-            raise ValueError(f"eos_token_id {each} is outside the target's vocabulary (0 … {vocabulary - 1})")
-    return frozenset(ids)
-
-
-def stop_strings(stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStrings | None:
-    """The finder of stop strings; None if there are none. One that is a special token ends a row where that occurs."""
-    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
-    if not all(isinstance(string, str) for string in strings):
-        raise TypeError(f"stop must be a str or a list of str, got {stop!r}")
-    if "" in strings:
-        raise ValueError("stop contains the empty string, which would end every row at once; remove it")
-    if not strings:
-        return None
-    if tokenizer is None:
-        raise ValueError("stop strings need a tokenizer: ModelPair(..., tokenizer=...)")
-
-    special = set()
-    for string in strings:
-        hidden = _hidden_in(string, tokenizer)
-        if string in hidden:
-            special.add(hidden[string])
-        elif hidden:
-            raise ValueError(
-                f"stop {string!r} contains {min(hidden)!r}, a special token, which no text shows; give that alone"
-            )
-    return StopStrings(strings, tokenizer, frozenset(special))
-
-
-def _hidden_in(string: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The special tokens that a string contains, which texts do not show, and their ids."""
-    named = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in named if token and token in string}
-    return {token: each for token, each in ids.items() if not tokenizer.decode([each], skip_special_tokens=True)}
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{type(value).__name__}: {str(value)[:60]!r}"
-
-
-# --- files --------------------------------------------------------------------------------------
-
-
-def check_fields(line: dict, fields: Kinds, positive: Sequence[str]) -> None:
-    """Raises ValueError naming the field that is missing, of the wrong type, infinite, or not positive."""
-    if not isinstance(line, dict):
-        raise ValueError(f"a record is a JSON object, got {type(line).__name__}")
-    for name, kind in fields.items():
-        if name not in line:
-            raise ValueError(f"the field {name!r} is missing")
-        value, kinds = line[name], kind if isinstance(kind, tuple) else (kind,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ValueError(f"{name} must be {_names(kinds)}, got {value!r}")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value!r}")
-    for name in positive:
-        if line[name] is not None and line[name] <= 0:
-            raise ValueError(f"{name} must be positive, got {line[name]!r}")
-
-
-def _names(kinds: tuple[type, ...]) -> str:
-    return " or ".join("null" if one is type(None) else one.__name__ for one in kinds)

@@ -1,0 +1,127 @@
+"""What a session is asked for beyond its prompts, checked before any forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from bass_core import checks
+from bass_core.detokenizer import StopStrings
+from bass_core.exactness.sampling import SamplingParams
+from bass_core.model.transformers_internals import generation_defaults
+
+# Options of a model's `generation_config` that change its text, and that the engine does not know.
+UNKNOWN_OPTIONS = (
+    "no_repeat_ngram_size", "bad_words_ids", "sequence_bias",
+    "forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "num_beams", "force_words_ids",
+    "penalty_alpha", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "guidance_scale", "stop_strings",
+    "exponential_decay_length_penalty", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "token_healing",
+    "watermarking_config", "dola_layers", "remove_invalid_values", "renormalize_logits",
+)  # fmt: skip
+
+
+SAID_IN_THE_CALL = ("max_new_tokens", "max_length", "num_return_sequences", "max_time")
+
+
+def generation_config(target: PreTrainedModel, given: GenerationConfig | None) -> GenerationConfig:
+    """What the target asks for wherever it is decoded: `given`, or its own. Raises ValueError for what would change its
+    text and cannot be honoured."""
+    for name, value in asked_for(given, SAID_IN_THE_CALL) if given else ():
+        raise ValueError(
+            f"generation_config says {name}={value!r}, which is not read there: say so in the call (max_new_tokens, "
+            "num_return_sequences, time_budget)"
+        )
+    config = (target.generation_config if given is None else given) or GenerationConfig()
+    reads = target.config.is_encoder_decoder
+    for name, value in asked_for(config, UNKNOWN_OPTIONS):
+        # Texts begin with the one (`first_ids`); where a text is cut off, which the other marks, is told by its end.
+        if reads and name in ("forced_bos_token_id", "forced_eos_token_id"):
+            continue
+        if name == "bad_words_ids" and all(len(word) == 1 for word in value):
+            continue  # `suppressed`
+        kept = "" if config.eos_token_id is None else f"eos_token_id={config.eos_token_id}"
+        raise ValueError(
+            f"the generation_config of {type(target).__name__} asks for {name}={value!r}, which cannot be honoured; "
+            f"generation_config=transformers.GenerationConfig({kept}) decodes without what it asks for"
+        )
+    return config
+
+
+def check_sampling(given: GenerationConfig | None, params: SamplingParams) -> None:
+    """Raises ValueError if the caller's config asks for other sampling than the call, which alone is read."""
+    if given is None or not given.do_sample:
+        return
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        asked, ours = getattr(given, name), getattr(params, name)
+        asked = 1.0 if name == "temperature" and asked is None else asked
+        if asked is not None and asked != ours:
+            raise ValueError(
+                f"generation_config says {name}={asked} with do_sample=True, and the call {name}={ours}: sampling is "
+                f"set in the call; write {name}={asked} there"
+            )
+
+
+def suppressed(config: GenerationConfig, ends: Iterable[int], vocabulary: int) -> tuple[list[int], list[int]]:
+    """The ids that no text may have, and those that none may begin with. ends: ids that end rows, which are no bad
+    words, as in `generate`."""
+    bad = {word for words in config.bad_words_ids or () for word in words}.difference(ends)
+    never = bad.union(config.suppress_tokens or ())
+    first = set(config.begin_suppress_tokens or ())
+    return tuple(sorted(each for each in ids if 0 <= each < vocabulary) for ids in (never, first))
+
+
+def asked_for(config: GenerationConfig, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Those of these options, with their values, that are set, and to something else than `generate` takes anyway."""
+    defaults = generation_defaults()
+    for name in names:
+        value = getattr(config, name, None)
+        if value is not None and value != defaults.get(name, False):
+            yield name, value
+
+
+def eos_ids(config: GenerationConfig, eos_token_id: int | Iterable[int] | None, vocabulary: int) -> frozenset[int]:
+    """The ids that end a row: those of `config` where None, none at all for ()."""
+    if eos_token_id is None:
+        eos_token_id = () if config.eos_token_id is None else config.eos_token_id
+    if isinstance(eos_token_id, Tensor):
+        eos_token_id = eos_token_id.flatten().tolist()
+    ids = eos_token_id if isinstance(eos_token_id, Iterable) else (eos_token_id,)
+    ids = [checks.integer("eos_token_id", each, least=None) for each in ids]
+    for each in ids:
+        if not 0 <= each < vocabulary:
+            raise ValueError(f"eos_token_id {each} is outside the target's vocabulary (0 … {vocabulary - 1})")
+    return frozenset(ids)
+
+
+def stop_strings(stop: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None) -> StopStrings | None:
+    """The finder of stop strings; None if there are none. One that is a special token ends a row where that occurs."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(string, str) for string in strings):
+        raise TypeError(f"stop must be a str or a list of str, got {stop!r}")
+    if "" in strings:
+        raise ValueError("stop contains the empty string, which would end every row at once; remove it")
+    if not strings:
+        return None
+    if tokenizer is None:
+        raise ValueError("stop strings need a tokenizer: ModelPair(..., tokenizer=...)")
+
+    special = set()
+    for string in strings:
+        hidden = _hidden_in(string, tokenizer)
+        if string in hidden:
+            special.add(hidden[string])
+        elif hidden:
+            raise ValueError(
+                f"stop {string!r} contains {min(hidden)!r}, a special token, which no text shows; give that alone"
+            )
+    return StopStrings(strings, tokenizer, frozenset(special))
+
+
+def _hidden_in(string: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The special tokens that a string contains, which texts do not show, and their ids."""
+    named = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in named if token and token in string}
+    return {token: each for token, each in ids.items() if not tokenizer.decode([each], skip_special_tokens=True)}
