@@ -20,20 +20,20 @@ from bass_core.drafters import (
     Setting,
     SuffixDrafter,
 )
-from bass_core.engine import Result, Session, StepEvent
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import Generation, Interrupted, astream, generate, stream
 from bass_core.hf import bass_generate
 from bass_core.loading.measured_costs import costs_for
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.loading.quantization import quantized
+from bass_core.loop.rows import Request
+from bass_core.loop.trace import Trace
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
-from bass_core.rows import Request
-from bass_core.trace import Trace
+from bass_core.session import Result, Session, StepEvent
 
 __version__ = "0.1.0"
 

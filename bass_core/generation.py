@@ -17,12 +17,12 @@ from transformers import GenerationConfig
 
 from bass_core import checks
 from bass_core.detokenizer import FinalText
-from bass_core.engine import Result, Session, StepEvent
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.rows import Prompt, Request
+from bass_core.loop.trace import Trace
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import PromptLike, prompts_of
-from bass_core.rows import Prompt, Request
-from bass_core.trace import Trace
+from bass_core.session import Result, Session, StepEvent
 
 
 @dataclass(frozen=True, repr=False)

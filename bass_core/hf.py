@@ -52,13 +52,13 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from bass_core import options
 from bass_core.drafters import NAMES, Drafter, named
-from bass_core.engine import StepEvent
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model import transformers_internals as internals
 from bass_core.model.encoder_decoder import FEATURES
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import BEGINS
+from bass_core.session import StepEvent
 
 # Fields of a GenerationConfig that are honoured, or say nothing about decoding.
 HONOURED = {

@@ -14,10 +14,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from bass_core import checks
 from bass_core.loading.checkpoints import panics_are_errors
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.rows import Prompt
 from bass_core.model.attention import recomputed_beyond
 from bass_core.model.encoder_decoder import FEATURES, Source
 from bass_core.options import generation_config
-from bass_core.rows import Prompt
 
 BEGINS = "decoder_input_ids"  # of a mapping: what the text of an encoder-decoder model begins with
 # A text, a conversation, token ids [P] or [1, P], or what a tokenizer returns. For models that hear, features.

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, runners_of
-from bass_core.eager_step import Decided, EagerStep, StepOptions
 from bass_core.graphs import Graphs
+from bass_core.loop.rows import Request, Rows
+from bass_core.loop.step import Decided, EagerStep, StepOptions
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy
-from bass_core.rows import Request, Rows
 
 NOBODY = -1
 

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 from bass_core import checks
-from bass_core.engine import Session, StepEvent
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, deadline, generate, steps_until
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.rows import Prompt, Request
+from bass_core.loop.trace import Trace
 from bass_core.prompts import PromptLike, prompts_of
-from bass_core.rows import Prompt, Request
-from bass_core.trace import Trace
+from bass_core.session import Session, StepEvent
 
 MOST = 6  # runs until nothing is recorded: a shape is met in one run and recorded in the next, and rows may end anew
 

@@ -10,12 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bass_core.drafters import Drafter
-from bass_core.engine import Session
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.prompts import PromptLike, token_ids
+from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.exactness import FAULTS, Check, Report

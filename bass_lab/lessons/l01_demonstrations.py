@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core.engine import Session
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import Key, Purpose
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import alpha
 from bass_core.policies.costs import CostModel
 from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
 from bass_core.prompts import token_ids
-from bass_core.trace import alpha
+from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import benchmark
 from bass_lab.measure.gpu_records import GpuRecord

@@ -13,10 +13,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.protocol import expected_tokens
 from bass_core.prompts import token_ids
+from bass_core.session import Session
 from bass_lab.pairs import require_draft_model
 
 # --- lock-step against rows at their own pace -----------------------------------------------------

@@ -2,7 +2,7 @@
 
 An ordinary `DynamicCache` of a padded batch, attention masks and position ids, greedy decoding. After each pass a row
 keeps the cache slots of what it committed, and all rows are aligned at the right edge again. Correct without a bug, and
-slow: aligning copies the whole cache (the engine of `bass_core.engine` never does). The bugs are those that
+slow: aligning copies the whole cache (the engine of `bass_core.session` never does). The bugs are those that
 "Batch Speculative Decoding Done Right" (EQSPEC, arXiv 2510.22876) finds in public implementations, each in a form of
 ours that is one or two lines here: search for `bug ==`.
 """
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from bass_core import checks, trace
+from bass_core import checks
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop import trace
 from bass_core.model.transformers_internals import CACHE
 from bass_core.prompts import token_ids
 from bass_lab.pairs import require_draft_model

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from bass_core.trace import alpha
+from bass_core.loop.trace import alpha
 from bass_lab.lessons.checking import Case, Fault, check
 
 

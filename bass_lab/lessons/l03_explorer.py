@@ -18,9 +18,9 @@ from bass_core import checks
 from bass_core.drafters import Drafter
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import Trace
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength
 from bass_core.prompts import token_ids
-from bass_core.trace import Trace
 from bass_lab.pairs import drafters_for
 from bass_lab.provenance import describe_environment
 from bass_lab.show import live_figures

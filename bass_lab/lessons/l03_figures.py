@@ -9,7 +9,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.show.looks import CURVES, FAINT, curve, empty_figure, titled
 from bass_lab.show.token_views import outcomes
 

@@ -13,12 +13,12 @@ import plotly.graph_objects as go
 from ipywidgets import Box, Dropdown, FloatSlider, IntSlider, Widget
 
 from bass_core import checks
+from bass_core.loop.trace import Trace
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
-from bass_core.trace import Trace
 from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
 from bass_lab.show import live_figures, token_views

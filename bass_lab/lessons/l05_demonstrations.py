@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from bass_core.drafters import Drafter, FeatureDrafter, Setting
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.loading.quantization import SELF_DRAFTS, parameter_count, quantized
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab import drafters
 from bass_lab.drafters.layer_skip import LayerSkipDrafter, first_layers
 from bass_lab.evaluation.scores import drawn, interval

@@ -12,7 +12,7 @@ from torch import Tensor
 from bass_core.drafters import Drafter
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair, load_pair
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import Report
 from bass_lab.lessons.checking import Case, Fault, check

@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from pandas.io.formats.style import Styler
 
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.measure.profiling import PHASES, Profile
 from bass_lab.show.live_figures import live, slider
 from bass_lab.show.looks import LOOKS, bars, empty_figure, panels

@@ -13,13 +13,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import Lfm2Config, Lfm2ForCausalLM
 from transformers.utils import logging
 
-from bass_core.engine import Session
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model import short_convolution
 from bass_core.model.attention import changed
 from bass_core.model.cache import Pass
 from bass_core.prompts import first_ids, token_ids
+from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.lessons.settings import is_exact
 from bass_lab.measure.clocks import Elapsed

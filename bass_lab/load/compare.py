@@ -20,10 +20,10 @@ import pandas as pd
 import torch
 
 from bass_core import checks
-from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.costs import CostModel, Table
 from bass_core.policies.goodput import Goodput
+from bass_core.session import Session
 from bass_lab.load.capacity import bearable_rate
 from bass_lab.load.in_process import in_process
 from bass_lab.load.result import LoadRun

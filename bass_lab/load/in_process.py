@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pandas as pd
 
-from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.rows import Request
 from bass_core.prompts import check_context, model_pair, saying_which, token_ids
-from bass_core.rows import Request
+from bass_core.session import Session
 from bass_lab.load.result import PIECES, REQUESTS, STEPS, LoadRun
 from bass_lab.load.workload import Workload
 

@@ -32,12 +32,12 @@ from transformers.utils import logging as transformers_logging
 
 from bass_core import checks
 from bass_core.drafters import Drafter
-from bass_core.engine import Session
 from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
 from bass_core.loading.measured_costs import costs_like
 from bass_core.loading.model_pair import ModelPair
 from bass_core.prompts import check_context, token_ids
+from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import records, timed_runs

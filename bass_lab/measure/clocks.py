@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bass_core.engine import StepEvent
 from bass_core.environment import synchronize
 from bass_core.loading.model_pair import ModelPair
-from bass_core.trace import Stopwatch
+from bass_core.loop.trace import Stopwatch
+from bass_core.session import StepEvent
 
 LATENCIES = ("first_ms", "last_ms", "mean_ms")
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from bass_core.loading.measured_costs import SHIPPED
+from bass_core.loop.trace import Trace
 from bass_core.policies.costs import PASS_AXES, PHASE_AXES, CostModel, Table
 from bass_core.policies.protocol import expected_tokens
-from bass_core.trace import Trace
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 
 SHARE = 0.8  # of the data sheet's bandwidth and arithmetic that a pass reaches

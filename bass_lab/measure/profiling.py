@@ -29,9 +29,9 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from bass_core.engine import FIRST_PHASES, Session
 from bass_core.environment import write_whole
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
+from bass_core.session import FIRST_PHASES, Session
 from bass_lab.measure import kernel_events
 from bass_lab.provenance import describe_environment
 

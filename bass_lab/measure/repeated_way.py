@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
-from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import Trace
 from bass_core.model.transformers_internals import CACHE
 from bass_core.policies.costs import CostModel
-from bass_core.trace import Trace
+from bass_core.session import Session
 from bass_lab.kept_session import HasSession
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock

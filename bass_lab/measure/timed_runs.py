@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from bass_core.engine import Session
 from bass_core.generation import Generation
 from bass_core.loading.model_pair import ModelPair
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
+from bass_core.session import Session
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure.clocks import Clock, Elapsed
 

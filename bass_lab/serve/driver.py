@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from bass_core.engine import Result, Session, StepEvent
 from bass_core.environment import is_full
-from bass_core.rows import Request
+from bass_core.loop.rows import Request
+from bass_core.session import Result, Session, StepEvent
 from bass_lab.serve.counts import Counts
 
 

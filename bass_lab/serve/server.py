@@ -15,8 +15,8 @@ from typing import Any
 
 import uvicorn
 
-from bass_core.engine import Session
 from bass_core.loading.model_pair import ModelPair
+from bass_core.session import Session
 from bass_lab.serve import connections
 from bass_lab.serve.api import Service, make_app
 from bass_lab.serve.counts import Counts

@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from plotly.subplots import make_subplots
 
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from transformers import PreTrainedTokenizerBase
 
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.show.looks import LOOKS, bars, cells, empty_figure, interval, titled
 from bass_lab.texts.pieces import pieces_of
 

@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from bass_core.detokenizer import FinalText
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import Trace
 from bass_core.options import stop_strings
 from bass_core.prompts import PromptLike
-from bass_core.trace import Trace
 
 ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": None}  # colours
 

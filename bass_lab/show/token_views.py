@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from transformers import PreTrainedTokenizerBase
 
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.show import plots
 from bass_lab.show.looks import LOOKS, bars, curve, empty_figure, panels, titled
 

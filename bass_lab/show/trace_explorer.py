@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ipywidgets import HTML, Box, IntSlider, Play, VBox, Widget, link
 from transformers import PreTrainedTokenizerBase
 
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.show import live_figures, plots, token_views
 from bass_lab.show.live_figures import live_figure, redraw, stacked
 

@@ -25,10 +25,10 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core import checks
-from bass_core.engine import Session
 from bass_core.generation import generate
 from bass_core.loading.measured_costs import check_costs, device_name
 from bass_core.loading.model_pair import ModelPair, fingerprints
+from bass_core.loop.trace import Stopwatch
 from bass_core.model import probe
 from bass_core.model.encoder_decoder import made_up
 from bass_core.model.runner import Runner
@@ -36,7 +36,7 @@ from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostM
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import FixedLength, RowsView
 from bass_core.prompts import token_ids
-from bass_core.trace import Stopwatch
+from bass_core.session import Session
 from bass_lab.measure.clocks import passes_marked
 from bass_lab.measure.gpu_plan import Way
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100, predict

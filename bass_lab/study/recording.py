@@ -11,7 +11,6 @@ from torch import Tensor
 
 from bass_core import checks, options
 from bass_core.drafters import Context, ModelDrafter, Setting
-from bass_core.engine import StepEvent
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import Key, Purpose, StepKeys
 from bass_core.exactness.sampling import SamplingParams
@@ -20,6 +19,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.model import probe
 from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, RowsView, Signals
 from bass_core.prompts import prompt_list, token_ids
+from bass_core.session import StepEvent
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 

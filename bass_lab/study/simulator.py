@@ -37,9 +37,9 @@ import pandas as pd
 
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import Trace
 from bass_core.policies.costs import Cost
 from bass_core.policies.protocol import DraftLengthPolicy, as_policy
-from bass_core.trace import Trace
 from bass_lab.study import hindsight, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, ReplayedStep, decode, step_seconds

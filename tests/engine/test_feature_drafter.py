@@ -8,7 +8,7 @@ from tiny import feature_head, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import FeatureHead
-from bass_core.eager_step import EagerStep
+from bass_core.loop.step import EagerStep
 from bass_core.step_ahead import StepAhead
 
 TEMPERATURE = 2.0  # p and q of random models overlap: some drafts are accepted, some rejected

@@ -24,9 +24,9 @@ from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.exactness import randomness, sampling
+from bass_core.loop.rows import Rows
 from bass_core.model import attention
 from bass_core.model.cache import Pass, RaggedCache
-from bass_core.rows import Rows
 
 
 def state(model) -> dict:

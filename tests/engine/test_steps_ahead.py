@@ -14,7 +14,7 @@ from trial_policies import DEAR, Fickle, library_policies
 
 import bass_core as bass
 from bass_core import step_ahead
-from bass_core.rows import Fetched
+from bass_core.loop.rows import Fetched
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
 

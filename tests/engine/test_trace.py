@@ -10,7 +10,7 @@ import torch
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.trace import Stopwatch, Trace
+from bass_core.loop.trace import Stopwatch, Trace
 
 PROMPTS = ragged_prompts(5, 11, 3)
 

@@ -13,9 +13,9 @@ from recording import use_on_cpu
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.engine import Session
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic
+from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.measure import gpu_benchmark, gpu_command, records, repeated_way
 from bass_lab.measure.clocks import Clock

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from bass_core import ModelPair, generate, load_pair
 from bass_core.drafters import NgramDrafter, SuffixDrafter
-from bass_core.engine import Session
 from bass_core.loading.measured_costs import costs_like
 from bass_core.prompts import token_ids
+from bass_core.session import Session
 from bass_lab.cli import main
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import benchmark, clocks, records, timed_runs

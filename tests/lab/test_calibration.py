@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_core.drafters import NgramDrafter
 from bass_core.loading.measured_costs import check_costs, costs_for
+from bass_core.loop.trace import Stopwatch
 from bass_core.model.runner import Runner
 from bass_core.policies.goodput import Goodput
-from bass_core.trace import Stopwatch
 from bass_lab.cli import main
 from bass_lab.drafters import LayerSkipDrafter
 from bass_lab.study import calibration

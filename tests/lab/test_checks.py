@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.eager_step import EagerStep
 from bass_core.exactness import randomness, verification
+from bass_core.loop.step import EagerStep
 from bass_lab.checks import exactness, four_checks, plain_decoding
 from bass_lab.cli import main
 

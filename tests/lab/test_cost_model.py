@@ -6,7 +6,7 @@ from tiny import forward_passes, ragged_prompts, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 import bass_core as bass
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.measure.roofline import Device, Roofline, Workload, utilisation
 
 DEVICE = Device("made up", bandwidth=100.0, flops=1000.0)

@@ -15,14 +15,14 @@ CIRCLES = "No circles in the lab, between its folders or inside one"
 
 LATE = "\n\ndef late():\n    import "
 PLANTED = {
-    "bass_core/model/cache.py": f"{LATE}bass_lab.study{LATE}plotly{LATE}bass_core.engine\n",
+    "bass_core/model/cache.py": f"{LATE}bass_lab.study{LATE}plotly{LATE}bass_core.session\n",
     "bass_core/novelty.py": "",
     "bass_lab/texts/grammar.py": f"{LATE}bass_lab.cli.main\n",
 }
 BROKEN = {
     LAB: "bass_core.model.cache -> bass_lab.study",
     DRAWS: "bass_core.model.cache -> plotly",
-    LAYERS: "bass_core.model.cache -> bass_core.engine",
+    LAYERS: "bass_core.model.cache -> bass_core.session",
     CIRCLES: ".texts -> .cli",
 }
 

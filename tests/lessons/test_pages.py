@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bass_core as bass
-from bass_core.trace import Trace
+from bass_core.loop.trace import Trace
 from bass_lab.lessons import l00_figures
 from bass_lab.show import pages, plots
 from bass_lab.show.looks import LOOKS

@@ -13,9 +13,9 @@ import bass_core as bass
 from bass_core.loading import measured_costs
 from bass_core.loading.measured_costs import costs_for, costs_like, policy_for
 from bass_core.loading.model_pair import fingerprints
+from bass_core.loop.trace import Trace
 from bass_core.policies.costs import CostModel, StepSeconds, Table
 from bass_core.policies.protocol import RowsView
-from bass_core.trace import Trace
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study import calibration

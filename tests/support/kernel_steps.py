@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from bass_core.drafters import Draft
-from bass_core.eager_step import EagerStep, StepOptions
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.sampling import SamplingParams
+from bass_core.loop.rows import Rows
+from bass_core.loop.step import EagerStep, StepOptions
 from bass_core.model import kernel_ops
-from bass_core.rows import Rows
 from bass_core.synthetic import SyntheticAcceptance
 from bass_kernels import RowMemory, commit
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bass_core.drafters import Drafter
+from bass_core.loop.rows import Prompt, Request, Rows
 from bass_core.model.runner import Runner
-from bass_core.rows import Prompt, Request, Rows
 
 
 def read_sources(target: Runner, drafter: Drafter, prompts: Sequence[Prompt], places: range) -> None:

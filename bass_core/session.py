@@ -22,19 +22,19 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from bass_core import checks, options, recorded_step
-from bass_core.batch import Batch
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
-from bass_core.eager_step import Decided, StepOptions
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import RULES
 from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.batch import Batch
+from bass_core.loop.rows import Commit, Prompt, Request, Rows
+from bass_core.loop.step import Decided, StepOptions
+from bass_core.loop.trace import LEVELS, Stopwatch, Trace, token_columns
 from bass_core.model import kernel_ops, probe
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
-from bass_core.rows import Commit, Prompt, Request, Rows
-from bass_core.trace import LEVELS, Stopwatch, Trace, token_columns
 
 FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, commit; of a prefill: prefill, commit
 

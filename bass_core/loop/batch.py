@@ -16,10 +16,10 @@ from torch import Tensor
 
 from bass_core.drafters import Drafter, runners_of
 from bass_core.environment import is_full
-from bass_core.long_prompt import LongPrompts, read_sources
+from bass_core.loop.long_prompt import LongPrompts, read_sources
+from bass_core.loop.rows import Prompt, Request, Rows
 from bass_core.model.cache import free
 from bass_core.model.runner import Runner
-from bass_core.rows import Prompt, Request, Rows
 
 
 class Batch:

@@ -19,14 +19,14 @@ from bass_core.drafters.protocol import checked
 from bass_core.exactness import randomness, sampling, verification
 from bass_core.exactness.randomness import Key, Purpose
 from bass_core.exactness.sampling import MixedParams, SamplingParams
+from bass_core.loop.rows import Rows
 from bass_core.model import kernel_ops
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy
-from bass_core.rows import Rows
 
 if TYPE_CHECKING:
+    from bass_core.loop.trace import Stopwatch
     from bass_core.synthetic import SyntheticAcceptance
-    from bass_core.trace import Stopwatch
 
 
 @dataclass(frozen=True)

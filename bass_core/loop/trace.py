@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bass_core.drafters import Draft
 from bass_core.environment import write_whole
-from bass_core.rows import Commit
+from bass_core.loop.rows import Commit
 
 STEP_COLUMNS = (
     "step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length", "draft_ms", "verify_ms", "other_ms",
