@@ -1,9 +1,9 @@
 """BASS, hands on: exact batched speculative decoding for ordinary transformers models (arXiv 2404.15778).
 
 Where what is:
-    the loop                 engine.py, `Session._decode`
-    the acceptance rule      verification.py
-    a draft-length policy    policies/; the paper's Algorithm 1 is `BassHeuristic` in draft_length.py
+    the loop                 session.py, `Session._decode`, and loop/
+    the acceptance rule      exactness/verification.py
+    a draft-length policy    policies/; the paper's Algorithm 1 is `BassHeuristic` in its protocol.py
     a kernel                 kernels/bass_kernels/, attention over rows of different length in its ragged.py
     a plot                   bass_lab/show/
     a lesson                 notebooks/, its figures and exercises in bass_lab/lessons/

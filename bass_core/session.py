@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from bass_core import checks, options, recorded_step
+from bass_core import checks, options
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import RULES
+from bass_core.gpu import graph_step
 from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.batch import Batch
@@ -119,14 +120,14 @@ class Session:
         checks.one_of("trace", trace, LEVELS)
         eos = options.eos_ids(own, eos_token_id, self.vocabulary)
         self.stop = options.stop_strings(stop, pair.tokenizer)
-        checks.one_of("compile", compile, ("auto", *recorded_step.WAYS))
+        checks.one_of("compile", compile, ("auto", *graph_step.WAYS))
         forced = None
         if acceptance is not None:  # benchmarks: nobody else loads it
             from bass_core.synthetic import SyntheticAcceptance
 
             forced = SyntheticAcceptance.named(acceptance, pair.device)
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
-        way = recorded_step.resolve(compile, pair.device, paths, trace, pair.launched_because)
+        way = graph_step.resolve(compile, pair.device, paths, trace, pair.launched_because)
 
         never, first = options.suppressed(own, eos, self.vocabulary)
         self._not_first = torch.tensor(first, dtype=torch.int64, device=pair.device)
@@ -154,9 +155,9 @@ class Session:
         told = {"begin": lambda phase: me()._enter(phase), "watch": lambda: me()._watch_ahead()}
         step_options = StepOptions(self.rule, forced, wants_p, all_or_none, **told)
         fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
-        from bass_core import step_ahead  # not with the library: that stays quick to import
+        from bass_core.gpu import overlap  # not with the library: that stays quick to import
 
-        self.device_step = step_ahead.make(way, fall_back, self.rows, self.target, self.drafter, step_options)
+        self.device_step = overlap.make(way, fall_back, self.rows, self.target, self.drafter, step_options)
         self._watch = Stopwatch(pair.device)
         # Its memory is from this stream's pool. None: on a CPU.
         self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None

@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
         mine.draft_vocabulary = model.config.get_text_config().vocab_size
         mine.cached = np.zeros(setting.max_rows, dtype=np.int64)  # valid positions per place
         # Logits [B, V] of a pass over ids, starts, query lengths and starts on the host, where passes between which a
-        # policy is asked are recorded (`recorded_step`).
+        # policy is asked are recorded (`gpu.graph_step`).
         mine.recorded = None
         return mine
 

@@ -111,7 +111,7 @@ def quantized(model: PreTrainedModel, kind: str, device: torch.device | str | No
     with torch.no_grad():
         for each in linear:
             weight = each.weight.T if isinstance(each, Conv1D) else each.weight
-            # The bias's memory in a parameter of its own: a session arranges the full model's elsewhere (side_by_side).
+            # The bias in a parameter of its own: a session moves the full model's (fused_projections).
             bias = None if each.bias is None else nn.Parameter(each.bias.detach().to(device), each.bias.requires_grad)
             known[id(each)] = QuantizedLinear(weight.to(device), bias, kind).train(each.training)
     return copy.deepcopy(model, known)  # what is known is taken, not copied

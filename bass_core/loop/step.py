@@ -1,7 +1,7 @@
 """What a decode step does on the device: draft, one pass of the target, verification, the rows' new ends.
 
 `EagerStep` works it out operation by operation, with what the host knows of the rows: it packs ragged passes and feeds
-only rows that draft. `recorded_step` has the same step as functions of fixed shapes, for CUDA graphs.
+only rows that draft. `gpu.graph_step` has the same step as functions of fixed shapes, for CUDA graphs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Rows live in consecutive *places* of preallocated buffers. A forward pass runs o
 or the rows being prefilled); when a row finishes, the last live row moves into its place.
 
 What an encoder-decoder model has of its sources is written once, never grows and is never rolled back: module
-`sources` keeps it, and rows take it along when they move.
+`encoder_decoder` keeps it, and rows take it along when they move.
 
 Everything that touches transformers' cache classes is in these two modules.
 """
@@ -58,7 +58,7 @@ class Pass:
     phase: what this pass is one of.
     features: [B, Q, H], what a drafter's model reads beside each token.
     prompt: how long the prompt is of which this pass reads a chunk; None where it reads none.
-    crossing: what the rows read, where the keys handed out last were its (module `sources`).
+    crossing: what the rows read, where the keys handed out last were its (module `encoder_decoder`).
     """
 
     positions: Tensor

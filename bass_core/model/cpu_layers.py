@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bass_core import environment, side_by_side
+from bass_core import environment
+from bass_core.gpu import fused_projections
 from bass_core.model.attention import Change, pass_at_hand
 from bass_core.model.cache import Pass
 from bass_core.model.transformers_internals import ROTATE
@@ -49,7 +50,7 @@ def changes(model: nn.Module) -> list[Change]:
     for module in model.modules():
         if _is_rms_norm(module):
             found.append((vars(module), "forward", _whole_norm(module)))
-        elif side_by_side.is_plain(module) and module.weight.dtype == torch.float32:
+        elif fused_projections.is_plain(module) and module.weight.dtype == torch.float32:
             found.append((vars(module), "forward", _product_of(module, multiply)))
         elif (forward := _rotating(module, rotating)) is not None:
             found.append((vars(module), "forward", types.MethodType(forward, module)))
@@ -153,7 +154,9 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
     """The forward of an attention module's class, with queries and keys rotated in eight operators; None of any other
     module. known: those made so far."""
     forward = inspect.unwrap(type(module).forward)  # without transformers' renaming of arguments
-    if side_by_side.is_touched(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+    if fused_projections.is_touched(module) or ROTATE not in getattr(
+        getattr(forward, "__code__", None), "co_names", ()
+    ):
         return None
     if forward not in known:
         known[forward] = _calling(forward, ROTATE, _rotation(forward)) if _rotates_halves(forward) else None
@@ -162,8 +165,11 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
 
 def _rotates_halves(forward: types.FunctionType) -> bool:
     """Whether what it calls to rotate is transformers' own, written beside it, and what `rotated` is, to the bit."""
-    theirs, place = forward.__globals__.get(ROTATE), side_by_side.written_in(forward)
-    if not (forward.__module__ or "").startswith("transformers.models.") or side_by_side.written_in(theirs) != place:
+    theirs, place = forward.__globals__.get(ROTATE), fused_projections.written_in(forward)
+    if (
+        not (forward.__module__ or "").startswith("transformers.models.")
+        or fused_projections.written_in(theirs) != place
+    ):
         return False
     if theirs not in _rotates_halves_of:
         _rotates_halves_of[theirs] = _agrees_with_rotation(theirs)

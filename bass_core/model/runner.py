@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core import compiled_layers
+from bass_core.gpu import compiled_layers
 from bass_core.model import attention
 from bass_core.model.cache import Pass, Phase, RaggedCache
 from bass_core.model.encoder_decoder import Encoded, Source, Sources, encode
@@ -80,9 +80,9 @@ class Runner:
         # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
         self._siblings, lean = [], []
         if compiled or model.device.type == "cuda":
-            from bass_core import side_by_side
+            from bass_core.gpu import fused_projections
 
-            self._siblings = side_by_side.arrange(model)
+            self._siblings = fused_projections.arrange(model)
         elif model.device.type == "cpu":
             from bass_core.model import cpu_layers
 
@@ -242,9 +242,9 @@ class Runner:
     @contextmanager
     def _compiled_layers(self) -> Iterator[None]:
         """Layers run compiled inside."""
-        from bass_core import side_by_side
+        from bass_core.gpu import fused_projections
 
-        products = [change for group in self._siblings for change in side_by_side.together(group)]
+        products = [change for group in self._siblings for change in fused_projections.together(group)]
         with attention.changed(products), compiled_layers.using(self.model, self.cache):
             yield
 

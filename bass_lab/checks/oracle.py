@@ -1,8 +1,9 @@
 """Randomness replaced by an oracle that walks every branch, with its probability.
 
-`laws(run)` calls `run()` once per branch, with `draw`, `accept` and `noise` of bass_core.exactness.randomness replaced, and sums
-the probabilities of equal outcomes: the exact law of what the engine does. A random number asked for twice is an error;
-Gumbel noise may be met again (draft and target share it, and rejected positions come back) and is the same then.
+`laws(run)` calls `run()` once per branch, with `draw`, `accept` and `noise` of bass_core.exactness.randomness replaced,
+and sums the probabilities of equal outcomes: the exact law of what the engine does. A random number asked for
+twice is an error; Gumbel noise may be met again (draft and target share it, and rejected positions come back) and is the
+same then.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from typing import Self
 from torch import nn
 from transformers import PreTrainedModel
 
-from bass_core.compiled_layers import layers_of
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Setting
+from bass_core.gpu.compiled_layers import layers_of
 from bass_core.model import probe
 from bass_core.model.encoder_decoder import Encoded, Source
 

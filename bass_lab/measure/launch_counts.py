@@ -44,17 +44,17 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from bass_core import compiled_layers
 from bass_core.drafters import ModelDrafter, Setting
 from bass_core.exactness import randomness
 from bass_core.exactness.sampling import SamplingParams
-from bass_core.graphs import Graphs, launched_each_time
+from bass_core.gpu import compiled_layers
+from bass_core.gpu.graph_step import RecordedStep
+from bass_core.gpu.graphs import Graphs, launched_each_time
 from bass_core.loop.rows import Rows
 from bass_core.loop.step import StepOptions
 from bass_core.model import kernel_ops
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import FixedLength
-from bass_core.recorded_step import RecordedStep
 from bass_lab.named_pairs import SHAPES, named_config
 
 PROMPT = 512  # tokens of every row

@@ -35,9 +35,9 @@ def draw(
     largest logit (float32 [B]; NaN where the logits are not numbers).
 
     logits [B, V] in float32, bfloat16 or float16, ids adjacent in memory. streams, steps: int64 [B]; the random number
-    is that of `bass_core.exactness.randomness.Key(streams, steps, Purpose.DRAFT, slot)`. temperature > 0. width >= V: ids from V
-    on have probability zero. An id of probability zero is never drawn; a row whose logits are not numbers gets some id
-    below V. Raises ValueError for logits of another type or layout.
+    is that of `bass_core.exactness.randomness.Key(streams, steps, Purpose.DRAFT, slot)`. temperature > 0. width >= V:
+    ids from V on have probability zero. An id of probability zero is never drawn; a row whose logits are not numbers
+    gets some id below V. Raises ValueError for logits of another type or layout.
     """
     check_logits(logits)
     rows, vocabulary = logits.shape

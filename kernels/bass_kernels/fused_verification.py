@@ -67,10 +67,10 @@ def verify(
     certain (not read at temperature 0). accept_uniform float64 [B, K] and draw_uniform float64 [B] in [0, 1), from
     `bass_core.exactness.randomness`. committed int64 [B]: lengths before this step.
 
-    The decisions are those of `bass_core.exactness.verification.token`, or of `matching` with the argmax (lowest id on ties), on
-    probabilities that rounding moves by less than 1e-6. An id of probability zero is never drawn. Rows whose logits
-    are not numbers get ids within the vocabulary that mean nothing. Raises ValueError for logits of another type or
-    layout.
+    The decisions are those of `bass_core.exactness.verification.token`, or of `matching` with the argmax (lowest id on
+    ties), on probabilities that rounding moves by less than 1e-6. An id of probability zero is never drawn. Rows whose
+    logits are not numbers get ids within the vocabulary that mean nothing. Raises ValueError for logits of another type
+    or layout.
     """
     block, logprobs = _launch(logits, drafted, submitted, q, temperature, (accept_uniform, draw_uniform), None)
     tokens, (accepted, finite, _) = block[:, : logits.shape[1]], block[:, logits.shape[1] :].unbind(1)

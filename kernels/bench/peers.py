@@ -96,7 +96,7 @@ def sdpa(backend: SDPBackend, expand: bool, inputs: Inputs) -> Prepared:
 
 
 def sdpa_packed(backend: SDPBackend, inputs: Inputs) -> Prepared:
-    """Query heads that share a KV head become more queries of it (as bass_core.model.attention), so nothing is expanded."""
+    """Query heads that share a KV head become more queries of it (as bass_core.model.attention): no copies."""
     batch, heads, query_length, head_dim = inputs.query.shape
     kv_heads = inputs.sets[0][0].shape[1]
     if heads == kv_heads:

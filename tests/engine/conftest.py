@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from bass_core import compiled_layers
+from bass_core.gpu import compiled_layers
 
 
 @pytest.fixture

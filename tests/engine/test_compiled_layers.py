@@ -10,9 +10,9 @@ from torch._dynamo.utils import counters
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import bass_core as bass
-from bass_core import compiled_layers, step_ahead
 from bass_core.exactness import randomness
-from bass_core.graphs import NothingReadByHost, NotRecordable
+from bass_core.gpu import compiled_layers, overlap
+from bass_core.gpu.graphs import NothingReadByHost, NotRecordable
 
 PROMPTS = ragged_prompts(5, 11)
 
@@ -51,7 +51,7 @@ def graphs(traced_only, monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(compiled_layers, "BACKEND", keep)
-    monkeypatch.setattr(step_ahead, "launched_each_time", watched)
+    monkeypatch.setattr(overlap, "launched_each_time", watched)
     return layers, around
 
 

@@ -8,8 +8,8 @@ from tiny import feature_head, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import FeatureHead
+from bass_core.gpu.overlap import StepAhead
 from bass_core.loop.step import EagerStep
-from bass_core.step_ahead import StepAhead
 
 TEMPERATURE = 2.0  # p and q of random models overlap: some drafts are accepted, some rejected
 EXACT = 1e-6  # transformers' own code for the path "eager" rounds its softmax to float32

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bass_core import graphs
-from bass_core.graphs import Graphs, NotRecordable
+from bass_core.gpu import graphs
+from bass_core.gpu.graphs import Graphs, NotRecordable
 
 
 @pytest.fixture

@@ -168,5 +168,5 @@ def test_session_interrupted_at_any_line_goes_on_or_refuses(monkeypatch, draft, 
                 assert text == expected[3][0][: len(text)] and (reason == "cancelled" or text == expected[3][0])
             run.session.close()
     # Only lines of the commit itself may end a session.
-    assert {Path(file).name for file, _ in gave_up} <= {"rows.py", "engine.py"}
+    assert {Path(file).name for file, _ in gave_up} <= {"rows.py", "session.py"}
     assert len(gave_up) < 40

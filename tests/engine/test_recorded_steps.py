@@ -18,8 +18,8 @@ from tiny import CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
-from bass_core import recorded_step
-from bass_core.graphs import Graphs, NotRecordable
+from bass_core.gpu import graph_step
+from bass_core.gpu.graphs import Graphs, NotRecordable
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
 
@@ -336,7 +336,7 @@ def test_auto_records_on_a_gpu_where_nothing_forbids_it(monkeypatch):
         ("cuda", ["split", "split"], "steps", "off"),
         ("cuda", ["ragged", "ragged"], "tokens", "off"),
     ):
-        assert recorded_step.resolve("auto", torch.device(device), paths, trace).name == expected
+        assert graph_step.resolve("auto", torch.device(device), paths, trace).name == expected
 
 
 # --- distribution by enumeration --------------------------------------------------------------------

@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import bass_core as bass
-from bass_core.compiled_layers import layers_of
+from bass_core.gpu.compiled_layers import layers_of
+from bass_core.gpu.fused_projections import SIBLINGS, arrange, together
 from bass_core.model.runner import Runner
-from bass_core.side_by_side import SIBLINGS, arrange, together
 
 
 def storages(model):

@@ -13,7 +13,7 @@ from tiny import tiny_model
 from trial_policies import DEAR, Fickle, library_policies
 
 import bass_core as bass
-from bass_core import step_ahead
+from bass_core.gpu import overlap
 from bass_core.loop.rows import Fetched
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
@@ -35,10 +35,10 @@ def decode_steps(running) -> int:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_next_step_is_under_way_when_a_step_is_read(ahead, monkeypatch, k):
-    under_way, on_host = [], step_ahead.Decided.on_host
+    under_way, on_host = [], overlap.Decided.on_host
     with session(draft_length=k) as running:
         monkeypatch.setattr(
-            step_ahead.Decided,
+            overlap.Decided,
             "on_host",
             lambda self: (under_way.append(running.device_step.is_ahead), on_host(self))[1],
         )

@@ -9,7 +9,7 @@ from test_loading import draft, save, target  # noqa: F401, pytest finds fixture
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core import side_by_side
+from bass_core.gpu import fused_projections
 from bass_core.loading import model_pair
 from bass_core.loading.model_pair import ASSETS, fingerprint
 from bass_core.loading.quantization import (
@@ -133,7 +133,7 @@ def test_quantized_copy_keeps_its_biases_where_the_full_models_weights_move():
     biases = [each for name, each in copied.named_parameters() if name.endswith("proj.bias")]
     before, moved = [each.data_ptr() for each in biases], [each.data_ptr() for each in full.parameters()]
     assert len(biases) > 2 and set(before) <= set(moved)
-    side_by_side.arrange(full)
+    fused_projections.arrange(full)
     assert [each.data_ptr() for each in full.parameters()] != moved
     assert [each.data_ptr() for each in biases] == before
 

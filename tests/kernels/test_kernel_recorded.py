@@ -6,8 +6,8 @@ from recording import use_fixed_steps, use_on_cpu
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core import compiled_layers
-from bass_core.recorded_step import RecordedStep
+from bass_core.gpu import compiled_layers
+from bass_core.gpu.graph_step import RecordedStep
 
 pytestmark = pytest.mark.interpreted
 

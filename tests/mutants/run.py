@@ -332,7 +332,7 @@ def preload(tree: Path) -> None:
     """Import the packages of others that the project imports, once for all forks."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     os.environ |= {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    code = "import sys, bass_core, bass_core.step_ahead; print(*sys.modules)"
+    code = "import sys, bass_core, bass_core.gpu.overlap; print(*sys.modules)"
     environment = os.environ | {"PYTHONPATH": f"{tree}:{tree / 'kernels'}"}
     command = [sys.executable, "-c", code]
     listed = subprocess.run(command, env=environment, cwd=tree, capture_output=True, text=True, check=True).stdout

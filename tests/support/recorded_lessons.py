@@ -29,12 +29,12 @@ def begin() -> None:
     import pytest
     from recording import use_on_cpu
 
-    from bass_core import recorded_step
     from bass_core.exactness import randomness
+    from bass_core.gpu import graph_step
 
-    asked, accept = recorded_step.resolve, randomness.accept
+    asked, accept = graph_step.resolve, randomness.accept
     use_on_cpu(pytest.MonkeyPatch())
-    as_on_a_gpu = recorded_step.resolve
+    as_on_a_gpu = graph_step.resolve
 
     def resolve(*given):
         way = (as_on_a_gpu if randomness.accept is accept else asked)(*given)
@@ -42,4 +42,4 @@ def begin() -> None:
             Path(os.environ["IPYTHONDIR"], MARK).touch()
         return way
 
-    recorded_step.resolve = resolve
+    graph_step.resolve = resolve

@@ -13,8 +13,8 @@ from tiny import ragged_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
 import bass_core as bass
-from bass_core import recorded_step, step_ahead
-from bass_core.graphs import Graphs, NothingReadByHost, launched_each_time
+from bass_core.gpu import graph_step, overlap
+from bass_core.gpu.graphs import Graphs, NothingReadByHost, launched_each_time
 from bass_lab.checks.oracle import Oracle
 
 
@@ -69,9 +69,9 @@ def recorded(device: torch.device):
 
 def use_on_cpu(monkeypatch) -> None:
     """Sessions use this recorder in place of CUDA graphs."""
-    resolve, gpu = recorded_step.resolve, torch.device("cuda")
-    monkeypatch.setattr(step_ahead, "captured", recorded)
-    monkeypatch.setattr(recorded_step, "resolve", lambda wanted, device, *rest: resolve(wanted, gpu, *rest))
+    resolve, gpu = graph_step.resolve, torch.device("cuda")
+    monkeypatch.setattr(overlap, "captured", recorded)
+    monkeypatch.setattr(graph_step, "resolve", lambda wanted, device, *rest: resolve(wanted, gpu, *rest))
 
 
 class Known(Graphs):
@@ -86,15 +86,15 @@ def use_fixed_steps(monkeypatch) -> None:
     """Sessions take steps of fixed shapes, launched each time, and launch ahead as early as possible."""
 
     def make(way, fall_back, *arguments):
-        return step_ahead.StepAhead(*arguments, Known(launched_each_time))
+        return overlap.StepAhead(*arguments, Known(launched_each_time))
 
-    monkeypatch.setattr(step_ahead, "make", make)
+    monkeypatch.setattr(overlap, "make", make)
     _draw_again_what_is_taken_back(monkeypatch)
 
 
 def _draw_again_what_is_taken_back(monkeypatch) -> None:
     """Let the oracle of `enumeration` draw the random numbers of a revoked step again."""
-    oracles, use, take_back = [], Oracle._use, step_ahead.StepAhead.take_back
+    oracles, use, take_back = [], Oracle._use, overlap.StepAhead.take_back
 
     def noted(self, *key):
         oracles[:] = [self]
@@ -107,12 +107,12 @@ def _draw_again_what_is_taken_back(monkeypatch) -> None:
             oracle._keys = {key for key in oracle._keys if key[1] < taken[key[0]]}
 
     monkeypatch.setattr(Oracle, "_use", noted)
-    monkeypatch.setattr(step_ahead.StepAhead, "take_back", taken_back)
+    monkeypatch.setattr(overlap.StepAhead, "take_back", taken_back)
 
 
 def count_ahead(monkeypatch) -> Counter:
     """Count the steps that are launched ahead, and those that are taken back."""
-    seen, launch, take_back = Counter(), step_ahead.StepAhead._launch, step_ahead.StepAhead.take_back
+    seen, launch, take_back = Counter(), overlap.StepAhead._launch, overlap.StepAhead.take_back
 
     def launched(self):
         launch(self)
@@ -122,8 +122,8 @@ def count_ahead(monkeypatch) -> Counter:
         seen["taken back"] += 1
         take_back(self)
 
-    monkeypatch.setattr(step_ahead.StepAhead, "_launch", launched)
-    monkeypatch.setattr(step_ahead.StepAhead, "take_back", taken_back)
+    monkeypatch.setattr(overlap.StepAhead, "_launch", launched)
+    monkeypatch.setattr(overlap.StepAhead, "take_back", taken_back)
     return seen
 
 

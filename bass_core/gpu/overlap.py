@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from bass_core.drafters import Context, Draft, Drafter
-from bass_core.graphs import Graphs, captured, launched_each_time
+from bass_core.gpu.graph_step import NOBODY, Announced, Execution, RecordedStep
+from bass_core.gpu.graphs import Graphs, captured, launched_each_time
 from bass_core.loop.rows import Fetched, Request, Rows
 from bass_core.loop.step import Decided, EagerStep, StepOptions
 from bass_core.loop.trace import Stopwatch
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy
-from bass_core.recorded_step import NOBODY, Announced, Execution, RecordedStep
 
 
 class Ahead(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from bass_core.drafters import Context, Draft, Drafter, ModelDrafter, runners_of
-from bass_core.graphs import Graphs
+from bass_core.gpu.graphs import Graphs
 from bass_core.loop.rows import Request, Rows
 from bass_core.loop.step import Decided, EagerStep, StepOptions
 from bass_core.model.runner import Runner

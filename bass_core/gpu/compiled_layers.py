@@ -18,7 +18,7 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import PreTrainedModel
 
-from bass_core.graphs import unwatched
+from bass_core.gpu.graphs import unwatched
 from bass_core.model.cache import RaggedCache, RaggedLayer
 
 BACKEND = "inductor"
