@@ -51,11 +51,11 @@ test-quantized: build/torchao ## run the tests of quantized models
 # nothing that draws or runs notebooks. Left out are tables of what the pinned versions do.
 OLDEST = torch==2.11.0 transformers==5.17.0 numpy pandas tqdm typer scipy pytest pytest-timeout pytest-xdist
 OLDEST_PYTHON ?= $(shell python3.12 --version > /dev/null 2>&1 && echo python3.12 || echo $(PYTHON))
-OLDEST_TESTS = tests/kernels tests/law tests/policies tests/engine tests/lab/test_bench_gpu.py tests/lab/test_gpu_stages.py \
-	$(addprefix --ignore=tests/,law/test_kinds.py law/test_reading_kinds.py engine/test_packaging.py engine/test_loading.py \
+OLDEST_TESTS = tests/kernels tests/exactness tests/gpu tests/policies tests/engine tests/lab/test_bench_gpu.py tests/lab/test_gpu_stages.py \
+	$(addprefix --ignore=tests/,exactness/test_kinds.py exactness/test_reading_kinds.py engine/test_packaging.py engine/test_loading.py \
 	engine/test_support.py)
 QUICK = tests/kernels/test_interpreter.py tests/kernels/test_kernel_compile.py tests/engine/test_recorded_steps.py \
-	tests/engine/test_graphs.py tests/engine/test_compiled_layers.py tests/law/test_greedy_identity.py tests/lab/test_bench_gpu.py
+	tests/engine/test_graphs.py tests/engine/test_compiled_layers.py tests/exactness/test_greedy_identity.py tests/lab/test_bench_gpu.py
 
 test-oldest: .venv-oldest/.installed ## run what a GPU box runs first, on the oldest versions we promise (downloads 3 GB)
 
@@ -86,13 +86,13 @@ bench: .venv/.installed-notebooks ## time all ways to decode with the embedded p
 	$(BIN)/bass bench
 
 bench-kernels: .venv/.installed-notebooks ## time the Triton kernels against their peers (needs a CUDA GPU)
-	PYTHONPATH=.:kernels $(BIN)/python -m bench $(ARGS)
+	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.gpu.kernels $(ARGS)
 
 gpu: .venv/.installed-test ## all that a GPU is asked, in stages of minutes, into build/gpu (ARGS=--rehearse: on a CPU)
-	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.measure.gpu build/gpu $(ARGS)
+	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.gpu.stages build/gpu $(ARGS)
 
 bench-gpu: .venv/.installed-notebooks ## time decoding at real sizes, ends after ten minutes (needs a CUDA GPU; ARGS=--quick: three)
-	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.measure.gpu_benchmark $(ARGS)
+	PYTHONPATH=.:kernels $(BIN)/python -m bass_lab.gpu.decoding $(ARGS)
 
 pictures: .venv/.installed-test ## draw the README's pictures again (needs Chromium)
 	$(BIN)/bass pictures

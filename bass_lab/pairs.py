@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedModel
 
 from bass_core.drafters import Drafter, NgramDrafter, SuffixDrafter
-from bass_core.loading import checkpoints
-from bass_core.loading.checkpoints import is_quantized
 from bass_core.loading.model_pair import ASSETS, ModelPair, fingerprint, has_dummy_weights, load_draft
 from bass_core.loading.quantization import kind_of, quantized
+from bass_core.model import transformers_internals
+from bass_core.model.transformers_internals import is_quantized
 from bass_lab.drafters.layer_skip import LayerSkipDrafter
 
 
@@ -48,7 +48,7 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
     target, draft = deepcopy((pair.target, pair.draft))  # together: one model may be both
     copies = replace(pair, target=target, draft=draft)
     for model in copies.models:
-        checkpoints.in_dtype(model, dtype)
+        transformers_internals.in_dtype(model, dtype)
     return copies
 
 

@@ -20,7 +20,7 @@ collect_ignore_glob += [] if importlib.util.find_spec("torchao") else ["engine/t
 
 
 # The proofs come first. The slow files come last, the longest first: two workers then end at about the same time.
-PROOFS = ("law", "engine", "policies", "kernels")
+PROOFS = ("exactness", "gpu", "engine", "policies", "kernels")
 SLOW_LAST = (
     "test_notebooks",
     "test_sweep",

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
-from bass_core.exactness import sampling, verification
+from bass_core.exactness import sampling
 from bass_core.model import kernel_ops
 from bass_core.model.cache import Phase
 from bass_core.model.encoder_decoder import Encoded, Source
@@ -238,7 +238,7 @@ class ModelDrafter(Drafter):
         """The next draft token [B], the distribution it came from [B, V] over the target's ids, and the largest logit
         [B]: NaN or infinite if one of them is."""
         params = context.params
-        fuses = verification.can_fuse(logits, None)
+        fuses = kernel_ops.can_fuse(logits, None)
         if fuses and _is_tempered(context):
             keys = context.keys.stream, context.keys.counter
             return kernel_ops.draw(logits, *keys, slot, params.temperature, self.vocabulary)

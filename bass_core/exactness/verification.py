@@ -17,7 +17,6 @@ from torch import Tensor
 
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import StepKeys
-from bass_core.model import kernel_ops
 
 
 class Outcome(NamedTuple):
@@ -119,13 +118,6 @@ def verified(outcome: Outcome, drafted: Tensor, lengths: Tensor, logits: Tensor)
         finite |= torch.arange(tokens.shape[1], device=tokens.device) > lengths[:, None]
     finite = finite.all(1)
     return Verified(accepted, tokens, logprobs, finite)
-
-
-def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
-    """Whether `kernel_ops.commit` can take these tensors."""
-    if not kernel_ops.run_on(logits.device) or logits.dtype == torch.float64 or logits.stride(-1) != 1:
-        return False
-    return q is None or (q.dtype == torch.float32 and q.shape[-1] == logits.shape[-1] and q.stride(-1) == 1)
 
 
 def _of_drafted(probs: Tensor, drafted: Tensor) -> Tensor:

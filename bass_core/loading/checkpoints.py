@@ -94,14 +94,6 @@ def load_model(
     return (model if quantized else model.to(device)).eval()
 
 
-def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, in that dtype from now on. Flash attention knows half precision alone: torch's takes its place."""
-    model.to(dtype)
-    if dtype not in (torch.float16, torch.bfloat16) and "flash" in internals.attention_implementation(model.config):
-        model.set_attn_implementation("sdpa")
-    return model
-
-
 def _is_finite(tensor: Tensor) -> bool:
     # torch asks this of no float8: those are small enough to be looked at in another dtype.
     wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
@@ -132,14 +124,6 @@ def _not_loaded(name: str | Path, error: Exception) -> ValueError:
         said = " ".join(str(error).split())
         return ValueError(f"cannot load {str(name)!r}: there is no such folder here, and from the hub: {said}")
     return ValueError(f"cannot load {str(name)!r} (safetensors checkpoints only): {error}")
-
-
-def is_quantized(model: PreTrainedModel) -> bool:
-    """Return True if the model was loaded with quantized weights. Such weights keep their dtype and layout.
-
-    transformers dequantizes GGUF files as it reads them.
-    """
-    return getattr(model, "is_quantized", False) and getattr(model, "quantization_method", None) != "gguf"
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

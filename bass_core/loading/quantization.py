@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from bass_core.loading.checkpoints import is_quantized
 from bass_core.model import kernel_ops
 from bass_core.model.kernel_ops import GROUP, dequantized
+from bass_core.model.transformers_internals import is_quantized
 
 
 class Codes(NamedTuple):

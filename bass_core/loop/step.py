@@ -129,7 +129,7 @@ class EagerStep:
             logits = self.target_pass(context, draft)
             self.options.begin("commit")
         params, p, forced = context.params, None, self.options.synthetic
-        if verification.can_fuse(logits, draft.probs) and self.options.is_fused(params):
+        if kernel_ops.can_fuse(logits, draft.probs) and self.options.is_fused(params):
             drafted = draft.tokens, draft.lengths, draft.probs, draft.finite
             memory, chances = self.rows.memory(context.places), None if forced is None else forced.chances
             options = params.temperature, self.options.all_or_none

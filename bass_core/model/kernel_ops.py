@@ -51,6 +51,13 @@ def obstacle(device: torch.device) -> str | None:
     return None if bool(cache.all()) else "a first kernel wrote nothing"
 
 
+def can_fuse(logits: Tensor, q: Tensor | None) -> bool:
+    """Return True if `commit` can take these tensors."""
+    if not run_on(logits.device) or logits.dtype == torch.float64 or logits.stride(-1) != 1:
+        return False
+    return q is None or (q.dtype == torch.float32 and q.shape[-1] == logits.shape[-1] and q.stride(-1) == 1)
+
+
 def load() -> ModuleType:
     """The package `bass_kernels`, imported when first used."""
     return importlib.import_module("bass_kernels")

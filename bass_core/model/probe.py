@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bass_core.environment import is_full
-from bass_core.loading.checkpoints import in_dtype, is_quantized
 from bass_core.model import kernel_ops
 from bass_core.model import transformers_internals as internals
 from bass_core.model.attention import (
@@ -38,6 +37,7 @@ from bass_core.model.attention import (
 )
 from bass_core.model.encoder_decoder import FEATURES, Source, made_up
 from bass_core.model.runner import Runner
+from bass_core.model.transformers_internals import in_dtype, is_quantized
 
 # Tokens: a short text, the longest window while a model is asked, two texts that are longer.
 BEFORE, REACH, BETWEEN, BEYOND = 5, 16, 20, 24

@@ -11,6 +11,7 @@ import inspect
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import GenerationConfig, GenerationMixin, LlamaForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -101,6 +102,22 @@ def ignored_tensors(model: PreTrainedModel) -> list[str]:
 
 def attention_implementation(config: PreTrainedConfig) -> str:
     return config._attn_implementation or ""
+
+
+def in_dtype(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """The model, in that dtype from now on. Flash attention knows half precision alone: torch's takes its place."""
+    model.to(dtype)
+    if dtype not in (torch.float16, torch.bfloat16) and "flash" in attention_implementation(model.config):
+        model.set_attn_implementation("sdpa")
+    return model
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Return True if the model was loaded with quantized weights. Such weights keep their dtype and layout.
+
+    transformers dequantizes GGUF files as it reads them.
+    """
+    return getattr(model, "is_quantized", False) and getattr(model, "quantization_method", None) != "gguf"
 
 
 # --- generate -------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from bass_core import checks, options
-from bass_core.loading.checkpoints import is_quantized
 from bass_core.loading.model_pair import ASSETS, ModelPair
 from bass_core.model.encoder_decoder import FEATURES, made_up
+from bass_core.model.transformers_internals import is_quantized
 from bass_core.prompts import PromptLike, prompt_list, prompt_of, token_ids
 from bass_lab.checks import four_checks
 from bass_lab.checks.four_checks import TOKENS, Finding, Subject, name_of_dtype

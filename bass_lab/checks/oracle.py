@@ -2,8 +2,8 @@
 
 `laws(run)` calls `run()` once per branch, with `draw`, `accept` and `noise` of bass_core.exactness.randomness replaced,
 and sums the probabilities of equal outcomes: the exact law of what the engine does. A random number asked for
-twice is an error; Gumbel noise may be met again (draft and target share it, and rejected positions come back) and is the
-same then.
+twice is an error; Gumbel noise may be met again (draft and target share it, and rejected positions come back) and is
+the same then.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_to
 from bass_core.prompts import token_ids
 from bass_core.session import Session
 from bass_lab.checks import plain_decoding
+from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.measure import benchmark
-from bass_lab.measure.gpu_records import GpuRecord
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Workload
 from bass_lab.pairs import require_draft_model
 from bass_lab.show import token_views

@@ -19,7 +19,7 @@ from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
 from bass_core.policies.learned import Learned
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
-from bass_lab.measure.gpu_records import GpuRecord
+from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
 from bass_lab.show import live_figures, token_views
 from bass_lab.show.live_figures import live

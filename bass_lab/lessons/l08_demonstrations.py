@@ -13,8 +13,8 @@ import torch
 
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
-from bass_lab.measure.gpu_benchmark import CONTEXT, NEW, PAPER_MS
-from bass_lab.measure.gpu_records import GpuRecord
+from bass_lab.gpu.decoding import CONTEXT, NEW, PAPER_MS
+from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.measure.roofline import H100, Device, Roofline, Workload, utilisation
 from bass_lab.named_pairs import SHAPES, named_config
 

@@ -20,6 +20,7 @@ from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.verification import Outcome
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.model import kernel_ops
 from bass_core.policies.protocol import FixedLength
 from bass_lab.checks.enumeration import PROMPT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
@@ -57,7 +58,7 @@ def lossy(epsilon: float | None) -> Iterator[None]:
         raise ValueError(f"epsilon must be from 0 to 1, got {epsilon!r}")
     with (
         mock.patch.dict(verification.RULES, token=likely_enough(epsilon)),
-        mock.patch.object(verification, "can_fuse", lambda logits, q: False),
+        mock.patch.object(kernel_ops, "can_fuse", lambda logits, q: False),
     ):
         yield
 

@@ -19,7 +19,7 @@ from bass_core.session import Session
 from bass_lab.kept_session import HasSession
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
-from bass_lab.measure.gpu_plan import Way, policy_of
+from bass_lab.measure.plan import Way, policy_of
 
 CYCLES = 2e9  # of a GPU in a second, at most
 WARM_UPS = 2  # of a way: the first time compiles, the second records

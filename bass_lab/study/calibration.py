@@ -38,8 +38,8 @@ from bass_core.policies.protocol import FixedLength, RowsView
 from bass_core.prompts import token_ids
 from bass_core.session import Session
 from bass_lab.measure.clocks import passes_marked
-from bass_lab.measure.gpu_plan import Way
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100, predict
+from bass_lab.measure.plan import Way
 from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay
 from bass_lab.pairs import context_of, name_of
 from bass_lab.provenance import describe_environment

@@ -12,6 +12,7 @@ from tiny import greedy_alone
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bass_core as bass
+from bass_core.prompts import prompts_of
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def loaded():
 def alone(loaded):
     """Return the prompts as ids, and the continuation of each by transformers."""
     pair = bass.ModelPair(*loaded[:1], tokenizer=loaded[1])
-    ids = [prompt.ids for prompt in bass.inputs.prompts_of(pair, PROMPTS, NEW, None)]
+    ids = [prompt.ids for prompt in prompts_of(pair, PROMPTS, NEW, None)]
     return ids, [greedy_alone(loaded[0], each, NEW).tolist() for each in ids]
 
 

@@ -19,6 +19,7 @@ import bass_core as bass
 from bass_core.loading import checkpoints
 from bass_core.loading.model_pair import place
 from bass_core.model import probe
+from bass_core.model.transformers_internals import in_dtype
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair
 
@@ -238,7 +239,7 @@ def test_copy_in_full_precision_has_no_flash_attention():
     """Flash attention takes half precision only."""
     model = copy.deepcopy(tiny_model(vocab_size=BYTES))
     model.config._attn_implementation = "flash_attention_2"
-    assert checkpoints.in_dtype(model, torch.bfloat16).config._attn_implementation == "flash_attention_2"
+    assert in_dtype(model, torch.bfloat16).config._attn_implementation == "flash_attention_2"
     assert pairs.in_dtype(bass.ModelPair(model), torch.float32).target.config._attn_implementation == "sdpa"
     assert probe.resolve(model) == "pad"
     assert model.config._attn_implementation == "flash_attention_2" and model.dtype == torch.bfloat16

@@ -2,21 +2,17 @@
 
 import itertools
 import json
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf, nan
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "kernels"))  # never installed
-
-from bass_lab.measure import gpu_command, records  # noqa: E402
-from bench import __main__ as command  # noqa: E402
-from bench import cases, measure, peers, products, report, schema, tensors, timing  # noqa: E402
+from bass_lab.gpu.command import verdict
+from bass_lab.gpu.kernels import __main__ as command
+from bass_lab.gpu.kernels import cases, measure, peers, products, report, schema, tensors, timing
+from bass_lab.measure import records
 
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa-flash", "sdpa-math", "sdpa-math-packed")
@@ -111,9 +107,9 @@ def test_wrong_or_failing_kernel_is_recorded_and_not_timed(monkeypatch):
 def test_run_fails_if_our_kernel_is_wrong_or_nothing_was_timed():
     timed, wrong = {"kernel": "sdpa", "us": 2.0, "reason": None}, {"us": None, "reason": "wrong: off by 1"}
     absent = {"kernel": "pad", "us": None, "reason": "compiles for long: not on this shape unless named"}
-    assert gpu_command.verdict([timed, absent, wrong | {"kernel": "flash"}], peers.OURS) == 0
-    assert gpu_command.verdict([timed, wrong | {"kernel": "ragged"}], peers.OURS) == 1
-    assert gpu_command.verdict([absent], peers.OURS) == 1
+    assert verdict([timed, absent, wrong | {"kernel": "flash"}], peers.OURS) == 0
+    assert verdict([timed, wrong | {"kernel": "ragged"}], peers.OURS) == 1
+    assert verdict([absent], peers.OURS) == 1
 
 
 # --- timing ---------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic
 from bass_core.session import Session
 from bass_lab.checks import plain_decoding
-from bass_lab.measure import gpu_benchmark, gpu_command, records, repeated_way
+from bass_lab.gpu import command, decoding
+from bass_lab.measure import records, repeated_way
 from bass_lab.measure.clocks import Clock
-from bass_lab.measure.gpu_plan import DRY, PEER, PEERS, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.modelled_costs import modelled_costs
+from bass_lab.measure.plan import DRY, PEER, PEERS, REGULAR, USELESS, Way, batched, plan, policy_of
 from bass_lab.measure.roofline import H100, Roofline, Workload
 from bass_lab.named_pairs import SHAPES, named_config
 
@@ -29,10 +30,10 @@ METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the 
 
 def make_small(monkeypatch):
     """Tiny models without warm-ups, and a check of few tokens."""
-    monkeypatch.setattr(gpu_benchmark, "WARM_UPS", 0)
-    monkeypatch.setattr(gpu_benchmark, "checked", partial(gpu_benchmark.checked, new=4))
-    monkeypatch.setattr(gpu_benchmark, "load_pair", bass.load_pair)
-    monkeypatch.setattr(gpu_benchmark, "named_pair", lambda *_, **__: tiny_pair())
+    monkeypatch.setattr(decoding, "WARM_UPS", 0)
+    monkeypatch.setattr(decoding, "checked", partial(decoding.checked, new=4))
+    monkeypatch.setattr(decoding, "load_pair", bass.load_pair)
+    monkeypatch.setattr(decoding, "named_pair", lambda *_, **__: tiny_pair())
 
 
 def tiny_pair():
@@ -45,9 +46,9 @@ def dry_run(tmp_path_factory):
     output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        patch.setattr(gpu_benchmark, "measure_device", partial(gpu_benchmark.measure_device, seconds=0.02))
-        code = gpu_benchmark.main(["--dry-run", "--repeats", "2", "--output", str(output)])
-    return code, records.read(output, gpu_benchmark.check), output.parent
+        patch.setattr(decoding, "measure_device", partial(decoding.measure_device, seconds=0.02))
+        code = decoding.main(["--dry-run", "--repeats", "2", "--output", str(output)])
+    return code, records.read(output, decoding.check), output.parent
 
 
 def test_dry_run_writes_a_record_per_way(dry_run):
@@ -68,7 +69,7 @@ def test_dry_run_writes_a_record_per_way(dry_run):
         if line["method"] != "transformers":
             assert 0 < line["utilisation"]["emitted"] <= line["utilisation"]["verified"] < 1
             assert 0 < line["host_share"] < 1
-    text = gpu_benchmark.table(lines).splitlines()
+    text = decoding.table(lines).splitlines()
     assert "synthetic: dummy weights" in text[0] and [line.split()[0] for line in text[2:]] == METHODS
     assert len(records.load_records(folder)) == len(lines)
 
@@ -82,17 +83,17 @@ def test_drafts_have_a_forced_acceptance(dry_run):
 @pytest.mark.parametrize("change", [{"mean_ms": "fast"}, {"synthetic": None}, {"batch": 0}])
 def test_wrong_record_is_refused(dry_run, change):
     with pytest.raises(ValueError, match=next(iter(change))):
-        gpu_benchmark.check(dry_run[1][0] | change)
+        decoding.check(dry_run[1][0] | change)
 
 
 def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu_benchmark.main([]) == gpu_command.NO_GPU
+    assert decoding.main([]) == command.NO_GPU
     assert "--dry-run" in capsys.readouterr().err
 
 
 def test_run_out_of_time_reports_what_it_left_out_and_fails(quick, capsys):
-    assert gpu_benchmark.main(["--dry-run", "--seconds", "0.001"]) == 1
+    assert decoding.main(["--dry-run", "--seconds", "0.001"]) == 1
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["left_out"] == len(METHODS)
 
 
@@ -100,25 +101,25 @@ def test_run_out_of_time_reports_what_it_left_out_and_fails(quick, capsys):
 def quick(monkeypatch):
     """No check of exactness, no measurement of this machine."""
     make_small(monkeypatch)
-    monkeypatch.setattr(gpu_benchmark, "checked", lambda *_: {"passed": True})
-    monkeypatch.setattr(gpu_benchmark, "measure_device", lambda *_: H100)
+    monkeypatch.setattr(decoding, "checked", lambda *_: {"passed": True})
+    monkeypatch.setattr(decoding, "measure_device", lambda *_: H100)
 
 
 @pytest.fixture
 def one_way(monkeypatch, quick):
-    monkeypatch.setattr(gpu_benchmark, "DRY", replace(DRY, ways=(REGULAR, batched(0.8, 3))))
+    monkeypatch.setattr(decoding, "DRY", replace(DRY, ways=(REGULAR, batched(0.8, 3))))
 
 
 def test_timing_comes_first_and_a_failed_check_is_an_exit_code(one_way, monkeypatch, tmp_path):
     output = tmp_path / "gpu.jsonl"
 
     def failing(*_):
-        assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": None}] * 2
+        assert [line["exactness"] for line in records.read(output, decoding.check)] == [{"passed": None}] * 2
         return {"passed": False}
 
-    monkeypatch.setattr(gpu_benchmark, "checked", failing)
-    assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(output)]) == 1
-    assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": False}] * 2
+    monkeypatch.setattr(decoding, "checked", failing)
+    assert decoding.main(["--dry-run", "--repeats", "1", "--output", str(output)]) == 1
+    assert [line["exactness"] for line in records.read(output, decoding.check)] == [{"passed": False}] * 2
 
 
 def test_resumed_run_checks_what_a_killed_run_left_unchecked(one_way, monkeypatch, capsys, tmp_path):
@@ -128,16 +129,16 @@ def test_resumed_run_checks_what_a_killed_run_left_unchecked(one_way, monkeypatc
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gpu_benchmark, "checked", killed)
+    monkeypatch.setattr(decoding, "checked", killed)
     with pytest.raises(KeyboardInterrupt):
-        gpu_benchmark.main(given)
-    monkeypatch.setattr(gpu_benchmark, "checked", lambda *_: {"passed": True})
-    assert gpu_benchmark.main(given) == 0
-    assert [line["exactness"] for line in records.read(output, gpu_benchmark.check)] == [{"passed": True}] * 2
+        decoding.main(given)
+    monkeypatch.setattr(decoding, "checked", lambda *_: {"passed": True})
+    assert decoding.main(given) == 0
+    assert [line["exactness"] for line in records.read(output, decoding.check)] == [{"passed": True}] * 2
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["ways"], summary["left_out"], summary["passed"]) == (0, 0, True)
-    monkeypatch.setattr(gpu_benchmark, "checked", killed)  # nothing is left to check
-    assert gpu_benchmark.main(given) == 0
+    monkeypatch.setattr(decoding, "checked", killed)  # nothing is left to check
+    assert decoding.main(given) == 0
 
 
 def test_broken_regular_session_is_replaced(one_way, monkeypatch, tmp_path):
@@ -150,19 +151,19 @@ def test_broken_regular_session_is_replaced(one_way, monkeypatch, tmp_path):
         return step(session)
 
     monkeypatch.setattr(bass.Session, "step", failing)
-    assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
-    lines = records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check)
+    assert decoding.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
+    lines = records.read(tmp_path / "gpu.jsonl", decoding.check)
     assert [line.get("reason") for line in lines] == ["RuntimeError: out of memory", None]
 
 
 @pytest.mark.slow
 def test_run_that_was_cut_short_goes_on(one_way, capsys, tmp_path):
     options = ["--dry-run", "--repeats", "1", "--resume", "--output", str(tmp_path / "gpu.jsonl")]
-    assert gpu_benchmark.main(options) == 0
-    first, second = records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check)
+    assert decoding.main(options) == 0
+    first, second = records.read(tmp_path / "gpu.jsonl", decoding.check)
     (tmp_path / "gpu.jsonl").write_text(json.dumps(first) + '\n{"half a')
-    assert gpu_benchmark.main(options) == 0
-    found = records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check)
+    assert decoding.main(options) == 0
+    found = records.read(tmp_path / "gpu.jsonl", decoding.check)
     assert [line["way"] for line in found] == [first["way"], second["way"]] and found[0] == first
 
 
@@ -222,7 +223,7 @@ def test_costs_include_time_beyond_the_roofline():
             }
         ]
     ]
-    assert gpu_benchmark.beyond(roof, pd.DataFrame(lines)) == pytest.approx(launches)
+    assert decoding.beyond(roof, pd.DataFrame(lines)) == pytest.approx(launches)
     assert policy_of(batched(0.8), 8, real, 576) < policy_of(batched(0.8), 8, roof, 576) == 8
 
 
@@ -319,7 +320,7 @@ def test_repeats_that_recorded_are_repeated():
             self.done.append(self.recordings)
             return float(len(self.done))
 
-    benchmark = gpu_benchmark.GpuBenchmark(H100, {}, repeats=2)
+    benchmark = decoding.GpuBenchmark(H100, {}, repeats=2)
     way = Recording([1, 2, 2, 3, 3])
     assert benchmark._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
     restless = Recording(range(1, 50))
@@ -334,7 +335,7 @@ class CompilationError(Exception):
 @pytest.fixture
 def second_of_three_fails(monkeypatch, quick):
     ways = (REGULAR, batched(0.8, "goodput"), batched(0.8, 3))
-    monkeypatch.setattr(gpu_benchmark, "DRY", replace(DRY, ways=ways))
+    monkeypatch.setattr(decoding, "DRY", replace(DRY, ways=ways))
     once = repeated_way.RepeatedWay.once
 
     def failing(self):
@@ -346,12 +347,12 @@ def second_of_three_fails(monkeypatch, quick):
 
 
 def test_failing_way_leaves_its_reason_and_the_others(second_of_three_fails, capsys, tmp_path):
-    assert gpu_benchmark.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
+    assert decoding.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
     out = capsys.readouterr().out
     assert "FAILED embedded, batch 2" in out and "no room in registers" in out
     summary = json.loads(out.splitlines()[-1])
     assert (summary["ways"], summary["failed"], summary["left_out"]) == (2, 1, 0)
-    failed = [line for line in records.read(tmp_path / "gpu.jsonl", gpu_benchmark.check) if "reason" in line]
+    failed = [line for line in records.read(tmp_path / "gpu.jsonl", decoding.check) if "reason" in line]
     assert [line["reason"] for line in failed] == ["CompilationError: no room in registers"]
 
 
@@ -359,8 +360,8 @@ def test_lost_device_ends_the_run_with_what_was_measured(second_of_three_fails, 
     def lost(device):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(gpu_benchmark, "synchronize", lost)
-    assert gpu_benchmark.main(["--dry-run", "--repeats", "1"]) == 1
+    monkeypatch.setattr(decoding, "synchronize", lost)
+    assert decoding.main(["--dry-run", "--repeats", "1"]) == 1
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["ways"] == 1 and "illegal memory" in summary["lost"]
     assert summary["left_out"] == 1 and summary["passed"] is None
@@ -369,5 +370,5 @@ def test_lost_device_ends_the_run_with_what_was_measured(second_of_three_fails, 
 def test_pair_that_decodes_another_text_fails_the_check(monkeypatch):
     greedy = plain_decoding.greedy
     monkeypatch.setattr(plain_decoding, "greedy", lambda *given: (greedy(*given)[0] + 1, None))
-    monkeypatch.setattr(gpu_benchmark, "load_pair", bass.load_pair)
-    assert not gpu_benchmark.checked("cpu", "pad", "off", new=3)["passed"]
+    monkeypatch.setattr(decoding, "load_pair", bass.load_pair)
+    assert not decoding.checked("cpu", "pad", "off", new=3)["passed"]

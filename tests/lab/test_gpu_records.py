@@ -6,9 +6,10 @@ import gpu_box
 import pytest
 
 from bass_core.policies.costs import CostModel
-from bass_lab.measure import gpu, gpu_benchmark, gpu_records, record_schema, records
-from bass_lab.measure.gpu_plan import DRY, PEERS, REGULAR, Group, plan
-from bass_lab.measure.gpu_records import gpu_record
+from bass_lab.gpu import decoding, recorded, stages
+from bass_lab.gpu.recorded import gpu_record
+from bass_lab.measure import record_schema, records
+from bass_lab.measure.plan import DRY, PEERS, REGULAR, Group, plan
 from bass_lab.measure.profiling import Profile
 
 pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
@@ -20,19 +21,19 @@ EIGHT = Group("paper-7.8b", 8, (REGULAR,))
 def collected(tmp_path, monkeypatch):
     """The folder of records after `--collect` of a folder with every file that stages name."""
     box = gpu_box.write(tmp_path / "box")
-    assert {path.name for path in box.iterdir()} == {name for stage in gpu.STAGES.values() for name in stage.files}
+    assert {path.name for path in box.iterdir()} == {name for stage in stages.STAGES.values() for name in stage.files}
     folder = tmp_path / "records"
     folder.mkdir()
     monkeypatch.setenv("BASS_RECORDS", str(folder))
-    gpu.collect(box)
+    stages.collect(box)
     return folder
 
 
-def save(folder, name, lines, check=gpu_benchmark.check):
+def save(folder, name, lines, check=decoding.check):
     records.append(folder / name, lines, check)
 
 
-@pytest.mark.parametrize("kind", gpu_records.READERS)
+@pytest.mark.parametrize("kind", recorded.READERS)
 def test_collected_record_is_found_and_names_its_source(collected, kind):
     found = gpu_record(kind, collected)
     assert found.device == gpu_box.DEVICE and found.name == "X1 Example (recorded)"
@@ -42,7 +43,7 @@ def test_collected_record_is_found_and_names_its_source(collected, kind):
 
 def test_without_a_record_there_is_none(tmp_path):
     (tmp_path / "costs_check_x.jsonl").write_text("{}\n")  # no costs, but a check of them
-    for kind in gpu_records.READERS:
+    for kind in recorded.READERS:
         assert gpu_record(kind, tmp_path) is None and gpu_record(kind, tmp_path / "nowhere") is None
 
 
@@ -63,7 +64,7 @@ def test_runs_on_a_cpu_are_no_records_of_a_gpu(tmp_path):
     gpu_box.profile(tmp_path, device_type="cpu").save(tmp_path / "timeline_a.json.gz")
     save(tmp_path, "kernels_a.jsonl", gpu_box.kernel_lines("cpu"), lambda line: None)
     save(tmp_path, "gpu_a.jsonl", gpu_box.decode_lines([DRY]))
-    assert [gpu_record(kind, tmp_path) for kind in gpu_records.READERS] == [None] * 4
+    assert [gpu_record(kind, tmp_path) for kind in recorded.READERS] == [None] * 4
     save(tmp_path, "gpu_b.jsonl", gpu_box.decode_lines([EIGHT]))
     assert len(gpu_record("gpu", tmp_path).content) == 1  # what the next file holds is one
 
@@ -101,8 +102,8 @@ def check_records_of_gpus(folder):
     """Raises ValueError for a wrong record."""
     for path in filter(gpu_box.of_a_stage, folder.glob("*.jsonl")):
         known = path.name.startswith(("gpu_", "peers_"))
-        records.read(path, gpu_benchmark.check if known else lambda line: None)
-    for kind in gpu_records.READERS:
+        records.read(path, decoding.check if known else lambda line: None)
+    for kind in recorded.READERS:
         gpu_record(kind, folder)
 
 

@@ -14,8 +14,8 @@ from recording import use_on_cpu
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_lab import gpu_parts
-from bass_lab.measure import gpu, gpu_command, records
+from bass_lab.gpu import command, parts, stages
+from bass_lab.measure import records
 
 
 def lines(file: Path) -> list[dict]:
@@ -29,12 +29,12 @@ def sanitizer(tmp_path, monkeypatch):
     def put(script: str, python: str | None = "echo 6 passed in 9s") -> None:
         programs = tmp_path / "bin"
         programs.mkdir(exist_ok=True)
-        for name, lines in ((gpu_parts.SANITIZER[0], script), ("python", python)):
+        for name, lines in ((parts.SANITIZER[0], script), ("python", python)):
             (programs / name).write_text(f"#!/bin/sh\n{lines}\n")
             (programs / name).chmod(0o755)
         monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
         if python is not None:
-            monkeypatch.setattr(gpu_parts.sys, "executable", str(programs / "python"))
+            monkeypatch.setattr(parts.sys, "executable", str(programs / "python"))
 
     return put
 
@@ -44,9 +44,9 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitiz
     sanitizer(
         'until [ "$1" = --tool ]; do shift; done; shift 2; "$@" && echo "========= ERROR SUMMARY: 0 errors"', None
     )
-    assert gpu.main([str(tmp_path), "--rehearse"]) == 0
+    assert stages.main([str(tmp_path), "--rehearse"]) == 0
     summaries = [json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith('{"stage"')]
-    assert [summary["stage"] for summary in summaries] == list(gpu.STAGES)
+    assert [summary["stage"] for summary in summaries] == list(stages.STAGES)
     for summary in summaries:
         assert summary["code"] == 0 and "missing" not in summary["files"].values()
     outcomes = Counter(line["outcome"] for line in lines(tmp_path / "tests.jsonl"))
@@ -55,7 +55,7 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitiz
 
 
 def test_tests_stage_runs_gpu_files():
-    files = [Path(name) for name in gpu.STAGES["tests"].command("", "", True) if name.endswith(".py")]
+    files = [Path(name) for name in stages.STAGES["tests"].command("", "", True) if name.endswith(".py")]
     assert {"test_gpu_steps.py", "test_gpu_attention.py"} <= {file.name for file in files}
     assert all((records.ROOT / file).exists() for file in files)
 
@@ -65,9 +65,9 @@ def test_stage_ends_with_its_processes(monkeypatch, tmp_path, seconds, code):
     mark = tmp_path / "process"
     fork = f"child = os.fork(); child or open({str(mark)!r}, 'w').write(str(os.getpid()))"
     program = f"import os, time; {fork}; time.sleep({seconds} if child else 60)"
-    stage = replace(gpu.STAGES["tests"], command=lambda folder, seconds, rehearse: ["-c", program])
-    monkeypatch.setitem(gpu.STAGES, "tests", stage)
-    summary = gpu.run("tests", tmp_path, seconds=1.5)
+    stage = replace(stages.STAGES["tests"], command=lambda folder, seconds, rehearse: ["-c", program])
+    monkeypatch.setitem(stages.STAGES, "tests", stage)
+    summary = stages.run("tests", tmp_path, seconds=1.5)
     assert summary["code"] == code and summary["files"] == {"tests.jsonl": "missing"}
     until, child = time.monotonic() + 10, int(mark.read_text())
     while sweeps.alive(child) and time.monotonic() < until:  # a signal takes its moment
@@ -76,10 +76,10 @@ def test_stage_ends_with_its_processes(monkeypatch, tmp_path, seconds, code):
 
 
 def test_stage_without_its_packages_is_left_out(monkeypatch, tmp_path):
-    monkeypatch.setitem(gpu.STAGES, "tests", replace(gpu.STAGES["tests"], needs="no_such_package"))
-    assert gpu.run("tests", tmp_path)["left_out"] == "no_such_package is not installed here"
-    monkeypatch.setitem(gpu.STAGES, "tests", replace(gpu.STAGES["tests"], program="no-such-program"))
-    assert gpu.run("tests", tmp_path)["left_out"] == "no-such-program is not installed here"
+    monkeypatch.setitem(stages.STAGES, "tests", replace(stages.STAGES["tests"], needs="no_such_package"))
+    assert stages.run("tests", tmp_path)["left_out"] == "no_such_package is not installed here"
+    monkeypatch.setitem(stages.STAGES, "tests", replace(stages.STAGES["tests"], program="no-such-program"))
+    assert stages.run("tests", tmp_path)["left_out"] == "no-such-program is not installed here"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_stage_without_its_packages_is_left_out(monkeypatch, tmp_path):
 )
 def test_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer, says, found):
     sanitizer(f"echo '{says}'")
-    part = gpu_parts.sanitized(tmp_path, rehearse=False)
+    part = parts.sanitized(tmp_path, rehearse=False)
     unwatched, *written = lines(tmp_path / "sanitizers.jsonl")
     assert (unwatched["case"], unwatched["summary"]) == ("unwatched", "6 passed in 9s")
     assert {line["case"].split()[0] for line in written} == {"memcheck", "racecheck"}
@@ -104,9 +104,9 @@ def test_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer
 
 
 def test_kernel_that_takes_too_long_leaves_time_for_the_others(tmp_path, sanitizer, monkeypatch):
-    monkeypatch.setattr(gpu_parts, "WATCHED", 0.7)
+    monkeypatch.setattr(parts, "WATCHED", 0.7)
     sanitizer('case "$*" in *test_writes) sleep 9 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
-    part = gpu_parts.sanitized(tmp_path, rehearse=False)
+    part = parts.sanitized(tmp_path, rehearse=False)
     assert part.failed == ["memcheck test_writes", "racecheck test_writes"]
     watched = [line["case"] for line in lines(tmp_path / "sanitizers.jsonl") if "summary" in line][1:]
     assert len(watched) == 12 and "racecheck test_attention" in watched
@@ -114,29 +114,29 @@ def test_kernel_that_takes_too_long_leaves_time_for_the_others(tmp_path, sanitiz
 
 def test_kernels_that_took_too_long_come_last_next_time(tmp_path, sanitizer):
     sanitizer('case "$*" in *test_writes) exit 1;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
-    gpu_parts.sanitized(tmp_path, rehearse=False)
+    parts.sanitized(tmp_path, rehearse=False)
     file = tmp_path / "sanitizers.jsonl"
     file.write_text("".join(f"{line}\n" for line in file.read_text().splitlines()[:6]))  # as if it had been killed
-    gpu_parts.sanitized(tmp_path, rehearse=False)
+    parts.sanitized(tmp_path, rehearse=False)
     cases = [line["case"] for line in lines(file)]
     assert cases[1:3] == cases[-2:] == ["memcheck test_writes", "racecheck test_writes"]
 
 
 def test_kernels_that_fail_unwatched_are_not_sanitized(tmp_path, sanitizer):
     sanitizer('echo "1 passed; ========= ERROR SUMMARY: 0 errors"', python="echo 1 failed, 5 passed; exit 1")
-    assert gpu_parts.sanitized(tmp_path, rehearse=False).failed == ["unwatched"]
+    assert parts.sanitized(tmp_path, rehearse=False).failed == ["unwatched"]
     assert len(lines(tmp_path / "sanitizers.jsonl")) == 1
 
 
 @pytest.mark.parametrize(("seconds", "begins"), [(460, 330), (150, 75), (30, 15)])
 def test_short_stage_keeps_half_of_its_time_for_measuring(seconds, begins):
-    assert float(gpu.STAGES["decode"].command("folder", str(seconds), False)[-1]) == begins
+    assert float(stages.STAGES["decode"].command("folder", str(seconds), False)[-1]) == begins
 
 
 def test_nothing_is_recorded_in_a_timeline(monkeypatch):
     """Rows end one by one. Without steps ahead, as under a profiler, they need other recordings."""
     use_on_cpu(monkeypatch)
-    made, original = [], gpu_parts.profile
+    made, original = [], parts.profile
 
     @contextmanager
     def watched():
@@ -145,16 +145,16 @@ def test_nothing_is_recorded_in_a_timeline(monkeypatch):
             yield found
         made.append(session.device_step.recordings - before)
 
-    monkeypatch.setattr(gpu_parts, "profile", watched)
+    monkeypatch.setattr(parts, "profile", watched)
     pair = bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
     with bass.Session(pair, max_batch_size=4, compile="graphs", eos_token_id=range(0, 60, 9)) as session:
-        found = gpu_parts.timeline(session, ragged_prompts(5, 9, 3, 7), max_new_tokens=12)
+        found = parts.timeline(session, ragged_prompts(5, 9, 3, 7), max_new_tokens=12)
     assert made[0] > 0 and made[-1] == 0 and len(found.steps) > 3
 
 
 def test_without_a_gpu_it_says_so_and_ends(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert gpu.main([str(tmp_path)]) == gpu_command.NO_GPU
+    assert stages.main([str(tmp_path)]) == command.NO_GPU
     assert "--rehearse" in capsys.readouterr().err
 
 
@@ -167,12 +167,12 @@ def test_only_failed_cases_are_measured_again(tmp_path):
             raise error
         return {"value": 1}
 
-    part = gpu_parts.Part(tmp_path / "some.jsonl")
+    part = parts.Part(tmp_path / "some.jsonl")
     part.add("a", lambda: measured("a"))
     part.add("b", lambda: measured("b", ValueError("no")))
     part.add("c", lambda: {"verdict": "FAIL", "failed": "the verdict is not PASS"})
     assert part.failed == ["b", "c"]
-    again = gpu_parts.Part(tmp_path / "some.jsonl")
+    again = parts.Part(tmp_path / "some.jsonl")
     for case in "ab":
         again.add(case, lambda case=case: measured(case))
     assert calls == ["a", "b", "b"]
@@ -184,9 +184,9 @@ def test_only_failed_cases_are_measured_again(tmp_path):
 
 def test_half_a_line_of_a_killed_stage_is_dropped(tmp_path):
     file = tmp_path / "some.jsonl"
-    gpu_parts.Part(file).add("a", lambda: {"value": 1})
+    parts.Part(file).add("a", lambda: {"value": 1})
     file.write_text(file.read_text() + '{"case": "b", "val')
-    part = gpu_parts.Part(file)
+    part = parts.Part(file)
     assert part.done == {"a"}
     part.add("b", lambda: {"value": 2})
     assert [line["case"] for line in lines(file)] == ["a", "b"]
@@ -198,11 +198,11 @@ def test_files_are_collected_under_the_name_of_the_device(monkeypatch, tmp_path)
     back.mkdir()
     (back / "exactness.jsonl").write_text('{"device": "NVIDIA H100 80GB HBM3"}\n')
     (back / "timeline.json.gz").write_bytes(b"gz")
-    names = [path.name for path in gpu.collect(back)]
+    names = [path.name for path in stages.collect(back)]
     assert names == ["exactness_h100_80gb_hbm3.jsonl", "timeline_h100_80gb_hbm3.json.gz"]
     assert (tmp_path / "timeline_h100_80gb_hbm3.json.gz").read_bytes() == b"gz"
     with pytest.raises(ValueError, match="no line"):
-        gpu.collect(tmp_path / "nowhere")
+        stages.collect(tmp_path / "nowhere")
 
 
 @pytest.mark.slow
@@ -210,11 +210,11 @@ def test_tests_that_passed_are_not_run_again(monkeypatch, tmp_path):
     tests = "import os\ndef test_a(): pass\ndef test_b(): assert os.environ.get('MENDED')\n"
     (tmp_path / "test_two.py").write_text(tests)
     options = ["-q", "-p", "gpu_log", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "-c", "/dev/null"]
-    stage = replace(gpu.STAGES["tests"], command=lambda *_: ["-m", "pytest", *options, str(tmp_path)])
-    monkeypatch.setitem(gpu.STAGES, "tests", stage)
-    assert gpu.run("tests", tmp_path)["code"] == 1
+    stage = replace(stages.STAGES["tests"], command=lambda *_: ["-m", "pytest", *options, str(tmp_path)])
+    monkeypatch.setitem(stages.STAGES, "tests", stage)
+    assert stages.run("tests", tmp_path)["code"] == 1
     monkeypatch.setenv("MENDED", "1")
-    assert gpu.run("tests", tmp_path)["code"] == 0
-    assert gpu.run("tests", tmp_path)["code"] == 0  # nothing is left
+    assert stages.run("tests", tmp_path)["code"] == 0
+    assert stages.run("tests", tmp_path)["code"] == 0  # nothing is left
     outcomes = [(line["test"].split("::")[-1], line["outcome"]) for line in lines(tmp_path / "tests.jsonl")]
     assert outcomes == [("test_a", "passed"), ("test_b", "failed"), ("test_b", "passed")]

@@ -9,8 +9,9 @@ import record_lines
 import records_page
 
 import bass_lab as lab
-from bass_lab.measure import gpu_benchmark, record_schema, records
-from bass_lab.measure.gpu_plan import DRY
+from bass_lab.gpu import decoding
+from bass_lab.measure import record_schema, records
+from bass_lab.measure.plan import DRY
 
 LINE = json.loads((records.SHIPPED / "embedded_cpu.jsonl").read_text().splitlines()[0])
 
@@ -32,7 +33,7 @@ def test_lines_of_gpus_follow_the_schema():
     failed = {name: line[name] for name in record_schema.required("gpu_failure") if name in line}
     failed |= {"schema": "gpu_failure", "reason": "out of memory"}
     assert record_lines.kind_of(failed) == "gpu_failure"
-    gpu_benchmark.check(failed)
+    decoding.check(failed)
     pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
     assert {record_lines.kind_of(line) for line in gpu_box.kernel_lines()} == {"kernel"}
 
@@ -52,7 +53,7 @@ def test_unknown_kind_is_refused_with_the_known(tmp_path):
     with pytest.raises(ValueError, match=r"lines.jsonl, line 1: schema must be one of speed, .*stage; got 'sped'"):
         lab.load_records(path)
     with pytest.raises(ValueError, match="schema must be one of gpu_speed, gpu_failure; got 'speed'"):
-        gpu_benchmark.check(LINE)
+        decoding.check(LINE)
 
 
 def test_lines_without_a_kind_are_read(tmp_path):

@@ -5,7 +5,7 @@ import lesson_runs
 import pytest
 
 import bass_core as bass
-from bass_lab.measure import gpu
+from bass_lab.gpu import stages
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def recorded(tmp_path_factory):
     folder = lesson_runs.without_gpus(tmp_path_factory.mktemp("recorded") / "records")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BASS_RECORDS", str(folder))
-        gpu.collect(gpu_box.write(folder.parent / "box"))
+        stages.collect(gpu_box.write(folder.parent / "box"))
     return folder
 
 

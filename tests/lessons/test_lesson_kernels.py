@@ -19,8 +19,8 @@ pytest.importorskip("triton")
 
 from bass_kernels import accounting
 from bass_kernels.accounting import Read
+from bass_lab.gpu.recorded import gpu_record
 from bass_lab.lessons import l07_figures
-from bass_lab.measure.gpu_records import gpu_record
 from bass_lab.measure.roofline import H100, MODELS
 
 ROOT = Path(__file__).parents[2]

@@ -10,6 +10,7 @@ import gpu_box
 import lesson_runs
 import pytest
 
+from bass_lab.gpu.recorded import NONE, gpu_record
 from bass_lab.lessons import (
     l01_demonstrations,
     l01_figures,
@@ -20,8 +21,7 @@ from bass_lab.lessons import (
     l08_figures,
 )
 from bass_lab.lessons.l04_explorer import MODELLED
-from bass_lab.measure.gpu_plan import USELESS
-from bass_lab.measure.gpu_records import NONE, gpu_record
+from bass_lab.measure.plan import USELESS
 from bass_lab.measure.roofline import MODELS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 

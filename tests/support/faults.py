@@ -1,7 +1,7 @@
 """Models with a planted fault: the output for a row depends on more than that row's tokens.
 
-`FAULTS` maps each fault to a function that makes a tiny model with it. tests/law/test_planted_faults.py tests which of
-them the probe (module `bass_core.model.probe`) and `bass verify` find.
+`FAULTS` maps each fault to a function that makes a tiny model with it. tests/exactness/test_planted_faults.py tests
+which of them the probe (module `bass_core.model.probe`) and `bass verify` find.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What comes back from a GPU (`python -m bass_lab.measure.gpu`), written by hand: of a GPU that nobody has built."""
+"""What comes back from a GPU (`python -m bass_lab.gpu.stages`), written by hand: of a GPU that nobody has built."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 import gpu_profile
 
 from bass_core.policies.costs import CostModel
-from bass_lab.measure import gpu, gpu_benchmark, records
-from bass_lab.measure.gpu_plan import PEERS, Group, Way, plan
+from bass_lab.gpu import decoding, stages
+from bass_lab.measure import records
 from bass_lab.measure.modelled_costs import modelled_costs
+from bass_lab.measure.plan import PEERS, Group, Way, plan
 from bass_lab.measure.profiling import Profile
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -27,7 +28,7 @@ MS = {"regular": 8.0, "single": 5.0, "batched": 3.0, "transformers": 9.0}  # per
 
 def of_a_stage(path: Path) -> bool:
     """Whether this record came back from a GPU: `bass bench` did not write it, and other checks hold for it."""
-    kinds = [name.partition(".")[0] for stage in gpu.STAGES.values() for name in stage.files]
+    kinds = [name.partition(".")[0] for stage in stages.STAGES.values() for name in stage.files]
     return any(path.name.startswith(f"{kind}_") for kind in kinds)
 
 
@@ -47,12 +48,12 @@ def profile(folder: Path, **about) -> Profile:
 
 
 def decode_lines(groups: Iterable[Group], **changes) -> list[dict]:
-    """A line of `gpu_benchmark` per way."""
+    """A line of `gpu.decoding` per way."""
     return [decode_line(group, way, **changes) for group in groups for way in group.ways]
 
 
 def decode_line(group: Group, way: Way, **changes) -> dict:
-    """A line of `gpu_benchmark`: every way takes its `MS`, a useless draft twice as many."""
+    """A line of `gpu.decoding`: every way takes its `MS`, a useless draft twice as many."""
     ms = MS[way.method] * (2 if way.alpha == 0.02 else 1)
     ratio = MS["regular"] / ms
     transformers = way.method == "transformers"
@@ -66,8 +67,8 @@ def decode_line(group: Group, way: Way, **changes) -> dict:
         "batch": group.batch,
         "attention": way.attention,
         "compile": way.compile,
-        "context": gpu_benchmark.CONTEXT,
-        "max_new_tokens": gpu_benchmark.NEW,
+        "context": decoding.CONTEXT,
+        "max_new_tokens": decoding.NEW,
         "repeats": 2,
         "disturbed": 0,
         "seconds": [ms * 0.127, ms * 0.127],
@@ -111,7 +112,7 @@ def _bench() -> tuple:
     """The kernel benchmark, which is run from the repository and never installed."""
     if KERNELS not in sys.path:
         sys.path.append(KERNELS)
-    from bench import cases, measure, schema, timing
+    from bass_lab.gpu.kernels import cases, measure, schema, timing
 
     return cases, measure, schema, timing
 
@@ -121,8 +122,8 @@ def write(folder: Path) -> Path:
     folder.mkdir(parents=True)
     schema = _bench()[2]
     records.append(folder / "kernels.jsonl", kernel_lines(), schema.check)
-    records.append(folder / "gpu.jsonl", decode_lines(plan(quick=True)), gpu_benchmark.check)
-    records.append(folder / "peers.jsonl", decode_lines(PEERS), gpu_benchmark.check)
+    records.append(folder / "gpu.jsonl", decode_lines(plan(quick=True)), decoding.check)
+    records.append(folder / "peers.jsonl", decode_lines(PEERS), decoding.check)
     for kind in ("tests", "exactness", "costs_check", "products", "sanitizers", "notebooks"):
         (folder / f"{kind}.jsonl").write_text(json.dumps({"case": "some", "seconds": 1.0, **HERE}) + "\n")
     costs().save(folder / "costs.json")

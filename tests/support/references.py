@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = {"bass_core": ".", "bass_lab": ".", "bass_kernels": "kernels", "bench": "kernels"}  # package: where it lies
+SOURCES = {"bass_core": ".", "bass_lab": ".", "bass_kernels": "kernels"}  # package: where it lies
 SHORT = {"bass": "bass_core", "lab": "bass_lab"}  # as notebooks import them
 FOLDERS = "bass_core|bass_lab|kernels|notebooks|pictures|tests"
 NAMED_FILE = re.compile(

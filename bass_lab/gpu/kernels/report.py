@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
+from bass_lab.gpu.kernels.cases import Case
+from bass_lab.gpu.kernels.peers import OURS
 from bass_lab.measure import records
-from bench.cases import Case
-from bench.peers import OURS
 
 LARGE_GB = 64e-3  # from here on a kernel can be asked for bandwidth
 TARGETS = {1: 80.0, 4: 75.0}  # percent of the copy bandwidth, from this query length on

@@ -21,8 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import bass_kernels
-from bench.cases import PAGE, Case
-from bench.tensors import Inputs
+from bass_lab.gpu.kernels.cases import PAGE, Case
+from bass_lab.gpu.kernels.tensors import Inputs
 
 OURS = ("ragged", "pad", "split")
 FLEX_BLOCK = 128  # keys per block of a block mask, and the most query rows that flex decoding holds

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bass_kernels import reference
-from bench.cases import Case
+from bass_lab.gpu.kernels.cases import Case
 
 ROTATED_BYTES = 256e6  # KV sets together hold this much, several times the L2 cache (50 MB on an H100)
 # ‖out − ref‖ / ‖ref‖ allowed against float64: what rounding inputs and weights to the dtype costs.

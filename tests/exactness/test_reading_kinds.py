@@ -10,7 +10,7 @@ TABLE = {
     row[0]: kinds.Finding(**dict(zip(reading_kinds.COLUMNS, row, strict=True)))
     for row in models_page.rows("reading kinds")
 }
-FEW = ("led",)  # refused; tests/law/test_encoder_decoder.py decodes those that work
+FEW = ("led",)  # refused; tests/exactness/test_encoder_decoder.py decodes those that work
 
 
 @pytest.mark.parametrize(

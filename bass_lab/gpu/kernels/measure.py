@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from bass_core.environment import synchronize
-from bench import tensors
-from bench.cases import Case
-from bench.peers import PEERS, Unavailable
-from bench.tensors import TOLERANCES, Inputs
-from bench.timing import Timer, Timing, replayed
+from bass_lab.gpu.kernels import tensors
+from bass_lab.gpu.kernels.cases import Case
+from bass_lab.gpu.kernels.peers import PEERS, Unavailable
+from bass_lab.gpu.kernels.tensors import TOLERANCES, Inputs
+from bass_lab.gpu.kernels.timing import Timer, Timing, replayed
 
 
 class DeviceLost(Exception):

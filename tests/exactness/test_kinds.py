@@ -16,7 +16,7 @@ from bass_core.model import probe
 
 TABLE = {row[0]: kinds.Finding(**dict(zip(kinds.COLUMNS, row, strict=True))) for row in models_page.rows("kinds")}
 FEW = (
-    "big_bird",  # exact on the path "eager"; tests/law/test_greedy_identity.py decodes others
+    "big_bird",  # exact on the path "eager"; tests/exactness/test_greedy_identity.py decodes others
     "mamba", "bloom", "camembert",  # refused: for a state, for an error, for logits that differ
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=.:kernels python -m bench.products`: few rows times INT8 and INT4 weights, against peers, on a GPU.
+"""`PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels.products`: few rows times INT8 and INT4 weights, against peers.
 
 Each is checked against float64 of its own weights first, then all that are right are timed in turn, by CUDA graph, over
 sets of weights that together do not fit the L2 cache, beside a copy's bandwidth in the same run; bytes are those that a
@@ -23,10 +23,11 @@ from torch import Tensor, nn
 import bass_kernels
 from bass_core.loading.quantization import GROUP, int4, int8
 from bass_kernels import Codes, reference
-from bass_lab.measure import gpu_command, record_schema, records
+from bass_lab.gpu import command
+from bass_lab.gpu.kernels.tensors import ROTATED_BYTES, TOLERANCES, relative_error
+from bass_lab.gpu.kernels.timing import Timer
+from bass_lab.measure import record_schema, records
 from bass_lab.measure.roofline import copy_bandwidth
-from bench.tensors import ROTATED_BYTES, TOLERANCES, relative_error
-from bench.timing import Timer
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (4096, 11008)]  # outputs, inputs
 ROWS = (1, 8, 16, 48, 128)
@@ -139,7 +140,7 @@ def check(line: dict) -> None:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    return gpu_command.parser(
+    return command.parser(
         "products",
         "Time products with quantized weights.",
         quick="few shapes, about a minute",
@@ -149,7 +150,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write shape by shape. Returns the exit code."""
-    lines = gpu_command.Lines("products", options, check, limit=SECONDS)
+    lines = command.Lines("products", options, check, limit=SECONDS)
     device = torch.device("cpu" if options.dry_run else "cuda")
     timer, copy = Timer(device), copy_bandwidth(device)
     about = {name: lines.environment[name] for name in ("device", "torch", "commit")}
@@ -167,11 +168,11 @@ def run(options: argparse.Namespace) -> int:
         found = measure(*left.pop(0), timer, copy)
         print(table([lines.add(line | here) for line in found]), flush=True)
     lines.end(here | {"shapes_left_out": len(left), "lines": lines.written})
-    return gpu_command.verdict(lines.known, ("int8", "int4"))
+    return command.verdict(lines.known, ("int8", "int4"))
 
 
 def main(given: list[str] | None = None) -> int:
-    return gpu_command.main(run, arguments(given))
+    return command.main(run, arguments(given))
 
 
 if __name__ == "__main__":

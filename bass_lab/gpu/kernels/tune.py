@@ -1,4 +1,4 @@
-"""`PYTHONPATH=.:kernels python -m bench.tune`: other tiles for `ragged_attention`, timed in turn on a few cases.
+"""`PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels.tune`: other tiles for `ragged_attention` on a few cases.
 
 `ragged` is today's choice; a name such as `64x3 p1/2` is blocks of 64 keys in three stages, and a plan that counts on
 half as many programs. On a GPU they are compiled first, by as many processes as there are cores: that takes most of the
@@ -19,14 +19,14 @@ import torch
 
 import bass_kernels
 from bass_kernels import plan, tiles
+from bass_lab.gpu.kernels import cases, measure, report, schema, tensors
+from bass_lab.gpu.kernels.__main__ import environment
+from bass_lab.gpu.kernels.cases import Case
+from bass_lab.gpu.kernels.peers import PEERS, Prepared
+from bass_lab.gpu.kernels.tensors import Inputs
+from bass_lab.gpu.kernels.timing import Timer
 from bass_lab.measure.roofline import copy_bandwidth
 from bass_lab.provenance import describe_environment
-from bench import cases, measure, report, schema, tensors
-from bench.__main__ import environment
-from bench.cases import Case
-from bench.peers import PEERS, Prepared
-from bench.tensors import Inputs
-from bench.timing import Timer
 
 BLOCKS = ((32, 3), (64, 2), (64, 3), (64, 4))  # keys and stages
 SHARES = (Fraction(1, 2), Fraction(1), Fraction(3, 2))  # of today's programs
@@ -84,5 +84,6 @@ if __name__ == "__main__":
         main([cases.tiny_case()], torch.device("cpu"))
     else:
         sys.exit(
-            "bench.tune needs a CUDA GPU; with TRITON_INTERPRET=1 it shows what it does, in times of the interpreter"
+            "bass_lab.gpu.kernels.tune needs a CUDA GPU; with TRITON_INTERPRET=1 it shows what it does, in times of "
+            "the interpreter"
         )

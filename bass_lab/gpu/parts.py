@@ -130,7 +130,7 @@ def sanitized(folder: Path, rehearse: bool) -> Part:
 
     First all of them without a watcher, which compiles what the others use; if one fails there, that is all.
     """
-    part, file = Part(folder / "sanitizers.jsonl"), records.ROOT / "tests/kernels/test_gpu_small.py"
+    part, file = Part(folder / "sanitizers.jsonl"), records.ROOT / "tests/gpu/test_gpu_small.py"
     tests = re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)
     # Out of a pool an access behind a tensor's end would meet the next tensor.
     surroundings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

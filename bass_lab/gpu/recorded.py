@@ -16,8 +16,9 @@ import pandas as pd
 
 from bass_core import checks
 from bass_core.policies.costs import CostModel
-from bass_lab.measure import gpu_benchmark, records
-from bass_lab.measure.gpu_plan import DRY
+from bass_lab.gpu import decoding
+from bass_lab.measure import records
+from bass_lab.measure.plan import DRY
 from bass_lab.measure.profiling import Profile
 
 NONE = "Nothing of this is recorded on a GPU yet. On a machine that has one, `make gpu` records it."
@@ -91,7 +92,7 @@ def _of_one_place(content: CostModel | Profile, about: dict, synthetic: bool = F
 
 
 def _kernels(path: Path) -> GpuRecord:
-    """Kernels and their peers that were timed on a GPU, a line per case (fields: kernels/bench/schema.py)."""
+    """Kernels and their peers that were timed on a GPU, a line per case (fields: bass_lab/gpu/kernels/schema.py)."""
     lines = _latest(records.read(path, lambda line: checks.check_fields(line, {}, ())), KERNEL_CASE)
     return _of_lines([line for line in lines if line["clock"] == "cuda"], pd.DataFrame)
 
@@ -99,11 +100,11 @@ def _kernels(path: Path) -> GpuRecord:
 def _ways(path: Path) -> GpuRecord:
     """Ways to decode at real sizes, transformers' own (peers_*) with them, a line per shape, batch and way.
 
-    Fields as of `gpu_benchmark`, `over_regular` flattened as by `records.frame`; exact: whether the embedded pair
+    Fields as of `gpu.decoding`, `over_regular` flattened as by `records.frame`; exact: whether the embedded pair
     decoded exactly in this way (None: nobody looked, as at transformers' own).
     """
     peers = path.with_name(path.name.replace("gpu_", "peers_", 1))
-    lines = [line for each in (path, peers) if each.exists() for line in records.read(each, gpu_benchmark.check)]
+    lines = [line for each in (path, peers) if each.exists() for line in records.read(each, decoding.check)]
     lines = [line for line in _latest(lines, WAY) if line["shape"] != DRY.shape]
 
     def table(timed: Sequence[dict]) -> pd.DataFrame:

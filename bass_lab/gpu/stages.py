@@ -1,9 +1,9 @@
 """`make gpu`: what a GPU is asked, in stages of minutes, the ones worth most first.
 
-    python -m bass_lab.measure.gpu FOLDER                    every stage
-    python -m bass_lab.measure.gpu FOLDER --stage decode     one; cut short and called again, it goes on
-    python -m bass_lab.measure.gpu FOLDER --rehearse         on a CPU, tiny: times that mean nothing, and every file
-    python -m bass_lab.measure.gpu FOLDER --collect          what came back, into bass_lab/assets/records
+    python -m bass_lab.gpu.stages FOLDER                    every stage
+    python -m bass_lab.gpu.stages FOLDER --stage decode     one; cut short and called again, it goes on
+    python -m bass_lab.gpu.stages FOLDER --rehearse         on a CPU, tiny: times that mean nothing, and every file
+    python -m bass_lab.gpu.stages FOLDER --collect          what came back, into bass_lab/assets/records
 
 A stage is a program with a time limit of its own. It adds to its files case by case and leaves out what stands there
 already, of this device and commit. It needs torch, triton, transformers, pandas and pytest; the last one papermill.
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import torch
 
+from bass_lab.gpu.command import NO_GPU
 from bass_lab.measure import records
-from bass_lab.measure.gpu_command import NO_GPU
 
 Command = Callable[[str, str, bool], list[str]]  # of folder, seconds and whether it is rehearsed: python's arguments
 
@@ -59,23 +59,23 @@ def _timed(module: str, file: str, size: str | None = None, after: float = 0.0) 
     def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
         sizes = ["--dry-run"] if rehearse else [size] if size else []
         begins = str(float(seconds) - min(after, float(seconds) / 2))
-        return ["-m", module, *sizes, "--resume", "--output", f"{folder}/{file}", "--seconds", begins]
+        return ["-m", f"bass_lab.gpu.{module}", *sizes, "--resume", "--output", f"{folder}/{file}", "--seconds", begins]
 
     return command
 
 
 def _part(name: str) -> Command:
     def command(folder: str, seconds: str, rehearse: bool) -> list[str]:
-        return ["-m", "bass_lab.gpu_parts", name, folder, *(["--rehearse"] if rehearse else [])]
+        return ["-m", "bass_lab.gpu.parts", name, folder, *(["--rehearse"] if rehearse else [])]
 
     return command
 
 
-BENCHMARK = "bass_lab.measure.gpu_benchmark"
+BENCHMARK = "decoding"
 EXACTNESS = 130.0  # seconds of its last way, and of looking at what was decoded
 STAGES = {
     "tests": Stage("the GPU tests, as many at a time as there are cores", 400, ("tests.jsonl",), _tests),
-    "kernels": Stage("kernels and their peers", 460, ("kernels.jsonl",), _timed("bench", "kernels.jsonl")),
+    "kernels": Stage("kernels and their peers", 460, ("kernels.jsonl",), _timed("kernels", "kernels.jsonl")),
     "decode": Stage(
         "7.8B + 310M: regular, batched, useless drafts",
         460,
@@ -96,7 +96,7 @@ STAGES = {
         _part("costs"),
     ),
     "products": Stage(
-        "products with INT8 and INT4 weights", 260, ("products.jsonl",), _timed("bench.products", "products.jsonl")
+        "products with INT8 and INT4 weights", 260, ("products.jsonl",), _timed("kernels.products", "products.jsonl")
     ),
     "sanitizers": Stage(
         "every kernel under compute-sanitizer, on small shapes",

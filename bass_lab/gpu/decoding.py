@@ -29,11 +29,12 @@ from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
 from bass_core.prompts import token_ids
-from bass_lab.measure import gpu_command, records
+from bass_lab.gpu import command
+from bass_lab.gpu.command import DeviceLost
+from bass_lab.measure import records
 from bass_lab.measure.benchmark import greedy_alone
-from bass_lab.measure.gpu_command import DeviceLost
-from bass_lab.measure.gpu_plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, Way, plan
 from bass_lab.measure.modelled_costs import modelled_costs
+from bass_lab.measure.plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, Way, plan
 from bass_lab.measure.ratios import Ratio
 from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay, repeat
 from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
@@ -275,7 +276,7 @@ def checked(device: str, attention: str, compile: str, new: int = 24) -> dict:
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = gpu_command.parser(
+    parser = command.parser(
         "gpu",
         "Time decoding at real sizes on a CUDA GPU.",
         quick="the 7.8B shape alone, about three minutes",
@@ -289,7 +290,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Measure and write way by way. Returns the exit code."""
     dry = options.dry_run
-    lines = gpu_command.Lines("gpu", options, check, limit=165 if options.quick or options.peers else 540)
+    lines = command.Lines("gpu", options, check, limit=165 if options.quick or options.peers else 540)
     here = {name: lines.environment[name] for name in ("device", "torch", "transformers", "commit")}
     name = "cpu" if dry else "cuda"
     peaks = measure_device(name, torch.float32 if dry else torch.bfloat16)
@@ -320,7 +321,7 @@ def _chosen(options: argparse.Namespace) -> list[Group]:
     return [DRY] if options.dry_run else PEERS if options.peers else plan(options.quick)
 
 
-def _left(group: Group, lines: gpu_command.Lines) -> tuple[Way, ...]:
+def _left(group: Group, lines: command.Lines) -> tuple[Way, ...]:
     """What a run that is resumed has not measured."""
     asked = {"shape": group.shape, "batch": group.batch}
     return tuple(way for way in group.ways if not lines.has(**asked, way=str(way)))
@@ -339,14 +340,14 @@ def _made(line: dict) -> tuple[str, str]:
     return line["attention"], line["compile"]
 
 
-def _look_at(lines: gpu_command.Lines, device: str, made: tuple[str, str]) -> None:
+def _look_at(lines: command.Lines, device: str, made: tuple[str, str]) -> None:
     """Check the embedded pair with its passes made so, and tell the lines of ways that made theirs so."""
     verdict = checked(device, *made)
     lines.amend(lambda line: line | {"exactness": verdict} if _is_unchecked(line) and _made(line) == made else line)
     print(f"exactness of the embedded pair, decoded in this way: {'PASS' if verdict['passed'] else 'FAIL'} {verdict}")
 
 
-def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: gpu_command.Lines, device: str) -> None:
+def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: command.Lines, device: str) -> None:
     pair, shape = None, None
     for group in groups:
         left = _left(group, lines)
@@ -419,7 +420,7 @@ def bounds(pair: ModelPair, group: Group, benchmark: GpuBenchmark) -> str:
 
 
 def main(given: list[str] | None = None) -> int:
-    return gpu_command.main(run, arguments(given))
+    return command.main(run, arguments(given))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from bass_lab.gpu.kernels.cases import Case
+from bass_lab.gpu.kernels.measure import Outcome
 from bass_lab.measure import record_schema
-from bench.cases import Case
-from bench.measure import Outcome
 
 SHAPE = ("heads", "kv_heads", "head_dim")  # of a `Workload`
 CASE = ("model", "batch", "query_length", "kv_length", "distribution", "dtype")  # of a `Case`

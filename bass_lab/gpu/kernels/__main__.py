@@ -1,4 +1,4 @@
-"""`PYTHONPATH=.:kernels python -m bench`: measure, print a table per case, and one JSON document as the last line."""
+"""`PYTHONPATH=.:kernels python -m bass_lab.gpu.kernels`: print a table per case, and JSON as the last line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import triton
 
-from bass_lab.measure import gpu_command
+from bass_lab.gpu import command
+from bass_lab.gpu.kernels import cases, report, schema
+from bass_lab.gpu.kernels.measure import DeviceLost, Outcome, measure
+from bass_lab.gpu.kernels.peers import OURS, PEERS, by_default
+from bass_lab.gpu.kernels.timing import Timer
 from bass_lab.measure.roofline import copy_bandwidth
-from bench import cases, report, schema
-from bench.measure import DeviceLost, Outcome, measure
-from bench.peers import OURS, PEERS, by_default
-from bench.timing import Timer
 
 SECONDS = 450.0  # a run without --all ends here
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
-    parser = gpu_command.parser(
+    parser = command.parser(
         "kernels",
         "Time ragged-attention kernels against their peers.",
         quick="few cases, about a minute",
@@ -69,7 +69,7 @@ def _installed(package: str) -> str | None:
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Measure and write case by case. Returns the exit code."""
-    lines = gpu_command.Lines("kernels", options, schema.check, limit=math.inf if options.all else SECONDS)
+    lines = command.Lines("kernels", options, schema.check, limit=math.inf if options.all else SECONDS)
     here, device = environment(lines.environment), torch.device("cpu" if options.dry_run else "cuda")
     timer, copy = Timer(device), copy_bandwidth(device)
     left, lost = [case for case in chosen_cases(options) if not lines.has(**schema.of_case(case))], None
@@ -97,11 +97,11 @@ def run(options: argparse.Namespace) -> int:
         "lost": lost,
     }
     lines.end(document)
-    return 1 if lost else gpu_command.verdict(lines.known, OURS)
+    return 1 if lost else command.verdict(lines.known, OURS)
 
 
 def main(given: list[str] | None = None) -> int:
-    return gpu_command.main(run, arguments(given))
+    return command.main(run, arguments(given))
 
 
 if __name__ == "__main__":
