@@ -27,13 +27,13 @@ from bass_core.loading.measured_costs import costs_for
 from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.loading.quantization import quantized
 from bass_core.loop.rows import Request
-from bass_core.loop.trace import Trace
+from bass_core.loop.trace import StepEvent, Trace
 from bass_core.policies.costs import CostModel
 from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput, Objective
 from bass_core.policies.learned import Learned
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
-from bass_core.session import Result, Session, StepEvent
+from bass_core.session import Result, Session
 
 __version__ = "0.1.0"
 

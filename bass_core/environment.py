@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import secrets
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -65,3 +66,24 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Give all work inside to a CUDA stream: freed memory goes back to that one's pool. None: there is no GPU.
+
+    A caller on another stream waits for the work there, as the work waits for what came before.
+    """
+    callers = None if stream is None else torch.cuda.current_stream(stream.device)
+    if callers == stream:
+        yield
+        return
+    stream.wait_stream(callers)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the device was lost: what was raised says so
+            callers.wait_stream(stream)
+        raise
+    callers.wait_stream(stream)

@@ -19,10 +19,12 @@ from bass_core import checks
 from bass_core.detokenizer import FinalText
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.rows import Prompt, Request
-from bass_core.loop.trace import Trace
+from bass_core.loop.step import ForcedAcceptance
+from bass_core.loop.trace import StepEvent, Trace
+from bass_core.options import among
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import PromptLike, prompts_of
-from bass_core.session import Result, Session, StepEvent
+from bass_core.session import Result, Session
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,7 +128,7 @@ def generate(
     verification: str = "token",
     attention: str = "auto",
     compile: str = "auto",
-    acceptance: str | None = None,
+    acceptance: ForcedAcceptance | None = None,
     max_batch_size: int | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     stop: str | Sequence[str] = (),
@@ -159,8 +161,8 @@ def generate(
         short texts, one call after the other, keep a `Session`). "compiled" sends the models'
         layers through torch.compile (seconds per shape, once per process). "compiled+graphs" is both, the fastest.
         "auto" is "graphs" on a GPU where nothing stands against it, else "off".
-    acceptance: None: earned. "synthetic:0.8" draws how many drafts each row keeps, to measure with
-        (`SyntheticAcceptance`); texts then mean nothing, and `Generation.synthetic` is true.
+    acceptance: None: earned. A `bass_lab.SyntheticAcceptance` draws how many drafts each row keeps, to measure with;
+        texts then mean nothing, and `Generation.synthetic` is true.
     max_batch_size: rows decoded at once (None: all); waiting rows take freed places.
     eos_token_id: None for the model's own, () to stop on none. stop: strings that end a row; one
         that is a special token, such as "<|im_end|>", ends it where the token occurs.
@@ -177,26 +179,8 @@ def generate(
     ends = deadline(time_budget)
     ids = prompts_of(pair, prompts, max_new_tokens, generation_config)
     samples = checks.integer("num_return_sequences", num_return_sequences, least=1)
-    with Session(
-        pair,
-        max_batch_size=len(ids) * samples if max_batch_size is None else max_batch_size,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        draft_length=draft_length,
-        verification=verification,
-        attention=attention,
-        compile=compile,
-        acceptance=acceptance,
-        eos_token_id=eos_token_id,
-        stop=stop,
-        generation_config=generation_config,
-        on_row_error=on_row_error,
-        trace=trace,
-    ) as session:
+    most = len(ids) * samples if max_batch_size is None else max_batch_size
+    with Session(pair, **among(locals()) | {"max_batch_size": most}) as session:
         handles = _submit(session, ids, samples, max_new_tokens)
 
         try:

@@ -50,15 +50,15 @@ from transformers import (
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
-from bass_core import options
 from bass_core.drafters import NAMES, Drafter, named
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import StepEvent
 from bass_core.model import transformers_internals as internals
 from bass_core.model.encoder_decoder import FEATURES
+from bass_core.options import among, asked_for
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_core.prompts import BEGINS
-from bass_core.session import StepEvent
 
 # Fields of a GenerationConfig that are honoured, or say nothing about decoding.
 HONOURED = {
@@ -180,15 +180,8 @@ def bass_generate(
             prompts,
             **stops,
             **sampling,
-            generation_config=_never_chosen(generation_config),  # all else is passed here, or refused above
-            seed=seed,
-            draft_length=draft_length,
-            verification=verification,
-            attention=attention,
-            compile=compile,
-            max_batch_size=max_batch_size,
+            **among(locals()) | {"generation_config": _never_chosen(generation_config)},  # all else is in the call
             on_step=hearing.of_rows(prompts, forced, generation_config.forced_eos_token_id is not None),
-            trace=trace,
         )
         rows = _with_forced(generation, generation_config, forced, generation_config.max_length - width)
         hearing.rest(rows)
@@ -272,7 +265,7 @@ def _refuse_other_options(config: GenerationConfig, pair: ModelPair) -> None:
     known, honoured = vars(GenerationConfig()), HONOURED | NEUTRAL
     honoured |= HONOURED_OF_READERS if pair.reads_sources else set()
     others = (name for name in vars(config) if not name.startswith("_") and name not in honoured)
-    for name, value in options.asked_for(config, others):
+    for name, value in asked_for(config, others):
         if name == "bad_words_ids" and all(len(word) == 1 for word in value):
             continue
         if name in known:

@@ -1,9 +1,10 @@
-"""What a session is asked for beyond its prompts, checked before any forward pass."""
+"""What a session is asked for beyond its prompts, declared and checked once, before any forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -11,7 +12,83 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from bass_core import checks
 from bass_core.detokenizer import StopStrings
 from bass_core.exactness.sampling import SamplingParams
+from bass_core.exactness.verification import RULES
+from bass_core.loading.model_pair import ModelPair
 from bass_core.model.transformers_internals import generation_defaults
+from bass_core.policies.protocol import DraftLengthPolicy
+
+LEVELS = ("off", "steps", "tokens")  # of a trace
+COMPILE = ("auto", "off", "graphs", "compiled", "compiled+graphs")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a `Session`, as `generate` describes them. Raises ValueError or TypeError for what nobody can
+    honour; `resolved` does for what a pair cannot."""
+
+    max_batch_size: int = 8
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float | None = None
+    seed: int = 0
+    draft_length: int | DraftLengthPolicy | None = None
+    verification: str = "token"
+    attention: str = "auto"
+    compile: str = "auto"
+    acceptance: Any = None
+    eos_token_id: int | Iterable[int] | None = None
+    stop: str | Sequence[str] = ()
+    generation_config: GenerationConfig | None = None
+    on_row_error: str = "raise"
+    prefill_chunk: int | None = None
+    trace: str = "steps"
+
+    def __post_init__(self):
+        for name, least in (("seed", None), ("max_batch_size", 1), ("prefill_chunk", 1)):
+            if (value := getattr(self, name)) is not None or name != "prefill_chunk":
+                object.__setattr__(self, name, checks.integer(name, value, least))
+        checks.one_of("verification", self.verification, (*RULES, "coupled"))
+        checks.one_of("on_row_error", self.on_row_error, ("raise", "finish"))
+        checks.one_of("trace", self.trace, LEVELS)
+        checks.one_of("compile", self.compile, COMPILE)
+        if isinstance(self.acceptance, str):
+            raise TypeError(
+                f"acceptance must be None or an object that draws accepted counts, got {self.acceptance!r}; write "
+                f"bass_lab.SyntheticAcceptance.named({self.acceptance!r})"
+            )
+
+    def resolved(self, pair: ModelPair) -> Resolved:
+        """Return what these options mean for a pair, whose target may have a `generation_config` of its own."""
+        vocabulary = pair.target.config.get_text_config().vocab_size
+        config = generation_config(pair.target, self.generation_config)
+        penalty = (config.repetition_penalty or 1.0) if self.repetition_penalty is None else self.repetition_penalty
+        params = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, penalty)
+        check_sampling(self.generation_config, params)
+        eos = eos_ids(config, self.eos_token_id, vocabulary)
+        stop = stop_strings(self.stop, pair.tokenizer)
+        return Resolved(vocabulary, config, params, eos, stop, *suppressed(config, eos, vocabulary))
+
+
+def among(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options among a function's arguments (its `locals()`)."""
+    return {each.name: arguments[each.name] for each in fields(Options) if each.name in arguments}
+
+
+class Resolved(NamedTuple):
+    """`Options` for a pair. never, not_first: ids that no text may have, and that none may begin with."""
+
+    vocabulary: int
+    config: GenerationConfig
+    params: SamplingParams
+    eos: frozenset[int]
+    stop: StopStrings | None
+    never: tuple[int, ...]
+    not_first: tuple[int, ...]
+
+
+# --- a model's generation_config ------------------------------------------------------------------
 
 # Options of a model's `generation_config` that change its text, and that the engine does not know.
 UNKNOWN_OPTIONS = (

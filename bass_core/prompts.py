@@ -15,7 +15,7 @@ from bass_core import checks
 from bass_core.loading.checkpoints import panics_are_errors
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.rows import Prompt
-from bass_core.model.attention import recomputed_beyond
+from bass_core.model.architectures import recomputed_beyond
 from bass_core.model.encoder_decoder import FEATURES, Source
 from bass_core.options import generation_config
 

@@ -7,13 +7,14 @@ algorithm.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -21,38 +22,23 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from bass_core import checks, options
+from bass_core import checks
 from bass_core.drafters import Context, Draft, NgramDrafter, Setting
-from bass_core.exactness.sampling import SamplingParams
-from bass_core.exactness.verification import RULES
-from bass_core.gpu import graph_step
+from bass_core.environment import on_stream
+from bass_core.execution import Execution, execution
+from bass_core.interrupts import Exclusive, always
 from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.batch import Batch
+from bass_core.loop.phases import Listener, Phases
 from bass_core.loop.rows import Commit, Prompt, Request, Rows
-from bass_core.loop.step import Decided, StepOptions
-from bass_core.loop.trace import LEVELS, Stopwatch, Trace, token_columns
+from bass_core.loop.step import ForcedAcceptance, HostReport, StepOptions, StepReport, decide
+from bass_core.loop.trace import StepEvent, Trace
 from bass_core.model import kernel_ops, probe
 from bass_core.model.runner import Runner
+from bass_core.options import Options, among, stop_strings
 from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, planned_lengths
 from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
-
-FIRST_PHASES = ("plan", "prefill")  # of a decode step: plan, draft, verify, commit; of a prefill: prefill, commit
-
-
-@dataclass(frozen=True)
-class StepEvent:
-    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted. Rows that ended
-    by a deadline or by `cancel` are in none: their handles have a finish_reason.
-
-    drafted, accepted: how many tokens each of them drafted, and had accepted; where a row ended, fewer may be emitted.
-    """
-
-    step: int
-    rows: list[int]
-    new_tokens: list[list[int]]
-    drafted: list[int]
-    accepted: list[int]
 
 
 class Result(NamedTuple):
@@ -98,7 +84,7 @@ class Session:
         verification: str = "token",
         attention: str = "auto",
         compile: str = "auto",
-        acceptance: str | None = None,
+        acceptance: ForcedAcceptance | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         stop: str | Sequence[str] = (),
         generation_config: GenerationConfig | None = None,
@@ -106,68 +92,53 @@ class Session:
         prefill_chunk: int | None = None,
         trace: str = "steps",
     ):
-        self.pair, self.seed = model_pair(pair), checks.integer("seed", seed, least=None)
-        own = self._asked_for = options.generation_config(pair.target, generation_config)
-        penalty = (own.repetition_penalty or 1.0) if repetition_penalty is None else repetition_penalty
-        self.params = SamplingParams(temperature, top_k, top_p, min_p, penalty)
-        options.check_sampling(generation_config, self.params)
+        self.options, self.pair = Options(**among(locals())), model_pair(pair)
+        self.asked = self.options.resolved(pair)
         self.policy = policy_for(pair, draft_length)
-        self.rule = checks.one_of("verification", verification, (*RULES, "coupled"))
-        self.on_row_error = checks.one_of("on_row_error", on_row_error, ("raise", "finish"))
-        self.vocabulary = pair.target.config.get_text_config().vocab_size
-        max_rows = checks.integer("max_batch_size", max_batch_size, least=1)
-        chunk = None if prefill_chunk is None else checks.integer("prefill_chunk", prefill_chunk, least=1)
-        checks.one_of("trace", trace, LEVELS)
-        eos = options.eos_ids(own, eos_token_id, self.vocabulary)
-        self.stop = options.stop_strings(stop, pair.tokenizer)
-        checks.one_of("compile", compile, ("auto", *graph_step.WAYS))
-        forced = None
-        if acceptance is not None:  # benchmarks: nobody else loads it
-            from bass_core.synthetic import SyntheticAcceptance
-
-            forced = SyntheticAcceptance.named(acceptance, pair.device)
         paths = [probe.resolve(model, attention) for model in pair.models]  # runs them: after all refused without
-        way = graph_step.resolve(compile, pair.device, paths, trace, pair.launched_because)
-
-        never, first = options.suppressed(own, eos, self.vocabulary)
-        self._not_first = torch.tensor(first, dtype=torch.int64, device=pair.device)
+        how = execution(compile, pair.device, paths, trace, pair.launched_because)
+        layers = how.layers(pair.device)
         # Regular decoding asks no drafter: one that keeps nothing of rows stands for it.
         drafter = NgramDrafter() if self.policy == FixedLength(0) else pair.drafter
-        keeps = {"keeps_hidden": drafter.wants_hidden, "suppressed": never}
-        self.target = Runner(pair.target, paths[0], max_rows, compiled=way.compiled, **keeps)
-        setting = {"coupled": self.rule == "coupled", "show_q": trace == "tokens", "compiled": way.compiled}
-        self.drafter = drafter.begin(Setting(pair.target, paths, max_rows, self.vocabulary, **setting))
-        self.rows = Rows(max_rows, pair.device, self.vocabulary, self.params, eos)
-        self.batch = Batch(self.rows, self.target, self.drafter, chunk)
-        self.trace = Trace(
-            trace,
-            attention=paths[0],
-            draft_attention=paths[1] if len(paths) > 1 else None,
-            compile=way.name,
-            kernels="triton" if kernel_ops.run_on(pair.device) else "torch",
-            synthetic=pair.synthetic or forced is not None,
-            acceptance=acceptance or "earned",
-            verification="greedy" if self.params.greedy else self.rule,
-            policy=repr(self.policy),
-        )
-        me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next looked for
-        wants_p, all_or_none = trace == "tokens", self.on_row_error == "raise"
-        told = {"begin": lambda phase: me()._enter(phase), "watch": lambda: me()._watch_ahead()}
-        step_options = StepOptions(self.rule, forced, wants_p, all_or_none, **told)
-        fall_back = (lambda: me().trace.meta.update(compile="off")) if compile == "auto" else None
-        from bass_core.gpu import overlap  # not with the library: that stays quick to import
-
-        self.device_step = overlap.make(way, fall_back, self.rows, self.target, self.drafter, step_options)
-        self._watch = Stopwatch(pair.device)
+        slots, vocabulary = self.options.max_batch_size, self.asked.vocabulary
+        keeps = {"keeps_hidden": drafter.wants_hidden, "suppressed": self.asked.never}
+        self.target = Runner(pair.target, paths[0], slots, layers=layers, **keeps)
+        shows = {"coupled": verification == "coupled", "show_q": trace == "tokens"}
+        self.drafter = drafter.begin(Setting(pair.target, paths, slots, vocabulary, layers=layers, **shows))
+        self.rows = Rows(slots, pair.device, vocabulary, self.asked.params, self.asked.eos)
+        self.batch = Batch(self.rows, self.target, self.drafter, self.options.prefill_chunk)
+        self.trace = Trace(trace, **self._about(paths, how))
+        me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next collected
+        self.phases = Phases(pair.device, lambda: me()._listener())
+        forced = None if acceptance is None else acceptance.on(pair.device)
+        self._rules = StepOptions(verification, forced, trace == "tokens", on_row_error == "raise")
+        about = self.trace.meta
+        fall_back = (lambda: about.update(compile="off")) if compile == "auto" else None
+        self.device_step = how.step(self.rows, self.target, self.drafter, self._rules, self.phases, fall_back)
+        self._not_first = torch.tensor(self.asked.not_first, dtype=torch.int64, device=pair.device)
         # Its memory is from this stream's pool. None: on a CPU.
         self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None
         self._count = itertools.count()
         self._chosen: set[int] = set()  # rows' numbers that callers chose
         self._step = 0
-        self._stepping: dict[str, object] = {}  # the step that runs now
+        self._turn = Exclusive()  # held by the step that runs now
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
         self._closed = self._committing = False
         self._ahead = False  # the device may have moved rows that the host has not
+
+    def _about(self, paths: list[str], how: Execution) -> dict[str, object]:
+        """Return what the trace says of the session."""
+        pair, acceptance = self.pair, self.options.acceptance
+        return {
+            "attention": paths[0],
+            "draft_attention": paths[1] if len(paths) > 1 else None,
+            "compile": how.name,
+            "kernels": "triton" if kernel_ops.run_on(pair.device) else "torch",
+            "synthetic": pair.synthetic or acceptance is not None,
+            "acceptance": "earned" if acceptance is None else acceptance.name,
+            "verification": "greedy" if self.asked.params.greedy else self.options.verification,
+            "policy": repr(self.policy),
+        }
 
     # --- rows come and go -------------------------------------------------------------------------
 
@@ -209,7 +180,7 @@ class Session:
         """
         self._refuse_closed()
         if not isinstance(prompt, Prompt):
-            prompt = prompt_of(self.pair, prompt, self._asked_for)
+            prompt = prompt_of(self.pair, prompt, self.asked.config)
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens)
         check_context(self.pair, len(prompt.ids), max_new_tokens)
         own = {
@@ -221,16 +192,16 @@ class Session:
         request = Request(
             prompt=replace(prompt),  # rows that wait for equal ones share it, what is prefilled with it
             max_new_tokens=max_new_tokens,
-            seed=self.seed if seed is None else checks.integer("seed", seed, least=None),
-            params=replace(self.params, **own) if own else self.params,
-            stop=self.stop if stop is None else options.stop_strings(stop, self.pair.tokenizer),
+            seed=self.options.seed if seed is None else checks.integer("seed", seed, least=None),
+            params=replace(self.asked.params, **own) if own else self.asked.params,
+            stop=self.asked.stop if stop is None else stop_strings(stop, self.pair.tokenizer),
             ignore_eos=ignore_eos,
             deadline=None if deadline is None else time.monotonic() + checks.seconds("deadline", deadline),
             row=(number := self._number(row)),  # last: what is refused takes none
             sample=number if sample is None else sample,
         )
         if not request.params.greedy and self.trace.meta["verification"] == "greedy":
-            self.trace.meta["verification"] = self.rule
+            self.trace.meta["verification"] = self.options.verification
         if max_new_tokens == 0:
             request.finish_reason = "length"
         else:
@@ -269,7 +240,7 @@ class Session:
     def result(self, handle: Request) -> Result:
         """What a row has so far, or in the end. Raises as `cancel`."""
         self._check_own(handle)
-        with self._on_own_stream():
+        with on_stream(self._stream):
             tokens, logprobs = self.rows.generated(handle)
         text = None
         if self.pair.tokenizer is not None:
@@ -346,91 +317,66 @@ class Session:
         me = object()
 
         def leave() -> None:
-            if self._stepping.get("by") is me:
+            if self._turn.held_by(me):
                 try:
                     while self._cancelled and not (self._committing or self._closed):
                         self.batch.end(*self._cancelled[0])
                         self._cancelled.popleft()
                 finally:
-                    self._stepping.clear()
+                    self._turn.release(me)
 
-        with self._on_own_stream():
-            try:
-                try:
-                    if self._stepping.setdefault("by", me) is not me:
-                        raise StepRunning("a step of this session is running: wait until it has ended")
-                    yield
-                finally:
-                    leave()
-            finally:
-                leave()  # again: a Ctrl-C may have fallen into the first
-
-    @contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
-        """All that the session gives to a GPU goes to the stream it was made on: freed memory goes back to that one's
-        pool. A caller on another stream waits for it there, as the session's waits for what came before."""
-        callers = None if self._stream is None else torch.cuda.current_stream(self._stream.device)
-        if callers == self._stream:
+        with on_stream(self._stream), always(leave):
+            if not self._turn.acquire(me):
+                raise StepRunning("a step of this session is running: wait until it has ended")
             yield
-            return
-        self._stream.wait_stream(callers)
-        try:
-            with torch.cuda.stream(self._stream):
-                yield
-        except BaseException:
-            with suppress(RuntimeError):  # of a GPU that is lost: what was raised says so
-                callers.wait_stream(self._stream)
-            raise
-        callers.wait_stream(self._stream)
 
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError("the session is closed and its caches are freed; make a new one")
 
     def _decode(self) -> StepEvent:
-        self._enter("plan")
+        self.phases.enter("plan")
         plan = self.policy.plan(self.rows.view())  # draft length, shared or per row; 0 is regular decoding
         planned, lengths = planned_lengths(plan, self.rows.view())  # [B], and cut to what each row may still emit
-        context = self.device_step.begin_decode(len(self.rows.live), int(lengths.max()))
-        self._enter("draft")
+        context = self.device_step.begin(len(self.rows.live), int(lengths.max()))
+        self.phases.enter("draft")
         draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V]
-        self._enter("verify")
+        self.phases.enter("verify")
         self._ahead = True
-        decided = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
-        commit = self._commit(context, draft, decided)
+        report = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
+        commit = self._commit(context, draft, report)
         drafted, accepted = draft.lengths_host, commit.accepted  # of which the drafter and the policy get copies
         self.drafter.committed(context.lengths_host.copy(), drafted.copy(), accepted.copy())
         self.policy.update(torch.from_numpy(drafted.copy()), torch.from_numpy(accepted.copy()))
         self.batch.compact()
         self.batch.long.decoded()
-        return self._record("decode", planned, context, draft, decided.p, commit)
+        return self._record("decode", planned, context, draft, report.p, commit)
 
     def _prefill(self, starting: list[Request]) -> StepEvent:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
-        self._enter("prefill")
+        self.phases.enter("prefill")
         with self.batch.admission():
             places, logits = self.batch.admit(starting)
-            self._enter("commit")
+            self.phases.enter("commit")
             context = self.device_step.context(places, 0)
             draft = Draft.none(context)
             self._ahead = True
             if len(self._not_first):
                 logits = logits.index_fill(-1, self._not_first, -torch.inf)
-            decided = self.device_step.verify(context, draft, logits[:, None])
-            commit = self._commit(context, draft, decided)
+            report = decide(self.rows, context, draft, logits[:, None], self._rules)
+            commit = self._commit(context, draft, report)
         self.batch.compact()
         self.batch.long.prefilled()
         if self.rows.live:
             self.policy.start(self.rows.view())
-        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, decided.p, commit)
+        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, report.p, commit)
 
     def _read_chunk(self) -> StepEvent:
         """A chunk of a long prompt, by the target and by what drafts."""
-        self._enter("prefill")
+        self.phases.enter("prefill")
         request, chunk = self.batch.read_chunk()
-        self._enter("commit")
-        self._enter("")
-        reading, after = self._watch.intervals()
+        self.phases.enter("commit")
+        reading, after = self.phases.end()
         counts = dict.fromkeys(("k", "drafted", "accepted", "emitted"), 0)
         times = {"draft_ms": 0.0, "verify_ms": reading, "other_ms": after}
         self.trace.record_step(
@@ -439,23 +385,23 @@ class Session:
         self._step += 1
         return StepEvent(self._step - 1, [], [], [], [])
 
-    def _commit(self, context: Context, draft: Draft, decided: Decided) -> Commit:
+    def _commit(self, context: Context, draft: Draft, report: StepReport) -> Commit:
         """The step's one copy to the host, which shows whether all logits were numbers, and the host's side of it."""
-        host = decided.on_host()  # [B, K + 4]
+        found = report.on_host()
         self.rows.fetch_ended()
-        failed = self._failed_rows(context, host[:, -2:] == 0)
+        failed = self._failed_rows(context, found)
         self._committing = True
-        commit = self.rows.commit(context.places, host[:, :-2], draft.lengths_host, failed)
+        commit = self.rows.commit(context.places, found.tokens, found.accepted, draft.lengths_host, failed)
         self._committing = self._ahead = False
         return commit
 
-    def _failed_rows(self, context: Context, broken: np.ndarray) -> np.ndarray:
-        """bool [B]: rows to end with reason "error". broken: bool [B, 2], the target's logits were not numbers, and the
-        draft's. Raises FloatingPointError unless on_row_error is "finish"."""
-        failed = broken.any(1)
-        if self.on_row_error == "raise" and failed.any():
+    def _failed_rows(self, context: Context, found: HostReport) -> np.ndarray:
+        """bool [B]: rows to end with reason "error", since a model's logits were not numbers. Raises FloatingPointError
+        unless on_row_error is "finish"."""
+        failed = ~(found.target_finite & found.draft_finite)
+        if self.options.on_row_error == "raise" and failed.any():
             index = int(failed.argmax())
-            role, model = ("target", self.pair.target) if broken[index, 0] else ("draft", self.pair.draft)
+            role, model = ("draft", self.pair.draft) if found.target_finite[index] else ("target", self.pair.target)
             foreign = "" if isinstance(model, PreTrainedModel) else "(or ids that the target does not have) "
             row = self.rows.live[context.places[index]]
             self._take_back()
@@ -479,48 +425,15 @@ class Session:
         with self.target.prepared(), self.drafter.prepared():
             yield
 
-    def _watch_ahead(self) -> Stopwatch | None:
-        """What takes the times of a step that is launched ahead; None: phases are to be told of as they begin."""
-        return self._watch if Session.on_phase is None else None
-
-    def _enter(self, phase: str) -> None:
-        """A phase of the step begins; "" ends the last one."""
-        if phase in FIRST_PHASES:
-            self._watch.start()
-        else:
-            self._watch.mark()
-        if Session.on_phase is not None:
-            Session.on_phase(self, self._step, phase)
+    def _listener(self) -> Listener | None:
+        """Who is told of phases as they begin."""
+        return None if Session.on_phase is None else functools.partial(Session.on_phase, self, self._step)
 
     def _record(
-        self,
-        kind: str,
-        planned: np.ndarray,
-        context: Context,
-        draft: Draft,
-        p: Tensor | None,
-        commit: Commit,
+        self, kind: str, planned: np.ndarray, context: Context, draft: Draft, p: Tensor | None, commit: Commit
     ) -> StepEvent:
-        self._enter("")
-        spans = self._watch.intervals()
-        before, drafting, verifying, after = spans if kind == "decode" else (0.0, 0.0, *spans)
-        ids = [request.row for request in commit.requests]
-        self.trace.record_step(
-            step=self._step,
-            row=np.array(ids),
-            kind=kind,
-            k=planned,
-            drafted=draft.lengths_host,
-            accepted=commit.accepted,
-            emitted=commit.emitted,
-            kv_length=context.lengths_host,
-            draft_ms=drafting,
-            verify_ms=verifying,
-            other_ms=before + after,
-        )
-        if self.trace.level == "tokens":
-            self.trace.record_tokens(**token_columns(self._step, context.lengths_host, draft, p, commit))
-        new = [tokens[:count].tolist() for tokens, count in zip(commit.new_tokens, commit.emitted, strict=True)]
-        event = StepEvent(self._step, ids, new, draft.lengths_host.tolist(), commit.accepted.tolist())
+        spans = self.phases.end()
+        times = spans if kind == "decode" else [0.0, 0.0, *spans]
+        event = self.trace.record_commit(self._step, kind, planned, context, draft, p, commit, times)
         self._step += 1
         return event

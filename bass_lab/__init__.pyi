@@ -16,4 +16,5 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace as AcceptanceTrac
 from bass_lab.study.recording import record as record
 from bass_lab.study.simulator import simulate as simulate
 from bass_lab.sweep.parameters import check_parameters as check_parameters
+from bass_lab.synthetic_acceptance import SyntheticAcceptance as SyntheticAcceptance
 from bass_lab.threads import settle_threads as settle_threads

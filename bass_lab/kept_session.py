@@ -11,9 +11,9 @@ from bass_core.environment import synchronize
 from bass_core.generation import Generation, deadline, generate, steps_until
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.rows import Prompt, Request
-from bass_core.loop.trace import Trace
+from bass_core.loop.trace import StepEvent, Trace
 from bass_core.prompts import PromptLike, prompts_of
-from bass_core.session import Session, StepEvent
+from bass_core.session import Session
 
 MOST = 6  # runs until nothing is recorded: a shape is met in one run and recorded in the next, and rows may end anew
 

@@ -1,6 +1,6 @@
 """Where draft tokens come from, a way per file; what they have in common is in `protocol`."""
 
-from bass_core.drafters.draft_model import ModelDrafter, runners_of
+from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.feature import FeatureDrafter, FeatureHead, FeatureHeadConfig
 from bass_core.drafters.lookup import NgramDrafter, SuffixDrafter
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
@@ -29,5 +29,4 @@ __all__ = [
     "Setting",
     "SuffixDrafter",
     "named",
-    "runners_of",
 ]

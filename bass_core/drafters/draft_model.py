@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from bass_core.drafters.protocol import Context, Draft, Drafter, Setting
 from bass_core.exactness import sampling
 from bass_core.model import kernel_ops
-from bass_core.model.cache import Phase
 from bass_core.model.encoder_decoder import Encoded, Source
+from bass_core.model.forward_pass import Phase
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, Signals, cut_lengths
 
@@ -33,6 +33,8 @@ class ModelDrafter(Drafter):
     up on everything it missed: holes in its cache would cost acceptance.
     """
 
+    draws_ids = True
+
     def __init__(self, model: PreTrainedModel):
         self.models = [model]
 
@@ -42,14 +44,14 @@ class ModelDrafter(Drafter):
     def _over(self, model: PreTrainedModel, path: str, setting: Setting) -> Self:
         """What drafts for one session with this model on this attention path."""
         mine = super().begin(setting)
-        mine.runner = Runner(model, path, setting.max_rows, compiled=setting.compiled)
+        mine.runner = Runner(model, path, setting.max_rows, layers=setting.layers)
+        mine.runners = [mine.runner]
         mine.coupled, mine.show_q = setting.coupled, setting.show_q
         mine.vocabulary = setting.vocabulary  # the target's: ids beyond it are never drafted
         mine.draft_vocabulary = model.config.get_text_config().vocab_size
         mine.cached = np.zeros(setting.max_rows, dtype=np.int64)  # valid positions per place
-        # Logits [B, V] of a pass over ids, starts, query lengths and starts on the host, where passes between which a
-        # policy is asked are recorded (`gpu.graph_step`).
-        mine.recorded = None
+        # Logits [B, V] of a pass over ids, starts, query lengths and starts on the host, where steps are captured.
+        mine.captured = None
         return mine
 
     def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
@@ -76,6 +78,9 @@ class ModelDrafter(Drafter):
     def load_row(self, places: range, saved: list[Tensor], length: int) -> None:
         self.runner.cache.load_row(places, saved)
         self.cached[places.start : places.stop] = length
+
+    def capture_passes(self, captured: Callable[[Runner], Callable[..., Tensor]]) -> None:
+        self.captured = captured(self.runner)
 
     def prepared(self) -> AbstractContextManager:
         return self.runner.prepared()
@@ -106,9 +111,9 @@ class ModelDrafter(Drafter):
     def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before."""
-        context = context._replace(keys=replace(context.keys, fused=self.runner.fused))
+        context = context._replace(keys=replace(context.keys, fused=self.runner.layers.fused))
         width, committed = self.first_pass(most), context.lengths
-        last, starts, counts, ends = self.runner.fused(_passes)(context.tokens, committed, lengths, most, width)
+        last, starts, counts, ends = self.runner.layers.fused(_passes)(context.tokens, committed, lengths, most, width)
         phase = Phase(ends, width + most - 1, {})
 
         def feed(token: Tensor | None, slot: int, lengths: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ class ModelDrafter(Drafter):
             context = context.after(token)
         device = context.tokens.device
         looked_at = torch.as_tensor(looked_at, device=device)
-        finite = self.runner.fused(_finite)(torch.stack(peaks, 1), looked_at)
+        finite = self.runner.layers.fused(_finite)(torch.stack(peaks, 1), looked_at)
         if not drawn:
             return Draft.none(context)._replace(finite=finite)
         tokens = torch.stack([each.token for each in drawn], 1)  # [B, K]
@@ -179,10 +184,10 @@ class ModelDrafter(Drafter):
         draft: what they missed is not fed."""
         missed = self._missed(context, slice(rows))
         lengths = context.lengths_host[:rows]
-        if self.recorded is not None and missed <= RECORDED:
+        if self.captured is not None and missed <= RECORDED:
             count = 1 << max(missed - 1, 1).bit_length()
             fed = self._known(_last_tokens(context.tokens[:rows], context.lengths[:rows], count))
-            logits = self.recorded(fed, context.lengths[:rows] - count, [count] * rows, lengths - count)
+            logits = self.captured(fed, context.lengths[:rows] - count, [count] * rows, lengths - count)
         else:
             # Longer gaps are rounded up, so that shapes repeat.
             count = max(missed, 2) if missed <= CATCH_UP else -(-missed // CATCH_UP) * CATCH_UP
@@ -228,8 +233,8 @@ class ModelDrafter(Drafter):
         offset = active * (slot - 1)
         starts = context.lengths + (slot - 1 if active.all() else torch.as_tensor(offset, device=token.device))
         fed = self._known(token)[:, None], starts, active.astype(np.int64)
-        if self.recorded is not None:
-            return self._comparable(self.recorded(*fed, context.lengths_host + offset))
+        if self.captured is not None:
+            return self._comparable(self.captured(*fed, context.lengths_host + offset))
         own, starts_host = self._own(), context.lengths_host + offset
         options = {} if own is None else {"features": own, "last_only": True}
         return self._comparable(self.runner.feed(*fed, starts_host=starts_host, **options)[:, -1])
@@ -280,11 +285,6 @@ class ModelDrafter(Drafter):
     def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         # All drafted tokens but the last were fed; the accepted of these are right.
         self.cached[: len(before)] += np.minimum(accepted, np.maximum(drafted - 1, 0))
-
-
-def runners_of(target: Runner, drafter: Drafter) -> list[Runner]:
-    """All that keep caches of a session's rows: the target's, and that of a model which drafts."""
-    return [target, drafter.runner] if isinstance(drafter, ModelDrafter) else [target]
 
 
 def _is_tempered(context: Context) -> bool:

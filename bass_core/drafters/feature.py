@@ -118,6 +118,9 @@ class FeatureDrafter(ModelDrafter):
     def first_pass(self, most: int) -> int:
         return most + 1  # as many as a step commits: none of them was read with the target's hidden states yet
 
+    def capture_passes(self, captured: object) -> None:
+        """A pass reads hidden states that the one before it has predicted: none is captured by itself."""
+
     def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """What was drafted was read with predicted states, and is read again."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, NamedTuple, Self
 
@@ -27,7 +27,9 @@ from bass_core.exactness import randomness, sampling
 from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.sampling import MixedParams, SamplingParams
 from bass_core.exactness.verification import perturbed_choice
+from bass_core.model.cache import RaggedCache
 from bass_core.model.encoder_decoder import Encoded, Source
+from bass_core.model.runner import Layers, Runner
 from bass_core.policies.protocol import DraftLengthPolicy
 
 
@@ -40,7 +42,7 @@ class Setting(NamedTuple):
     vocabulary: int  # the target's
     coupled: bool = False  # coupled verification
     show_q: bool = False  # a trace wants the distributions also where verification does without
-    compiled: bool = False  # passes of fixed shape run through compiled layers
+    layers: Callable[[PreTrainedModel, RaggedCache], Layers] = Layers  # how the layers of its models run
 
 
 class Context(NamedTuple):
@@ -172,6 +174,9 @@ class Drafter(ABC):
     name: ClassVar[str] = "draft"
     models: Sequence[PreTrainedModel] = ()  # its own, that go over a cache of rows
     wants_hidden: ClassVar[bool] = False  # whether the target's last hidden states are to be kept for it
+    draws_ids: ClassVar[bool] = False  # its ids come from logits, so that a model has all of them
+    runners: Sequence[Runner] = ()  # of one session: its models over their caches
+    has_fixed: ClassVar[bool] = False  # whether `draft_fixed` and `catch_up` do what `draft` does, as fixed shapes
 
     def begin(self, setting: Setting) -> Self:
         """What drafts for one session: a copy, to which an extension gives what it keeps of rows."""
@@ -206,6 +211,17 @@ class Drafter(ABC):
     @abstractmethod
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] >= 0 tokens for row b; some row wants one. policy: may want to be asked in between."""
+
+    def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
+        """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
+        where it is 0 or less. `catch_up` comes before. Only where `has_fixed`."""
+        raise NotImplementedError
+
+    def catch_up(self, context: Context, lengths: np.ndarray, most: int) -> None:
+        """Feed what the rows that draft next have missed beyond the tokens that `draft_fixed` feeds."""
+
+    def capture_passes(self, captured: Callable[[Runner], Callable[..., Tensor]]) -> None:
+        """Passes of a runner may go through captured(runner) in `draft`, where steps are captured."""
 
     def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Rows had `before` tokens, drafted so many and had that many of these accepted: each int [B]."""

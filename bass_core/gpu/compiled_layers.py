@@ -18,13 +18,39 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from transformers import PreTrainedModel
 
+from bass_core.gpu import fused_projections
 from bass_core.gpu.graphs import unwatched
+from bass_core.model.architectures import layers_of
 from bass_core.model.cache import RaggedCache, RaggedLayer
+from bass_core.model.patching import changed
+from bass_core.model.runner import Layers
 
 BACKEND = "inductor"
 GRAPHS = 1024  # of one kind of layer in a process: eight for each shape of model that has it
 
 _compiled: dict[Callable, Callable] = {}  # by the layers' own forward; what is compiled lives as long as the process
+
+
+class LaunchedLayers(Layers):
+    """Layers on a GPU, operator by operator. Sibling projections lie side by side, since a later session that compiles
+    would move weights that recordings point at."""
+
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache):
+        self.model, self.cache, self.changes = model, cache, []
+        self.siblings = fused_projections.arrange(model)
+
+
+class CompiledLayers(LaunchedLayers):
+    """Layers through `torch.compile` in passes of fixed shape, sibling projections as one product."""
+
+    @contextmanager
+    def fixed(self) -> Iterator[None]:
+        products = [change for group in self.siblings for change in fused_projections.together(group)]
+        with changed(products), using(self.model, self.cache):
+            yield
+
+    def fused(self, function: Callable) -> Callable:
+        return region(function)
 
 
 class LayerView:
@@ -98,17 +124,6 @@ def region(function: Callable) -> Callable:
             return compiled(*args)
 
     return call
-
-
-def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder's layers: the longest list of modules in it that is in no other."""
-    return list(max(_outer_lists(model.get_decoder()), key=len, default=[]))
-
-
-def _outer_lists(module: nn.Module) -> list[nn.ModuleList]:
-    if isinstance(module, nn.ModuleList):
-        return [module]
-    return [each for child in module.children() for each in _outer_lists(child)]
 
 
 def _is_code(module: nn.Module) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from bass_core.model.patching import is_plain
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -36,7 +37,7 @@ def arrange(model: nn.Module) -> list[Group]:
 
 
 def together(group: Group) -> list[tuple[dict, str, Any]]:
-    """The changes (`attention.changed`) under which each of the group is a part of one product. None where its weights
+    """The changes (`patching.changed`) under which each of the group is a part of one product. None where its weights
     have been moved apart, or somebody stands in for one of its products."""
     weight = _whole([part.weight for part in group])
     bias = None if group[0].bias is None else _whole([part.bias for part in group])
@@ -53,32 +54,6 @@ def together(group: Group) -> list[tuple[dict, str, Any]]:
 def _part(self: nn.Linear, x: Tensor) -> Tensor:
     """This module's share of the product with all weights; compilers see that the others' is the same product."""
     return F.linear(x, *self._whole)[..., self._first : self._first + self.out_features]
-
-
-def is_plain(part: nn.Module | None) -> bool:
-    """Whether a module is a product of torch's own, of weights like any others, and nobody stands in for it."""
-    if type(part) is not nn.Linear or is_touched(part):
-        return False
-    if not part._parameters.keys() >= {"weight", "bias"} or written_in(nn.Linear.forward) != nn.modules.linear.__file__:
-        return False
-    tensors = [part.weight] if part.bias is None else [part.weight, part.bias]
-    return all(
-        each.is_contiguous()
-        and each.device.type != "meta"
-        and not each.is_inference()
-        and not is_traceable_wrapper_subclass(each)
-        for each in tensors
-    )
-
-
-def is_touched(module: nn.Module) -> bool:
-    """Whether somebody stands in for a module, or hooks it."""
-    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
-
-
-def written_in(function: object) -> str | None:
-    """The file of a function's code; None of what has no code in Python. One that wraps another is of the wrapper's."""
-    return getattr(getattr(function, "__code__", None), "co_filename", None)
 
 
 def _arranged(group: Group, users: Counter) -> bool:

@@ -15,7 +15,7 @@ from bass_core import drafters
 from bass_core.drafters import Drafter, FeatureDrafter, FeatureHead, ModelDrafter, NgramDrafter
 from bass_core.loading.checkpoints import check_there, floating, load_model, load_tokenizer, plain_tensors
 from bass_core.loading.quantization import KINDS, SELF_DRAFTS, kind_of, kind_of_copy, parameter_count, quantized
-from bass_core.model.attention import context_length, has_short_convolutions
+from bass_core.model.architectures import context_length, has_short_convolutions
 from bass_core.model.encoder_decoder import FEATURES
 from bass_core.model.transformers_internals import is_offloaded
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from bass_core.drafters import Drafter, runners_of
+from bass_core.drafters import Drafter
 from bass_core.environment import is_full
 from bass_core.loop.long_prompt import LongPrompts, read_sources
 from bass_core.loop.rows import Prompt, Request, Rows
@@ -29,7 +29,7 @@ class Batch:
         self.rows, self.target, self.drafter = rows, target, drafter
         self.long = LongPrompts(prefill_chunk, rows, target, drafter)
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
-        self._runners = runners_of(target, drafter)
+        self._runners = [target, *drafter.runners]
         self._filled = False  # whether the caches have all of their memory
         self.admitting = False  # whether the step that runs, or the last one, which failed, gives rows places
 

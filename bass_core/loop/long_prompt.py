@@ -15,7 +15,7 @@ from bass_core.model.runner import Runner
 
 def read_sources(target: Runner, drafter: Drafter, prompts: Sequence[Prompt], places: range) -> None:
     """Target and drafter read the sources of prompts that begin in these places, if their models read any."""
-    if target.cache.sources is not None:
+    if target.sources is not None:
         sources = [prompt.source for prompt in prompts]
         drafter.read_sources(sources, places, target.read(sources, places))
 

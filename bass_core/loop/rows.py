@@ -21,6 +21,7 @@ from bass_core.drafters import Context
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import Verified
+from bass_core.interrupts import always
 from bass_core.model.encoder_decoder import Source
 from bass_core.policies.protocol import RowsView
 
@@ -216,10 +217,12 @@ class Rows:
         extra = capacity - self.capacity
         tokens, logprobs = (torch.nn.functional.pad(each, (0, extra)) for each in (self.tokens, self.logprobs))
         host = np.pad(self.tokens_host, ((0, 0), (0, extra)))
-        try:  # all of them, or none where memory is full
+
+        def put() -> None:  # all of them, or none where memory is full
             self.tokens, self.logprobs, self.tokens_host, self.capacity = tokens, logprobs, host, capacity
-        finally:  # again: a Ctrl-C may have fallen between two of them
-            self.tokens, self.logprobs, self.tokens_host, self.capacity = tokens, logprobs, host, capacity
+
+        with always(put):
+            pass
 
     # --- committing -------------------------------------------------------------------------------
 
@@ -254,14 +257,16 @@ class Rows:
         self.steps[:live] = torch.from_numpy(self.steps_host[:live])
         self._recall(range(live))
 
-    def commit(self, places: range, host: np.ndarray, drafted: np.ndarray, failed: np.ndarray) -> Commit:
+    def commit(
+        self, places: range, new_host: np.ndarray, accepted: np.ndarray, drafted: np.ndarray, failed: np.ndarray
+    ) -> Commit:
         """The host's side of `advance`; ends rows that are done.
 
-        host: verified.tokens and verified.accepted as one array [B, K + 2]. drafted: how many tokens rows submitted
-        [B]. failed: bool [B], rows to end with reason "error", nothing of theirs committed.
+        new_host, accepted: verified.tokens [B, K + 1] and verified.accepted [B]. drafted: how many tokens rows
+        submitted [B]. failed: bool [B], rows to end with reason "error", nothing of theirs committed.
         """
         rows = slice(places.start, places.stop)
-        new_host, accepted_host = host[:, :-1], np.where(failed, 0, host[:, -1])
+        accepted_host = np.where(failed, 0, accepted)
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
         columns = np.arange(new_host.shape[1])
         at_host = np.where(columns < emitted[:, None], self.lengths_host[rows, None] + columns, self.capacity)

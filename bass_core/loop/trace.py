@@ -7,11 +7,9 @@ come and turned into frames when asked for, so that recording costs a step next 
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NotRequired, TypedDict
@@ -21,16 +19,31 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bass_core.drafters import Draft
+from bass_core.drafters import Context, Draft
 from bass_core.environment import write_whole
 from bass_core.loop.rows import Commit
+from bass_core.options import LEVELS
 
 STEP_COLUMNS = (
     "step", "row", "kind", "k", "drafted", "accepted", "emitted", "kv_length", "draft_ms", "verify_ms", "other_ms",
 )  # fmt: skip
 TOKEN_COLUMNS = ("row", "position", "step", "token", "kind", "p", "q")
 PROBABILITIES = ("p", "q")  # of these columns
-LEVELS = ("off", "steps", "tokens")
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One step: its number, and what it added. rows: row ids; new_tokens: the ids each of them emitted. Rows that ended
+    by a deadline or by `cancel` are in none: their handles have a finish_reason.
+
+    drafted, accepted: how many tokens each of them drafted, and had accepted; where a row ended, fewer may be emitted.
+    """
+
+    step: int
+    rows: list[int]
+    new_tokens: list[list[int]]
+    drafted: list[int]
+    accepted: list[int]
 
 
 class Summary(TypedDict):
@@ -55,72 +68,6 @@ class Summary(TypedDict):
     acceptance: NotRequired[str]
     verification: NotRequired[str]
     policy: NotRequired[str]
-
-
-class Stopwatch:
-    """Wall time between marks, in milliseconds. On CUDA by events, read after the step's one copy to the host.
-
-    A step that is launched ahead has its marks before it starts: those that it asks for then are there already.
-    """
-
-    def __init__(self, device: torch.device):
-        self._on_cuda = device.type == "cuda"
-        self._marks: list = []
-        self._asked = 0  # for how many of them this step has asked
-        self._next: list = []  # the next step's, where it is under way
-        self._free: list[torch.cuda.Event] = []  # of earlier steps, read or dropped
-        self._stream = torch.cuda.current_stream(device) if self._on_cuda else None
-
-    def start(self) -> None:
-        """The first mark; an interrupted step's are dropped."""
-        self._let_go(self._marks)
-        self._marks, self._next, self._asked = self._next, [], 0
-        self.mark()
-
-    def mark(self) -> None:
-        self._asked += 1
-        if self._asked > len(self._marks):
-            self._marks.append(self._now())
-
-    @contextmanager
-    def ahead(self) -> Iterator[None]:
-        """Marks made inside are those of the next step. Its first one is made here, and ends this step, too."""
-        now = self._now()
-        this, asked = [*self._marks, now], self._asked
-        self._marks, self._asked = [now], 1
-        try:
-            yield
-            self._next = self._marks
-        finally:
-            self._marks, self._asked = this, asked
-
-    def drop_ahead(self) -> None:
-        """The step that was launched ahead is none after all."""
-        del self._marks[self._asked :]
-        self._next = []  # their events are made anew: this is rare
-
-    def intervals(self) -> list[float]:
-        """Milliseconds between consecutive marks; starts over."""
-        marks, self._marks = self._marks, []
-        pairs = itertools.pairwise(marks)
-        if self._on_cuda:
-            marks[-1].synchronize()
-            found = [a.elapsed_time(b) for a, b in pairs]
-            self._let_go(marks)
-            return found
-        return [(b - a) * 1e3 for a, b in pairs]
-
-    def _let_go(self, marks: list) -> None:
-        """Use their events again, but for one that the next step begins with."""
-        if self._on_cuda:
-            self._free += [mark for mark in marks if not any(mark is other for other in self._next)]
-
-    def _now(self) -> float | torch.cuda.Event:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
 
 
 class Trace:
@@ -153,6 +100,39 @@ class Trace:
         if self.level == "tokens":
             self._token_parts.append(columns)
             self.__dict__.pop("tokens", None)
+
+    def record_commit(
+        self,
+        step: int,
+        kind: str,
+        planned: np.ndarray,
+        context: Context,
+        draft: Draft,
+        p: Tensor | None,
+        commit: Commit,
+        times: Sequence[float],
+    ) -> StepEvent:
+        """Record what a step committed, and return it as an event. times: milliseconds of plan, draft, verify,
+        commit."""
+        ids = [request.row for request in commit.requests]
+        before, drafting, verifying, after = times
+        self.record_step(
+            step=step,
+            row=np.array(ids),
+            kind=kind,
+            k=planned,
+            drafted=draft.lengths_host,
+            accepted=commit.accepted,
+            emitted=commit.emitted,
+            kv_length=context.lengths_host,
+            draft_ms=drafting,
+            verify_ms=verifying,
+            other_ms=before + after,
+        )
+        if self.level == "tokens":
+            self.record_tokens(**token_columns(step, context.lengths_host, draft, p, commit))
+        new = [tokens[:count].tolist() for tokens, count in zip(commit.new_tokens, commit.emitted, strict=True)]
+        return StepEvent(step, ids, new, draft.lengths_host.tolist(), commit.accepted.tolist())
 
     @cached_property
     def steps(self) -> pd.DataFrame:

@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bass_core import environment
-from bass_core.gpu import fused_projections
-from bass_core.model.attention import Change, pass_at_hand
-from bass_core.model.cache import Pass
+from bass_core.model.forward_pass import Pass, current_pass
+from bass_core.model.patching import Change, is_plain, is_touched, written_in
 from bass_core.model.transformers_internals import ROTATE
 
 STREAMED = 2**23  # bytes of weights that no CPU keeps near from one pass to the next; `linear` is as fast with fewer
@@ -42,7 +41,7 @@ FASTER = faster_than_linear(environment.processor())
 
 
 def changes(model: nn.Module) -> list[Change]:
-    """The changes (`attention.changed`) under which the layers do so. Modules of other types than float32 do what they
+    """The changes (`patching.changed`) under which the layers do so. Modules of other types than float32 do what they
     did, and so do those that somebody, at this moment, wraps, hooks, stands in for or has changed the class of."""
     streamed = FASTER and sum(each.nbytes for each in model.parameters()) >= STREAMED
     multiply = product if streamed else _linear
@@ -50,7 +49,7 @@ def changes(model: nn.Module) -> list[Change]:
     for module in model.modules():
         if _is_rms_norm(module):
             found.append((vars(module), "forward", _whole_norm(module)))
-        elif fused_projections.is_plain(module) and module.weight.dtype == torch.float32:
+        elif is_plain(module) and module.weight.dtype == torch.float32:
             found.append((vars(module), "forward", _product_of(module, multiply)))
         elif (forward := _rotating(module, rotating)) is not None:
             found.append((vars(module), "forward", types.MethodType(forward, module)))
@@ -154,9 +153,7 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
     """The forward of an attention module's class, with queries and keys rotated in eight operators; None of any other
     module. known: those made so far."""
     forward = inspect.unwrap(type(module).forward)  # without transformers' renaming of arguments
-    if fused_projections.is_touched(module) or ROTATE not in getattr(
-        getattr(forward, "__code__", None), "co_names", ()
-    ):
+    if is_touched(module) or ROTATE not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None
     if forward not in known:
         known[forward] = _calling(forward, ROTATE, _rotation(forward)) if _rotates_halves(forward) else None
@@ -165,11 +162,8 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
 
 def _rotates_halves(forward: types.FunctionType) -> bool:
     """Whether what it calls to rotate is transformers' own, written beside it, and what `rotated` is, to the bit."""
-    theirs, place = forward.__globals__.get(ROTATE), fused_projections.written_in(forward)
-    if (
-        not (forward.__module__ or "").startswith("transformers.models.")
-        or fused_projections.written_in(theirs) != place
-    ):
+    theirs, place = forward.__globals__.get(ROTATE), written_in(forward)
+    if not (forward.__module__ or "").startswith("transformers.models.") or written_in(theirs) != place:
         return False
     if theirs not in _rotates_halves_of:
         _rotates_halves_of[theirs] = _agrees_with_rotation(theirs)
@@ -199,7 +193,7 @@ def _rotation(forward: types.FunctionType) -> Callable:
             return theirs(*arguments, **options)
         if where[ROTATE] is theirs and not options and len(arguments) == 4 and _knows(*arguments):
             q, k, cos, sin = arguments
-            current = pass_at_hand()
+            current = current_pass()
             try:
                 factors = _factors(current, cos, sin) if current is None else current.once(_factors, cos, sin)
                 return rotated(q, *factors), rotated(k, *factors)

@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from bass_core.model import attention
-from bass_core.model.cache import Pass, RaggedCache, free
+from bass_core.model.cache import RaggedCache, free
+from bass_core.model.forward_pass import Pass
+from bass_core.model.patching import as_found
 from bass_core.model.transformers_internals import cache_argument
 
 FEATURES = "input_features"  # what models that hear are given in place of ids
@@ -64,7 +65,7 @@ def encode(model: PreTrainedModel, sources: Sequence[Source]) -> Encoded:
     """One pass of the model's encoder, as its owner left it but in evaluation mode; shorter sources are padded behind
     their end."""
     encoder, inputs = model.get_encoder(), [source.inputs.to(model.device) for source in sources]
-    with attention.as_found(model):
+    with as_found(model):
         if model.main_input_name == FEATURES:
             states = encoder(torch.stack(inputs).to(model.dtype), return_dict=True).last_hidden_state
             return Encoded(states, [states.shape[1]] * len(sources))
@@ -96,6 +97,7 @@ class Sources:
 
     def __init__(self, cache: RaggedCache, hidden_size: int):
         self.cache = cache
+        cache.by_row = self
         self.layers = [SourceLayer(self) for _ in cache.layers]
         self.lengths = np.zeros(cache.max_rows, np.int64)  # of each place's source
         self._on_device: Tensor | None = None
@@ -135,7 +137,7 @@ class Sources:
         for buffer, states in zip(mine.buffers, (keys, values), strict=True):
             buffer[rows, :, : states.shape[2]] = states
             buffer[rows, :, states.shape[2] :] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
-        self.cache.current.crossing = self
+        self.cache.current.foreign_mask = self.bias
         return keys, values
 
     def _room_for(self, states: Tensor, old: Tensor | None) -> Tensor:
@@ -149,7 +151,7 @@ class Sources:
     def handed_out(self, buffer: Tensor) -> Tensor:
         """What the rows of the pass at hand may see of it."""
         current = self.cache.current
-        current.crossing = self
+        current.foreign_mask = self.bias
         return buffer[self._rows(current), :, : self.extent(current)]
 
     def extent(self, current: Pass) -> int:

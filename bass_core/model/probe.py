@@ -21,21 +21,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bass_core.environment import is_full
 from bass_core.model import kernel_ops
 from bass_core.model import transformers_internals as internals
-from bass_core.model.attention import (
+from bass_core.model.architectures import context_length, has_short_convolutions, switch
+from bass_core.model.attention import PATHS
+from bass_core.model.encoder_decoder import FEATURES, Source, made_up
+from bass_core.model.patching import (
     OWN,
-    PATHS,
     SWITCHED,
     InUse,
-    Switch,
     as_found,
     changed,
     configurations,
-    context_length,
     evaluating,
-    has_short_convolutions,
     path_of,
 )
-from bass_core.model.encoder_decoder import FEATURES, Source, made_up
 from bass_core.model.runner import Runner
 from bass_core.model.transformers_internals import in_dtype, is_quantized
 
@@ -256,7 +254,7 @@ def _probe_error(model: PreTrainedModel, path: str) -> float:
         if padding is not None:  # some have positions that do not count it
             ids[ids == padding] = 2 if padding != 2 else 3
     with ExitStack() as stack:
-        stack.enter_context(Switch(model, path).on())  # no other thread sees what follows
+        stack.enter_context(switch(model, path).on())  # no other thread sees what follows
         stack.enter_context(within_reach(model))
         runner = stack.enter_context(Runner(model, path, max_rows=rows, capacity=longest + MORE))
         stack.enter_context(runner.prepared())

@@ -7,17 +7,19 @@ else thinks about padding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core.gpu import compiled_layers
-from bass_core.model import attention
-from bass_core.model.cache import Pass, Phase, RaggedCache
+from bass_core.model import architectures, cpu_layers
+from bass_core.model import transformers_internals as internals
+from bass_core.model.cache import RaggedCache, TokenStates
 from bass_core.model.encoder_decoder import Encoded, Source, Sources, encode
+from bass_core.model.forward_pass import Pass, Phase, running
+from bass_core.model.patching import Change
 
 BUCKET = 8  # packed tokens on CUDA are rounded up to a multiple of it
 EXTENT = 128  # slots to which the reach of a fixed pass is rounded up, on paths whose work grows with it
@@ -49,6 +51,22 @@ def _within(wanted: Tensor, ends: Tensor, scratch_slot: int) -> tuple[Tensor, Te
     return positions, wanted.where((wanted >= 0) & (wanted < ends[:, None]), scratch_slot)
 
 
+class Layers:
+    """How a model's layers run: operator by operator here. `gpu.compiled_layers` has another strategy."""
+
+    def __init__(self, model: PreTrainedModel, cache: RaggedCache):
+        """model's passes go over `cache`."""
+        self.changes: list[Change] = cpu_layers.changes(model) if model.device.type == "cpu" else []  # while switched
+
+    def fixed(self) -> AbstractContextManager[None]:
+        """Hold around a pass of fixed shape."""
+        return nullcontext()
+
+    def fused(self, function: Callable) -> Callable:
+        """Return a function of tensors that does the same, as one region where there is a compiler."""
+        return function
+
+
 class Runner:
     """`model` on an attention path, with a cache for `max_rows` rows of `capacity` positions.
 
@@ -62,37 +80,27 @@ class Runner:
         path: str,
         max_rows: int,
         capacity: int = 0,
-        compiled: bool = False,
+        layers: Callable[[PreTrainedModel, RaggedCache], Layers] = Layers,
         keeps_hidden: bool = False,
         suppressed: Sequence[int] = (),
     ):
-        """compiled: passes of fixed shape run through compiled layers (module compiled_layers). keeps_hidden: the cache
-        also keeps what the model's last layer leaves of each token. suppressed: ids whose logits are -inf."""
+        """layers: how they run. keeps_hidden: the cache also keeps the hidden states of the model's last layer.
+        suppressed: ids whose logits are -inf."""
         self.model = model
         self.path = path
         reads = model.config.is_encoder_decoder
         config = model.config.get_text_config()
-        layers = len(compiled_layers.layers_of(model)) if reads else config.num_hidden_layers
-        self.cache = RaggedCache(layers, max_rows, capacity, path == "eager", keeps_hidden)
-        if reads:
-            self.cache.sources = Sources(self.cache, config.hidden_size)
-        self.compiled = compiled
-        # On a GPU also where nothing is compiled: a later session would move weights that recordings point at.
-        self._siblings, lean = [], []
-        if compiled or model.device.type == "cuda":
-            from bass_core.gpu import fused_projections
-
-            self._siblings = fused_projections.arrange(model)
-        elif model.device.type == "cpu":
-            from bass_core.model import cpu_layers
-
-            lean = cpu_layers.changes(model)
+        depth = len(architectures.layers_of(model)) if reads else config.num_hidden_layers
+        self.cache = RaggedCache(depth, max_rows, capacity, path == "eager")
+        self.sources = Sources(self.cache, config.hidden_size) if reads else None
+        self._hidden: TokenStates | None = self.cache.token_states("hidden") if keeps_hidden else None
+        self.layers = layers(model, self.cache)
         self.bucket = BUCKET if model.device.type == "cuda" else 1
         self._adapters: tuple[str, ...] = ()  # by name, and peft's layers that have them
         self._adapted: list[torch.nn.Module] = []
         self._suppressed = torch.tensor(suppressed, device=model.device) if suppressed else None
-        self.context = attention.context_length(model)  # positions; None: it does not say
-        self._switch = attention.Switch(model, path, self.cache.hidden, lean)
+        self.context = architectures.context_length(model)  # positions; None: it does not say
+        self._switch = architectures.switch(model, path, self._hidden, self.layers.changes)
         self._shared: tuple[tuple, ...] = ()  # what the layers of this model share of a pass
 
     @property
@@ -120,10 +128,6 @@ class Runner:
     def prepared(self) -> AbstractContextManager[None]:
         """Keep the model switched to this runner's path for many passes; nests."""
         return nullcontext() if self._switch.is_on else self._switch.on()
-
-    def fused(self, function: Callable) -> Callable:
-        """A function of tensors, compiled as one region if this runner compiles."""
-        return compiled_layers.region(function) if self.compiled else function
 
     def feed(
         self,
@@ -167,7 +171,7 @@ class Runner:
             if not full or min(starts_host) < 0:
                 positions, slots = _within(wanted, ends, self.cache.scratch_slot)
         else:
-            positions, slots, ends = self.fused(_places)(ids, starts, query_lengths, self.cache.scratch_slot)
+            positions, slots, ends = self.layers.fused(_places)(ids, starts, query_lengths, self.cache.scratch_slot)
         where, seen = (positions, slots, starts, ends), (places, extent, self.cache.slots)
         return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase, features, prompt))
 
@@ -203,12 +207,12 @@ class Runner:
         cache. sources: of each row, or what an encoder has made of them."""
         with self.cache.explaining(), self.prepared():
             encoded = sources if isinstance(sources, Encoded) else encode(self.model, sources)
-        self.cache.sources.read(encoded, places)
+        self.sources.read(encoded, places)
         return encoded
 
     def hidden(self, places: range) -> Tensor | None:
         """What the last layer has left of each token [B, slots, H], where it is kept."""
-        return None if self.cache.hidden is None else self.cache.hidden.of(places)
+        return None if self._hidden is None else self._hidden.of(places)
 
     @property
     def room(self) -> int:
@@ -228,26 +232,74 @@ class Runner:
 
     def _forward(self, ids: Tensor, current: Pass) -> Tensor:
         fixed = current.kv_lengths is None
-        layers = self._compiled_layers() if self.compiled and fixed else nullcontext()
-        with self.cache.explaining(), self.prepared(), layers:
+        with self.cache.explaining(), self.prepared(), self.layers.fixed() if fixed else nullcontext():
             for kind in self._shared if fixed else ():
                 current.once(*kind)  # before the layers, of which compiled code sees one at a time
-            logits = attention.forward(self.model, self.path, ids, current, self.cache)
+            logits = self.run_model(ids, current)
         if self._suppressed is not None:
             logits = logits.index_fill(-1, self._suppressed, -torch.inf)
         if not fixed:
             self._shared = tuple(current.shared)
         return logits
 
-    @contextmanager
-    def _compiled_layers(self) -> Iterator[None]:
-        """Layers run compiled inside."""
-        from bass_core.gpu import fused_projections
+    def run_model(self, ids: Tensor, current: Pass) -> Tensor:
+        """Return the model's logits of one pass: [B, Q, V], or [B, 1, V] of the last query token. At padding they are
+        meaningless. ids: int64 [B, Q]."""
+        with running(current):
+            self.cache.current = current
+            logits = self.model(**self._inputs(ids, current), use_cache=True).logits
+        return logits[:, -1:] if current.last_only else current.unpack(logits)
 
-        products = [change for group in self._siblings for change in fused_projections.together(group)]
-        with attention.changed(products), compiled_layers.using(self.model, self.cache):
-            yield
+    def _inputs(self, ids: Tensor, current: Pass) -> dict:
+        """Return what the model's forward takes in this pass. A packed pass gives the model ids [1, T]."""
+        model, kind = self.model, type(self.model)
+        mask = _eager_masks(model, current) if self.path == "eager" else None
+        if self.sources is None:
+            inputs = {
+                "input_ids": current.pack(ids),
+                "attention_mask": mask,
+                internals.cache_argument(kind): self.cache,
+            }
+        else:
+            inputs = {"decoder_input_ids": current.pack(ids), "decoder_attention_mask": mask}
+            inputs |= self.sources.inputs(current, model, self.path)
+        names = internals.forward_names(kind)
+        for name in ("position_ids", "decoder_position_ids"):
+            if name in names:
+                inputs[name] = current.pack(current.positions)
+        if current.last_only and "logits_to_keep" in names:
+            inputs["logits_to_keep"] = 1
+        if current.features is not None:
+            inputs["features"] = current.pack(current.features)
+        return inputs
 
     def release(self) -> None:
         """Free the cache's memory."""
         self.cache.release()
+
+
+def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Tensor]:
+    """Additive 4-D mask [B, 1, Q, extent]; one per layer type for models that mix them.
+
+    A single plain mask would be silently wrong for sliding-window models.
+    """
+    config = model.config.get_text_config()
+
+    def mask(window: int | None = None, chunk: int | None = None) -> Tensor:
+        hidden = ~current.visible(window, chunk)[:, None]
+        # The smallest finite number, as transformers does: some models add masks up, and -inf twice is NaN.
+        lowest = torch.finfo(model.dtype).min
+        return torch.zeros(hidden.shape, dtype=model.dtype, device=hidden.device).masked_fill_(hidden, lowest)
+
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return mask(window)
+    options = {
+        "full_attention": {},
+        "sliding_attention": {"window": window},
+        "chunked_attention": {"chunk": getattr(config, "attention_chunk_size", None)},
+    }
+    masks = {kind: mask(**options[kind]) for kind in sorted(set(layer_types)) if kind in options}
+    masks |= {"conv": None} if "conv" in layer_types else {}
+    return masks if internals.takes_mask_per_layer_type(model) else masks[layer_types[0]]

@@ -20,6 +20,7 @@ from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loading.quantization import kind_of, parameter_count
 from bass_core.model import attention, probe
+from bass_core.model.architectures import context_length
 from bass_core.model.encoder_decoder import made_up
 from bass_core.model.runner import Runner
 from bass_core.policies.goodput import Goodput
@@ -183,7 +184,7 @@ def _describe(model: PreTrainedModel) -> dict:
         chosen = probe.resolve(model)
     except ValueError:
         chosen = None
-    context = attention.context_length(model)
+    context = context_length(model)
     position = _kv_bytes(model, chosen) if chosen else None
     return {
         "class": type(model).__name__,

@@ -16,10 +16,10 @@ from bass_core.drafters import NgramDrafter
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import StepEvent
 from bass_core.model import attention, probe
 from bass_core.model.encoder_decoder import FEATURES
 from bass_core.policies.protocol import DraftLengthPolicy, RowsView
-from bass_core.session import StepEvent
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.goodness_of_fit import POWER, detectable, g_test, holm
 from bass_lab.pairs import context_of, in_dtype

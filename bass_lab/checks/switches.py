@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bass_core.model.attention import context_length
+from bass_core.model.architectures import context_length
 from bass_core.model.probe import SWITCHES
 
 LONGEST = 512  # prompts beyond this make a quick check slow

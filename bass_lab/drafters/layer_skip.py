@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from bass_core.drafters.draft_model import ModelDrafter
 from bass_core.drafters.protocol import Setting
-from bass_core.gpu.compiled_layers import layers_of
 from bass_core.model import probe
+from bass_core.model.architectures import layers_of
 from bass_core.model.encoder_decoder import Encoded, Source
 
 

@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
-from bass_core.model import short_convolution
-from bass_core.model.attention import changed
+from bass_core.model import architectures
 from bass_core.model.cache import Pass
+from bass_core.model.patching import changed
 from bass_core.prompts import first_ids, token_ids
 from bass_core.session import Session
 from bass_lab.checks import plain_decoding
@@ -191,7 +191,7 @@ class KeptState:
 @contextmanager
 def not_rolled_back() -> Iterator[None]:
     """Inside, convolutions keep the state that rejected tokens have left."""
-    with changed([(vars(short_convolution), "_window", KeptState(short_convolution._window))]):
+    with changed([(vars(architectures), "_window", KeptState(architectures._window))]):
         yield
 
 

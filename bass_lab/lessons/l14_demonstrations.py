@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bass_core import checks
 from bass_core.model import attention
+from bass_core.model.patching import changed
 from bass_core.policies.costs import CostModel
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.evaluation import Evaluation
@@ -199,7 +200,7 @@ def two_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float
 @contextmanager
 def unfused() -> Iterator[None]:
     """Inside, the engine's paths "pad" and "split" compute attention by `two_products`, on a CPU."""
-    with attention.changed([(vars(attention), "_attend", _unfused)]):
+    with changed([(vars(attention), "_attend", _unfused)]):
         yield
 
 

@@ -11,8 +11,8 @@ import torch
 
 from bass_core.environment import synchronize
 from bass_core.loading.model_pair import ModelPair
-from bass_core.loop.trace import Stopwatch
-from bass_core.session import StepEvent
+from bass_core.loop.phases import Stopwatch
+from bass_core.loop.trace import StepEvent
 
 LATENCIES = ("first_ms", "last_ms", "mean_ms")
 

@@ -48,11 +48,13 @@ from bass_core.drafters import ModelDrafter, Setting
 from bass_core.exactness import randomness
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.gpu import compiled_layers
-from bass_core.gpu.graph_step import RecordedStep
+from bass_core.gpu.graph_step import GraphStep
 from bass_core.gpu.graphs import Graphs, launched_each_time
+from bass_core.loop.phases import Phases
 from bass_core.loop.rows import Rows
 from bass_core.loop.step import StepOptions
 from bass_core.model import kernel_ops
+from bass_core.model.architectures import layers_of
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import FixedLength
 from bass_lab.named_pairs import SHAPES, named_config
@@ -101,14 +103,15 @@ def launches(
         for model in models:
             model.to_empty(device="cuda").tie_weights()
         params, vocabulary = SamplingParams(temperature), target.vocab_size
-        setting = Setting(models[0], ["ragged"] * 2, batch, vocabulary, compiled=compiled)
+        layers = compiled_layers.CompiledLayers if compiled else compiled_layers.LaunchedLayers
+        setting = Setting(models[0], ["ragged"] * 2, batch, vocabulary, layers=layers)
         drafter = ModelDrafter(models[1]).begin(setting)
-        runners = Runner(models[0], "ragged", batch, 2 * PROMPT, compiled=compiled), drafter.runner
+        runners = Runner(models[0], "ragged", batch, 2 * PROMPT, layers=layers), drafter.runner
         drafter.grow(2 * PROMPT)
         rows = Rows(batch, models[0].device, vocabulary, params, ())
         rows.grow(2 * PROMPT)
-        options = StepOptions("token", None, False, True, begin=lambda phase: None)
-        step = RecordedStep(rows, runners[0], drafter, options, Graphs(launched_each_time))
+        phases = Phases(torch.device("cpu"), lambda: None)
+        step = GraphStep(rows, runners[0], drafter, StepOptions("token"), phases, Graphs(launched_each_time))
         with counted, ExitStack() as stack:
             for runner in runners:
                 stack.enter_context(runner.prepared())
@@ -120,13 +123,13 @@ def launches(
             lengths = np.full(batch, draft_length)
             for _ in range(2):  # what the first step makes for all later ones is no part of a step
                 counted.launches.clear()
-                context = step.begin_decode(batch, draft_length)
+                context = step.begin(batch, draft_length)
                 with counted.at("draft", "glue"):
                     drafted = step.draft(context, lengths, lengths, FixedLength(draft_length))
                 with counted.at("verify", "glue"):
                     step.verify(context, drafted)
     passes = {"draft": draft_length, "verify": 1}
-    depth = dict(zip(("verify", "draft"), (len(compiled_layers.layers_of(model)) for model in models), strict=True))
+    depth = dict(zip(("verify", "draft"), (len(layers_of(model)) for model in models), strict=True))
     table = pd.DataFrame(
         [(*key, count) for key, count in counted.launches.items()], columns=["phase", "place", "what", "launches"]
     )
@@ -211,7 +214,7 @@ def _code(graph: torch.fx.GraphModule, inputs: list) -> str:
 @contextmanager
 def _watched(counted: _Counted, runner: Runner) -> Iterator[None]:
     """Inside, launches of this runner's passes are counted as theirs, and those of their layers as the layers'."""
-    feed, layers = runner.feed, compiled_layers.layers_of(runner.model)
+    feed, layers = runner.feed, layers_of(runner.model)
 
     def fed(*args, **kwargs) -> Tensor:
         with counted.at(None, "around"):

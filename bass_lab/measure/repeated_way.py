@@ -20,6 +20,7 @@ from bass_lab.kept_session import HasSession
 from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.plan import Way, policy_of
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 CYCLES = 2e9  # of a GPU in a second, at most
 WARM_UPS = 2  # of a way: the first time compiles, the second records
@@ -49,7 +50,7 @@ class RepeatedWay(HasSession):
                 draft_length=policy,
                 attention=way.attention,
                 compile=way.compile,
-                acceptance=None if way.alpha is None else f"synthetic:{way.alpha}",
+                acceptance=None if way.alpha is None else SyntheticAcceptance.named(f"synthetic:{way.alpha}"),
                 eos_token_id=(),
             )
             self.session.reserve(max(map(len, prompts)) + new)

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from bass_core.environment import write_whole
-from bass_core.model.attention import Change, changed
+from bass_core.model.patching import Change, changed
 from bass_core.model.transformers_internals import ATTENTION
 
 

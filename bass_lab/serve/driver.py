@@ -15,7 +15,8 @@ from torch import Tensor
 
 from bass_core.environment import is_full
 from bass_core.loop.rows import Request
-from bass_core.session import Result, Session, StepEvent
+from bass_core.loop.trace import StepEvent
+from bass_core.session import Result, Session
 from bass_lab.serve.counts import Counts
 
 

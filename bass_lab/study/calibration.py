@@ -28,7 +28,7 @@ from bass_core import checks
 from bass_core.generation import generate
 from bass_core.loading.measured_costs import check_costs, device_name
 from bass_core.loading.model_pair import ModelPair, fingerprints
-from bass_core.loop.trace import Stopwatch
+from bass_core.loop.phases import Stopwatch
 from bass_core.model import probe
 from bass_core.model.encoder_decoder import made_up
 from bass_core.model.runner import Runner

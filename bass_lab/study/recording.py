@@ -16,10 +16,10 @@ from bass_core.exactness.randomness import Key, Purpose, StepKeys
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
+from bass_core.loop.trace import StepEvent
 from bass_core.model import probe
 from bass_core.policies.protocol import DraftLengthPolicy, HiddenDraft, RowsView, Signals
 from bass_core.prompts import prompt_list, token_ids
-from bass_core.session import StepEvent
 from bass_lab.pairs import require_draft_model
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 

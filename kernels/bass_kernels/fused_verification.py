@@ -106,7 +106,7 @@ def commit(
     submitted: -1 where no row lives; such places stay as they are, and what is returned of them means nothing.
     draft_finite: bool [B], the draft's logits were numbers. Rows whose own or whose draft's were not stay as they are;
     all_or_none: then none moves. chances: float64 [N, T], accepted counts are drawn with the chances of text
-    stream mod N at position mod T instead of earned; log-probabilities are NaN then (`bass_core.synthetic`).
+    stream mod N at position mod T instead of earned; log-probabilities are NaN then (`bass_lab.SyntheticAcceptance`).
     """
     return _launch(logits, drafted, submitted, q, temperature, None, rows, draft_finite, chances, all_or_none)[0]
 

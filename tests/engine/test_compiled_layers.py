@@ -13,6 +13,7 @@ import bass_core as bass
 from bass_core.exactness import randomness
 from bass_core.gpu import compiled_layers, overlap
 from bass_core.gpu.graphs import NothingReadByHost, NotRecordable
+from bass_core.model.architectures import layers_of
 
 PROMPTS = ragged_prompts(5, 11)
 
@@ -136,7 +137,7 @@ def test_compiled_random_numbers_and_draws_keep_their_bits():
 def test_layers_with_a_forward_of_the_owner_are_refused():
     """accelerate sets hooks on a layer's forward."""
     models = bass.ModelPair(tiny_model.__wrapped__())
-    layer = compiled_layers.layers_of(models.target)[1]
+    layer = layers_of(models.target)[1]
     hooked = layer.forward = layer.forward
     with pytest.raises(ValueError, match=r"layer by layer.*compile='off'"):
         decode(models, "compiled", draft_length=0)
@@ -154,7 +155,7 @@ class Branching(LlamaDecoderLayer):
 @pytest.mark.usefixtures("traced_only")
 def test_model_that_cannot_be_traced_is_refused_by_name():
     models = bass.ModelPair(tiny_model.__wrapped__())
-    layers = compiled_layers.layers_of(models.target)
+    layers = layers_of(models.target)
     for layer in layers:
         layer.__class__ = Branching
     with pytest.raises(ValueError, match=r"LlamaForCausalLM's layers cannot be compiled.*compile='off'"):

@@ -10,8 +10,8 @@ from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import bass_core as bass
 from bass_core.model import cpu_layers
-from bass_core.model.attention import changed
 from bass_core.model.cpu_layers import changes, product
+from bass_core.model.patching import changed
 
 
 @pytest.fixture

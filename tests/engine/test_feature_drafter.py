@@ -8,7 +8,7 @@ from tiny import feature_head, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.drafters import FeatureHead
-from bass_core.gpu.overlap import StepAhead
+from bass_core.gpu.overlap import Overlap
 from bass_core.loop.step import EagerStep
 
 TEMPERATURE = 2.0  # p and q of random models overlap: some drafts are accepted, some rejected
@@ -48,7 +48,7 @@ class Drafts(list):
 @pytest.fixture
 def drafts(monkeypatch) -> Drafts:
     noted = Drafts()
-    for kind in (EagerStep, StepAhead):
+    for kind in (EagerStep, Overlap):
         original = kind.draft
 
         def draft(self, context, *arguments, original=original):

@@ -15,7 +15,7 @@ from tiny import feature_head, ragged_prompts, tiny_model
 from trial_policies import Fickle
 
 import bass_core as bass
-from bass_core.model import attention
+from bass_core.model.patching import path_of
 from bass_core.model.probe import resolve
 
 CORE = str(Path(bass.__file__).parent)
@@ -154,7 +154,7 @@ def test_session_interrupted_at_any_line_goes_on_or_refuses(monkeypatch, draft, 
             run, line = make(pair), None
             try:
                 while line := interrupted(run, pending):
-                    assert all(attention.path_of(model) is None for model in pair.models), line
+                    assert all(path_of(model) is None for model in pair.models), line
                     assert [module.training for module in pair.target.modules()] == training, line
                     for model, expected_logits in zip(pair.models, logits, strict=True):
                         assert torch.equal(logits_of(model), expected_logits), line

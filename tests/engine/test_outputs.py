@@ -8,6 +8,7 @@ import torch
 from tiny import BYTES, byte_tokenizer, ragged_prompts, tiny_model
 
 import bass_core as bass
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 TOKENIZER = byte_tokenizer()
 PAIR = bass.ModelPair(tiny_model(vocab_size=BYTES), tiny_model(vocab_size=BYTES, noise=0.1), TOKENIZER)
@@ -61,7 +62,7 @@ def test_generation_is_indexed_by_row_and_by_prompt():
 
 def test_representations():
     assert repr(generate()) == "Generation(3 rows of 3 prompts, 60 tokens; ended: 3 length)"
-    assert repr(generate(acceptance="synthetic:0.5")).endswith("3 length, synthetic)")
+    assert repr(generate(acceptance=SyntheticAcceptance.named("synthetic:0.5"))).endswith("3 length, synthetic)")
     assert repr(PAIR).startswith("ModelPair(target=LlamaForCausalLM of 0.0321 M, float32, draft=LlamaForCausalLM")
     assert repr(bass.ModelPair(PAIR.target, bass.NgramDrafter())).endswith("draft=NgramDrafter, on cpu)")
     with bass.Session(PAIR) as session:

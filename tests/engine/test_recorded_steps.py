@@ -18,7 +18,7 @@ from tiny import CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
 import bass_core as bass
-from bass_core.gpu import graph_step
+from bass_core.execution import execution
 from bass_core.gpu.graphs import Graphs, NotRecordable
 from bass_lab.checks.enumeration import EXACT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
@@ -165,7 +165,7 @@ def test_deterministic_mode_records_anew():
 def test_draft_buffers_grow_within_the_limits_of_rows():
     with session(draft_length=32) as running:
         texts(running, submitted(running, PROMPTS[:1], 6))
-        assert running.device_step._drafted.shape[1] == 8
+        assert running.device_step.step.drafts.tokens.shape[1] == 8
     growing = lambda: bass.BassHeuristic(initial=6, increment=5)  # noqa: E731
     recorded, _ = assert_same(bass.ModelPair(target(), target()), draft_length=growing, temperature=0.8, new=40)
     assert recorded.trace.steps.k.max() > 8
@@ -336,7 +336,7 @@ def test_auto_records_on_a_gpu_where_nothing_forbids_it(monkeypatch):
         ("cuda", ["split", "split"], "steps", "off"),
         ("cuda", ["ragged", "ragged"], "tokens", "off"),
     ):
-        assert graph_step.resolve("auto", torch.device(device), paths, trace).name == expected
+        assert execution("auto", torch.device(device), paths, trace).name == expected
 
 
 # --- distribution by enumeration --------------------------------------------------------------------

@@ -25,8 +25,8 @@ from tiny import tiny_model
 import bass_core as bass
 from bass_core.exactness import randomness, sampling
 from bass_core.loop.rows import Rows
-from bass_core.model import attention
 from bass_core.model.cache import Pass, RaggedCache
+from bass_core.model.forward_pass import current_pass
 
 
 def state(model) -> dict:
@@ -105,7 +105,7 @@ def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before,
         with pytest.raises(type(error)) as caught:  # holds the traceback and its frames, as sys.last_traceback does
             generate(pair, attention=path)
     assert error in (caught.value, caught.value.__cause__)  # `Interrupted` has the KeyboardInterrupt as its cause
-    assert states(pair) == before and attention.pass_at_hand() is None
+    assert states(pair) == before and current_pass() is None
     assert cache_memory.was_used and cache_memory.held == 0
     assert_same(generate(pair, attention=path), expected)
 
@@ -159,7 +159,7 @@ def test_finished_and_refused_calls_leave_everything_as_it_was(pair, before, cac
     sound = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.02))
     assert_same(generate(pair), generate(sound))  # without dropout, though the models are in training mode
     out = generate(pair, num_return_sequences=2, max_batch_size=4, trace="tokens", repetition_penalty=1.1)
-    assert len(out.sequences) == 6 and attention.pass_at_hand() is None
+    assert len(out.sequences) == 6 and current_pass() is None
     for options in ({"max_new_tokens": 1000}, {"attention": "flash"}, {"top_p": 0}):
         with pytest.raises(ValueError):
             generate(pair, **options)

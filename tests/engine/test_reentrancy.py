@@ -8,7 +8,7 @@ from sessions import PROMPTS, TARGET, alone, assert_same_result, generate, run_t
 from tiny import greedy_alone, tiny_model
 
 import bass_core as bass
-from bass_core.model import attention
+from bass_core.model.patching import path_of
 
 
 class Calling(bass.DraftLengthPolicy):
@@ -147,7 +147,7 @@ def test_model_that_another_thread_decodes_with_is_refused():
 
     with session_over() as session, session.prepared():
         in_threads(decode)
-    assert errors and attention.path_of(TARGET) is None
+    assert errors and path_of(TARGET) is None
 
 
 def test_on_step_may_decode_with_the_same_models():

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import bass_core as bass
-from bass_core.gpu.compiled_layers import layers_of
 from bass_core.gpu.fused_projections import SIBLINGS, arrange, together
+from bass_core.model.architectures import layers_of
 from bass_core.model.runner import Runner
 
 

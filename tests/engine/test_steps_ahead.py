@@ -35,10 +35,10 @@ def decode_steps(running) -> int:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_next_step_is_under_way_when_a_step_is_read(ahead, monkeypatch, k):
-    under_way, on_host = [], overlap.Decided.on_host
+    under_way, on_host = [], overlap.StepReport.on_host
     with session(draft_length=k) as running:
         monkeypatch.setattr(
-            overlap.Decided,
+            overlap.StepReport,
             "on_host",
             lambda self: (under_way.append(running.device_step.is_ahead), on_host(self))[1],
         )

@@ -8,12 +8,15 @@ from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_lab.study.recorded_acceptance import SHIPPED, AcceptanceTrace
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 PROMPTS = ragged_prompts(5, 11, 3, 8)
 
 
 def decode(acceptance, prompts=PROMPTS, new=300, k=4, **options):
     pair = bass.ModelPair(*(tiny_model(max_position_embeddings=512, num_hidden_layers=1, seed=seed) for seed in (0, 1)))
+    if isinstance(acceptance, str):
+        acceptance = SyntheticAcceptance.named(acceptance)
     options = {"draft_length": k, "acceptance": acceptance, "eos_token_id": ()} | options
     return bass.generate(pair, prompts, max_new_tokens=new, **options)
 

@@ -10,7 +10,8 @@ import torch
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.loop.trace import Stopwatch, Trace
+from bass_core.loop.phases import Stopwatch
+from bass_core.loop.trace import Trace
 
 PROMPTS = ragged_prompts(5, 11, 3)
 

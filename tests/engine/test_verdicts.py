@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForCo
 
 import bass_core as bass
 from bass_core.model import probe
-from bass_core.model.attention import Switch
+from bass_core.model.architectures import switch
 
 PROMPTS = ragged_prompts(3, 9, 5)
 
@@ -169,13 +169,13 @@ def test_probe_changes_nothing_that_another_thread_decodes_with(monkeypatch):
     model, changed = fresh(architecture="mistral", sliding_window=40), []
     monkeypatch.setattr(probe, "within_reach", changed.append)
     in_use = pytest.raises(RuntimeError, match="is decoding in another thread")
-    with ThreadPoolExecutor(1) as other, Switch(model, "pad").on(), in_use:
+    with ThreadPoolExecutor(1) as other, switch(model, "pad").on(), in_use:
         other.submit(probe.resolve, model, "eager").result()
     assert changed == []
 
 
 def test_verdict_while_the_model_is_decoding_is_not_kept():
     model = tiny_reader.__wrapped__("t5", "bfloat16")
-    with Switch(model, "pad").on():
+    with switch(model, "pad").on():
         probe.probe(model, "eager")
     assert probe.resolve(model, "eager") == "eager"

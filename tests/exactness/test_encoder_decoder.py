@@ -224,8 +224,8 @@ def poison(runner: Runner, rows) -> None:
         kept = int(rows.lengths_host[place]) - 1 if place < live else 0
         for buffer in cache.buffers():
             buffer[place, :, kept:] = 1e4
-        for buffer in cache.sources.buffers():
-            buffer[place, :, cache.sources.lengths[place] if place < live else 0 :] = 1e4
+        for buffer in runner.sources.buffers():
+            buffer[place, :, runner.sources.lengths[place] if place < live else 0 :] = 1e4
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from trial_policies import Alternating
 
 import bass_core as bass
-from bass_core.model import attention
+from bass_core.model.runner import Runner
 from bass_core.model.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17)
@@ -30,13 +30,13 @@ def session():
 @pytest.fixture
 def passes(monkeypatch):
     """Every forward pass as (model, ids, pass)."""
-    seen, original = [], attention.forward
+    seen, original = [], Runner.run_model
 
-    def recording(model, path, ids, current, cache):
-        seen.append((model, ids.clone(), current))
-        return original(model, path, ids, current, cache)
+    def recording(runner, ids, current):
+        seen.append((runner.model, ids.clone(), current))
+        return original(runner, ids, current)
 
-    monkeypatch.setattr(attention, "forward", recording)
+    monkeypatch.setattr(Runner, "run_model", recording)
     return seen
 
 

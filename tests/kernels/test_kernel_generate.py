@@ -8,7 +8,8 @@ import transformers
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_core.model import attention, kernel_ops
+from bass_core.model import kernel_ops
+from bass_core.model.runner import Runner
 
 pytestmark = pytest.mark.interpreted
 PROMPTS = ragged_prompts(5, 11, 3)
@@ -127,15 +128,16 @@ def test_rows_that_finish_early_leave_and_waiting_rows_come():
 @pytest.mark.ci
 def test_nan_ends_its_row_alone(monkeypatch):
     models, broken = pair(), 1
-    forward = attention.forward
+    run_model = Runner.run_model
 
-    def spoiled(model, path, ids, current, *args):
-        logits = forward(model, path, ids, current, *args)
-        if model is models.target and ids.shape[1] > 1 and len(ids) == len(PROMPTS) and current.starts[broken] >= 11:
+    def spoiled(runner, ids, current):
+        logits = run_model(runner, ids, current)
+        is_verification = runner.model is models.target and ids.shape[1] > 1 and len(ids) == len(PROMPTS)
+        if is_verification and current.starts[broken] >= 11:
             logits[broken] = math.nan
         return logits
 
-    monkeypatch.setattr(attention, "forward", spoiled)
+    monkeypatch.setattr(Runner, "run_model", spoiled)
     out = generate(models, attention="ragged", on_row_error="finish")
     assert out.finish_reasons == ["length", "error", "length"]
     for row in (0, 2):

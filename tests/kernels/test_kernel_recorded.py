@@ -7,7 +7,7 @@ from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.gpu import compiled_layers
-from bass_core.gpu.graph_step import RecordedStep
+from bass_core.gpu.graph_step import GraphStep
 
 pytestmark = pytest.mark.interpreted
 
@@ -40,7 +40,7 @@ def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way)
 
 @pytest.mark.slow
 def test_the_passes_of_a_draft_phase_share_a_plan(monkeypatch):
-    models, found, run = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), {}, RecordedStep._run
+    models, found, run = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), {}, GraphStep._run
     options = {"max_new_tokens": 9, "draft_length": 3, "eos_token_id": (), "attention": "ragged"}
     expected = bass.generate(models, ragged_prompts(5, 70), **options)
 
@@ -51,7 +51,7 @@ def test_the_passes_of_a_draft_phase_share_a_plan(monkeypatch):
         return result
 
     use_fixed_steps(monkeypatch)
-    monkeypatch.setattr(RecordedStep, "_run", counting)
+    monkeypatch.setattr(GraphStep, "_run", counting)
     sequences = bass.generate(models, ragged_prompts(5, 70), **options).sequences
     assert [s.tolist() for s in sequences] == [s.tolist() for s in expected.sequences]
     layers = models.draft.config.num_hidden_layers

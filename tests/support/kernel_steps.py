@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -11,10 +10,10 @@ from bass_core.drafters import Draft
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.loop.rows import Rows
-from bass_core.loop.step import EagerStep, StepOptions
+from bass_core.loop.step import StepOptions, decide
 from bass_core.model import kernel_ops
-from bass_core.synthetic import SyntheticAcceptance
 from bass_kernels import RowMemory, commit
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 
 def law(logits, temperature):
@@ -74,15 +73,12 @@ class Committing(NamedTuple):
             kernel_ops.run_on = run_on
 
     def by_the_step(self) -> torch.Tensor:
-        config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=self.logits.shape[-1]))
-        step = EagerStep(self.rows, SimpleNamespace(model=SimpleNamespace(config=config)), None, self.options)
-        step.records = True  # places without a row are possible
         context = self.rows.context(self.places, self.draft.tokens.shape[1])
-        return step.verify(context, self.draft, self.logits).block
+        return decide(self.rows, context, self.draft, self.logits, self.options).packed
 
     def by_the_kernels(self, commit=commit, row_memory=RowMemory) -> torch.Tensor:
         drafted = self.draft.tokens, self.draft.lengths, self.draft.probs, self.draft.finite
-        chances = self.options.synthetic.chances if self.options.synthetic else None
+        chances = self.options.forced.chances if self.options.forced else None
         options = {"all_or_none": self.options.all_or_none, "chances": chances}
         rows = row_memory(*self.rows.memory(self.places))
         return commit(self.logits, *drafted, rows, self.rows.params.temperature, **options)
@@ -112,10 +108,9 @@ def committing(
     chances = torch.rand(3, 50, dtype=torch.float64, generator=generator)
     options = StepOptions(
         rule="token",
-        synthetic=SyntheticAcceptance(chances.to(device)) if forced else None,
+        forced=SyntheticAcceptance(chances.to(device)) if forced else None,
         wants_p=False,
         all_or_none=all_or_none,
-        begin=lambda phase: None,
     )
     moved = (x if x is None else x.to(device) for x in (room, submitted, q, finite, logits))
     room, submitted, q, finite, logits = moved

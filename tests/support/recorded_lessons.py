@@ -29,17 +29,17 @@ def begin() -> None:
     import pytest
     from recording import use_on_cpu
 
+    from bass_core import session
     from bass_core.exactness import randomness
-    from bass_core.gpu import graph_step
 
-    asked, accept = graph_step.resolve, randomness.accept
+    asked, accept = session.execution, randomness.accept
     use_on_cpu(pytest.MonkeyPatch())
-    as_on_a_gpu = graph_step.resolve
+    as_on_a_gpu = session.execution
 
-    def resolve(*given):
+    def execution(*given):
         way = (as_on_a_gpu if randomness.accept is accept else asked)(*given)
         if way.recorded:
             Path(os.environ["IPYTHONDIR"], MARK).touch()
         return way
 
-    graph_step.resolve = resolve
+    session.execution = execution

@@ -7,13 +7,16 @@ tensor made of host values, as a capture does.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from tiny import ragged_prompts, tiny_model
 from torch.utils._pytree import tree_leaves
 
 import bass_core as bass
-from bass_core.gpu import graph_step, overlap
+from bass_core import session as session_module
+from bass_core.gpu import overlap
+from bass_core.gpu.graph_step import GraphStep
 from bass_core.gpu.graphs import Graphs, NothingReadByHost, launched_each_time
 from bass_lab.checks.oracle import Oracle
 
@@ -69,9 +72,9 @@ def recorded(device: torch.device):
 
 def use_on_cpu(monkeypatch) -> None:
     """Sessions use this recorder in place of CUDA graphs."""
-    resolve, gpu = graph_step.resolve, torch.device("cuda")
+    execution, gpu = session_module.execution, torch.device("cuda")
     monkeypatch.setattr(overlap, "captured", recorded)
-    monkeypatch.setattr(graph_step, "resolve", lambda wanted, device, *rest: resolve(wanted, gpu, *rest))
+    monkeypatch.setattr(session_module, "execution", lambda wanted, device, *rest: execution(wanted, gpu, *rest))
 
 
 class Known(Graphs):
@@ -85,8 +88,9 @@ class Known(Graphs):
 def use_fixed_steps(monkeypatch) -> None:
     """Sessions take steps of fixed shapes, launched each time, and launch ahead as early as possible."""
 
-    def make(way, fall_back, *arguments):
-        return overlap.StepAhead(*arguments, Known(launched_each_time))
+    def make(recorded, fall_back, rows, target, drafter, options, phases):
+        options = replace(options, all_or_none=False)
+        return overlap.Overlap(GraphStep(rows, target, drafter, options, phases, Known(launched_each_time)))
 
     monkeypatch.setattr(overlap, "make", make)
     _draw_again_what_is_taken_back(monkeypatch)
@@ -94,7 +98,7 @@ def use_fixed_steps(monkeypatch) -> None:
 
 def _draw_again_what_is_taken_back(monkeypatch) -> None:
     """Let the oracle of `enumeration` draw the random numbers of a revoked step again."""
-    oracles, use, take_back = [], Oracle._use, overlap.StepAhead.take_back
+    oracles, use, take_back = [], Oracle._use, overlap.Overlap.take_back
 
     def noted(self, *key):
         oracles[:] = [self]
@@ -102,17 +106,18 @@ def _draw_again_what_is_taken_back(monkeypatch) -> None:
 
     def taken_back(self):
         take_back(self)
-        taken = dict(zip(self.rows.streams.tolist(), self.rows.steps.tolist(), strict=True))
+        rows = self.step.rows
+        taken = dict(zip(rows.streams.tolist(), rows.steps.tolist(), strict=True))
         for oracle in oracles:
             oracle._keys = {key for key in oracle._keys if key[1] < taken[key[0]]}
 
     monkeypatch.setattr(Oracle, "_use", noted)
-    monkeypatch.setattr(overlap.StepAhead, "take_back", taken_back)
+    monkeypatch.setattr(overlap.Overlap, "take_back", taken_back)
 
 
 def count_ahead(monkeypatch) -> Counter:
     """Count the steps that are launched ahead, and those that are taken back."""
-    seen, launch, take_back = Counter(), overlap.StepAhead._launch, overlap.StepAhead.take_back
+    seen, launch, take_back = Counter(), overlap.Overlap._launch, overlap.Overlap.take_back
 
     def launched(self):
         launch(self)
@@ -122,8 +127,8 @@ def count_ahead(monkeypatch) -> Counter:
         seen["taken back"] += 1
         take_back(self)
 
-    monkeypatch.setattr(overlap.StepAhead, "_launch", launched)
-    monkeypatch.setattr(overlap.StepAhead, "take_back", taken_back)
+    monkeypatch.setattr(overlap.Overlap, "_launch", launched)
+    monkeypatch.setattr(overlap.Overlap, "take_back", taken_back)
     return seen
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from bass_core.drafters import FeatureHead, FeatureHeadConfig
 from bass_core.loading.checkpoints import attention_of
-from bass_core.model import attention
+from bass_core.model.forward_pass import current_pass
 
 VOCABULARY = 97
 CONTEXT = 96
@@ -169,7 +169,7 @@ def forward_passes(*models: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
     shapes = []
 
     def note(module, args, kwargs):
-        current = attention._thread.current  # None in passes that are not the engine's
+        current = current_pass()  # None in passes that are not the engine's
         shapes.append(tuple((kwargs["input_ids"] if current is None else current.positions).shape))
 
     with ExitStack() as hooks:

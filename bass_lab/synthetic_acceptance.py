@@ -26,20 +26,18 @@ class SyntheticAcceptance:
     """Chances [N, T] that a drafted token is accepted, by text and place in it. A row goes along one of the texts,
     round and round, from the place that its length points to."""
 
-    def __init__(self, chances: Tensor):
-        self.chances = chances
+    def __init__(self, chances: Tensor, name: str = "synthetic"):
+        self.chances, self.name = chances.double(), name
 
     @classmethod
-    def named(cls, name: str | None, device: torch.device) -> SyntheticAcceptance | None:
-        """What `acceptance=` asks for. None: nothing is forced.
+    def named(cls, name: str) -> SyntheticAcceptance:
+        """Return what a command's `--acceptance` asks for.
 
         "synthetic:0.8": each draft is accepted with chance α = 0.8 where those before it were, independent of all else.
         "synthetic:trace": with the chances of the embedded pair along its own texts (library prompts), where easy and
         hard stretches follow one another; or "synthetic:FILE.npz", a recording of `bass record`. Raises ValueError for
         anything else.
         """
-        if name is None:
-            return None
         what = name.removeprefix(PREFIX) if isinstance(name, str) and name.startswith(PREFIX) else ""
         if what == "trace" or what.endswith(".npz"):
             file = ASSETS / "acceptance" / "library.npz" if what == "trace" else Path(what)
@@ -53,19 +51,21 @@ class SyntheticAcceptance:
             chances = np.divide(q, p, out=np.ones_like(p), where=q < p)
             chances = chances[:, 1:]  # the first token is the prefill's
             within = np.arange(chances.shape[1]) % np.maximum(ends - 1, 1)[:, None]  # behind its end a text begins anew
-            chances = torch.from_numpy(np.take_along_axis(chances, within, 1))
-        else:
-            try:
-                alpha = float(what)
-            except ValueError:
-                alpha = -1.0
-            if not 0 <= alpha <= 1:
-                raise ValueError(
-                    'acceptance must be None, "synthetic:A" with a chance A from 0 to 1, "synthetic:trace" or '
-                    f'"synthetic:FILE.npz"; got {name!r}'
-                )
-            chances = torch.tensor([[alpha]], dtype=torch.float64, device=device)
-        return cls(chances.to(device))
+            return cls(torch.from_numpy(np.take_along_axis(chances, within, 1)), name)
+        try:
+            alpha = float(what)
+        except ValueError:
+            alpha = -1.0
+        if not 0 <= alpha <= 1:
+            raise ValueError(
+                'acceptance must be "synthetic:A" with a chance A from 0 to 1, "synthetic:trace" or '
+                f'"synthetic:FILE.npz"; got {name!r}'
+            )
+        return cls(torch.tensor([[alpha]], device="cpu"), name)
+
+    def on(self, device: torch.device) -> SyntheticAcceptance:
+        """Return the same chances on a device."""
+        return SyntheticAcceptance(self.chances.to(device), self.name)
 
     def impose(self, verified: Verified, draft: Draft, context: Context) -> Verified:
         """The step's outcome with drawn counts. The token after them is the one that verification found, wherever it

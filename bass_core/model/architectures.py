@@ -1,0 +1,206 @@
+"""Architectures whose modules go by the length of a cache, which rows of a ragged batch do not share.
+
+`replacements` gives their modules a `forward` that goes by the positions of the current pass: tables of positions,
+relative biases, longrope's two sets of rotary factors, short convolutions. A new architecture of this kind is a
+function here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+
+from bass_core.model import transformers_internals as internals
+from bass_core.model.cache import RaggedCache, TokenStates
+from bass_core.model.forward_pass import Pass, current_pass
+from bass_core.model.patching import Change, Switch
+
+
+def switch(
+    model: PreTrainedModel, path: str, hidden: TokenStates | None = None, faster: Sequence[Change] = ()
+) -> Switch:
+    """Return the switch of `model` to an attention path, with what its architecture needs over a ragged cache.
+
+    hidden: where the hidden states of its last layer are kept. faster: see `Switch`.
+    """
+    return Switch(model, path, replacements(model), [] if hidden is None else keeping(model, hidden), faster)
+
+
+def replacements(model: PreTrainedModel) -> list[Change]:
+    """Return the changes (`patching.changed`) under which a model's modules go by each row's own positions."""
+    beyond, takes_positions = rotary_switch(model), "position_ids" in internals.forward_names(type(model))
+    found: list[Change] = []
+    for module in model.modules():
+        table = vars(module)
+        if beyond is not None and getattr(module, "rope_type", None) == "longrope":
+            found.append((table, "forward", _by_row(module.forward, beyond)))
+        elif not takes_positions and internals.is_position_table(module):
+            found.append((table, "forward", _at_positions(module)))
+        elif (width := internals.sinusoidal_width(module)) is not None:
+            found.append((table, "forward", _at_computed_positions(module, width, model.dtype)))
+        elif internals.is_short_convolution(module):
+            found.append((table, "forward", convolution_by_position(module)))
+        elif internals.has_relative_bias(module):
+            found.append((table, "compute_bias", _bias_by_row(module)))
+    return found
+
+
+def keeping(model: PreTrainedModel, hidden: TokenStates) -> list[Change]:
+    """Return the change under which the hidden states of the model's last layer are written to `hidden`."""
+    decoder = model.get_decoder()
+    forward = decoder.forward
+
+    def keeping_forward(*args, **kwargs) -> Any:
+        output = forward(*args, **kwargs)
+        if (current := current_pass()) is not None and current is hidden.cache.current:
+            hidden.keep(output[0])
+        return output
+
+    return [(vars(decoder), "forward", keeping_forward)]
+
+
+def has_short_convolutions(model: PreTrainedModel) -> bool:
+    """Whether some layers have a state that is kept by position."""
+    return any(map(internals.is_short_convolution, model.modules()))
+
+
+def rotary_switch(model: PreTrainedModel) -> int | None:
+    """The length beyond which a text's rotary factors are others (longrope); None where they are always the same."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+
+
+def recomputed_beyond(model: PreTrainedModel) -> int | None:
+    """`rotary_switch` of a model whose `generate` drops what it has of a text that grows longer (Phi-3), else None."""
+    theirs = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    known = hasattr(model.config, "original_max_position_embeddings")
+    return rotary_switch(model) if theirs and known else None
+
+
+def _at_positions(table: nn.Embedding) -> Callable:
+    """A table of learned positions (BART and its relatives) that would go by the cache's length, which rows share."""
+    forward, offset = table.forward, getattr(table, "offset", 0)
+
+    def at_positions(*args, **kwargs) -> Tensor:
+        if (current := current_pass()) is None:
+            return forward(*args, **kwargs)
+        return F.embedding(current.pack(current.positions) + offset, table.weight)
+
+    return at_positions
+
+
+def _at_computed_positions(module: nn.Module, width: int, dtype: torch.dtype) -> Callable:
+    """Such a module, as `_at_positions`; padding has no position."""
+    forward, padding = module.forward, getattr(module, "padding_idx", None)
+
+    def at_positions(first: Tensor, *args, **kwargs) -> Tensor:
+        if (current := current_pass()) is None:
+            return forward(first, *args, **kwargs)
+        states = torch.zeros(1, current.extent, width, dtype=dtype, device=current.positions.device)
+        found = forward(inputs_embeds=states)[0][current.pack(current.positions)]
+        if padding is None or first.is_floating_point():
+            return found
+        return found.masked_fill((first == padding)[..., None], 0)
+
+    return at_positions
+
+
+def _bias_by_row(module: nn.Module) -> Callable:
+    """A relative position bias (T5 and its relatives) that would go by the cache's length, which rows share."""
+    compute = module.compute_bias
+
+    def by_row(*args, **kwargs) -> Tensor:
+        if (current := current_pass()) is None:
+            return compute(*args, **kwargs)
+        device, extent = current.positions.device, current.extent
+        of_last = compute(1, extent, device=device, past_seen_tokens=extent - 1)  # [1, H, 1, extent], nearest last
+        by_distance = of_last[0, :, 0].flip(1).T  # [extent, H]
+        distances = current.positions[..., None] - torch.arange(extent, device=device)  # [B, Q, extent]
+        return by_distance[distances.clamp(min=0)].permute(0, 3, 1, 2)  # a mask hides what is later
+
+    return by_row
+
+
+def _by_row(forward: Callable, switch: int) -> Callable:
+    """longrope, each row by itself: transformers goes by the largest position of all rows in the pass.
+
+    As for a row alone, a prompt longer than the switch has the factors of long texts throughout; of other rows the
+    tokens from position `switch` on, while earlier ones keep the keys that they have.
+    """
+
+    def by_row(x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if (current := current_pass()) is None:
+            return forward(x, position_ids, *args, **kwargs)
+        in_long_prompt = current.prompt is not None and current.prompt > switch
+        is_long = current.positions >= (0 if in_long_prompt else switch)
+        if current.last_only:
+            is_long |= ((current.starts <= 0) & (current.ends > switch))[:, None]
+        beyond = torch.cat([position_ids, torch.full_like(position_ids[:, :1], switch)], dim=1)
+        short = forward(x, position_ids.clamp(max=switch - 1), *args, **kwargs)
+        long = forward(x, beyond, *args, **kwargs)
+        chosen = current.pack(is_long)[..., None]
+        return tuple(torch.where(chosen, b[:, :-1], a) for a, b in zip(short, long, strict=True))
+
+    return by_row
+
+
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder's layers: the longest list of modules in it that is in no other."""
+    return list(max(_outer_lists(model.get_decoder()), key=len, default=[]))
+
+
+def _outer_lists(module: nn.Module) -> list[nn.ModuleList]:
+    if isinstance(module, nn.ModuleList):
+        return [module]
+    return [each for child in module.children() for each in _outer_lists(child)]
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """How many positions the model has, None if it does not say."""
+    config = model.config.get_text_config()
+    if hasattr(config, "relative_attention_num_buckets"):
+        return None  # T5: n_positions is what it was trained with
+    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_target_positions"):
+        if isinstance(value := getattr(config, name, None), int) and value > 0:
+            return value
+    return None
+
+
+# --- short convolutions (LFM2, LFM3) --------------------------------------------------------------
+#
+# Such a layer keeps the last few inputs of a causal convolution. Moved on token by token, this state could not be taken
+# back when a token is rejected. But the state after a token is the inputs of that token and the few before it. So
+# inputs go to the token's slot of the ragged cache, as keys and values do, and rolling back is again *not writing*.
+
+
+def convolution_by_position(layer: nn.Module) -> Callable:
+    """The layer's `forward`, its state by position in passes over a ragged cache."""
+    forward = layer.forward
+
+    def at_positions(hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        cache = next((each for each in (*args, *kwargs.values()) if isinstance(each, RaggedCache)), None)
+        if cache is None:
+            return forward(hidden_states, *args, **kwargs)
+        current = cache.current
+        gate, after, x = layer.in_proj(hidden_states).chunk(3, -1)  # [B, Q, H] each (packed: [1, T, H])
+        inputs = cache.token_states(f"convolution {layer.layer_idx}")
+        inputs.keep(gate * x)
+        weight = layer.conv.weight[:, 0].T  # [L, H], the token's own input last
+        convolved = (_window(inputs.of(current.places), current, len(weight)) * weight).sum(2)
+        if layer.conv.bias is not None:
+            convolved = convolved + layer.conv.bias
+        return layer.out_proj(after * current.pack(convolved))
+
+    return at_positions
+
+
+def _window(inputs: Tensor, current: Pass, width: int) -> Tensor:
+    """The inputs [B, slots, H] of each query's last `width` positions, its own last: [B, Q, width, H]."""
+    slots = current.positions[..., None] + torch.arange(1 - width, 1, device=inputs.device)  # [B, Q, width]
+    rows = torch.arange(len(inputs), device=inputs.device)[:, None, None]
+    return inputs[rows, slots.clamp(min=0)].masked_fill((slots < 0)[..., None], 0)
