@@ -10,7 +10,9 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 
 def synchronize(device: torch.device) -> None:
@@ -42,6 +44,28 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+class Fetched:
+    """A tensor as it is now, on its way to the host: the copy begins at once, and what the device is given next may
+    write over it."""
+
+    def __init__(self, tensor: Tensor):
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            self._copied, self._arrived = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+        else:
+            self._copied = tensor.clone()
+
+    def __call__(self) -> np.ndarray:
+        """Waits for it."""
+        arrived = self._arrived
+        if arrived is not None:
+            arrived.synchronize()
+            # Page-locked memory is dear. Two threads may ask: the event goes last.
+            self._copied, self._arrived = self._copied.clone(), None
+        return self._copied.numpy()
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:

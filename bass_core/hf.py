@@ -17,37 +17,16 @@ never reach a callable (transformers 5.17 to 5.24). Two are looked up where they
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    EosTokenCriteria,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MaxTimeCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    PrefixConstrainedLogitsProcessor,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput
 
 from bass_core.drafters import NAMES, Drafter, named
@@ -76,18 +55,18 @@ NEUTRAL = {
 HONOURED_OF_READERS = {"decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"}
 # Their processors: the option each is made from, and the attribute that holds its value.
 PROCESSORS = {
-    RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
-    TemperatureLogitsWarper: ("temperature", "temperature"),
-    TopKLogitsWarper: ("top_k", "top_k"),
-    TopPLogitsWarper: ("top_p", "top_p"),
-    MinPLogitsWarper: ("min_p", "min_p"),
-    ForcedBOSTokenLogitsProcessor: ("forced_bos_token_id", "bos_token_id"),
-    ForcedEOSTokenLogitsProcessor: ("forced_eos_token_id", "eos_token_id"),
-    SuppressTokensLogitsProcessor: ("suppress_tokens", "suppress_tokens"),
-    SuppressTokensAtBeginLogitsProcessor: ("begin_suppress_tokens", "begin_suppress_tokens"),
-    NoBadWordsLogitsProcessor: ("bad_words_ids", "bad_word_ids"),
+    transformers.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
+    transformers.TemperatureLogitsWarper: ("temperature", "temperature"),
+    transformers.TopKLogitsWarper: ("top_k", "top_k"),
+    transformers.TopPLogitsWarper: ("top_p", "top_p"),
+    transformers.MinPLogitsWarper: ("min_p", "min_p"),
+    transformers.ForcedBOSTokenLogitsProcessor: ("forced_bos_token_id", "bos_token_id"),
+    transformers.ForcedEOSTokenLogitsProcessor: ("forced_eos_token_id", "eos_token_id"),
+    transformers.SuppressTokensLogitsProcessor: ("suppress_tokens", "suppress_tokens"),
+    transformers.SuppressTokensAtBeginLogitsProcessor: ("begin_suppress_tokens", "begin_suppress_tokens"),
+    transformers.NoBadWordsLogitsProcessor: ("bad_words_ids", "bad_word_ids"),
 }
-CRITERIA = (MaxLengthCriteria, MaxTimeCriteria, EosTokenCriteria)
+CRITERIA = (transformers.MaxLengthCriteria, transformers.MaxTimeCriteria, transformers.EosTokenCriteria)
 INSTEAD = {
     "num_beams": "beam search has no speculative form; sample with do_sample=True, num_return_sequences=…",
     "use_mtp": "pass draft_model=…",
@@ -156,7 +135,10 @@ def bass_generate(
     Raises ValueError naming any other processor, stopping criterion, generation option or model input, for masks that
     hide anything but left padding (of sources: right padding), and where `bass_core.generate` does.
     """
-    with _streaming(internals.generate_argument("streamer"), on_step) as hearing:
+    streamer, stream = internals.generate_argument("streamer"), None
+    with ExitStack() as ending:
+        if streamer is not None:
+            ending.callback(streamer.end)
         pair = ModelPair(model, _drafts_from(draft_model))
         _refuse_other_options(generation_config, pair)
         _refuse_other_inputs(model_kwargs)
@@ -175,16 +157,27 @@ def bass_generate(
             _refuse("trace", trace)
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), device="cpu")) if sampling["temperature"] else 0
+        if streamer is not None:
+            if len(prompts) > 1:
+                _refuse("streamer", type(streamer).__name__)
+            stream = _Stream(streamer, forced, generation_config.forced_eos_token_id is not None)
+        hearers = [each for each in (stream and stream.stepped, on_step) if each is not None]
+
+        def stepped(event: StepEvent) -> None:
+            for hearer in hearers:
+                hearer(event)
+
         generation = generate(
             pair,
             prompts,
             **stops,
             **sampling,
             **among(locals()) | {"generation_config": _never_chosen(generation_config)},  # all else is in the call
-            on_step=hearing.of_rows(prompts, forced, generation_config.forced_eos_token_id is not None),
+            on_step=stepped if hearers else None,
         )
         rows = _with_forced(generation, generation_config, forced, generation_config.max_length - width)
-        hearing.rest(rows)
+        if stream is not None:
+            stream.send(rows[0].tolist())
     new = pad_sequence(rows, batch_first=True, padding_value=pad)
     sequences = torch.cat([input_ids.long(), new.to(input_ids.device)], dim=1)
     return BassOutput(sequences, generation=generation) if generation_config.return_dict_in_generate else sequences
@@ -207,48 +200,20 @@ def _drafts_from(draft_model: PreTrainedModel | Drafter | str | None) -> PreTrai
     return chosen
 
 
-@contextmanager
-def _streaming(streamer: BaseStreamer | None, on_step: Callable[[StepEvent], None] | None) -> Iterator[_Hearing]:
-    """The streamer is ended on the way out, whatever happens."""
-    try:
-        yield _Hearing(streamer, on_step)
-    finally:
-        if streamer is not None:
-            streamer.end()
+class _Stream:
+    """Sends the tokens of the one row to a streamer as they are committed, each once."""
 
+    def __init__(self, streamer: BaseStreamer, first: list[int], last_may_change: bool):
+        """first: tokens that the row begins with. last_may_change: the newest token is held back."""
+        self._streamer, self._row, self._held, self._sent = streamer, list(first), int(last_may_change), 0
 
-class _Hearing:
-    """Tells a streamer, if there is one, the tokens of its one row as they are committed, and `on_step` of steps."""
-
-    def __init__(self, streamer: BaseStreamer | None, on_step: Callable[[StepEvent], None] | None):
-        self._streamer, self._on_step = streamer, on_step
-        self._row: list[int] = []
-        self._told = 0
-        self._may_change = False
-
-    def of_rows(self, prompts: list, forced: list[int], last_may_change: bool) -> Callable[[StepEvent], None] | None:
-        """What to call after each step. forced: what rows begin with. Raises ValueError where there are several."""
-        if self._streamer is None:
-            return self._on_step
-        if len(prompts) > 1:
-            _refuse("streamer", type(self._streamer).__name__)
-        self._row, self._may_change = list(forced), last_may_change
-        return self._stepped
-
-    def _stepped(self, event: StepEvent) -> None:
+    def stepped(self, event: StepEvent) -> None:
         for tokens in event.new_tokens:
             self._row += tokens
-            self._tell(self._row[: len(self._row) - self._may_change])
-        if self._on_step is not None:
-            self._on_step(event)
+            self.send(self._row[: len(self._row) - self._held])
 
-    def rest(self, rows: list[Tensor]) -> None:
-        """The rows as they are returned: what the streamer has not heard of them."""
-        if self._streamer is not None:
-            self._tell(rows[0].tolist())
-
-    def _tell(self, row: list[int]) -> None:
-        new, self._told = row[self._told :], max(self._told, len(row))
+    def send(self, row: list[int]) -> None:
+        new, self._sent = row[self._sent :], max(self._sent, len(row))
         if new:
             self._streamer.put(torch.tensor(new, device="cpu"))
 
@@ -300,13 +265,14 @@ def _refuse_other_processors(
     seen = set()
     for processor in processors:
         kind = type(processor)
-        if kind is MinLengthLogitsProcessor and processor.min_length <= width:
+        if kind is transformers.MinLengthLogitsProcessor and processor.min_length <= width:
             continue  # the prompts are that long already
-        if kind in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+        if kind in (transformers.MinLengthLogitsProcessor, transformers.MinNewTokensLengthLogitsProcessor):
             name = "min_length" if config.min_new_tokens is None else "min_new_tokens"
             _refuse(name, getattr(config, name), "the generation option ")
         if kind in seen or not _made_from_option(processor, config, width + forced, starts):
-            name = "prefix_allowed_tokens_fn" if kind is PrefixConstrainedLogitsProcessor else kind.__name__
+            constrained = kind is transformers.PrefixConstrainedLogitsProcessor
+            name = "prefix_allowed_tokens_fn" if constrained else kind.__name__
             instead = f"set the option {PROCESSORS[kind][0]}" if kind in PROCESSORS else "leave it out"
             raise ValueError(
                 f"bass_generate cannot honour the logits processor {name}: {instead}, or call generate without "
@@ -351,9 +317,10 @@ def _stops(criteria: StoppingCriteriaList, width: int, forced: list[int]) -> dic
     def all_of(kind: type) -> list:
         return [criterion for criterion in criteria if type(criterion) is kind]
 
-    ends = [criterion.initial_timestamp + criterion.max_time for criterion in all_of(MaxTimeCriteria)]
-    eos = {each for criterion in all_of(EosTokenCriteria) for each in criterion.eos_token_id.flatten().tolist()}
-    most = max(1, min(criterion.max_length for criterion in all_of(MaxLengthCriteria)) - width) - len(forced)
+    lengths, times, eos_tokens = map(all_of, CRITERIA)
+    ends = [criterion.initial_timestamp + criterion.max_time for criterion in times]
+    eos = {each for criterion in eos_tokens for each in criterion.eos_token_id.flatten().tolist()}
+    most = max(1, min(criterion.max_length for criterion in lengths) - width) - len(forced)
     return {
         "max_new_tokens": 0 if eos.intersection(forced) else most,
         "time_budget": max(0.0, min(ends) - time.time()) if ends else None,

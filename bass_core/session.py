@@ -1,21 +1,19 @@
 """The loop: plan, draft, verify, commit. Every row accepts its own number of drafted tokens.
 
-`Session` is the stepwise engine; `generate` (generation.py) is a thin loop over it. Regular decoding is the same loop
-with draft length 0. Storage, randomness and bookkeeping have modules of their own, so that `_decode` reads like the
-algorithm.
+`Session` is the stepwise engine; `generate` is a thin loop over it. Regular decoding is the same loop with draft length
+0. Storage, randomness and bookkeeping have modules of their own, so that `_decode` reads like the algorithm.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,7 +29,7 @@ from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.batch import Batch
 from bass_core.loop.phases import Listener, Phases
-from bass_core.loop.rows import Commit, Prompt, Request, Rows
+from bass_core.loop.rows import Commit, Prompt, Request, Result, Rows
 from bass_core.loop.step import ForcedAcceptance, HostReport, StepOptions, StepReport, decide
 from bass_core.loop.trace import StepEvent, Trace
 from bass_core.model import kernel_ops, probe
@@ -41,30 +39,21 @@ from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, planned_
 from bass_core.prompts import PromptLike, check_context, model_pair, prompt_of
 
 
-class Result(NamedTuple):
-    """One row: generated ids, text (None without a tokenizer), log-probabilities, why it ended (None: it runs)."""
-
-    sequence: Tensor
-    text: str | None
-    logprobs: Tensor
-    finish_reason: str | None
-
-
 class StepRunning(RuntimeError):
     """A session was to be changed while a step of it ran."""
 
 
 class Session:
-    """Batched speculative decoding, one step at a time; rows may be submitted and cancelled between steps.
+    """Batched speculative decoding, one step at a time; requests may be submitted and cancelled between steps.
 
-    Options as in `generate`. max_batch_size: rows decoded at once; further rows wait for a place. Use it as a context
-    manager, or call `close`, to free the caches. Raises ValueError or TypeError for options that cannot be honoured.
+    Options as in `generate`. max_batch_size: rows decoded at once; further requests wait for a batch slot. Use it as a
+    context manager, or call `close`, to free the caches. Raises ValueError or TypeError for options that cannot be
+    honoured.
 
-    prefill_chunk: a prompt of more tokens is read so many at a time, at most one such chunk between two decode steps:
-    rows that run wait for a chunk and not for a prompt. None: all at once. One prompt is read at a time, in the order
-    in which rows come, and a place is kept for it; rows behind it whose prompts are not longer than a chunk start in
-    the other places, together, at most once between two decode steps. Texts are the same. trace: all but "off" keep
-    something of every step, for as long as the session is open.
+    prefill_chunk: a longer prompt is read so many tokens at a time, at most one chunk between two decode steps, so that
+    running rows wait for a chunk and not for a prompt. None: all at once. One prompt is read at a time, in the order in
+    which requests come; requests behind it with shorter prompts start in the other batch slots. Texts are the same.
+    trace: all but "off" keep something of every step, for as long as the session is open.
     """
 
     on_phase: ClassVar[Callable[[Session, int, str], None] | None] = None  # set while `profiling.profile` records
@@ -112,14 +101,11 @@ class Session:
         self.phases = Phases(pair.device, lambda: me()._listener())
         forced = None if acceptance is None else acceptance.on(pair.device)
         self._rules = StepOptions(verification, forced, trace == "tokens", on_row_error == "raise")
-        about = self.trace.meta
-        fall_back = (lambda: about.update(compile="off")) if compile == "auto" else None
+        fall_back = functools.partial(self.trace.meta.update, compile="off") if compile == "auto" else None
         self.device_step = how.step(self.rows, self.target, self.drafter, self._rules, self.phases, fall_back)
         self._not_first = torch.tensor(self.asked.not_first, dtype=torch.int64, device=pair.device)
         # Its memory is from this stream's pool. None: on a CPU.
         self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None
-        self._count = itertools.count()
-        self._chosen: set[int] = set()  # rows' numbers that callers chose
         self._step = 0
         self._turn = Exclusive()  # held by the step that runs now
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
@@ -159,45 +145,40 @@ class Session:
         row: int | None = None,
         deadline: float | None = None,
     ) -> Request:
-        """Queue a row; it starts at the next step that has a place for it. Returns its handle.
+        """Queue a request; its row starts at the next step that has a batch slot for it. Returns its handle.
 
         prompt: a text, a conversation, token ids or a source, as in `generate`.
-        temperature, top_k, top_p, min_p, repetition_penalty, seed: the session's where None. Its text is what it would
-        be in a session of these. (On a GPU, steps with a row that is not sampled as the session says launch more.)
-        sample: which of the seed's texts this is; its row number where None. Random numbers are a function of seed and
-        sample alone, so that a row of a given seed and sample has one text, whatever else the session does.
-        stop: strings that end the row, in place of the session's; () for none.
-        ignore_eos: whether the row goes on behind the ids that end the session's rows.
-        row: its number, which names it in events and in the trace; one that no row had where None. It is free again
-        only once the row has ended.
+        temperature, top_k, top_p, min_p, repetition_penalty, seed, stop: the session's where None. The text is that of
+        a session with these options. On a GPU, steps with a row that is not sampled as the session says launch more.
+        sample: which of the seed's texts this is; the row number where None. A row of a given seed and sample has one
+        text, whatever else the session does.
+        ignore_eos: the row goes on after ids that end the session's rows.
+        row: the number that names the row in events and in the trace; a new one where None.
         deadline: seconds from now after which the row ends with reason "budget".
 
-        Rows of one prompt that wait together share its prefill: for n samples, submit it n times between two steps. The
-        handle counts what the row's steps have `drafted` and `accepted` so far.
+        Requests of one prompt that wait together share its prefill: for n samples, submit it n times between two steps.
+        The handle counts what the row's steps have `drafted` and `accepted` so far.
 
-        Raises ValueError or TypeError for what cannot be decoded or honoured, RuntimeError once the session is closed.
-        May be called from other threads and inside a step.
+        Raises ValueError or TypeError for what cannot be decoded, RuntimeError once the session is closed. May be
+        called from other threads and inside a step.
         """
         self._refuse_closed()
         if not isinstance(prompt, Prompt):
             prompt = prompt_of(self.pair, prompt, self.asked.config)
         max_new_tokens = checks.integer("max_new_tokens", max_new_tokens)
         check_context(self.pair, len(prompt.ids), max_new_tokens)
-        own = {
-            "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-            "repetition_penalty": repetition_penalty,
-        }  # fmt: skip
-        own = {name: value for name, value in own.items() if value is not None}
+        own = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        params = self.asked.params.changed(**own, repetition_penalty=repetition_penalty)
         sample = None if sample is None else checks.integer("sample", sample)
         request = Request(
             prompt=replace(prompt),  # rows that wait for equal ones share it, what is prefilled with it
             max_new_tokens=max_new_tokens,
             seed=self.options.seed if seed is None else checks.integer("seed", seed, least=None),
-            params=replace(self.asked.params, **own) if own else self.asked.params,
+            params=params,
             stop=self.asked.stop if stop is None else stop_strings(stop, self.pair.tokenizer),
             ignore_eos=ignore_eos,
             deadline=None if deadline is None else time.monotonic() + checks.seconds("deadline", deadline),
-            row=(number := self._number(row)),  # last: what is refused takes none
+            row=(number := self.rows.number(row)),  # last: what is refused takes none
             sample=number if sample is None else sample,
         )
         if not request.params.greedy and self.trace.meta["verification"] == "greedy":
@@ -208,23 +189,10 @@ class Session:
             self.batch.submit(request)
         return request
 
-    def _number(self, row: int | None) -> int:
-        """The number of a row, which no other row of this session that has not ended has."""
-        if row is None:
-            return next(number for number in self._count if number not in self._chosen)
-        checks.integer("row", row)
-        if any(each.row == row and each.finish_reason is None for each in (*self.rows.live, *self.rows.waiting)):
-            raise ValueError(f"row {row} has not ended yet; events and the trace would mix up rows of one number")
-        self._chosen.add(row)
-        return row
-
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
-        """End a row, which keeps the tokens it has: now, or at the end of the step that is running (in another thread,
-        or around the policy or hook that calls this). Nothing happens if it has ended already.
-
-        Raises TypeError for what is no handle, ValueError for one of another session.
-        """
+        """End a row, which keeps its tokens: now, or at the end of the step that is running (in another thread, or around
+        the policy or hook that calls this). Raises TypeError for what is no handle, ValueError for another session's."""
         self._check_own(handle)
         if not self._closed:
             self._cancelled.append((handle, reason))
@@ -233,7 +201,7 @@ class Session:
 
     @torch.inference_mode()
     def reserve(self, positions: int) -> None:
-        """Make room for rows of that many tokens, prompt included, now rather than as rows come."""
+        """Make room for rows of that many tokens, prompt included, now rather than as requests come."""
         with self._alone(), self.target.cache.explaining():
             self.batch.reserve(positions)
 
@@ -242,10 +210,9 @@ class Session:
         self._check_own(handle)
         with on_stream(self._stream):
             tokens, logprobs = self.rows.generated(handle)
-        text = None
-        if self.pair.tokenizer is not None:
-            text = self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
-            text = handle.stop.cut(text) if handle.stop else text
+        text = self.pair.tokenizer and self.pair.tokenizer.decode(tokens, skip_special_tokens=True)
+        if text is not None and handle.stop:
+            text = handle.stop.cut(text)
         return Result(torch.from_numpy(tokens), text, torch.from_numpy(logprobs), handle.finish_reason)
 
     def _check_own(self, handle: Request) -> None:
@@ -278,12 +245,11 @@ class Session:
 
     @torch.inference_mode()
     def step(self) -> StepEvent:
-        """Prefill waiting rows if there are places for them, else one draft-verify-commit step over the live rows; or
+        """Prefill waiting requests if there are batch slots for them, else take one decode step over the live rows, or
         read a chunk of a long prompt, which moves no row.
 
-        Raises FloatingPointError if a model's logits are not numbers; no token of that step is committed then.
-        RuntimeError inside a step, and after one was interrupted while it committed.
-        """
+        Raises FloatingPointError if a model's logits are not numbers: no token of that step is committed. RuntimeError
+        inside a step, and after one was interrupted while it committed."""
         self._refuse_closed()
         with self._alone():
             return self._next_step()
@@ -377,11 +343,7 @@ class Session:
         request, chunk = self.batch.read_chunk()
         self.phases.enter("commit")
         reading, after = self.phases.end()
-        counts = dict.fromkeys(("k", "drafted", "accepted", "emitted"), 0)
-        times = {"draft_ms": 0.0, "verify_ms": reading, "other_ms": after}
-        self.trace.record_step(
-            step=self._step, row=np.array([request.row]), kind="prefill", kv_length=chunk.start, **counts, **times
-        )
+        self.trace.record_chunk(self._step, request.row, chunk.start, reading, after)
         self._step += 1
         return StepEvent(self._step - 1, [], [], [], [])
 
@@ -413,7 +375,6 @@ class Session:
         return failed
 
     def _take_back(self) -> None:
-        """The device's rows are what the host knows of them."""
         self.device_step.take_back()
         self._ahead = False
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bass_core.drafters import Drafter
-from bass_core.loading.checkpoints import attention_of, check_config
-from bass_core.loading.model_pair import ASSETS, ModelPair, load_pair, place
+from bass_core.loading.checkpoints import attention_of, check_config, place
+from bass_core.loading.model_pair import ASSETS, ModelPair, load_pair
 from bass_core.loading.quantization import kind_of_copy, quantized
 from bass_lab import drafters
 
@@ -48,9 +48,7 @@ def named_pair(
     *,
     weights: str = "hub",
     dtype: str | torch.dtype | None = None,
-    torch_dtype: str | torch.dtype | None = None,
     device: str | int | torch.device | None = None,
-    device_map: str | int | torch.device | dict[str, Any] | None = None,
     quantize: str | dict[str, str] | None = None,
     trust_remote_code: bool = False,
     **files: Any,
@@ -62,7 +60,7 @@ def named_pair(
     same: write "./opt-13b" for the folder.
     weights: "hub" for those of the checkpoints; "dummy" for random ones in models of these shapes, made on the device
     without download or tokenizer (prompts are ids), and `synthetic`. Besides names it takes folders with a config.json.
-    dtype, torch_dtype, device, device_map, quantize, trust_remote_code: as in `load_pair`, and so are files, for
+    dtype, device, quantize, trust_remote_code: as in `load_pair`, and so are files, for
     weights that are read: quantization_config, revision, draft_revision.
 
     Raises ValueError where `load_pair` does, for weights of a pair that was never published, and for dummy weights
@@ -76,12 +74,12 @@ def named_pair(
             target, draft = ASSETS / "target", ASSETS / "draft"
         if files:
             raise ValueError(f"weights='dummy' are made, not read: leave out {', '.join(files)}")
-        device, dtype = place(device, dtype, device_map, torch_dtype)
+        device, dtype = place(device, dtype)
         pair = _dummy_pair(target, draft, dtype, device, trust_remote_code)
         return pair if quantize is None else pair.quantized(quantize)
     if target in SHAPES:
         target, draft = _published(target, draft)
-    where = {"dtype": dtype, "torch_dtype": torch_dtype, "device": device, "device_map": device_map}
+    where = {"dtype": dtype, "device": device}
     return load_pair(target, draft, **where, quantize=quantize, trust_remote_code=trust_remote_code, **files)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -46,6 +46,11 @@ class SamplingParams:
     def is_cold(self) -> bool:
         """Whether float32 is too coarse for the quotient of logits and temperature."""
         return self.temperature < 1e-6
+
+    def changed(self, **own: float | None) -> SamplingParams:
+        """Return these with other values, None: the same one. Returns this very object where nothing changes."""
+        given = {name: value for name, value in own.items() if value is not None}
+        return replace(self, **given) if given else self
 
     @property
     def at_temperature_one(self) -> SamplingParams:

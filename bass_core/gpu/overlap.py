@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from bass_core.drafters.protocol import Context, Draft, Drafter
+from bass_core.environment import Fetched
 from bass_core.gpu.graph_step import GraphStep, Staged
 from bass_core.gpu.graphs import Graphs, captured, launched_each_time
 from bass_core.loop.phases import Phases, Stopwatch
-from bass_core.loop.rows import Fetched, Request, Rows
+from bass_core.loop.rows import Request, Rows
 from bass_core.loop.step import StepOptions, StepReport
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy

@@ -294,3 +294,35 @@ def floating(field: str, dtype: Any) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"{field} must be a floating-point dtype of torch, such as 'bfloat16'; got {dtype!r}")
     return found
+
+
+def place(
+    device: str | int | torch.device | None, dtype: str | torch.dtype | None
+) -> tuple[torch.device, str | torch.dtype]:
+    """Return where models go and in which dtype ("auto": their own). None leaves the choice. Raises ValueError."""
+    chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu") if device is None else _device(device)
+    refuse_mps("device", chosen)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {chosen}, and torch finds no GPU here: leave it out, or device='cpu'")
+    if chosen.type == "cuda" and (chosen.index or 0) >= (count := torch.cuda.device_count()):
+        raise ValueError(f"device is {chosen}, and torch finds {count} here, from cuda:0 on")
+    if dtype is None:
+        dtype = "auto" if chosen.type == "cuda" else torch.float32
+    return chosen, dtype if dtype == "auto" else floating("dtype", dtype)
+
+
+def _device(device: Any) -> torch.device:
+    try:
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        unnumbered = found.type == "cuda" and found.index is None and torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device()) if unnumbered else found
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a device such as 'cuda:0', 'cpu' or 0; got {device!r}") from error
+
+
+def refuse_mps(name: str, device: torch.device) -> None:
+    if device.type == "mps":
+        raise ValueError(
+            f"{name} is mps, which has no float64; verification needs it, or impossible tokens would be drawn now and "
+            "then. Use device='cpu'"
+        )

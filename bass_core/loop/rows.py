@@ -7,45 +7,27 @@ place is taken by the last live row.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bass_core import checks
 from bass_core.detokenizer import StopFinder, StopStrings
 from bass_core.drafters import Context
+from bass_core.environment import Fetched
 from bass_core.exactness import randomness, sampling
 from bass_core.exactness.sampling import SamplingParams
 from bass_core.exactness.verification import Verified
 from bass_core.interrupts import always
 from bass_core.model.encoder_decoder import Source
 from bass_core.policies.protocol import RowsView
-
-
-class Fetched:
-    """A tensor as it is now, on its way to the host: the copy begins at once, and what the device is given next may
-    write over it."""
-
-    def __init__(self, tensor: Tensor):
-        self._arrived: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._copied, self._arrived = tensor.to("cpu", non_blocking=True), torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._copied = tensor.clone()
-
-    def __call__(self) -> np.ndarray:
-        """Waits for it."""
-        arrived = self._arrived
-        if arrived is not None:
-            arrived.synchronize()
-            # Page-locked memory is dear. Two threads may ask: the event goes last.
-            self._copied, self._arrived = self._copied.clone(), None
-        return self._copied.numpy()
 
 
 @dataclass(eq=False)
@@ -110,6 +92,15 @@ class Commit:
     emitted: np.ndarray
 
 
+class Result(NamedTuple):
+    """One row: generated ids, text (None without a tokenizer), log-probabilities, why it ended (None: it runs)."""
+
+    sequence: Tensor
+    text: str | None
+    logprobs: Tensor
+    finish_reason: str | None
+
+
 class Rows:
     """Waiting and live rows. `max_rows` places of `capacity` positions (`grow` makes room before rows are admitted)."""
 
@@ -127,6 +118,8 @@ class Rows:
         self.eos = np.array(sorted(eos), dtype=np.int64)
         self.waiting: deque[Request] = deque()
         self.live: list[Request] = []
+        self._count = itertools.count()
+        self._chosen: set[int] = set()  # rows' numbers that callers chose
         self._leaving: list[Request] = []  # have ended since the last commit
         self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
         self.logprobs = torch.zeros(max_rows, 1, dtype=torch.float32, device=device)
@@ -142,6 +135,16 @@ class Rows:
         self.steps_host = np.zeros(max_rows, dtype=np.int64)
         self.prompt_lengths = np.zeros(max_rows, dtype=np.int64)
         self.limits_host = np.zeros(max_rows, dtype=np.int64)
+
+    def number(self, row: int | None) -> int:
+        """Return the number of a new row. Raises ValueError for one whose row has not ended yet."""
+        if row is None:
+            return next(number for number in self._count if number not in self._chosen)
+        checks.integer("row", row)
+        if any(each.row == row and each.finish_reason is None for each in (*self.live, *self.waiting)):
+            raise ValueError(f"row {row} has not ended yet; events and the trace would mix up rows of one number")
+        self._chosen.add(row)
+        return row
 
     # --- looking ----------------------------------------------------------------------------------
 

@@ -134,6 +134,12 @@ class Trace:
         new = [tokens[:count].tolist() for tokens, count in zip(commit.new_tokens, commit.emitted, strict=True)]
         return StepEvent(step, ids, new, draft.lengths_host.tolist(), commit.accepted.tolist())
 
+    def record_chunk(self, step: int, row: int, read: int, reading_ms: float, after_ms: float) -> None:
+        """Record a step that read a chunk of a row's prompt, of which `read` tokens were read before."""
+        counts = dict.fromkeys(("k", "drafted", "accepted", "emitted"), 0)
+        times = {"draft_ms": 0.0, "verify_ms": reading_ms, "other_ms": after_ms}
+        self.record_step(step=step, row=np.array([row]), kind="prefill", kv_length=read, **counts, **times)
+
     @cached_property
     def steps(self) -> pd.DataFrame:
         """One line per (step, row). `step` counts the session's steps, prefills included; `kind` is prefill or decode

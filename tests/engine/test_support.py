@@ -17,7 +17,7 @@ from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
 from bass_core.loading import checkpoints
-from bass_core.loading.model_pair import place
+from bass_core.loading.checkpoints import place
 from bass_core.model import probe
 from bass_core.model.transformers_internals import in_dtype
 from bass_lab import pairs

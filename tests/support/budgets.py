@@ -1,0 +1,56 @@
+"""Print the lines of Python by part, against their limits: `make lint`. Exits with 1 where a limit is passed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = 400  # lines of a file outside the tests: more are two concepts
+FOLDER, MODEL = 1300, 3000  # lines of a folder of the core; `model/` is larger
+BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "model/encoder_decoder.py")
+LIMITS = {"thin core": 8000, "core": 9800, "core files": 46, "tests": 27_000, "all": 66_000}
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text("utf-8").splitlines())
+
+
+def counted() -> tuple[dict[str, int], list[str]]:
+    """Return the lines of each part, and what is too long."""
+    files = {
+        path.relative_to(ROOT).as_posix(): lines(path)
+        for folder in ("bass_core", "bass_lab", "kernels", "tests", "docs")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
+    core = {name.removeprefix("bass_core/"): count for name, count in files.items() if name.startswith("bass_core/")}
+    beside = sum(count for name, count in core.items() if name.startswith(BESIDE))
+    found = {
+        "thin core": sum(core.values()) - beside,
+        "core": sum(core.values()),
+        "core files": sum(not name.endswith("__init__.py") for name in core),
+        "tests": sum(count for name, count in files.items() if name.startswith("tests/")),
+        "all": sum(files.values()) + lines(ROOT / "setup.py"),
+    }
+    wrong = [
+        f"{name} has {found[name]:,}, the limit is {limit:,}" for name, limit in LIMITS.items() if found[name] > limit
+    ]
+    for name, count in files.items():
+        if count > FILE and not name.startswith("tests/"):
+            wrong.append(f"{name} has {count} lines, the limit is {FILE}: it holds two concepts")
+    folders: dict[str, int] = {}
+    for name, count in core.items():
+        if "/" in name:
+            folders[name.split("/")[0]] = folders.get(name.split("/")[0], 0) + count
+    for name, count in folders.items():
+        if count > (limit := MODEL if name == "model" else FOLDER):
+            wrong.append(f"bass_core/{name} has {count:,} lines, the limit is {limit:,}")
+    return found | {f"bass_core/{name}": count for name, count in sorted(folders.items())}, wrong
+
+
+if __name__ == "__main__":
+    table, complaints = counted()
+    for name, count in table.items():
+        print(f"{name:22}{count:8,}{f'  of {LIMITS[name]:,}' if name in LIMITS else ''}")
+    if complaints:
+        sys.exit("\n".join(complaints))
