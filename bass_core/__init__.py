@@ -1,12 +1,14 @@
 """BASS, hands on: exact batched speculative decoding for ordinary transformers models (arXiv 2404.15778).
 
-Where what is:
-    the loop                 session.py, `Session._decode`, and loop/
-    the acceptance rule      exactness/verification.py
-    a draft-length policy    policies/; the paper's Algorithm 1 is `BassHeuristic` in its protocol.py
-    a kernel                 kernels/bass_kernels/, attention over rows of different length in its ragged.py
-    a plot                   bass_lab/show/
-    a lesson                 notebooks/, its figures and exercises in bass_lab/lessons/
+Read `exactness/verification.py` first, then `loop/step.py`, then `Session._decode`.
+
+    session.py, generation.py, hf.py    the public API; options.py, prompts.py check what callers pass
+    exactness/                          the acceptance rules, sampling, random numbers
+    loop/                               rows, batches, a step, its trace
+    model/                              one forward pass over the ragged KV cache
+    drafters/, policies/                where draft tokens come from, and how many
+    loading/                            checkpoints and pairs of models
+    gpu/                                the same steps as CUDA graphs, overlapped; compiled layers
 """
 
 from bass_core.detokenizer import FinalText

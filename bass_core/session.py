@@ -191,8 +191,9 @@ class Session:
 
     @torch.inference_mode()
     def cancel(self, handle: Request, reason: str = "cancelled") -> None:
-        """End a row, which keeps its tokens: now, or at the end of the step that is running (in another thread, or around
-        the policy or hook that calls this). Raises TypeError for what is no handle, ValueError for another session's."""
+        """End a row now, or at the end of the step that is running. The row keeps its tokens.
+
+        Raises TypeError for what is no handle, ValueError for one of another session."""
         self._check_own(handle)
         if not self._closed:
             self._cancelled.append((handle, reason))

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from bass_core.generation import Generation, generate
 from bass_core.loading.model_pair import ModelPair
 from bass_core.model import architectures
-from bass_core.model.cache import Pass
+from bass_core.model.forward_pass import Pass
 from bass_core.model.patching import changed
 from bass_core.prompts import first_ids, token_ids
 from bass_core.session import Session

@@ -9,7 +9,7 @@ from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.model import attention, probe
-from bass_core.model.cache import Pass
+from bass_core.model.forward_pass import Pass, running
 
 B, HEADS, KV_HEADS, Q, S, D = 3, 4, 2, 3, 12, 8
 ENDS = [4, 12, 7]  # keys of each row after the pass has written
@@ -40,7 +40,7 @@ def reference(query, key, value, visible, softcap=None, sinks=None):
      {"sliding_window": 5, "softcap": 1.0, "s_aux": torch.zeros(HEADS).double()}],
     ids=str,
 )  # fmt: skip
-def test_attention_equals_the_reference(monkeypatch, path, options):
+def test_attention_equals_the_reference(path, options):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(B, heads, length, D, generator=generator, dtype=torch.float64)
@@ -49,8 +49,8 @@ def test_attention_equals_the_reference(monkeypatch, path, options):
     positions = torch.tensor(ENDS)[:, None] - Q + torch.arange(Q)
     ends = torch.tensor(ENDS)
     current = Pass(positions, positions, ends - Q, ends, range(B), max(ENDS), max(ENDS) + 1, ENDS)
-    monkeypatch.setattr(attention._thread, "current", current)
-    found, _ = path(None, query, key, value, None, scaling=D**-0.5, **options)
+    with running(current):
+        found, _ = path(None, query, key, value, None, scaling=D**-0.5, **options)
     visible = current.visible(options.get("sliding_window"))
     expected = reference(query, key, value, visible, options.get("softcap"), options.get("s_aux"))
     torch.testing.assert_close(found, expected)
@@ -80,13 +80,13 @@ def test_llama_4_is_refused():
 @pytest.mark.parametrize("architecture", ["mistral", "llama"])
 def test_probe_finds_keys_that_should_be_hidden(monkeypatch, architecture):
     """A sliding window that is ignored, and stale slots that are seen."""
-    original = attention.Pass.visible
+    original = Pass.visible
     assert probe.probe(tiny_model(architecture, seed=5), "pad") is None
     wrong = {
         "mistral": lambda self, window=None, chunk=None: original(self),
         "llama": lambda self, *args: torch.ones_like(original(self, *args)),
     }
-    monkeypatch.setattr(attention.Pass, "visible", wrong[architecture])
+    monkeypatch.setattr(Pass, "visible", wrong[architecture])
     assert "logits are off" in probe.probe(tiny_model(architecture, seed=6), "pad")
 
 

@@ -22,6 +22,7 @@ from bass_core.model import probe
 from bass_core.model.transformers_internals import in_dtype
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 PROMPT_TUNING = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
 
@@ -109,7 +110,7 @@ def test_current_gpu_is_the_same_by_its_number(monkeypatch):
 
 
 WAYS = (
-    {}, {"draft_length": 0}, {"temperature": 0.8}, {"acceptance": "synthetic:0.8"},
+    {}, {"draft_length": 0}, {"temperature": 0.8}, {"acceptance": SyntheticAcceptance.named("synthetic:0.8")},
     {"temperature": 0.8, "verification": "coupled", "trace": "tokens", "attention": "eager"},
     {"draft_length": bass.BassHeuristic(), "attention": "split"}
     | {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2},

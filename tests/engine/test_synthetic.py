@@ -97,4 +97,4 @@ def test_unknown_names_are_refused():
     wrong = ("0.8", "synthetic", "synthetic:", "synthetic:1.2", "synthetic:-0.1", "synthetic:nan", 0.8)
     for name in (*wrong, "synthetic:x.npz"):
         with pytest.raises(ValueError, match="acceptance"):
-            decode(name)
+            SyntheticAcceptance.named(name)

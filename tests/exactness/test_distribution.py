@@ -9,6 +9,7 @@ from scipy.stats import chi2
 from tiny import tiny_model
 
 import bass_core as bass
+from bass_core.exactness.sampling import probabilities
 
 VOCABULARY = 5
 PROMPT = torch.tensor([3, 1, 4, 1])
@@ -35,7 +36,7 @@ def exact_law(target, sampling):
     params = bass.SamplingParams(**sampling)
     texts = torch.tensor([*itertools.product(range(VOCABULARY), repeat=TOKENS)])
     logits = target(torch.cat([PROMPT.expand(len(texts), -1), texts], 1)).logits[:, len(PROMPT) - 1 : -1]
-    p = sampling.probabilities(logits.flatten(0, 1), params).view_as(logits)
+    p = probabilities(logits.flatten(0, 1), params).view_as(logits)
     law = p.gather(-1, texts[..., None])[..., 0].prod(-1)
     return dict(zip(map(tuple, texts.tolist()), law.tolist(), strict=True))
 

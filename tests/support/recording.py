@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import bass_core as bass
 from bass_core import session as session_module
+from bass_core.execution import Execution
 from bass_core.gpu import overlap
 from bass_core.gpu.graph_step import GraphStep
 from bass_core.gpu.graphs import Graphs, NothingReadByHost, launched_each_time
@@ -88,11 +89,11 @@ class Known(Graphs):
 def use_fixed_steps(monkeypatch) -> None:
     """Sessions take steps of fixed shapes, launched each time, and launch ahead as early as possible."""
 
-    def make(recorded, fall_back, rows, target, drafter, options, phases):
+    def step(self, rows, target, drafter, options, phases, fall_back):
         options = replace(options, all_or_none=False)
         return overlap.Overlap(GraphStep(rows, target, drafter, options, phases, Known(launched_each_time)))
 
-    monkeypatch.setattr(overlap, "make", make)
+    monkeypatch.setattr(Execution, "step", step)
     _draw_again_what_is_taken_back(monkeypatch)
 
 
