@@ -175,7 +175,7 @@ def calibrate(
     from bass_core.loading import measured_costs
     from bass_lab.named_pairs import named_pair
     from bass_lab.show import tables
-    from bass_lab.study import calibration
+    from bass_lab.study import calibration, cost_check
 
     common.output_file(output or measured_costs.cache_folder() / "costs.json")
     pair = named_pair(target, draft, weights=weights, dtype=dtype, device=device, quantize=quantize)
@@ -187,8 +187,8 @@ def calibrate(
         cost.save(path)
     if check:
         with Progress() as progress:
-            compared = calibration.check(cost, pair, progress=progress)
-    found = calibration.summary(cost)
+            compared = cost_check.check(cost, pair, progress=progress)
+    found = cost_check.summary(cost)
     if (spread := cost.measured["spread"]) > calibration.QUIET:
         typer.echo(f"warning: times varied by {spread:.0%}; measure again when the machine is idle", err=True)
     document = {"saved": str(path), "device": cost.device, "models": cost.models}
@@ -197,7 +197,7 @@ def calibrate(
     if as_json:
         common.print_json(document)
         return
-    tables.show_table(document["batches"], f"{cost.device}, {calibration.SHOWN_KV} cached positions")
+    tables.show_table(document["batches"], f"{cost.device}, {cost_check.SHOWN_KV} cached positions")
     if check:
         tables.show_table(document["check"], "\npredicted and real decode time")
     if cost.acceptance is not None:

@@ -1,9 +1,10 @@
-"""What the commands that time a GPU share: their options, their time, where their lines go, and the end."""
+"""What the commands that time a GPU share: their options, their time, their records, and the exit code."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +14,18 @@ import torch
 
 from bass_core.environment import write_whole
 from bass_lab.measure import records
+from bass_lab.measure.roofline import copy_bandwidth
 from bass_lab.provenance import describe_environment
 
 NO_GPU = 2  # exit code
 
 
 class DeviceLost(Exception):
-    """An error has broken the CUDA context: nothing more can be measured in this process."""
+    """An error has broken the CUDA context: nothing more can be measured in this process. by: a kernel or a way."""
+
+    def __init__(self, by: str, reason: str):
+        super().__init__(f"{by} broke the device: {reason}")
+        self.by, self.reason = by, reason
 
 
 def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser:
@@ -32,25 +38,47 @@ def parser(kind: str, description: str, **sizes: str) -> argparse.ArgumentParser
     found.add_argument("--resume", action="store_true", help="leave out what the output has, of this device and commit")
     file = f"bass_lab/assets/records/{kind}_<device>.jsonl"
     found.add_argument("--output", type=Path, help=f"JSON lines go here ({file}; none in a dry run)")
+    found.set_defaults(kind=kind)
     return found
 
 
 class Lines:
-    """The records of a run, each checked and written as it comes, so that a run cut short keeps what it has."""
+    """The records of a run, each checked and written as it comes: a run that is cut short keeps what it has.
 
-    def __init__(self, kind: str, options: argparse.Namespace, check: Callable[[dict], None], limit: float):
-        """limit: seconds, unless the options have others."""
-        self.check, self.limit, self.started = check, options.seconds or limit, time.monotonic()
-        self.environment = describe_environment()  # of it, records take what they need
-        device = self.environment["device"]
-        self.output = options.output or (None if options.dry_run else records.device_file(kind, device))
+    here: the environment, which every line gets. written, before: lines of this run and of the one that it resumes.
+    """
+
+    def __init__(
+        self, path: Path | None, *kinds: str, also: Sequence[str] = (), resume: bool = True, limit: float = math.inf
+    ):
+        """path: None writes nothing. also: fields of the environment besides device, torch and commit. limit: seconds.
+
+        A run that is resumed was made in the same environment.
+        """
+        environment = describe_environment()
+        self.here = {name: environment[name] for name in ("device", "torch", "commit", *also)}
+        self.path, self.kinds, self.limit, self.started = path, kinds, limit, time.monotonic()
+        self.before = records.earlier(path, self.here) if resume and path is not None else []
         self.written: list[dict] = []
-        here = {name: self.environment[name] for name in ("device", "torch", "commit")}
-        self.before = records.earlier(self.output, here) if options.resume and self.output is not None else []
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, *kinds: str, limit: float, also: Sequence[str] = ()) -> Lines:
+        """limit: unless the options have another."""
+        path = options.output
+        if path is None and not options.dry_run:
+            path = records.device_file(options.kind, torch.cuda.get_device_name())
+        return cls(path, *kinds, also=also, resume=options.resume, limit=options.seconds or limit)
+
+    def copy_bandwidth(self, device: torch.device, note: str) -> float:
+        """Measure and print the bytes per second of a copy, read and written."""
+        found = copy_bandwidth(device)
+        print(f"{self.here['device']}: a copy moves {found / 1e9:.0f} GB/s, read and written; {note}", flush=True)
+        return found
 
     def has(self, **fields) -> bool:
-        """Whether an earlier run that is resumed has measured this: a line with these fields, and no reason."""
-        return any(fields.items() <= line.items() and not line.get("reason") for line in self.before)
+        """Return True if the run that is resumed has measured this: a line with these fields that did not fail."""
+        failed = ("reason", "failed")
+        return any(fields.items() <= line.items() and not any(map(line.get, failed)) for line in self.before)
 
     @property
     def seconds(self) -> float:
@@ -62,31 +90,31 @@ class Lines:
 
     @property
     def known(self) -> list[dict]:
-        """Of this run, and of the one that it resumes."""
         return [*self.before, *self.written]
 
     def add(self, line: dict) -> dict:
         """Raises ValueError for a line that does not pass the check."""
-        self.check(line)
-        if self.output is not None:
-            records.append(self.output, [line], self.check)
+        line = line | self.here
+        records.check(line, *self.kinds)
+        if self.path is not None:
+            records.append(self.path, [line])
         self.written.append(line)
         return line
 
     def amend(self, change: Callable[[dict], dict]) -> None:
-        """Change the `known` lines, where they stand, too."""
+        """Change the `known` lines, in the file, too."""
         changed = list(map(change, self.known))
         for line in changed:
-            self.check(line)
-        if self.output is not None:
+            records.check(line, *self.kinds)
+        if self.path is not None:
             new = {json.dumps(old): json.dumps(line) for old, line in zip(self.known, changed, strict=True)}
-            stored = self.output.read_text(encoding="utf-8").splitlines()
-            write_whole(self.output, "".join(f"{new.get(line, line)}\n" for line in stored).encode())
+            stored = self.path.read_text(encoding="utf-8").splitlines()
+            write_whole(self.path, "".join(f"{new.get(line, line)}\n" for line in stored))
         self.before, self.written = changed[: len(self.before)], changed[len(self.before) :]
 
     def end(self, document: dict) -> None:
-        """Print what came of it as one JSON object, the last line."""
-        output = None if self.output is None else str(self.output)
+        """Print the outcome as one JSON object, the last line."""
+        output = None if self.path is None else str(self.path)
         print(json.dumps(document | {"output": output, "seconds": round(self.seconds, 1)}, ensure_ascii=False))
 
 

@@ -30,13 +30,13 @@ from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.policies.costs import CostModel
 from bass_core.prompts import token_ids
 from bass_lab.gpu import command
-from bass_lab.gpu.command import DeviceLost
+from bass_lab.gpu.command import DeviceLost, Lines
 from bass_lab.measure import records
 from bass_lab.measure.benchmark import greedy_alone
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, Way, plan
-from bass_lab.measure.ratios import Ratio
-from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay, repeat
+from bass_lab.measure.ratios import Ratio, counted_repeats
+from bass_lab.measure.repeated_way import Repeat, RepeatedWay
 from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
 from bass_lab.named_pairs import named_pair
 from bass_lab.texts.prompt_sets import prompt_set
@@ -45,12 +45,8 @@ CONTEXT, SPREAD = 512, 128  # mean tokens of a prompt, and how far prompts lie f
 NEW = 128  # tokens per row
 PAPER_MS = 5.8  # mean ms per token of the paper's batched decoding: its 7.8B model, batch 8, an A100
 
+KINDS = ("gpu_speed", "gpu_failure")
 UNCHECKED = {"passed": None}
-
-
-def check(line: dict) -> None:
-    """Raises ValueError naming the field that is missing or wrong in a line of this benchmark."""
-    records.check(line, "gpu_speed", "gpu_failure")
 
 
 # --- costs and prompts --------------------------------------------------------------------------------------
@@ -77,9 +73,9 @@ def beyond(roof: CostModel, steps: pd.DataFrame) -> dict[str, float]:
     }
 
 
-def _one_after_the_other(runs: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def _one_after_the_other(runs: Sequence[Repeat]) -> pd.DataFrame:
     """Steps of several runs, each with a number of its own."""
-    return pd.concat([part.assign(step=part.step + 10**6 * number) for number, part in enumerate(runs)])
+    return pd.concat([run.steps.assign(step=run.steps.step + 10**6 * number) for number, run in enumerate(runs)])
 
 
 def prompts_of(pair: ModelPair, batch: int, context: int = CONTEXT, spread: int = SPREAD) -> list[Tensor]:
@@ -98,7 +94,6 @@ class GpuBenchmark:
     """What all groups share. out_of_time: asked before each way."""
 
     device: Device
-    environment: dict
     repeats: int = 3
     context: int = CONTEXT
     spread: int = SPREAD
@@ -119,25 +114,26 @@ class GpuBenchmark:
                     return
                 runs = None
                 try:
-                    regular = regular or RepeatedWay(pair, self._here(pair, REGULAR), prompts, None, self.new)
+                    regular = regular or self._runs(pair, REGULAR, prompts)
                     if isinstance(way.draft, str):
                         cost = cost or self._costs(pair, prompts, work, regular)
-                    runs = RepeatedWay(pair, self._here(pair, way), prompts, cost, self.new)
-                    line = self._line(group, runs, *self._paired(runs, regular), work, way)
+                    runs = self._runs(pair, way, prompts, cost)
+                    line = self._line(runs, *self._paired(runs, regular), work)
                 except Exception as error:  # memory, compilers, drivers: the other ways go on
                     reason = (str(error).strip() or "no reason given").splitlines()[0][:600]
-                    line = {"schema": "gpu_failure", "shape": group.shape, "batch": group.batch, "way": str(way)}
-                    line |= self.environment
-                    line["reason"] = f"{type(error).__name__}: {reason}"
+                    line = {"schema": "gpu_failure", "reason": f"{type(error).__name__}: {reason}"}
                     if regular is not None and regular.session is not None and not regular.session.idle:
                         regular.close()  # its rows have not ended: the next way needs another
                         regular = None
                 finally:
                     if runs is not None:
                         runs.close()
-                yield line
+                yield line | {"shape": group.shape, "batch": group.batch, "way": str(way)}
                 if "reason" in line:
-                    self._require_device(pair)
+                    try:
+                        synchronize(pair.device)
+                    except Exception as error:
+                        raise DeviceLost(str(way), str(error).strip().splitlines()[0]) from error
         finally:
             if regular is not None:
                 regular.close()
@@ -148,78 +144,55 @@ class GpuBenchmark:
         """The roofline's, and what regular steps and those of `PROBE` take beyond it: with neither could a best length
         be told."""
         bounds = [each and Roofline(each, self.device) for each in work]
-        runs = RepeatedWay(pair, self._here(pair, PROBE), prompts, None, self.new)
+        runs, found = self._runs(pair, PROBE, prompts), []
         try:
             for each in (regular, runs):
-                repeat(each, WARM_UPS + 1)
+                each.warm_up()
+                found.append(each.once())
         finally:
             runs.close()
-        steps = _one_after_the_other([each.done[-1][1] for each in (regular, runs)])
-        return modelled_costs(*bounds, **beyond(modelled_costs(*bounds), steps))
+        return modelled_costs(*bounds, **beyond(modelled_costs(*bounds), _one_after_the_other(found)))
 
-    @staticmethod
-    def _require_device(pair: ModelPair) -> None:
-        """Raises DeviceLost where an error has left a GPU that answers nothing any more."""
-        try:
-            synchronize(pair.device)
-        except Exception as error:
-            raise DeviceLost(str(error).strip().splitlines()[0]) from error
-
-    def _here(self, pair: ModelPair, way: Way) -> Way:
+    def _runs(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel | None = None) -> RepeatedWay:
         """The way as this device can go it: a dry run on a CPU has neither kernels nor graphs."""
-        if pair.device.type == "cuda" or way.method == "transformers":
-            return way
-        attention = "pad" if way.attention == "ragged" else way.attention
-        return replace(way, attention=attention, compile="off")
+        if pair.device.type != "cuda" and way.method != "transformers":
+            way = replace(way, attention="pad" if way.attention == "ragged" else way.attention, compile="off")
+        return RepeatedWay(pair, way, prompts, cost, self.new)
 
-    def _paired(self, runs: RepeatedWay, regular: RepeatedWay) -> tuple[list[tuple[float, float]], int]:
-        """Seconds of the way and of regular decoding, repeat by repeat. Those in which something was compiled or
-        recorded are made again, but not for ever, since policies may ask for a new length at any time: also returns
-        how many such repeats were kept."""
-        pairs, again, disturbed = [], 2 * self.repeats, 0
+    def _paired(self, runs: RepeatedWay, regular: RepeatedWay) -> tuple[list[tuple[Repeat, Repeat]], int]:
+        """Repeats of the way and of regular decoding, and how many of them are disturbed."""
         for each in (runs, regular):
-            repeat(each, WARM_UPS)
-        while len(pairs) < self.repeats:
-            before = runs.recordings + regular.recordings
-            pairs.append((runs.once(), regular.once()))
-            if runs.recordings + regular.recordings > before:
-                if again > 0:
-                    again -= 1
-                    pairs.pop(), runs.done.pop()
-                else:
-                    disturbed += 1
-        return pairs, disturbed
+            each.warm_up()
+        found = counted_repeats(
+            lambda _: (runs.once(), regular.once()), self.repeats, lambda: runs.recordings + regular.recordings
+        )
+        pairs, disturbed = zip(*found, strict=True)
+        return list(pairs), sum(disturbed)
 
     def _line(
         self,
-        group: Group,
         runs: RepeatedWay,
-        pairs: Sequence[tuple[float, float]],
+        pairs: Sequence[tuple[Repeat, Repeat]],
         disturbed: int,
         work: tuple[Workload, Workload | None],
-        asked: Way,
     ) -> dict:
-        way, count = runs.way, len(pairs)
-        seconds, regular = np.array(pairs).T
-        done = runs.done[-count:]
-        latencies = pd.DataFrame([clock.latencies(self.new) for clock, _ in done]).median()
+        way, batch = runs.way, len(runs.prompts)
+        done = [ours for ours, _ in pairs]
+        seconds, regular = np.array([(ours.seconds, theirs.seconds) for ours, theirs in pairs]).T
         line = {
             "schema": "gpu_speed",
-            "shape": group.shape,
             "method": way.method,
             "policy": "",
-            "way": str(asked),
             "alpha": way.alpha,
-            "batch": group.batch,
             "attention": way.attention,
             "compile": way.compile,
             "context": self.context,
             "max_new_tokens": self.new,
-            "repeats": count,
+            "repeats": len(pairs),
             "disturbed": disturbed,
             "seconds": seconds.tolist(),
-            **{name: float(latencies[name]) for name in ("first_ms", "mean_ms", "last_ms")},
-            "tokens_per_second": float(np.median(group.batch * (self.new - 1) / seconds)),
+            **pd.DataFrame([run.clock.latencies(self.new) for run in done]).median().to_dict(),
+            "tokens_per_second": float(np.median(batch * (self.new - 1) / seconds)),
             "tokens_per_step": None,
             "k": None,
             "over_regular": Ratio.of(seconds, regular)._asdict(),
@@ -230,11 +203,10 @@ class GpuBenchmark:
             "dtype": str(runs.pair.target.dtype).removeprefix("torch."),
             "exactness": UNCHECKED,
             "synthetic": True,  # the weights are
-            **self.environment,
         }
         if runs.session is None:
             return line
-        steps = _one_after_the_other([part for _, part in done])
+        steps = _one_after_the_other(done)
         decode = steps[steps.kind == "decode"]
         used = asdict(utilisation(steps, work[0], None if way.draft == 0 else work[1], self.device))
         return line | {
@@ -242,7 +214,7 @@ class GpuBenchmark:
             "tokens_per_step": float(decode.emitted.mean()),
             "k": float(decode.k.mean()),
             "utilisation": {name: used[name] for name in ("verified", "emitted", "draft", "bandwidth")},
-            "host_share": runs.host_share(seconds),
+            "host_share": runs.host_share(done),
         }
 
 
@@ -289,50 +261,40 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write way by way. Returns the exit code."""
-    dry = options.dry_run
-    lines = command.Lines("gpu", options, check, limit=165 if options.quick or options.peers else 540)
-    here = {name: lines.environment[name] for name in ("device", "torch", "transformers", "commit")}
-    name = "cpu" if dry else "cuda"
+    dry, limit = options.dry_run, 165 if options.quick or options.peers else 540
+    lines, name = Lines.of(options, *KINDS, limit=limit, also=["transformers"]), "cpu" if dry else "cuda"
     peaks = measure_device(name, torch.float32 if dry else torch.bfloat16)
-    print(f"{here['device']}: a copy moves {peaks.bandwidth / 1e9:.0f} GB/s, a matrix product "
+    print(f"{lines.here['device']}: a copy moves {peaks.bandwidth / 1e9:.0f} GB/s, a matrix product "
           f"{peaks.flops / 1e12:.3g} TFLOP/s", flush=True)  # fmt: skip
     small = {"context": 24, "spread": 6, "new": 12} if dry else {}
-    benchmark = GpuBenchmark(peaks, here, repeats=options.repeats, out_of_time=lambda: lines.out_of_time, **small)
-    groups, lost = _chosen(options), None
+    benchmark = GpuBenchmark(peaks, repeats=options.repeats, out_of_time=lambda: lines.out_of_time, **small)
+    groups, lost = [DRY] if dry else PEERS if options.peers else plan(options.quick), None
     try:
         _measure(benchmark, groups, lines, name)
     except DeviceLost as error:
         lost = str(error)
     failed = sum("reason" in line for line in lines.written)
-    ways = len(lines.written) - failed
     if not lost:
         for made in dict.fromkeys(_made(line) for line in lines.known if _is_unchecked(line)):
             _look_at(lines, name, made)
     timed = [line for line in lines.known if "exactness" in line]
-    verdicts = {line["exactness"]["passed"] for line in timed if _is_ours(line)}
+    verdicts = {line["exactness"]["passed"] for line in timed if line["method"] != PEER.method}
     passed = None if verdicts <= {None} else verdicts == {True}
     fine = passed or (bool(timed) and not verdicts)  # transformers' own way alone
-    left_out = sum(len(_left(group, lines)) for group in groups) - len(lines.written)
+    ways, left = len(lines.written) - failed, sum(len(_left(group, lines)) for group in groups)
+    left_out = left - len(lines.written)
     lines.end({"ways": ways, "failed": failed, "left_out": left_out, "lost": lost, "passed": passed})
     return 0 if fine and not failed else 1
 
 
-def _chosen(options: argparse.Namespace) -> list[Group]:
-    return [DRY] if options.dry_run else PEERS if options.peers else plan(options.quick)
-
-
-def _left(group: Group, lines: command.Lines) -> tuple[Way, ...]:
+def _left(group: Group, lines: Lines) -> tuple[Way, ...]:
     """What a run that is resumed has not measured."""
     asked = {"shape": group.shape, "batch": group.batch}
     return tuple(way for way in group.ways if not lines.has(**asked, way=str(way)))
 
 
-def _is_ours(line: dict) -> bool:
-    return line["method"] != PEER.method
-
-
 def _is_unchecked(line: dict) -> bool:
-    return line.get("exactness") == UNCHECKED and _is_ours(line)
+    return line.get("exactness") == UNCHECKED and line["method"] != PEER.method
 
 
 def _made(line: dict) -> tuple[str, str]:
@@ -340,22 +302,21 @@ def _made(line: dict) -> tuple[str, str]:
     return line["attention"], line["compile"]
 
 
-def _look_at(lines: command.Lines, device: str, made: tuple[str, str]) -> None:
+def _look_at(lines: Lines, device: str, made: tuple[str, str]) -> None:
     """Check the embedded pair with its passes made so, and tell the lines of ways that made theirs so."""
     verdict = checked(device, *made)
     lines.amend(lambda line: line | {"exactness": verdict} if _is_unchecked(line) and _made(line) == made else line)
     print(f"exactness of the embedded pair, decoded in this way: {'PASS' if verdict['passed'] else 'FAIL'} {verdict}")
 
 
-def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: command.Lines, device: str) -> None:
+def _measure(benchmark: GpuBenchmark, groups: Sequence[Group], lines: Lines, device: str) -> None:
     pair, shape = None, None
     for group in groups:
-        left = _left(group, lines)
         if lines.out_of_time:
             break
-        if not left:
+        group = replace(group, ways=_left(group, lines))
+        if not group.ways:
             continue
-        group = replace(group, ways=left)
         if group.shape != shape:
             pair = None
             gc.collect()
@@ -378,25 +339,16 @@ def _load(shape: str, device: str) -> ModelPair:
 def table(lines: Sequence[dict]) -> str:
     """The records of one group as text."""
     first, rows = lines[0], []
+    shares = {"of bandwidth": ("bandwidth", ".0%"), "verified": ("verified", ".1%"), "emitted": ("emitted", ".1%")}
     for line in lines:
         used = line["utilisation"] or {}
-        rows.append(
-            {
-                "way": " ".join(filter(None, (line["method"], line["policy"]))),
-                "α": records.text(line["alpha"], "g"),
-                "attention": line["attention"],
-                "compile": line["compile"],
-                "ms/token": f"{line['mean_ms']:.2f}",
-                "first-last": f"{line['first_ms']:.2f}-{line['last_ms']:.2f}",
-                "tokens/s": f"{line['tokens_per_second']:.0f}",
-                "over regular": str(Ratio(**line["over_regular"])),
-                "tokens/step": records.text(line["tokens_per_step"], ".2f"),
-                "of bandwidth": records.text(used.get("bandwidth"), ".0%"),
-                "verified": records.text(used.get("verified"), ".1%"),
-                "emitted": records.text(used.get("emitted"), ".1%"),
-                "host": records.text(line["host_share"], ".1%"),
-            }
-        )
+        row = {"way": " ".join(filter(None, (line["method"], line["policy"]))), "α": records.text(line["alpha"], "g")}
+        row |= {"attention": line["attention"], "compile": line["compile"], "ms/token": f"{line['mean_ms']:.2f}"}
+        row |= {"first-last": f"{line['first_ms']:.2f}-{line['last_ms']:.2f}"}
+        row |= {"tokens/s": f"{line['tokens_per_second']:.0f}", "over regular": str(Ratio(**line["over_regular"]))}
+        row |= {"tokens/step": records.text(line["tokens_per_step"], ".2f")}
+        row |= {title: records.text(used.get(name), form) for title, (name, form) in shares.items()}
+        rows.append(row | {"host": records.text(line["host_share"], ".1%")})
     batch = f"{first['shape']}, batch {first['batch']}, {first['context']} tokens of context"
     return records.text_table(f"{batch}; synthetic: dummy weights", rows)
 

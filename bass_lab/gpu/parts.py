@@ -21,11 +21,12 @@ import torch
 
 import bass_core as bass
 from bass_lab.checks import exactness
+from bass_lab.gpu.command import Lines
 from bass_lab.measure import records
 from bass_lab.measure.profiling import Profile, profile
 from bass_lab.measure.repeated_way import WARM_UPS
 from bass_lab.provenance import describe_environment
-from bass_lab.study import calibration, recording
+from bass_lab.study import calibration, cost_check, recording
 from bass_lab.texts.prompt_sets import prompt_set
 
 WATCHED = 120  # seconds for a test under compute-sanitizer
@@ -33,21 +34,16 @@ WATCHED = 120  # seconds for a test under compute-sanitizer
 SANITIZER = ["compute-sanitizer", "--launch-timeout", str(WATCHED // 2), "--show-backtrace", "no", "--tool"]
 
 
-class Part:
-    """A file of JSON lines, one per case, each with where it was measured."""
+class Part(Lines):
+    """A file of JSON lines, one per case. failed: cases of this run."""
 
     def __init__(self, file: Path):
-        self.file = file
-        about = describe_environment()
-        self.here = {name: about[name] for name in ("device", "torch", "transformers", "commit")}
-        earlier = records.earlier(file, self.here)
-        self.done = {line["case"] for line in earlier if "failed" not in line}
-        self.tried = {line["case"] for line in earlier}
-        self.failed: list[str] = []  # cases of this run
+        super().__init__(file, "stage", also=["transformers"])
+        self.failed: list[str] = []
 
-    def add(self, case: str, measure: Callable[[], dict]) -> None:
+    def case(self, name: str, measure: Callable[[], dict]) -> None:
         """What it measures, or why it did not, unless it stands there already."""
-        if case in self.done:
+        if self.has(case=name):
             return
         started = time.perf_counter()
         try:
@@ -55,12 +51,9 @@ class Part:
         except Exception as error:  # the other cases go on
             found = {"failed": f"{type(error).__name__}: {error}"[:2000]}
         if "failed" in found:
-            self.failed.append(case)
-        line = (
-            {"schema": "stage", "case": case} | found | {"seconds": round(time.perf_counter() - started, 1)} | self.here
-        )
-        print(json.dumps(line, ensure_ascii=False)[:2000], flush=True)
-        records.append(self.file, [line])
+            self.failed.append(name)
+        line = {"schema": "stage", "case": name} | found | {"seconds": round(time.perf_counter() - started, 1)}
+        print(json.dumps(self.add(line), ensure_ascii=False)[:2000], flush=True)
 
 
 def check(folder: Path, rehearse: bool) -> Part:
@@ -73,7 +66,7 @@ def check(folder: Path, rehearse: bool) -> Part:
             found = json.loads(exactness.verify(pair, prompt_set("mini", 4), compile=way, **fewer).to_json())
             return found if found["verdict"] == "PASS" else found | {"failed": "the verdict is not PASS"}
 
-        part.add(way, verdict)
+        part.case(way, verdict)
     return part
 
 
@@ -89,7 +82,7 @@ def costs(folder: Path, rehearse: bool) -> Part:
 
     def compared() -> dict:
         cost = bass.CostModel.load(file)
-        return {"predicted": calibration.check(cost, pair).to_dict("records")}
+        return {"predicted": cost_check.check(cost, pair).to_dict("records")}
 
     def seen() -> dict:
         texts = prompt_set("mini", 2 if rehearse else 8)
@@ -106,7 +99,7 @@ def costs(folder: Path, rehearse: bool) -> Part:
         return {"saved": acceptance.name, "alpha": trace.alpha}
 
     for case, measure in (("costs", calibrated), ("timeline", seen), ("check", compared), ("acceptance", recorded)):
-        part.add(case, measure)
+        part.case(case, measure)
     return part
 
 
@@ -154,14 +147,15 @@ def sanitized(folder: Path, rehearse: bool) -> Part:
             raise RuntimeError(f"exit status {code}: {first}\n...\n{said[-800:]}")
         return {"summary": summaries[-1] if tool else said.strip().splitlines()[-1]}
 
-    part.add("unwatched", lambda: passed(None, ""))
+    part.case("unwatched", lambda: passed(None, ""))
     if part.failed:
         return part
     cases = {
         f"{tool} {test}": (tool, f"::{test}") for test, tool in itertools.product(tests, ("memcheck", "racecheck"))
     }
-    for case in sorted(cases, key=part.tried.__contains__):  # what took too long before lets the others go first
-        part.add(case, lambda case=case: passed(*cases[case]))
+    tried = {line["case"] for line in part.before}
+    for case in sorted(cases, key=tried.__contains__):  # what took too long before lets the others go first
+        part.case(case, lambda case=case: passed(*cases[case]))
     return part
 
 
@@ -179,7 +173,7 @@ def lessons(folder: Path, rehearse: bool) -> Part:
             papermill.execute_notebook(lesson, folder / "executed.ipynb", parameters, **options)
             return {}
 
-        part.add(lesson.stem, executed)
+        part.case(lesson.stem, executed)
     return part
 
 

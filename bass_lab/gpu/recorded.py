@@ -92,8 +92,8 @@ def _of_one_place(content: CostModel | Profile, about: dict, synthetic: bool = F
 
 
 def _kernels(path: Path) -> GpuRecord:
-    """Kernels and their peers that were timed on a GPU, a line per case (fields: bass_lab/gpu/kernels/schema.py)."""
-    lines = _latest(records.read(path, lambda line: checks.check_fields(line, {}, ())), KERNEL_CASE)
+    """Kernels and their peers that were timed on a GPU, a line per case."""
+    lines = _latest(_read(path, "kernel"), KERNEL_CASE)
     return _of_lines([line for line in lines if line["clock"] == "cuda"], pd.DataFrame)
 
 
@@ -104,13 +104,17 @@ def _ways(path: Path) -> GpuRecord:
     decoded exactly in this way (None: nobody looked, as at transformers' own).
     """
     peers = path.with_name(path.name.replace("gpu_", "peers_", 1))
-    lines = [line for each in (path, peers) if each.exists() for line in records.read(each, decoding.check)]
+    lines = [line for each in (path, peers) if each.exists() for line in _read(each, *decoding.KINDS)]
     lines = [line for line in _latest(lines, WAY) if line["shape"] != DRY.shape]
 
     def table(timed: Sequence[dict]) -> pd.DataFrame:
         return records.frame(timed).assign(exact=[line["exactness"]["passed"] for line in timed])
 
     return _of_lines(lines, table)
+
+
+def _read(path: Path, *kinds: str) -> list[dict]:
+    return records.read(path, lambda line: records.check(line, *kinds))
 
 
 def _latest(lines: Iterable[dict], case: Sequence[str]) -> list[dict]:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,40 +72,19 @@ def _part(name: str) -> Command:
     return command
 
 
-BENCHMARK = "decoding"
 EXACTNESS = 130.0  # seconds of its last way, and of looking at what was decoded
+_decoding = partial(_timed, "decoding", after=EXACTNESS)
+COSTS = ("costs.json", "costs_check.jsonl", "timeline.json.gz", "acceptance.npz")
+WATCH = "compute-sanitizer"
 STAGES = {
     "tests": Stage("the GPU tests, as many at a time as there are cores", 400, ("tests.jsonl",), _tests),
     "kernels": Stage("kernels and their peers", 460, ("kernels.jsonl",), _timed("kernels", "kernels.jsonl")),
-    "decode": Stage(
-        "7.8B + 310M: regular, batched, useless drafts",
-        460,
-        ("gpu.jsonl",),
-        _timed(BENCHMARK, "gpu.jsonl", "--quick", EXACTNESS),
-    ),
-    "peers": Stage(
-        "the same by transformers' generate",
-        300,
-        ("peers.jsonl",),
-        _timed(BENCHMARK, "peers.jsonl", "--peers", EXACTNESS),
-    ),
+    "decode": Stage("7.8B + 310M: regular and batched", 460, ("gpu.jsonl",), _decoding("gpu.jsonl", "--quick")),
+    "peers": Stage("the same by transformers' generate", 300, ("peers.jsonl",), _decoding("peers.jsonl", "--peers")),
     "exactness": Stage("`bass verify`, recorded and compiled", 460, ("exactness.jsonl",), _part("exactness")),
-    "costs": Stage(
-        "costs of steps, a profile, recorded acceptance",
-        460,
-        ("costs.json", "costs_check.jsonl", "timeline.json.gz", "acceptance.npz"),
-        _part("costs"),
-    ),
-    "products": Stage(
-        "products with INT8 and INT4 weights", 260, ("products.jsonl",), _timed("kernels.products", "products.jsonl")
-    ),
-    "sanitizers": Stage(
-        "every kernel under compute-sanitizer, on small shapes",
-        460,
-        ("sanitizers.jsonl",),
-        _part("sanitizers"),
-        program="compute-sanitizer",
-    ),
+    "costs": Stage("costs of steps, a profile, recorded acceptance", 460, COSTS, _part("costs")),
+    "products": Stage("INT8 and INT4 products", 260, ("products.jsonl",), _timed("kernels.products", "products.jsonl")),
+    "sanitizers": Stage(f"kernels under {WATCH}", 460, ("sanitizers.jsonl",), _part("sanitizers"), program=WATCH),
     "notebooks": Stage("the lessons", 460, ("notebooks.jsonl",), _part("notebooks"), needs="papermill"),
 }
 

@@ -18,21 +18,19 @@ work. `transformers.generate` is quoted beside it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel
 
 from bass_core import checks
 from bass_core.drafters import Drafter
-from bass_core.environment import synchronize
 from bass_core.generation import Generation, generate
 from bass_core.loading.measured_costs import costs_like
 from bass_core.loading.model_pair import ModelPair
@@ -42,7 +40,7 @@ from bass_lab.checks import plain_decoding
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure import records, timed_runs
 from bass_lab.measure.clocks import LATENCIES, Clock, passes_marked
-from bass_lab.measure.ratios import Ratio
+from bass_lab.measure.ratios import Ratio, counted_repeats
 from bass_lab.measure.timed_runs import Method
 from bass_lab.pairs import in_dtype
 from bass_lab.provenance import describe_environment
@@ -119,93 +117,75 @@ def compare(
     are to take turns.
     """
     repeats = checks.integer("repeats", repeats, least=1)
-    pool, lines, done, again = token_ids(pair, prompts), [], 0, 2 * repeats
-    kept: dict[str, KeptSession] | None = None
-    with ExitStack() as sessions:
-        for repeat in itertools.count():
-            ids = pool if batch is None else [pool[(repeat * batch + row) % len(pool)] for row in range(batch)]
-            options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-            options |= {"draft_length": draft_length, "other_lengths": other_lengths, "other_drafts": other_drafts}
-            called = _methods(pair, ids, methods, **options)
-            if kept is None:
-                kept = timed_runs.keep(called, len(ids))
-                for session in kept.values():
-                    sessions.callback(session.close)
-            called = {name: method._replace(kept=kept.get(name)) for name, method in called.items()}
+    pool, lines = token_ids(pair, prompts), []
+    rows = len(pool) if batch is None else batch
+    options = {"temperature": temperature, "draft_length": draft_length}
+    options |= {"other_lengths": other_lengths, "other_drafts": other_drafts}
+    called = _methods(pair, rows, methods, **options)
+    timed = timed_runs.in_turns if take_turns else timed_runs.one_by_one
+    with ExitStack() as stack:
+        decodes = {name: stack.enter_context(method.open()) for name, method in called.items()}
 
-            progress(
-                f"repeat {done + 1} of {repeats}" if repeat else "warming up", (done + bool(repeat)) / (repeats + 1)
-            )
-            before = _recordings(kept)
-            found = _timed(pair, ids, called, take_turns, seed=repeat, new=max_new_tokens)
-            if repeat == 0:
-                continue
-            disturbed = _recordings(kept) > before
-            if disturbed and again > 0:  # not for ever: other texts may always want another shape
-                again -= 1
-                continue
+        def once(repeat: int) -> list[dict]:
+            done = len(lines) // len(called)
+            doing = f"repeat {done + 1} of {repeats}" if repeat else "warming up"
+            progress(doing, (done + bool(repeat)) / (repeats + 1))
+            ids, found = [pool[(repeat * rows + row) % len(pool)] for row in range(rows)], []
+            how = {"seed": repeat, "max_new_tokens": max_new_tokens}
+            for name, seconds, clock, trace in timed(decodes, ids, pair.device, **how):
+                line = {"repeat": repeat, "method": name, "k": called[name].k, "seconds": seconds}
+                line["tokens"] = rows * max_new_tokens
+                summary = {} if trace is None else trace.summary()
+                counts = {count: summary.get(count, float("nan")) for count in COUNTS}
+                found.append(line | clock.latencies(max_new_tokens) | counts)
+            return found
+
+        def recordings() -> int:
+            return sum(decode.recordings for decode in decodes.values() if isinstance(decode, KeptSession))
+
+        once(0)
+        for found, disturbed in counted_repeats(once, repeats, recordings, first=1):
             lines += [line | {"disturbed": disturbed} for line in found]
-            done += 1
-            if done == repeats:
-                break
     runs = pd.DataFrame(lines)
     return Comparison(runs.assign(tokens_per_second=runs.tokens / runs.seconds))
 
 
-def _timed(
-    pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], take_turns: bool, *, seed: int, new: int
-) -> list[dict]:
-    """The lines of one repeat, which has its seed for a number."""
-    lines, timed = [], timed_runs.in_turns if take_turns else timed_runs.one_by_one
-    for method, seconds, clock, trace in timed(pair, ids, methods, seed=seed):
-        line = {"repeat": seed, "method": method, "k": methods[method].k, "seconds": seconds}
-        line["tokens"] = len(ids) * new
-        summary = {} if trace is None else trace.summary()
-        counts = {name: summary.get(name, float("nan")) for name in COUNTS}
-        lines.append(line | clock.latencies(new) | counts)
-    return lines
-
-
-def _recordings(kept: Mapping[str, KeptSession]) -> int:
-    return sum(session.recordings for session in kept.values())
-
-
 def _methods(
     pair: ModelPair,
-    ids: Sequence[Tensor],
+    rows: int,
     methods: Sequence[str],
     *,
+    temperature: float,
     draft_length: int | None,
     other_lengths: Sequence[int | None],
     other_drafts: Mapping[str, PreTrainedModel | Drafter] | None,
-    **options,
 ) -> dict[str, Method]:
-    """What `compare` times, by name; all arguments are its own. Raises ValueError as it does."""
+    """Return the methods that `compare` times, by name. The arguments are those of `compare`, and it raises as that."""
     for method in methods:
         checks.one_of("methods", method, METHODS)
     if "assisted" in methods and not isinstance(pair.draft, PreTrainedModel):
         raise ValueError("the method 'assisted' needs a draft model; leave it out of `methods`")
 
-    def ours(k: int | None, pair: ModelPair = pair, **more: object) -> Method:
-        own = options | {"draft_length": k} | more
-        return Method(k, lambda clock, seed: _ours(pair, ids, **own, seed=seed, clock=clock), own, pair)
+    def ours(k: int | None, pair: ModelPair = pair, rows: int = rows, **named: str) -> Method:
+        options = {"temperature": temperature, "draft_length": k, "eos_token_id": ()}
+        return Method(k, partial(KeptSession, pair, rows, **options), **named)
+
+    def theirs(decode: Callable[..., list[Tensor]]) -> Method:
+        return Method(None, partial(nullcontext, partial(decode, pair, temperature=temperature)))
 
     known = {
-        "transformers": Method(
-            None, lambda clock, seed: transformers_generate(pair, ids, **options, seed=seed, clock=clock)
-        ),
-        "assisted": Method(None, lambda clock, seed: _assisted(pair, ids, **options, seed=seed, clock=clock)),
-        "regular": ours(0)._replace(k=None),
-        "single": ours(draft_length, max_batch_size=1),
+        "transformers": theirs(timed_runs.transformers_generate),
+        "assisted": theirs(timed_runs.assisted),
+        "regular": replace(ours(0), k=None),
+        "single": ours(draft_length, rows=1),
         "batched": ours(draft_length),
     }
     found = {method: known[method] for method in methods}
     found |= {_with_length("batched", k): ours(k) for k in other_lengths}
     for name, draft in (other_drafts or {}).items():
-        drafting, method = replace(pair, draft=draft), f"{OTHER} {name}"
-        theirs = {method: ours(draft_length, drafting)}
-        theirs |= {_with_length(method, k): ours(k, drafting) for k in other_lengths}
-        found |= {each: called._replace(drafter=name) for each, called in theirs.items()}
+        drafted, method = partial(ours, pair=replace(pair, draft=draft), drafter=name), f"{OTHER} {name}"
+        found[method] = drafted(draft_length)
+        found |= {_with_length(method, k): drafted(k) for k in other_lengths}
     return found
 
 
@@ -238,20 +218,19 @@ def bench(
     if "regular" not in methods:
         raise ValueError(f"methods must include 'regular', which the others are compared with; got {list(methods)}")
     options = {"max_new_tokens": 128, "temperature": 0.2, "draft_length": 5, "other_lengths": ()} | options
-    others = options.setdefault("other_drafts", {})
-    decoding = {name: options[name] for name in ("max_new_tokens", "temperature")}
-    exact, new = in_dtype(pair, torch.float32), decoding["max_new_tokens"]
-    exact_others = {name: in_dtype(replace(pair, draft=draft), torch.float32).draft for name, draft in others.items()}
-    common = (
-        {"schema": "speed"}
-        | describe_environment(pair.device)
-        | {"models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
-    )
-    common |= {"repeats": repeats, "seed": 0, **decoding, "synthetic": pair.synthetic}
-    common |= {"vary_prompts": vary_prompts, "take_turns": take_turns}
+    new, others = options["max_new_tokens"], options.setdefault("other_drafts", {})
+    exact = in_dtype(pair, torch.float32)
+    common = {"schema": "speed", "models": models, "dtype": str(pair.target.dtype).removeprefix("torch.")}
+    common |= {"repeats": repeats, "seed": 0, "max_new_tokens": new, "temperature": options["temperature"]}
+    common |= {"vary_prompts": vary_prompts, "take_turns": take_turns, "synthetic": pair.synthetic}
+    common |= describe_environment(pair.device)
+    in_float32 = {name: in_dtype(replace(pair, draft=draft), torch.float32).draft for name, draft in others.items()}
+    at_zero = options | {"temperature": 0.0, "other_drafts": in_float32}
+    del at_zero["max_new_tokens"]
     cost = costs_like(pair)
     costs = None if cost is None else {name: cost.measured.get(name) for name in COSTS}
     how = {"repeats": repeats, "take_turns": take_turns, **options}
+    spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
     done, all_rows = 0, len(sets) * sum(batches)
     for name, prompts in sets.items():
         alone = greedy_alone(exact, prompts[: max(batches)], max_new_tokens=new)
@@ -261,16 +240,18 @@ def bench(
                 progress(f"{name}, batch {rows}", (before + share * rows) / all_rows)
 
             taken, first = [method for method in methods if batch > 1 or method != "single"], prompts[:batch]
-            found = compare(pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how, progress=tell)
-            found, done = found.lines(), done + batch
-            at_zero = options | {"temperature": 0.0, "other_drafts": exact_others}
-            greedy = _methods(exact, token_ids(exact, first), taken, **at_zero)
-            spent = {"regular": 0, "batched": options["draft_length"]}  # by draft length, time outside of passes
+            compared = compare(
+                pair, prompts if vary_prompts else first, batch=batch, methods=taken, **how, progress=tell
+            )
+            found, done = compared.lines(), done + batch
+            greedy = _methods(exact, batch, taken, **at_zero)
             for line in found:
                 method, called = line["method"], greedy[line["method"]]
-                identical = _identical(called.decode(Clock(), 0), alone[:batch])
-                line |= {"exactness": {"dtype": "float32", "rows": batch, "identical": identical}}
+                with called.open() as decode:
+                    texts = timed_runs.texts(decode, token_ids(exact, first), Clock(), max_new_tokens=new, seed=0)
+                line["exactness"] = {"dtype": "float32", "rows": batch, "identical": _identical(texts, alone[:batch])}
                 if method in spent and new > 1:  # a single token comes of the prefill
+                    decoding = {"max_new_tokens": new, "temperature": options["temperature"]}
                     overhead = step_overhead(pair, first, draft_length=spent[method], **decoding)
                     line |= {} if overhead is None else {"step_overhead": overhead}
                 if method.split()[0] in DRAFTING and line["k"] is None:
@@ -362,58 +343,6 @@ def _identical(found: Generation | list[Tensor], alone: Sequence[Tensor]) -> int
     """Rows whose every token is that of the row alone."""
     found = found.sequences if isinstance(found, Generation) else found
     return sum(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
-
-
-def _ours(pair: ModelPair, ids: Sequence[Tensor], *, clock: Clock, **options) -> Generation:
-    return generate(pair, ids, eos_token_id=(), on_step=clock.stepped, **options)
-
-
-@torch.inference_mode()
-def transformers_generate(
-    pair: ModelPair,
-    ids: Sequence[Tensor],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    clock: Clock,
-    rows: Sequence[int] | None = None,
-    **options,
-) -> list[Tensor]:
-    """`transformers.generate` on the left-padded batch of 1-D id tensors, never stopping: the generated ids per row."""
-    width, rows = max(map(len, ids)), range(len(ids)) if rows is None else rows
-    padded = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in ids]).to(pair.device)
-    mask = torch.stack([torch.arange(width) >= width - len(row) for row in ids]).long().to(pair.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **sampling)
-    never = torch.zeros(len(ids), dtype=torch.bool, device=pair.device)
-
-    def tick(tokens: Tensor, scores: object, **kwargs) -> Tensor:
-        synchronize(pair.device)
-        clock.tick(rows, emitted=tokens.shape[1] - width)
-        return never
-
-    with ExitStack() as plain:
-        for part in (pair.target, pair.draft):
-            if isinstance(part, PreTrainedModel):
-                plain.enter_context(plain_decoding.plain(part))
-        torch.manual_seed(seed)
-        criteria = StoppingCriteriaList([tick])
-        out = pair.target.generate(
-            padded, attention_mask=mask, generation_config=config, stopping_criteria=criteria, **options
-        )
-    return list(out[:, width:].cpu())
-
-
-def _assisted(pair: ModelPair, ids: Sequence[Tensor], *, seed: int, clock: Clock, **options) -> list[Tensor]:
-    """Assisted generation refuses more than one sequence: row by row."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it warns of how it calls the assistant itself
-    try:
-        options |= {"seed": seed, "clock": clock, "assistant_model": pair.draft}
-        return [transformers_generate(pair, [row], rows=[i], **options)[0] for i, row in enumerate(ids)]
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def step_overhead(pair: ModelPair, prompts: Sequence[str], *, max_new_tokens: int = 96, **options) -> float | None:

@@ -95,3 +95,9 @@ class Clock:
         first, last = min(per_row), max(per_row)
         mean = min(max(sum(per_row) / len(per_row), first), last)  # the mean of equal numbers need not be equal to them
         return dict(zip(LATENCIES, (first, last, mean), strict=True))
+
+    def decoding_seconds(self, one_by_one: bool = False) -> float:
+        """From the last row's first tokens, which its prefill gives, to the last tokens; of single rows, the sum."""
+        if one_by_one:
+            return sum(self.last[row] - start for row, (start, _) in self.first.items())
+        return max(self.last.values()) - max(start for start, _ in self.first.values())

@@ -1,7 +1,8 @@
 """Measured results as JSON lines that pandas reads back, and that others can contribute.
 
-Every line names its kind in the field `schema`; `record_schema` knows what such a line holds. A speed without a word on
-exactness is not a result: every line of a speed carries it.
+Every line names its kind in the field `schema`. The JSON schema `assets/records.schema.json` is the one place that says
+what lines of a kind hold; docs/RECORDS.md shows it as tables. A speed without a word on exactness is not a result:
+every line of a speed carries it.
 
 The records that ship lie in the package, so that lessons find them wherever they run; BASS_RECORDS names another
 folder.
@@ -16,19 +17,33 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
 import pandas as pd
 
+from bass_core import checks
 from bass_lab.locks import lock
-from bass_lab.measure import record_schema
 from bass_lab.sweep import store
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "bass_lab" / "assets" / "records"
+SCHEMA = ROOT / "bass_lab" / "assets" / "records.schema.json"
+KIND = "schema"  # the field
+TYPES = {
+    **{"string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)},
+    **{"array": (list,), "object": (dict,), "null": (type(None),)},
+}
 PEERS = ("transformers", "assisted")  # methods that are not this engine's
-TIMED = ("speed", "gpu_speed")  # kinds of lines that say how long something took
+TIMED = ("speed", "gpu_speed")  # kinds of lines that say how long decoding took
+# Of a timed kernel, null with a reason.
+KERNEL_TIMES = {
+    "kernel": ("us", "gb_per_s", "percent_of_copy", "captured", "calls", "replays"),
+    "product": ("us", "percent_of_copy", "captured"),
+}
+# Reading alone may beat a copy's read and write by some percent. A larger excess comes out of a cache.
+MOST_PERCENT_OF_COPY = 125.0
 
 
 def folder() -> Path:
@@ -46,16 +61,47 @@ def shipped(name: str) -> Path:
     return path
 
 
-def check(line: dict, *kinds: str) -> None:
+@cache
+def kinds() -> dict[str, dict]:
+    """The schema of each kind, references to shared fields filled in."""
+    document = json.loads(SCHEMA.read_text(encoding="utf-8"))
+
+    def resolved(part: dict) -> dict:
+        return document["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part
+
+    found = [resolved(part) for part in document["oneOf"]]
+    return {
+        kind["title"]: kind | {"properties": {name: resolved(part) for name, part in kind["properties"].items()}}
+        for kind in found
+    }
+
+
+def check(line: dict, *expected: str) -> None:
     """Raises ValueError naming the field of a line that is missing, wrong, or contradicts another.
 
-    kinds: those that it may be of; any where none is named.
+    expected: kinds that it may be of; any where none is named.
     """
-    record_schema.check(line, *kinds)
-    if line[record_schema.KIND] in TIMED:
+    checks.check_fields(line, {KIND: str}, ())
+    kind = checks.one_of(KIND, line[KIND], expected or tuple(kinds()))
+    schema = kinds()[kind]
+    fields = {name: part for name, part in schema["properties"].items() if name in line or name in schema["required"]}
+    types = {name: _types(part) for name, part in fields.items()}
+    checks.check_fields(line, types, [name for name, part in fields.items() if "exclusiveMinimum" in part])
+    unknown = sorted(set(line) - set(schema["properties"]))
+    if unknown and not schema.get("additionalProperties", True):
+        raise ValueError(f"unknown fields: {', '.join(unknown)}")
+    if kind in TIMED:
         _check_times(line)
-    if line[record_schema.KIND] == "speed":
+    if kind == "speed":
         _check_exactness(line["exactness"], ours=line["method"] not in PEERS)
+    if kind in KERNEL_TIMES:
+        _check_kernel(line, KERNEL_TIMES[kind])
+
+
+def _types(part: dict) -> tuple[type, ...]:
+    """The Python types of a field's values."""
+    named = part.get("type", "string")  # a field without one is a constant: the kind's name
+    return sum((TYPES[name] for name in ([named] if isinstance(named, str) else named)), ())
 
 
 def _check_times(line: dict) -> None:
@@ -83,6 +129,26 @@ def _check_exactness(exactness: dict, ours: bool) -> None:
         raise ValueError(f"exactness must hold the numbers of rows and of identical ones among them, got {exactness!r}")
     if ours and exactness.get("dtype") == "float32" and identical != rows:
         raise ValueError(f"in float32 every row must be identical, got {identical} of {rows}: find out why first")
+
+
+def _check_kernel(line: dict, times: Sequence[str]) -> None:
+    reason, us, plan = line["reason"], line["us"], line.get("us_plan_share")
+    if reason is not None:
+        if not reason or plan is not None or any(line[name] is not None for name in times):
+            raise ValueError(f"either a time or a reason, got us {us!r} and reason {reason!r}")
+        return
+    for name in ("error", *times):
+        if line[name] is None:
+            raise ValueError(f"without a reason, {name} must be given")
+    if us <= 0 or us < (plan or 0):
+        raise ValueError(f"us must be positive and hold us_plan_share, got {us!r}")
+    rate = line["gb"] / us * 1e6
+    if not math.isclose(line.get("gb_per_s", rate), rate, rel_tol=1e-6):
+        raise ValueError(f"gb_per_s is not gb / us: {line['gb_per_s']!r}")
+    if not math.isclose(line["percent_of_copy"], 100 * rate / line["copy_gb_per_s"], rel_tol=1e-6):
+        raise ValueError(f"percent_of_copy is not gb_per_s / copy_gb_per_s: {line['percent_of_copy']!r}")
+    if line["percent_of_copy"] > MOST_PERCENT_OF_COPY:
+        raise ValueError(f"{line['percent_of_copy']:.0f}% of the copy bandwidth: the data were in a cache")
 
 
 def _positive(value: object) -> bool:
@@ -261,7 +327,7 @@ def _table(path: Path) -> pd.DataFrame:
 
 def _check_if_known(line: dict) -> None:
     """As `check`, but that a line may be of no kind: a notebook of somebody's own records what it likes."""
-    if isinstance(line, dict) and record_schema.KIND not in line:
+    if isinstance(line, dict) and KIND not in line:
         return
     check(line)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -17,9 +18,10 @@ from bass_core.model.transformers_internals import CACHE
 from bass_core.policies.costs import CostModel
 from bass_core.session import Session
 from bass_lab.kept_session import HasSession
-from bass_lab.measure.benchmark import transformers_generate
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.plan import Way, policy_of
+from bass_lab.measure.ratios import counted_repeats
+from bass_lab.measure.timed_runs import transformers_generate
 from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 CYCLES = 2e9  # of a GPU in a second, at most
@@ -27,18 +29,23 @@ WARM_UPS = 2  # of a way: the first time compiles, the second records
 RESTED = 3  # runs in which the device rests before it works
 
 
-class RepeatedWay(HasSession):
-    """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings.
+class Repeat(NamedTuple):
+    """seconds: of decoding, as `Clock.decoding_seconds`. steps: of the trace, empty for transformers."""
 
-    Times are of decoding: from the first tokens, which the prefill gives, to the last.
-    """
+    seconds: float
+    clock: Clock
+    steps: pd.DataFrame
+
+
+class RepeatedWay(HasSession):
+    """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings."""
 
     def __init__(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel | None, new: int):
         """cost: of the policies that go by it, and of the best fixed length."""
         self.pair, self.way, self.prompts, self.new = pair, way, prompts, new
         policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)
         self.policy = f"k={policy}" if isinstance(policy, int) else str(way.draft)
-        self.done: list[tuple[Clock, pd.DataFrame]] = []  # of each repeat that counts, with the steps of its trace
+        self.runs = 0  # so far
         self.session = None
         if way.method == "transformers":  # generate would make a cache each time, and record the passes over it anew
             room = max(map(len, prompts)) + new
@@ -55,8 +62,8 @@ class RepeatedWay(HasSession):
             )
             self.session.reserve(max(map(len, prompts)) + new)
 
-    def once(self) -> float:
-        """Decode; the seconds that it took."""
+    def once(self) -> Repeat:
+        """Decode the prompts."""
         clock, trace = Clock(), Trace("steps")
         if self.session is None:
             with torch.inference_mode():
@@ -69,41 +76,37 @@ class RepeatedWay(HasSession):
                 self.session.submit(prompt, max_new_tokens=self.new, row=row)
             with self.session.prepared():
                 while not self.session.idle:
-                    event = self.session.step()
-                    clock.stepped(event)
-        self.done.append((clock, trace.steps))
-        return decoding_seconds(clock, one_by_one=self.way.method == "single")
+                    clock.stepped(self.session.step())
+        self.runs += 1
+        return Repeat(clock.decoding_seconds(one_by_one=self.way.method == "single"), clock, trace.steps)
 
-    def host_share(self, seconds: Sequence[float]) -> float | None:
-        """Of the decode time, the median of the last repeats: the part in which the device works on no pass.
-        seconds: what these have taken. None: who knows, since a GPU waits for the host inside of passes, too, where
-        they are launched operation by operation.
+    def warm_up(self) -> None:
+        while self.runs < WARM_UPS:
+            self.once()
 
-        Spans of a GPU hold the time that it waits for the host, too. So what it works is taken from further such runs,
-        the median of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it:
-        not longer, since after a rest it is faster than it was (`Rest`). No step is launched ahead in them, and where
-        rows end one by one that takes other recordings: runs in which something was recorded do not count, but for the
-        last.
+    def host_share(self, counted: Sequence[Repeat]) -> float | None:
+        """Return the share of these repeats' decode time in which the device works on no pass, a median. None if it is
+        unknown: where passes are launched operation by operation, a GPU waits for the host inside them, too.
+
+        Spans of a GPU include the time that it waits for the host. So its work is taken from further runs, the median
+        of `RESTED`, in which it rests at the beginning of every step until the host has launched all of it: not longer,
+        since after a rest it is faster than it was (`Rest`). No step is launched ahead in them, which takes other
+        recordings where rows end one by one.
         """
-        done, taken = self.done[-len(seconds) :], float(np.median(seconds))
+        taken = float(np.median([run.seconds for run in counted]))
         if self.pair.device.type == "cuda":
             if self.way.compile == "off":
                 return None
-            longest = 2 * taken / done[-1][1].step.nunique()
+            longest = 2 * taken / counted[-1].steps.step.nunique()
             Session.on_phase = Rest(longest, lambda seconds: torch.cuda._sleep(int(seconds * CYCLES)))
             try:
-                counted, rested = len(self.done), []
-                for turn in range(WARM_UPS + 2 * RESTED):
-                    before = self.recordings
+                for _ in range(WARM_UPS):
                     self.once()
-                    if turn >= WARM_UPS and self.recordings == before:
-                        rested.append(self.done[-1])
-                    if len(rested) == RESTED:
-                        break
+                rested = counted_repeats(lambda _: self.once(), RESTED, lambda: self.recordings)
+                counted = [run for run, _ in rested]
             finally:
                 Session.on_phase = None
-            done, self.done = rested or self.done[-1:], self.done[:counted]
-        return 1 - float(np.median([_pass_seconds(steps) for _, steps in done])) / taken
+        return 1 - float(np.median([_pass_seconds(run.steps) for run in counted])) / taken
 
 
 class Rest:
@@ -127,16 +130,3 @@ def _pass_seconds(steps: pd.DataFrame) -> float:
     """What the spans of both models' passes take in the decode steps of a run."""
     decode = steps[steps.kind == "decode"].drop_duplicates("step")
     return float(decode[["draft_ms", "verify_ms"]].to_numpy().sum()) / 1e3
-
-
-def repeat(runs: RepeatedWay, times: int) -> None:
-    """Decode until it was done so often."""
-    while len(runs.done) < times:
-        runs.once()
-
-
-def decoding_seconds(clock: Clock, one_by_one: bool = False) -> float:
-    """From the first tokens to the last; of rows that take turns, the sum."""
-    if one_by_one:
-        return sum(clock.last[row] - start for row, (start, _) in clock.first.items())
-    return max(clock.last.values()) - max(start for start, _ in clock.first.values())

@@ -2,99 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.utils import logging as transformers_logging
 
+from bass_core.environment import synchronize
 from bass_core.generation import Generation
 from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.trace import Trace
 from bass_core.session import Session
+from bass_lab.checks import plain_decoding
 from bass_lab.kept_session import KeptSession
 from bass_lab.measure.clocks import Clock, Elapsed
 
+Decode = KeptSession | Callable[..., list[Tensor]]  # this engine's methods, and those of transformers
 Timed = tuple[str, float, Clock, Trace | None]  # a method's name, seconds, clock; no trace of transformers' methods
 
 
-class Method(NamedTuple):
-    """A method as it is called. k: its draft length, None where it drafts nothing or a policy decides. options, pair:
-    what `generate` takes, of this engine's methods; kept: what decodes with them, where steps are recorded."""
+@dataclass(frozen=True)
+class Method:
+    """k: draft length, None where the method drafts nothing or a policy decides. drafter: unless the pair's own."""
 
     k: int | None
-    decode: Callable[[Clock, int], Generation | list[Tensor]]  # clock, seed -> texts
-    options: dict[str, Any] | None = None
-    pair: ModelPair | None = None
-    drafter: str | None = None  # what drafts, where it is not the pair's own draft
-    kept: KeptSession | None = None
-
-    def run(self, ids: Sequence[Tensor], clock: Clock, seed: int) -> Generation | list[Tensor]:
-        if self.kept is None:
-            return self.decode(clock, seed)
-        new = self.options["max_new_tokens"]
-        return self.kept(ids, max_new_tokens=new, seed=seed, on_step=clock.stepped)
+    open: Callable[[], AbstractContextManager[Decode]]
+    drafter: str | None = None
 
 
-def keep(methods: dict[str, Method], rows: int) -> dict[str, KeptSession]:
-    """A session for each method of ours whose steps are recorded, by its name."""
-    kept = {}
-    for name, method in methods.items():
-        if method.options is not None:
-            options = {"max_batch_size": rows, "eos_token_id": ()} | method.options
-            del options["max_new_tokens"]
-            session = KeptSession(method.pair, options.pop("max_batch_size"), **options)
-            if session.session is not None:
-                kept[name] = session
-    return kept
+def texts(decode: Decode, ids: Sequence[Tensor], clock: Clock, **options: int) -> Generation | list[Tensor]:
+    """Decode these ids. options: max_new_tokens and seed."""
+    if isinstance(decode, KeptSession):
+        return decode(ids, on_step=clock.stepped, **options)
+    return decode(ids, clock=clock, **options)
 
 
-def one_by_one(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int) -> Iterator[Timed]:
-    """Each method from its first token to its last."""
-    for name, method in methods.items():
+def one_by_one(
+    decodes: Mapping[str, Decode], ids: Sequence[Tensor], device: torch.device, **options
+) -> Iterator[Timed]:
+    """Each method from its first token to its last. options: of `texts`."""
+    for name, decode in decodes.items():
         clock = Clock()
-        with Elapsed(pair.device) as elapsed:
-            out = method.run(ids, clock, seed)
+        with Elapsed(device) as elapsed:
+            out = texts(decode, ids, clock, **options)
         yield name, elapsed.seconds, clock, out.trace if isinstance(out, Generation) else None
 
 
-def in_turns(pair: ModelPair, ids: Sequence[Tensor], methods: dict[str, Method], *, seed: int) -> Iterator[Timed]:
-    """All methods side by side: the next step is always that of the one that has emitted the fewest tokens.
+def in_turns(decodes: Mapping[str, Decode], ids: Sequence[Tensor], device: torch.device, **options) -> Iterator[Timed]:
+    """All methods interleaved: the next step is always that of the method that has emitted the fewest tokens.
 
-    So all of them write the same part of a text in the same moments. Raises ValueError for methods of transformers'.
+    Thus all of them write the same part of a text at the same time. Raises ValueError for methods of transformers.
     """
-    if peers := [name for name, method in methods.items() if method.options is None]:
+    if peers := [name for name, decode in decodes.items() if not isinstance(decode, KeptSession)]:
         raise ValueError(f"only this engine's methods (regular, single, batched) can take turns, not {peers}")
-    names = list(methods)
+    names, seed = list(decodes), options["seed"]
     names = names[seed % len(names) :] + names[: seed % len(names)]  # none is always the first
     with ExitStack() as stack:  # leaves sessions, and how they switched the models, in the reverse of their order
-        decodes = {name: _Decode(methods[name], ids, seed, stack) for name in names}
-        while going := [decode for decode in decodes.values() if not decode.session.idle]:
-            min(going, key=lambda decode: decode.emitted).step()
-        for name in methods:
-            decode = decodes[name]
-            yield name, decode.seconds, decode.clock, decode.session.trace
+        runs = {name: _Run(decodes[name], ids, stack, **options) for name in names}
+        while going := [run for run in runs.values() if not run.session.idle]:
+            min(going, key=lambda run: run.emitted).step()
+        for name in decodes:
+            yield name, runs[name].seconds, runs[name].clock, runs[name].session.trace
 
 
-class _Decode:
-    """What `generate` does, a step at a time, timed in its own steps alone."""
+class _Run:
+    """A run of `generate`, one step at a time, timed in its own steps alone."""
 
-    def __init__(self, method: Method, ids: Sequence[Tensor], seed: int, stack: ExitStack):
+    def __init__(self, kept: KeptSession, ids: Sequence[Tensor], stack: ExitStack, *, seed: int, max_new_tokens: int):
         """stack: keeps the session open."""
-        self.device, self.clock, self.seconds, self.emitted = method.pair.device, Clock(), 0.0, 0
-        options = {"max_batch_size": len(ids), "seed": seed} | method.options
-        new = options.pop("max_new_tokens")
+        self.device, self.clock, self.seconds, self.emitted = kept.pair.device, Clock(), 0.0, 0
         with self._turn():
-            if method.kept is not None:
-                self.session, self.handles = method.kept.session, method.kept.submit(ids, max_new_tokens=new, seed=seed)
+            if kept.session is not None:
+                self.handles = kept.submit(ids, max_new_tokens=max_new_tokens, seed=seed)
+                self.session = kept.session
             else:
-                self.session = stack.enter_context(Session(method.pair, eos_token_id=(), **options))
-                self.handles = [self.session.submit(row, max_new_tokens=new) for row in ids]
+                self.session = stack.enter_context(Session(kept.pair, seed=seed, **kept.options))
+                self.handles = [self.session.submit(row, max_new_tokens=max_new_tokens) for row in ids]
                 self.session.reserve(max(handle.limit for handle in self.handles))
             stack.enter_context(self.session.prepared())
 
     def step(self) -> None:
-        """One step; the last one fetches the results, too."""
+        """Take a step. The last one fetches the results, too."""
         with self._turn():
             event = self.session.step()
             self.clock.stepped(event)
@@ -109,3 +100,52 @@ class _Decode:
             self.clock.away = turn.started - self.seconds
             yield
         self.seconds += turn.seconds
+
+
+# --- transformers ---------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def transformers_generate(
+    pair: ModelPair,
+    ids: Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    clock: Clock,
+    rows: Sequence[int] | None = None,
+    **options,
+) -> list[Tensor]:
+    """`transformers.generate` on the left-padded batch of 1-D id tensors, never stopping: the generated ids per row."""
+    width, rows = max(map(len, ids)), range(len(ids)) if rows is None else rows
+    padded = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in ids]).to(pair.device)
+    mask = torch.stack([torch.arange(width) >= width - len(row) for row in ids]).long().to(pair.device)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    config = GenerationConfig(max_new_tokens=max_new_tokens, pad_token_id=0, **sampling)
+    never = torch.zeros(len(ids), dtype=torch.bool, device=pair.device)
+
+    def tick(tokens: Tensor, scores: object, **kwargs) -> Tensor:
+        synchronize(pair.device)
+        clock.tick(rows, emitted=tokens.shape[1] - width)
+        return never
+
+    with ExitStack() as plain:
+        for part in (pair.target, pair.draft):
+            if isinstance(part, PreTrainedModel):
+                plain.enter_context(plain_decoding.plain(part))
+        torch.manual_seed(seed)
+        options |= {"generation_config": config, "stopping_criteria": StoppingCriteriaList([tick])}
+        out = pair.target.generate(padded, attention_mask=mask, **options)
+    return list(out[:, width:].cpu())
+
+
+def assisted(pair: ModelPair, ids: Sequence[Tensor], **options) -> list[Tensor]:
+    """Assisted generation row by row: it refuses more than one sequence. options: of `transformers_generate`."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it warns of how it calls the assistant itself
+    try:
+        options["assistant_model"] = pair.draft
+        return [transformers_generate(pair, [row], rows=[i], **options)[0] for i, row in enumerate(ids)]
+    finally:
+        transformers_logging.set_verbosity(level)

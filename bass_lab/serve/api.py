@@ -62,9 +62,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raises Refused for a model that is not the one served."""
         if name is not None and name != self.name:
-            raise Refused(
-                404, f"model: {name[:100]!r} is not served here; {self.name!r} is", "model", "model_not_found"
-            )
+            said = f"model: {name[:100]!r} is not served here; {self.name!r} is"
+            raise Refused(404, said, "model", "model_not_found")
 
     async def answer(self, body: Sampled, request: Request) -> Response:
         """The answer to a request. Raises Refused."""
@@ -72,16 +71,15 @@ class Service:
         self.check_model(body.model)
         prompts = [[message.plain for message in body.messages]] if chat else _prompts(body.prompt)
         count = len(prompts) * body.n
-        streams = body.stream
         wants_logprobs = body.logprobs is not None and body.logprobs is not False
-        if body.stream_options is not None and not streams:
+        if body.stream_options is not None and not body.stream:
             raise Refused(400, "stream_options: it needs stream true", "stream_options")
         self.gate.enter(count)
         try:
-            read = asyncio.get_running_loop().run_in_executor(self._reader, self._read, body, prompts)
-            ids, limits = await read
+            loop = asyncio.get_running_loop()
+            ids, limits = await loop.run_in_executor(self._reader, self._read, body, prompts)
             seed = secrets.randbits(31) if body.seed is None else body.seed
-            job = Job(self._rows(body, ids, limits, seed, arrived), streams, wants_logprobs)
+            job = Job(self._rows(body, ids, limits, seed, arrived), body.stream, wants_logprobs)
             self.driver.start(job)  # gives the places back as rows end
         except Dead as error:
             self.gate.leave(count)
@@ -90,7 +88,7 @@ class Service:
             self.gate.leave(count)
             raise
         answer = Answer(chat, self.name, self.pair.tokenizer, sum(map(len, ids)), seed, wants_logprobs, body.stop or ())
-        if streams:
+        if body.stream:
             told = body.stream_options or StreamOptions()
             return EventStream(self.driver, job, self._chunks(job, answer, chat, told))
         return await self._whole(job, answer, request)
@@ -133,11 +131,10 @@ class Service:
         waits = [seconds for seconds in (body.timeout, self.deadline) if seconds is not None]
         ends = arrived + min(waits) if waits else None
         own = sampling | {"seed": seed, "stop": body.stop or (), "ignore_eos": body.ignore_eos}
-        n = body.n
         return [
-            Row(prompt, own | {"sample": index * n + sample, "max_new_tokens": limits[index]}, ends)
+            Row(prompt, own | {"sample": index * body.n + sample, "max_new_tokens": limits[index]}, ends)
             for index, prompt in enumerate(ids)
-            for sample in range(n)
+            for sample in range(body.n)
         ]
 
     async def _whole(self, job: Job, answer: Answer, request: Request) -> Response:
@@ -156,16 +153,11 @@ class Service:
     async def _collect(self, job: Job) -> list[Ended]:
         ended: dict[int, Ended] = {}
         while len(ended) < len(job.rows):
-            index, row = await self._next_end(job)
-            ended[index] = row
-        return [ended[index] for index in range(len(job.rows))]
-
-    async def _next_end(self, job: Job) -> tuple[int, Ended]:
-        while True:
             update = await job.updates.get()
             self._check(update)
             if update.ended is not None:
-                return update.index, update.ended
+                ended[update.index] = update.ended
+        return [ended[index] for index in range(len(job.rows))]
 
     def _check(self, update: Any) -> None:
         """Raises Refused for an update that is the end of the whole request."""

@@ -1,4 +1,4 @@
-"""Measuring a `CostModel` on the machine at hand, and checking it against real decodes.
+"""Measuring a `CostModel` on the current machine.
 
 Passes are the engine's own: `Runner.feed` and `feed_last` over a ragged cache that is full. What a step takes besides
 them, the default policy's choice among it, comes from real steps, of which every pass is taken out. Where steps are
@@ -15,7 +15,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from bass_core import checks
 from bass_core.generation import generate
-from bass_core.loading.measured_costs import check_costs, device_name
+from bass_core.loading.measured_costs import device_name
 from bass_core.loading.model_pair import ModelPair, fingerprints
 from bass_core.loop.phases import Stopwatch
 from bass_core.model import probe
@@ -34,13 +34,11 @@ from bass_core.model.encoder_decoder import made_up
 from bass_core.model.runner import Runner
 from bass_core.policies.costs import OVERHEAD_AXES, PASS_AXES, PHASE_AXES, CostModel, Table
 from bass_core.policies.goodput import Goodput
-from bass_core.policies.protocol import FixedLength, RowsView
+from bass_core.policies.protocol import RowsView
 from bass_core.prompts import token_ids
 from bass_core.session import Session
 from bass_lab.measure.clocks import passes_marked
-from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100, predict
-from bass_lab.measure.plan import Way
-from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay
+from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.pairs import context_of, name_of
 from bass_lab.provenance import describe_environment
 from bass_lab.study import mixed_model
@@ -56,8 +54,6 @@ RECORDING = 2  # steps before them: the first is launched, the second recorded
 QUIET = 0.25  # spread of the samples
 OFTEN = 4  # visits of draft phases and of steps for each one of a target pass that takes as long: they are fewer
 LOOKED_AT, WRITTEN, ASKED = 4, 32, 4  # prompts of each set, tokens of each row, drafts per step: what is accepted
-MEASURING = "timing passes and steps"
-SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
 Taken = tuple[str, tuple[int, ...], float]  # table, its point, seconds
 
@@ -100,7 +96,7 @@ def calibrate(
         warm, longer = _turns(pair, axes, watch, stack, recorded)
 
         def tell(now: float) -> None:
-            progress(MEASURING, 1.0 if now >= end else 1 - (end - now) / seconds)
+            progress("timing passes and steps", 1.0 if now >= end else 1 - (end - now) / seconds)
 
         tell(time.perf_counter())
         for turn in warm:
@@ -109,18 +105,18 @@ def calibrate(
     found = mixed_model.times(samples)
     tables = {name: Table.of(axes[name], lambda *point, name=name: found[name, point]) for name in axes}
     by_point = pd.DataFrame(samples).groupby(["table", "point"]).seconds
-    how = {"device_type": pair.device.type, "compile": "graphs" if recorded else "off", "temperature": 0.0}
-    how["dtype"] = str(pair.target.dtype).removeprefix("torch.")
-    how["acceptance"] = accepted
-    how["samples"] = {"least": int(by_point.size().min()), "most": int(by_point.size().max())}
-    spreads = (by_point.quantile(0.75) - by_point.quantile(0.25)) / by_point.median()
-    how["spread"] = float(spreads.median())
-    return CostModel(
-        device=device_name(pair.device),
-        models=_described(pair),
-        measured=describe_environment(pair.device) | how,
-        **{"draft_phases": None} | tables,
-    )
+    counts, spreads = by_point.size(), by_point.quantile(0.75) - by_point.quantile(0.25)
+    how = {
+        "device_type": pair.device.type,
+        "compile": "graphs" if recorded else "off",
+        "temperature": 0.0,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "acceptance": accepted,
+        "samples": {"least": int(counts.min()), "most": int(counts.max())},
+        "spread": float((spreads / by_point.median()).median()),
+    }
+    how = describe_environment(pair.device) | how
+    return CostModel(device_name(pair.device), _described(pair), measured=how, **{"draft_phases": None} | tables)
 
 
 def _acceptance(pair: ModelPair) -> list[int] | None:
@@ -129,11 +125,9 @@ def _acceptance(pair: ModelPair) -> list[int] | None:
     if pair.tokenizer is None:
         return None
     prompts = [*prompt_set("mini", LOOKED_AT), *prompt_set("library", LOOKED_AT)]
-    fitting = [ids for ids in token_ids(pair, prompts) if len(ids) + WRITTEN <= context_of(pair)]
-    if not fitting:
+    if not (fitting := [ids for ids in token_ids(pair, prompts) if len(ids) + WRITTEN <= context_of(pair)]):
         return None
-    options = {"draft_length": ASKED, "max_new_tokens": WRITTEN, "temperature": 0.0, "eos_token_id": ()}
-    steps = generate(pair, fitting, **options).trace.steps
+    steps = generate(pair, fitting, draft_length=ASKED, max_new_tokens=WRITTEN, eos_token_id=()).trace.steps
     remaining = WRITTEN - steps.groupby("row").emitted.cumsum() + steps.emitted
     wanted = steps.k.clip(upper=remaining - 1)
     found = [int(steps.accepted.sum()), int((steps.accepted < wanted).sum())]
@@ -149,8 +143,7 @@ def _axes(
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """The grid of each table by its name. Raises ValueError where it is beyond the context or not increasing."""
     batches, query_lengths = _increasing("batches", batches), _increasing("query_lengths", query_lengths)
-    most = max(query_lengths)
-    context = context_of(pair)
+    most, context = max(query_lengths), context_of(pair)
     room = context - (_growth(_recorded_lengths(query_lengths)) if recorded else max(most, 2))
     kv_lengths = _increasing("kv_lengths", kv_lengths or [n for n in KV_LENGTHS if n <= room] or [max(room // 2, 1)])
     if max(kv_lengths) > room:
@@ -204,16 +197,15 @@ def _turns(
         lengths, shapes = _recorded_lengths(query_lengths), itertools.product(batches, kv_lengths)
         return [], [Turn(partial(_recorded_steps, pair, *shape, lengths)) for shape in shapes]
     target, draft = (_full_runner(model, stack, axes["target_passes"]) for model in (pair.target, pair.draft))
-    turns: dict[int, list[Turn]] = {kv_length: [] for kv_length in kv_lengths}
+    warm = [Turn(partial(_steps, watch, pair, batch, draft_lengths), OFTEN) for batch in batches]
+    longer: list[Turn] = []
     for kv_length, batch in itertools.product(kv_lengths, batches):
-        for query_length in query_lengths:
-            turns[kv_length].append(Turn(partial(_target_pass, watch, target, batch, query_length, kv_length)))
+        turns = warm if kv_length == kv_lengths[0] else longer
+        turns += [Turn(partial(_target_pass, watch, target, batch, n, kv_length)) for n in query_lengths]
         if draft is not None:
             phase = partial(_draft_phase, watch, target, draft, batch, draft_lengths[1:], kv_length)
-            turns[kv_length].append(Turn(phase, OFTEN))
-    first, *others = turns.values()
-    steps = [Turn(partial(_steps, watch, pair, batch, draft_lengths), OFTEN) for batch in batches]
-    return steps + first, list(itertools.chain(*others))
+            turns.append(Turn(phase, OFTEN))
+    return warm, longer
 
 
 def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
@@ -261,9 +253,9 @@ def _feed(
     """Seconds of a forward pass over `query_length` tokens of rows that have `kv_length` positions cached, every other
     row one less: rows of a batch differ, and then attention needs a mask."""
     device, starts = runner.model.device, [max(kv_length - row % 2, 0) for row in range(batch)]
-    ends = [start + query_length for start in starts]
     watch.start()
     if last_only:
+        ends = [start + query_length for start in starts]
         runner.feed_last(torch.ones(batch, max(ends), dtype=torch.int64, device=device), ends, query_length)
     else:
         ids = torch.ones(batch, query_length, dtype=torch.int64, device=device)
@@ -273,9 +265,8 @@ def _feed(
 
 
 class _InTurn(Goodput):
-    """Draft lengths one after the other. Before each but 0 the default policy makes a choice, since choosing is part of
-    steps that draft; what it goes by, and what it chooses, is of no consequence. It foretells what the default policy
-    does: that nothing is drafted."""
+    """Draft lengths one after the other. Before each except 0 the default policy makes a choice, since choosing is part
+    of steps that draft. Its costs and its choice do not matter. Like the default policy it predicts only 0."""
 
     def __init__(self, lengths: Sequence[int]):
         super().__init__(modelled_h100())
@@ -292,22 +283,10 @@ class _InTurn(Goodput):
         return k
 
 
-class _Unforetold(FixedLength):
-    """Steps that draft begin when the one before has been read, as they do where a policy chooses for each, and as
-    their overheads were timed."""
-
-    def foretell(self) -> int | None:
-        return 0 if self.k == 0 else None
-
-
 def _steps(watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequence[int]) -> Iterator[Taken]:
     """A step of each draft length over a new batch: its time less that of all passes in it."""
     limit = 1 + sum(k + 1 for k in draft_lengths)  # no row ends before its last step
-    options = {"draft_length": _InTurn(draft_lengths), "eos_token_id": ()}
-    with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
-        for prompt in _prompts(batch, PROMPT):
-            session.submit(prompt, max_new_tokens=limit)
-        session.step()  # prefill
+    with _started(pair, prompts_of(batch, PROMPT), limit, draft_length=_InTurn(draft_lengths)) as session:
         for k in draft_lengths:
             watch.start()
             session.step()
@@ -320,16 +299,11 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
 
     No draft is kept, so that the rows grow by one token per step, whatever was drafted.
     """
-    turns = _recorded_turns(lengths)
-    prompt = max(kv_length + 1 - len(turns) // 2, 2)
-    policy = _InTurn([k for k, _ in turns])
-    options = {"draft_length": policy, "acceptance": "synthetic:0", "eos_token_id": ()}
+    turns, walls = _recorded_turns(lengths), []
+    prompts = prompts_of(batch, max(kv_length + 1 - len(turns) // 2, 2))
+    options = {"draft_length": _InTurn([k for k, _ in turns]), "acceptance": "synthetic:0"}
     has_table = isinstance(pair.draft, PreTrainedModel)  # else drafting is part of the overhead
-    walls = []
-    with Session(pair, max_batch_size=batch, **options) as session, session.prepared():
-        for ids in _prompts(batch, prompt):
-            session.submit(ids, max_new_tokens=_growth(lengths))
-        session.step()  # prefill
+    with _started(pair, prompts, _growth(lengths), **options) as session:
         for _ in turns:
             started = time.perf_counter()
             session.step()
@@ -341,11 +315,21 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
             yield "target_passes", (batch, k + 1, kv_length), verifying
             if k and has_table:
                 yield "draft_phases", (batch, k, kv_length), drafting
-            passes = verifying + drafting * has_table
-            yield "overheads", (batch, k), max(wall - passes, 0.0)  # launched ahead, passes begin before it
+            rest = wall - verifying - drafting * has_table
+            yield "overheads", (batch, k), max(rest, 0.0)  # launched ahead, passes begin before it
 
 
-def _prompts(batch: int, length: int) -> list[torch.Tensor]:
+@contextmanager
+def _started(pair: ModelPair, prompts: Sequence[torch.Tensor], new: int, **options: object) -> Iterator[Session]:
+    """A session that has read these prompts."""
+    with Session(pair, max_batch_size=len(prompts), eos_token_id=(), **options) as session, session.prepared():
+        for prompt in prompts:
+            session.submit(prompt, max_new_tokens=new)
+        session.step()
+        yield session
+
+
+def prompts_of(batch: int, length: int) -> list[torch.Tensor]:
     """Different ids for every row, of some length."""
     return [torch.arange(length + row % 2) % (2 + row) for row in range(batch)]
 
@@ -380,61 +364,3 @@ def _take_turns(turns: Sequence[Turn], end: float, tell: Callable[[float], None]
         spent += (time.perf_counter() - now) ** 0.5 / turns[index].often
         heapq.heapreplace(queue, (spent, index))
     return samples
-
-
-# --- what came of it ------------------------------------------------------------------------------
-
-
-def summary(cost: CostModel) -> pd.DataFrame:
-    """Per batch size, at `SHOWN_KV` cached positions: milliseconds of a target pass over one token, how much longer one
-    over six takes, a draft pass over one token and the overhead at k = 5 (ms), and for each α of `SHOWN_ALPHAS` the
-    draft length that these costs make the best."""
-    lines = []
-    for batch in cost.target_passes.axes["batch"]:
-        one, six = cost.target(batch, np.array([1, 6]), SHOWN_KV)
-        line = {"batch": batch, "T(1), ms": 1e3 * one, "T(6)/T(1)": six / one}
-        line["draft pass, ms"] = 1e3 * (cost.draft(batch, 2, SHOWN_KV) - cost.draft(batch, 1, SHOWN_KV))
-        line["overhead k=5, ms"] = 1e3 * cost.overhead(batch, 5)
-        best = {f"best k at α {alpha}": best_fixed_length(cost, batch, alpha, SHOWN_KV)[0] for alpha in SHOWN_ALPHAS}
-        lines.append(line | best)
-    return pd.DataFrame(lines)
-
-
-def check(
-    cost: CostModel,
-    pair: ModelPair,
-    *,
-    batches: Sequence[int] = (1, 4, 8),
-    draft_lengths: Sequence[int] = (0, 3, 5),
-    repeats: int = 5,
-    max_new_tokens: int = 96,
-    progress: Callable[[str, float], None] = lambda doing, share: None,
-) -> pd.DataFrame:
-    """Predicted and real decode time of greedy runs on the mini prompt set (ids for a pair without a tokenizer), all
-    cases taking turns.
-
-    Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after two that warm up;
-    relative: the ratio by the median of all ratios, which a machine that is busier or idler than when it was calibrated
-    leaves alone, as it does the lengths that policies choose. Decode time: from the end of prefill to the last token;
-    rows do not stop on EOS. Raises ValueError for costs of another pair.
-    """
-    check_costs(cost, pair)
-    runs = []
-    with ExitStack() as stack:
-        ways = {}
-        for batch, k in itertools.product(batches, draft_lengths):
-            prompts = token_ids(pair, prompt_set("mini", batch)) if pair.tokenizer else _prompts(batch, PROMPT)
-            way = RepeatedWay(pair, Way("batched", k, attention="auto", compile="auto"), prompts, None, max_new_tokens)
-            way.session.policy = _Unforetold(k)
-            stack.callback(way.close)
-            ways[batch, k] = way
-        for repeat in range(repeats + WARM_UPS):
-            progress("comparing predicted with real decode times", repeat / (repeats + WARM_UPS))
-            for (batch, k), way in ways.items():
-                real = way.once()
-                predicted = predict(cost, way.session.trace)
-                run = {"batch": batch, "k": k, "predicted_ms": 1e3 * predicted, "real_ms": 1e3 * real}
-                runs.append(run | {"ratio": predicted / real, "repeat": repeat})
-    counted = pd.DataFrame(runs).query("repeat >= @WARM_UPS").drop(columns="repeat")
-    found = counted.groupby(["batch", "k"], as_index=False).median()
-    return found.assign(relative=found.ratio / found.ratio.median())

@@ -17,11 +17,12 @@ from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic
 from bass_core.session import Session
 from bass_lab.checks import plain_decoding
-from bass_lab.gpu import command, decoding
+from bass_lab.gpu import decoding
 from bass_lab.measure import records, repeated_way
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.plan import DRY, PEER, PEERS, REGULAR, USELESS, Way, batched, plan, policy_of
+from bass_lab.measure.ratios import counted_repeats
 from bass_lab.measure.roofline import H100, Roofline, Workload
 from bass_lab.named_pairs import SHAPES, named_config
 
@@ -30,7 +31,7 @@ METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the 
 
 def make_small(monkeypatch):
     """Tiny models without warm-ups, and a check of few tokens."""
-    monkeypatch.setattr(decoding, "WARM_UPS", 0)
+    monkeypatch.setattr(repeated_way, "WARM_UPS", 0)
     monkeypatch.setattr(decoding, "checked", partial(decoding.checked, new=4))
     monkeypatch.setattr(decoding, "load_pair", bass.load_pair)
     monkeypatch.setattr(decoding, "named_pair", lambda *_, **__: tiny_pair())
@@ -48,7 +49,7 @@ def dry_run(tmp_path_factory):
         make_small(patch)
         patch.setattr(decoding, "measure_device", partial(decoding.measure_device, seconds=0.02))
         code = decoding.main(["--dry-run", "--repeats", "2", "--output", str(output)])
-    return code, records.read(output, decoding.check), output.parent
+    return code, records.read(output), output.parent
 
 
 def test_dry_run_writes_a_record_per_way(dry_run):
@@ -74,22 +75,13 @@ def test_dry_run_writes_a_record_per_way(dry_run):
     assert len(records.load_records(folder)) == len(lines)
 
 
-def test_drafts_have_a_forced_acceptance(dry_run):
+def test_drafts_have_a_forced_acceptance_and_wrong_records_are_refused(dry_run):
     _, (regular, fixed, *_), _ = dry_run
     assert (regular["policy"], regular["alpha"], regular["tokens_per_step"]) == ("", None, 1.0)
     assert fixed["policy"].startswith("k=") and fixed["alpha"] == 0.8 and fixed["tokens_per_step"] > 1
-
-
-@pytest.mark.parametrize("change", [{"mean_ms": "fast"}, {"synthetic": None}, {"batch": 0}])
-def test_wrong_record_is_refused(dry_run, change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        decoding.check(dry_run[1][0] | change)
-
-
-def test_without_a_gpu_it_says_so_and_ends(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert decoding.main([]) == command.NO_GPU
-    assert "--dry-run" in capsys.readouterr().err
+    for name, wrong in {"mean_ms": "fast", "synthetic": None, "batch": 0}.items():
+        with pytest.raises(ValueError, match=name):
+            records.check(regular | {name: wrong})
 
 
 def test_run_out_of_time_reports_what_it_left_out_and_fails(quick, capsys):
@@ -114,12 +106,12 @@ def test_timing_comes_first_and_a_failed_check_is_an_exit_code(one_way, monkeypa
     output = tmp_path / "gpu.jsonl"
 
     def failing(*_):
-        assert [line["exactness"] for line in records.read(output, decoding.check)] == [{"passed": None}] * 2
+        assert [line["exactness"] for line in records.read(output)] == [{"passed": None}] * 2
         return {"passed": False}
 
     monkeypatch.setattr(decoding, "checked", failing)
     assert decoding.main(["--dry-run", "--repeats", "1", "--output", str(output)]) == 1
-    assert [line["exactness"] for line in records.read(output, decoding.check)] == [{"passed": False}] * 2
+    assert [line["exactness"] for line in records.read(output)] == [{"passed": False}] * 2
 
 
 def test_resumed_run_checks_what_a_killed_run_left_unchecked(one_way, monkeypatch, capsys, tmp_path):
@@ -134,7 +126,7 @@ def test_resumed_run_checks_what_a_killed_run_left_unchecked(one_way, monkeypatc
         decoding.main(given)
     monkeypatch.setattr(decoding, "checked", lambda *_: {"passed": True})
     assert decoding.main(given) == 0
-    assert [line["exactness"] for line in records.read(output, decoding.check)] == [{"passed": True}] * 2
+    assert [line["exactness"] for line in records.read(output)] == [{"passed": True}] * 2
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (summary["ways"], summary["left_out"], summary["passed"]) == (0, 0, True)
     monkeypatch.setattr(decoding, "checked", killed)  # nothing is left to check
@@ -152,19 +144,8 @@ def test_broken_regular_session_is_replaced(one_way, monkeypatch, tmp_path):
 
     monkeypatch.setattr(bass.Session, "step", failing)
     assert decoding.main(["--dry-run", "--repeats", "1", "--output", str(tmp_path / "gpu.jsonl")]) == 1
-    lines = records.read(tmp_path / "gpu.jsonl", decoding.check)
+    lines = records.read(tmp_path / "gpu.jsonl")
     assert [line.get("reason") for line in lines] == ["RuntimeError: out of memory", None]
-
-
-@pytest.mark.slow
-def test_run_that_was_cut_short_goes_on(one_way, capsys, tmp_path):
-    options = ["--dry-run", "--repeats", "1", "--resume", "--output", str(tmp_path / "gpu.jsonl")]
-    assert decoding.main(options) == 0
-    first, second = records.read(tmp_path / "gpu.jsonl", decoding.check)
-    (tmp_path / "gpu.jsonl").write_text(json.dumps(first) + '\n{"half a')
-    assert decoding.main(options) == 0
-    found = records.read(tmp_path / "gpu.jsonl", decoding.check)
-    assert [line["way"] for line in found] == [first["way"], second["way"]] and found[0] == first
 
 
 # --- the plan --------------------------------------------------------------------------------------------
@@ -258,20 +239,19 @@ def test_device_rests_once_per_decode_step_of_a_rested_run(monkeypatch):
     pair = tiny_pair()
     way = replace(batched(0.8, 3), attention="pad", compile="graphs")
     runs = repeated_way.RepeatedWay(pair, way, ragged_prompts(9, 5), roofline_costs(), new=8)
-    for _ in range(3):
-        runs.once()
+    runs.warm_up()
     announced, seconds = [], 60.0  # more than passes take on any machine
+    counted = [runs.once()._replace(seconds=seconds)]
     monkeypatch.setattr(torch.cuda, "_sleep", announced.append)
     monkeypatch.setattr(type(pair), "device", torch.device("cuda"))
     try:
-        assert 0 < runs.host_share([seconds]) < 1
-        del runs.done[1:]
+        assert 0 < runs.host_share(counted) < 1
         runs.way = replace(way, compile="off")
-        assert runs.host_share([seconds]) is None  # passes wait inside
+        assert runs.host_share(counted) is None  # passes wait inside
     finally:
         runs.close()
-    steps, runs_with_rests = runs.done[0][1], repeated_way.WARM_UPS + repeated_way.RESTED
-    assert len(announced) == runs_with_rests * steps[steps.kind == "decode"].step.nunique() and len(runs.done) == 1
+    steps, runs_with_rests = counted[0].steps, repeated_way.WARM_UPS + repeated_way.RESTED
+    assert len(announced) == runs_with_rests * steps[steps.kind == "decode"].step.nunique()
     assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * repeated_way.CYCLES, rel=0.01)
     assert Session.on_phase is None
 
@@ -280,20 +260,20 @@ def test_rested_runs_that_record_do_not_count():
     class Runs(repeated_way.RepeatedWay):
         """Passes take 0.1 s of a run. Both warm-up runs and the next one record, which takes 9 s more."""
 
-        pair, way, recordings = SimpleNamespace(device=torch.device("cuda")), batched(0.8, 3), 0
+        pair, way, recordings, runs = SimpleNamespace(device=torch.device("cuda")), batched(0.8, 3), 0, -1
 
         def __init__(self):
-            self.done = []
-            self.once()
+            pass
 
-        def once(self) -> None:
-            records = len(self.done) < 4
+        def once(self):
+            self.runs += 1
+            records = self.runs < 4
             self.recordings += records
             spans = {"kind": ["decode"], "step": [1], "draft_ms": [40.0], "verify_ms": [60.0 + 9000 * records]}
-            self.done.append((None, pd.DataFrame(spans)))
+            return repeated_way.Repeat(0.2, None, pd.DataFrame(spans))
 
     runs = Runs()
-    assert runs.host_share([0.2]) == pytest.approx(0.5) and len(runs.done) == 1
+    assert runs.host_share([runs.once()]) == pytest.approx(0.5)
 
 
 def test_rest_is_twice_the_launch_time_of_the_step_before():
@@ -306,26 +286,19 @@ def test_rest_is_twice_the_launch_time_of_the_step_before():
 
 
 def test_time_counts_from_the_last_rows_prefill():
-    assert repeated_way.decoding_seconds(clock([1.0, 1.5], [3.0, 4.0])) == 2.5
-    assert repeated_way.decoding_seconds(clock([1.0, 4.0], [3.0, 7.0]), one_by_one=True) == 5.0
+    assert clock([1.0, 1.5], [3.0, 4.0]).decoding_seconds() == 2.5
+    assert clock([1.0, 4.0], [3.0, 7.0]).decoding_seconds(one_by_one=True) == 5.0
 
 
 def test_repeats_that_recorded_are_repeated():
-    class Recording:
-        def __init__(self, recordings):
-            self.counts, self.recordings, self.done = iter(recordings), 0, []
+    def counted(recordings):
+        """Return the numbers of the repeats that count, of which those that are disturbed."""
+        found = counted_repeats(lambda number: number, 2, iter(recordings).__next__)
+        return list(zip(*found, strict=True))
 
-        def once(self):
-            self.recordings = next(self.counts, self.recordings)
-            self.done.append(self.recordings)
-            return float(len(self.done))
-
-    benchmark = decoding.GpuBenchmark(H100, {}, repeats=2)
-    way = Recording([1, 2, 2, 3, 3])
-    assert benchmark._paired(way, Recording([1])) == ([(3.0, 3.0), (4.0, 5.0)], 0)  # one was dropped
-    restless = Recording(range(1, 50))
-    pairs, disturbed = benchmark._paired(restless, Recording([1]))
-    assert (len(pairs), disturbed) == (2, 2)
+    before_and_after = [1, 2, 2, 2, 2, 3, 3, 3]  # the first and the third of four repeats record
+    assert counted(before_and_after) == [(1, 3), (False, False)]
+    assert counted(range(99)) == [(4, 5), (True, True)]
 
 
 class CompilationError(Exception):
@@ -352,7 +325,7 @@ def test_failing_way_leaves_its_reason_and_the_others(second_of_three_fails, cap
     assert "FAILED embedded, batch 2" in out and "no room in registers" in out
     summary = json.loads(out.splitlines()[-1])
     assert (summary["ways"], summary["failed"], summary["left_out"]) == (2, 1, 0)
-    failed = [line for line in records.read(tmp_path / "gpu.jsonl", decoding.check) if "reason" in line]
+    failed = [line for line in records.read(tmp_path / "gpu.jsonl") if "reason" in line]
     assert [line["reason"] for line in failed] == ["CompilationError: no room in registers"]
 
 

@@ -20,7 +20,7 @@ from bass_core.model.runner import Runner
 from bass_core.policies.goodput import Goodput
 from bass_lab.cli import main
 from bass_lab.drafters import LayerSkipDrafter
-from bass_lab.study import calibration
+from bass_lab.study import calibration, cost_check
 from bass_lab.study.calibration import Turn
 
 SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "seconds": 0.0}
@@ -75,9 +75,10 @@ def test_recorded_steps_are_timed_by_their_phases(pair, monkeypatch):
     assert found.measured["samples"]["least"] >= calibration.REPLAYS
 
 
-def test_recorded_rows_surround_the_kv_length_of_the_table(pair, monkeypatch):
+def test_recorded_rows_surround_the_kv_length_and_regular_steps_are_launched_ahead(pair, monkeypatch):
+    """As the default policy does."""
     use_on_cpu(monkeypatch)
-    made = []
+    ahead, made = count_ahead(monkeypatch), []
 
     class Kept(bass.Session):
         def __init__(self, *given, **options):
@@ -85,24 +86,16 @@ def test_recorded_rows_surround_the_kv_length_of_the_table(pair, monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(calibration, "Session", Kept)
-    list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
+    counted = list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
     steps = made[0].trace.steps.query("kind == 'decode'")
     assert steps.groupby("step").k.unique().map(list).tolist() == 6 * [[0]] + 5 * [[1]] + 5 * [[3]]
     assert (steps.query("row == 0").kv_length - 1).tolist() == list(range(33, 49))  # 40 in the middle
-
-
-def test_regular_steps_are_launched_ahead(pair, monkeypatch):
-    """As the default policy does."""
-    use_on_cpu(monkeypatch)
-    ahead = count_ahead(monkeypatch)
-    counted = list(calibration._recorded_steps(pair, 2, 40, [0, 1, 3]))
     assert sum(name == "overheads" and k == 0 for name, (_, k, *_), _ in counted) == 3
     assert ahead == {"launched": 4}  # the recording step launches the first
-    ahead.clear()
     costs = calibration.calibrate(pair, (1, 2), (1, 3), (24,), seconds=0)
     for k in (0, 2):
         ahead.clear()
-        calibration.check(costs, pair, batches=(2,), draft_lengths=(k,), repeats=1, max_new_tokens=10)
+        cost_check.check(costs, pair, batches=(2,), draft_lengths=(k,), repeats=1, max_new_tokens=10)
         assert (ahead["launched"] > 0) == (k == 0)
 
 
@@ -143,40 +136,32 @@ def test_calibration_separates_passes_from_the_rest_of_a_step(pair, monkeypatch)
     assert cost.overhead(2, 4) < 1e-3
 
 
-def test_timed_passes_need_a_mask(pair, monkeypatch):
-    """Rows of one length need none, so their passes would be too fast."""
-    met, original = set(), Runner.feed
+def test_passes_need_a_mask_and_steps_a_choice_of_the_default_policy(pair, monkeypatch):
+    """Rows of one length need no mask, so their passes would be too fast."""
+    met, chosen, feed, goodputs = set(), [], Runner.feed, Goodput.goodputs
 
-    def feed(self, ids, starts, lengths, *, starts_host, **options):
+    def fed(self, ids, starts, lengths, *, starts_host, **options):
         met.add(tuple(starts_host))
-        return original(self, ids, starts, lengths, starts_host=starts_host, **options)
+        return feed(self, ids, starts, lengths, starts_host=starts_host, **options)
 
-    monkeypatch.setattr(Runner, "feed", feed)
+    def choose(self, rows):
+        chosen.append(len(rows.ids))
+        return goodputs(self, rows)
+
+    monkeypatch.setattr(Runner, "feed", fed)
     calibration.calibrate(pair, **LEAST)
     together = {starts for starts in met if len(starts) == 2 and starts[0] > 0}  # a start at 0 reads prompts
     assert (8, 7) in together and all(first != second for first, second in together)
-
-
-def test_drafting_steps_include_the_choice_of_the_default_policy(pair, monkeypatch):
-    chosen, original = [], Goodput.goodputs
-
-    def goodputs(self, rows):
-        chosen.append(len(rows.ids))
-        return original(self, rows)
-
-    monkeypatch.setattr(Goodput, "goodputs", goodputs)
+    monkeypatch.setattr(Goodput, "goodputs", choose)
     lengths = [k for _, (_, k), _ in calibration._steps(Stopwatch(pair.device), pair, 2, (0, 1, 3))]
     assert lengths == [0, 1, 3] and chosen == [2, 2]
 
 
-def test_calibration_without_a_draft_model():
-    cost = calibration.calibrate(bass.ModelPair(tiny_model()), **LEAST)
+def test_calibration_without_a_draft_model_or_with_one_model_for_both():
+    model = tiny_model()
+    cost = calibration.calibrate(bass.ModelPair(model), **LEAST)
     assert cost.draft_phases is None and cost.models["draft"]["attention"] is None
     assert (cost.step(2, np.arange(4), 20) > 0).all()
-
-
-def test_one_model_may_be_target_and_draft():
-    model = tiny_model()
     cost = calibration.calibrate(bass.ModelPair(model, model), **LEAST)
     assert (cost.draft_phases.seconds > 0).all() and (cost.overheads.seconds > 0).all()
 
@@ -190,10 +175,7 @@ def test_impossible_grids_are_refused(pair):
     ):
         with pytest.raises(ValueError, match=reason):
             calibration.calibrate(pair, **SMALL | options)
-
-
-def test_default_kv_lengths_fit_the_context(pair):
-    options = SMALL | {"kv_lengths": None, "batches": (1,), "query_lengths": (1,)}
+    options = SMALL | {"kv_lengths": None, "batches": (1,), "query_lengths": (1,)}  # default lengths fit the context
     assert calibration.calibrate(pair, **options).target_passes.axes["kv_length"] == (64,)
 
 
@@ -225,8 +207,8 @@ def test_short_turns_and_rare_points_come_more_often(monkeypatch):
 @pytest.fixture
 def command(caches, monkeypatch):
     """Run `bass calibrate` for two rows with a small comparison. Returns the result and its document."""
-    small = partial(calibration.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
-    monkeypatch.setattr(calibration, "check", small)
+    small = partial(cost_check.check, batches=(2,), draft_lengths=(0, 2), repeats=1, max_new_tokens=6)
+    monkeypatch.setattr(cost_check, "check", small)
     monkeypatch.setattr(calibration, "LOOKED_AT", 1)
     grid = {"query_lengths": (1, 3, 6), "kv_lengths": (8,)}
     monkeypatch.setattr(calibration, "calibrate", partial(calibration.calibrate, **grid))

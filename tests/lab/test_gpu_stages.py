@@ -54,10 +54,13 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitiz
     assert not [line for file in tmp_path.glob("*.jsonl") for line in lines(file) if "failed" in line]
 
 
-def test_tests_stage_runs_gpu_files():
+def test_commands_of_stages():
     files = [Path(name) for name in stages.STAGES["tests"].command("", "", True) if name.endswith(".py")]
     assert {"test_gpu_steps.py", "test_gpu_attention.py"} <= {file.name for file in files}
     assert all((records.ROOT / file).exists() for file in files)
+    # a short stage keeps half of its time for measuring
+    for seconds, begins in ((460, 330), (150, 75), (30, 15)):
+        assert float(stages.STAGES["decode"].command("folder", str(seconds), False)[-1]) == begins
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(60, None), (0.2, 0)], ids=["at its limit", "before"])
@@ -76,10 +79,10 @@ def test_stage_ends_with_its_processes(monkeypatch, tmp_path, seconds, code):
 
 
 def test_stage_without_its_packages_is_left_out(monkeypatch, tmp_path):
-    monkeypatch.setitem(stages.STAGES, "tests", replace(stages.STAGES["tests"], needs="no_such_package"))
-    assert stages.run("tests", tmp_path)["left_out"] == "no_such_package is not installed here"
-    monkeypatch.setitem(stages.STAGES, "tests", replace(stages.STAGES["tests"], program="no-such-program"))
-    assert stages.run("tests", tmp_path)["left_out"] == "no-such-program is not installed here"
+    for lacking in ({"needs": "no_such_package"}, {"program": "no-such-program"}):
+        monkeypatch.setitem(stages.STAGES, "tests", replace(stages.STAGES["tests"], **lacking))
+        (name,) = lacking.values()
+        assert stages.run("tests", tmp_path)["left_out"] == f"{name} is not installed here"
 
 
 @pytest.mark.parametrize(
@@ -103,34 +106,23 @@ def test_kernel_is_clean_if_it_ran_and_the_sanitizer_says_so(tmp_path, sanitizer
         assert len(part.failed) == len(written) and all(found in line["failed"] for line in written)
 
 
-def test_kernel_that_takes_too_long_leaves_time_for_the_others(tmp_path, sanitizer, monkeypatch):
+def test_kernel_that_takes_too_long_leaves_time_and_comes_last_next_time(tmp_path, sanitizer, monkeypatch):
     monkeypatch.setattr(parts, "WATCHED", 0.7)
     sanitizer('case "$*" in *test_writes) sleep 9 & wait;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
-    part = parts.sanitized(tmp_path, rehearse=False)
-    assert part.failed == ["memcheck test_writes", "racecheck test_writes"]
-    watched = [line["case"] for line in lines(tmp_path / "sanitizers.jsonl") if "summary" in line][1:]
-    assert len(watched) == 12 and "racecheck test_attention" in watched
-
-
-def test_kernels_that_took_too_long_come_last_next_time(tmp_path, sanitizer):
-    sanitizer('case "$*" in *test_writes) exit 1;; esac; echo "1 passed; ========= ERROR SUMMARY: 0 errors"')
-    parts.sanitized(tmp_path, rehearse=False)
+    part, slow = parts.sanitized(tmp_path, rehearse=False), ["memcheck test_writes", "racecheck test_writes"]
     file = tmp_path / "sanitizers.jsonl"
-    file.write_text("".join(f"{line}\n" for line in file.read_text().splitlines()[:6]))  # as if it had been killed
-    parts.sanitized(tmp_path, rehearse=False)
-    cases = [line["case"] for line in lines(file)]
-    assert cases[1:3] == cases[-2:] == ["memcheck test_writes", "racecheck test_writes"]
+    watched = [line["case"] for line in lines(file) if "summary" in line][1:]
+    assert part.failed == slow and len(watched) == 12 and "racecheck test_attention" in watched
+    kept = [line for line in file.read_text().splitlines() if "unwatched" in line or "test_writes" in line]
+    file.write_text("".join(f"{line}\n" for line in kept))  # as if it had been killed
+    assert parts.sanitized(tmp_path, rehearse=False).failed == slow
+    assert [line["case"] for line in lines(file)][-2:] == slow and len(lines(file)) == 3 + 14
 
 
 def test_kernels_that_fail_unwatched_are_not_sanitized(tmp_path, sanitizer):
     sanitizer('echo "1 passed; ========= ERROR SUMMARY: 0 errors"', python="echo 1 failed, 5 passed; exit 1")
     assert parts.sanitized(tmp_path, rehearse=False).failed == ["unwatched"]
     assert len(lines(tmp_path / "sanitizers.jsonl")) == 1
-
-
-@pytest.mark.parametrize(("seconds", "begins"), [(460, 330), (150, 75), (30, 15)])
-def test_short_stage_keeps_half_of_its_time_for_measuring(seconds, begins):
-    assert float(stages.STAGES["decode"].command("folder", str(seconds), False)[-1]) == begins
 
 
 def test_nothing_is_recorded_in_a_timeline(monkeypatch):
@@ -159,7 +151,7 @@ def test_without_a_gpu_it_says_so_and_ends(monkeypatch, capsys, tmp_path):
 
 
 def test_only_failed_cases_are_measured_again(tmp_path):
-    calls = []
+    calls, file = [], tmp_path / "some.jsonl"
 
     def measured(case, error=None):
         calls.append(case)
@@ -167,29 +159,17 @@ def test_only_failed_cases_are_measured_again(tmp_path):
             raise error
         return {"value": 1}
 
-    part = parts.Part(tmp_path / "some.jsonl")
-    part.add("a", lambda: measured("a"))
-    part.add("b", lambda: measured("b", ValueError("no")))
-    part.add("c", lambda: {"verdict": "FAIL", "failed": "the verdict is not PASS"})
-    assert part.failed == ["b", "c"]
-    again = parts.Part(tmp_path / "some.jsonl")
-    for case in "ab":
-        again.add(case, lambda case=case: measured(case))
-    assert calls == ["a", "b", "b"]
-    assert [line.get("failed") for line in lines(tmp_path / "some.jsonl") if line["case"] != "c"] == [
-        None, "ValueError: no", None
-    ]  # fmt: skip
-    assert again.done == {"a"}  # before it ran b
-
-
-def test_half_a_line_of_a_killed_stage_is_dropped(tmp_path):
-    file = tmp_path / "some.jsonl"
-    parts.Part(file).add("a", lambda: {"value": 1})
-    file.write_text(file.read_text() + '{"case": "b", "val')
     part = parts.Part(file)
-    assert part.done == {"a"}
-    part.add("b", lambda: {"value": 2})
-    assert [line["case"] for line in lines(file)] == ["a", "b"]
+    part.case("a", lambda: measured("a"))
+    part.case("b", lambda: measured("b", ValueError("no")))
+    part.case("c", lambda: {"verdict": "FAIL", "failed": "the verdict is not PASS"})
+    assert part.failed == ["b", "c"]
+    file.write_text(file.read_text() + '{"case": "d", "val')  # half a line of a killed stage is dropped
+    again = parts.Part(file)
+    for case in "abd":
+        again.case(case, lambda case=case: measured(case))
+    assert calls == ["a", "b", "b", "d"]
+    assert [line.get("failed") for line in lines(file) if line["case"] != "c"] == [None, "ValueError: no", None, None]
 
 
 def test_files_are_collected_under_the_name_of_the_device(monkeypatch, tmp_path):

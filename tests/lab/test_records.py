@@ -10,7 +10,7 @@ import records_page
 
 import bass_lab as lab
 from bass_lab.gpu import decoding
-from bass_lab.measure import record_schema, records
+from bass_lab.measure import records
 from bass_lab.measure.plan import DRY
 
 LINE = json.loads((records.SHIPPED / "embedded_cpu.jsonl").read_text().splitlines()[0])
@@ -30,16 +30,15 @@ def test_shipped_lines_follow_the_schema():
 def test_lines_of_gpus_follow_the_schema():
     (line,) = gpu_box.decode_lines([DRY])[:1]
     assert record_lines.kind_of(line) == "gpu_speed"
-    failed = {name: line[name] for name in record_schema.required("gpu_failure") if name in line}
+    failed = {name: line[name] for name in records.kinds()["gpu_failure"]["required"] if name in line}
     failed |= {"schema": "gpu_failure", "reason": "out of memory"}
     assert record_lines.kind_of(failed) == "gpu_failure"
-    decoding.check(failed)
     pytest.importorskip("triton")  # the kernel benchmark's cases are made by its own code
     assert {record_lines.kind_of(line) for line in gpu_box.kernel_lines()} == {"kernel"}
 
 
 def test_missing_field_is_refused_by_both_validators():
-    for field in record_schema.required("speed"):
+    for field in records.kinds()["speed"]["required"]:
         lacking = {name: value for name, value in LINE.items() if name != field}
         with pytest.raises(ValueError, match=f"'{field}' is missing"):
             records.check(lacking)
@@ -53,13 +52,7 @@ def test_unknown_kind_is_refused_with_the_known(tmp_path):
     with pytest.raises(ValueError, match=r"lines.jsonl, line 1: schema must be one of speed, .*stage; got 'sped'"):
         lab.load_records(path)
     with pytest.raises(ValueError, match="schema must be one of gpu_speed, gpu_failure; got 'speed'"):
-        decoding.check(LINE)
-
-
-def test_lines_without_a_kind_are_read(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    path.write_text('{"size": 1, "prompt_set": "mine"}\n')
-    assert lab.load_records(path).prompt_set.tolist() == ["mine"]
+        records.check(LINE, *decoding.KINDS)
 
 
 SAMPLES = '{"evaluation": {}, "environment": {}}\n'
@@ -76,11 +69,11 @@ def test_damaged_line_is_named(tmp_path, first, damaged):
 
 def test_file_reached_twice_counts_once(tmp_path):
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "lines.jsonl").write_text('{"size": 1}\n')
+    (tmp_path / "real" / "lines.jsonl").write_text('{"size": 1, "prompt_set": "mine"}\n')  # of no kind
     (tmp_path / "linked.jsonl").symlink_to(tmp_path / "real" / "lines.jsonl")
     (tmp_path / "real" / "above").symlink_to(tmp_path)
     (tmp_path / "twin").symlink_to(tmp_path / "real")
-    assert len(lab.load_records(tmp_path)) == 1
+    assert lab.load_records(tmp_path).prompt_set.tolist() == ["mine"]
 
 
 def test_page_shows_the_schema():
@@ -89,7 +82,7 @@ def test_page_shows_the_schema():
 
 
 def test_every_field_has_a_meaning():
-    for kind, schema in record_schema.kinds().items():
+    for kind, schema in records.kinds().items():
         for name, part in schema["properties"].items():
             assert part["description"].endswith("."), f"{kind}.{name}"
 
@@ -97,7 +90,7 @@ def test_every_field_has_a_meaning():
 # --- where they lie ---
 
 
-def test_file_of_another_kind_stays_as_it_is(tmp_path):
+def test_only_half_a_record_is_removed(tmp_path):
     path = tmp_path / "notes.txt"
     for content in (b"my precious notes, one line", b"notes\nhalf", b"PK\x03\x04\x00\n\x00\x01", b'{\n "a": 1}'):
         path.write_bytes(content)
@@ -105,10 +98,6 @@ def test_file_of_another_kind_stays_as_it_is(tmp_path):
             with pytest.raises(ValueError, match="something else than records; it is left as it is, give another file"):
                 change(path)
         assert path.read_bytes() == content
-
-
-def test_half_a_record_is_removed(tmp_path):
-    path = tmp_path / "records.jsonl"
     for before in (b"", b'{"a": 1}\n'):
         for half in (b"", b"{", b'{"', b'{"a": 1, "b'):
             path.write_bytes(before + half)
@@ -116,14 +105,11 @@ def test_half_a_record_is_removed(tmp_path):
             assert path.read_bytes() == before
 
 
-def test_records_are_found_from_any_folder(tmp_path, monkeypatch):
+def test_records_are_those_of_the_package_or_of_the_environments_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("BASS_RECORDS", raising=False)
     assert records.shipped("embedded_cpu.jsonl").is_file() and records.shipped("latency_sweep").is_dir()
     assert len(lab.load_records()) > 1000
-
-
-def test_another_folder_is_named_by_the_environment(tmp_path, monkeypatch):
     (tmp_path / "mine.jsonl").write_text(json.dumps(LINE) + "\n")
     monkeypatch.setenv("BASS_RECORDS", str(tmp_path))
     assert len(lab.load_records()) == 1

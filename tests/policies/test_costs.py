@@ -18,7 +18,7 @@ from bass_core.policies.costs import CostModel, StepSeconds, Table
 from bass_core.policies.protocol import RowsView
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
-from bass_lab.study import calibration
+from bass_lab.study import calibration, cost_check
 
 GRID = {"batch": (1, 4), "query_length": (1, 2, 5), "kv_length": (10, 30)}
 SMALL = {"batches": (1, 2), "query_lengths": (1, 2, 6), "kv_lengths": (8, 32), "seconds": 0.0}
@@ -284,7 +284,7 @@ def test_costs_of_another_pair_are_refused(pair, measured, caches):
     with pytest.raises(ValueError, match="of the device 'abacus', not of"):
         costs_for(pair)
     with pytest.raises(ValueError, match="of the draft"):
-        calibration.check(measured, bass.ModelPair(tiny_model()))
+        cost_check.check(measured, bass.ModelPair(tiny_model()))
 
 
 @pytest.mark.parametrize("damage", ["cut off", "a folder"])

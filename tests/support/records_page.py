@@ -9,7 +9,7 @@ from pathlib import Path
 
 from models_page import table
 
-from bass_lab.measure import record_schema
+from bass_lab.measure import records
 
 PAGE = Path(__file__).parents[2] / "docs" / "RECORDS.md"
 HEAD = """\
@@ -30,11 +30,11 @@ stands for "there is none". A notebook of your own may record lines without a `s
 
 def page() -> str:
     """The whole text."""
-    return "\n".join([HEAD, *map(_section, record_schema.kinds())])
+    return "\n".join([HEAD, *map(_section, records.kinds())])
 
 
 def _section(kind: str) -> str:
-    schema = record_schema.kinds()[kind]
+    schema = records.kinds()[kind]
     rows = [(name, _type(part), _meaning(name, part, schema)) for name, part in schema["properties"].items()]
     only = "" if schema.get("additionalProperties", True) else " There are no other fields."
     return f"## {kind}\n\n{schema['description']}{only}\n\n{table(('field', 'type', 'meaning'), rows)}\n"

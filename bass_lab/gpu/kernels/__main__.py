@@ -12,9 +12,10 @@ import torch
 import triton
 
 from bass_lab.gpu import command
-from bass_lab.gpu.kernels import cases, report, schema
-from bass_lab.gpu.kernels.measure import DeviceLost, Outcome, measure
-from bass_lab.gpu.kernels.peers import OURS, PEERS, by_default
+from bass_lab.gpu.command import DeviceLost, Lines
+from bass_lab.gpu.kernels import cases, report
+from bass_lab.gpu.kernels.measure import Outcome, measure
+from bass_lab.gpu.kernels.peers import OURS, PEERS
 from bass_lab.gpu.kernels.timing import Timer
 from bass_lab.measure.roofline import copy_bandwidth
 
@@ -31,7 +32,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--models", nargs="+", choices=cases.MODELS, default=cases.MODELS)
     parser.add_argument("--batches", nargs="+", type=int, choices=cases.BATCHES)
-    parser.add_argument("--kernels", nargs="+", choices=PEERS, help="only these (flex then runs on every case)")
+    parser.add_argument("--kernels", nargs="+", choices=PEERS, help="only these")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(given)
 
@@ -45,10 +46,9 @@ def chosen_cases(options: argparse.Namespace) -> list[cases.Case]:
     return (cases.all_cases if options.all else cases.default_cases)(options.models, options.batches)
 
 
-def environment(here: dict) -> dict[str, str | None]:
-    """The fields of a record that say where it was measured. here: `describe_environment`'s."""
-    about = {name: here[name] for name in ("device", "torch", "commit")}
-    return about | {"driver": _driver(), "triton": triton.__version__, "flashinfer": _installed("flashinfer-python")}
+def environment() -> dict[str, str | None]:
+    """Versions that count for kernels alone."""
+    return {"driver": _driver(), "triton": triton.__version__, "flashinfer": _installed("flashinfer-python")}
 
 
 def _driver() -> str:
@@ -69,30 +69,27 @@ def _installed(package: str) -> str | None:
 @torch.no_grad()
 def run(options: argparse.Namespace) -> int:
     """Measure and write case by case. Returns the exit code."""
-    lines = command.Lines("kernels", options, schema.check, limit=math.inf if options.all else SECONDS)
-    here, device = environment(lines.environment), torch.device("cpu" if options.dry_run else "cuda")
-    timer, copy = Timer(device), copy_bandwidth(device)
-    left, lost = [case for case in chosen_cases(options) if not lines.has(**schema.of_case(case))], None
-    note = "; a dry run, its times mean nothing" if options.dry_run else ""
-    print(
-        f"{here['device']}: a copy moves {copy / 1e9:.0f} GB/s, read and written; {len(left)} cases{note}", flush=True
-    )
-    while left and lost is None and not lines.out_of_time:
-        case = left.pop(0)
-        wanted = options.kernels or list(PEERS)
-        unasked = [name for name in wanted if not (options.kernels or by_default(name, case, options.quick))]
+    lines = Lines.of(options, "kernel", limit=math.inf if options.all else SECONDS)
+    timer, versions, lost = Timer(torch.device("cpu" if options.dry_run else "cuda")), environment(), None
+    copy = lines.copy_bandwidth(timer.device, "a dry run, its times mean nothing" if options.dry_run else "")
+
+    def measured(case: cases.Case) -> str:
+        nonlocal lost
         try:
-            outcomes = measure(case, [name for name in wanted if name not in unasked], options.seed, timer)
+            outcomes = measure(case, options.kernels or list(PEERS), options.seed, timer)
         except DeviceLost as error:
-            outcomes, lost = [Outcome(error.kernel, f"broke the device: {error.reason}")], str(error)
-        outcomes += [Outcome(name, "compiles for long: not on this shape unless named") for name in unasked]
-        found = [schema.line(case, outcome, copy, device.type, options.seed, here) for outcome in outcomes]
-        print(report.table(case, [lines.add(line) for line in found]), flush=True)
+            outcomes, lost = [Outcome(error.by, f"broke the device: {error.reason}")], str(error)
+        how = copy, timer.device.type, options.seed, versions
+        return report.attention_table(case, [lines.add(report.line(case, each, *how)) for each in outcomes])
+
+    left = [case for case in chosen_cases(options) if not lines.has(**report.of_case(case))]
+    while left and lost is None and not lines.out_of_time:
+        print(measured(left.pop(0)), flush=True)
     document = report.summary(lines.written) | {
-        "device": here["device"],
-        "clock": device.type,
+        "device": lines.here["device"],
+        "clock": timer.device.type,
         "copy_gb_per_s": round(copy / 1e9, 1),
-        "copy_gb_per_s_at_the_end": None if lost else round(copy_bandwidth(device) / 1e9, 1),
+        "copy_gb_per_s_at_the_end": None if lost else round(copy_bandwidth(timer.device) / 1e9, 1),
         "cases_left_out": len(left),
         "lost": lost,
     }

@@ -23,13 +23,8 @@ PAGE = 256  # slots come in whole pages, the smallest that the flash kernels of 
 
 
 MODELS = list(roofline.MODELS)
-# Of these, heads and layers count (a plan is made once for all layers); weights play no part. 310M, 0.5B: for tiles
-# alone, a draft of the paper's and heads of 64. tiny: of a dry run.
-WORK = roofline.MODELS | {
-    "310M": roofline.DRAFT_310M,
-    "0.5B": Workload(0, 0, layers=24, heads=14, kv_heads=2, head_dim=64, element=2),
-    "tiny": Workload(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4),
-}
+# Of these, heads and layers count (a plan is made once for all layers); weights play no part. tiny: of a dry run.
+WORK = roofline.MODELS | {"tiny": Workload(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4)}
 
 
 @dataclass(frozen=True)
@@ -109,19 +104,14 @@ def quick_cases() -> list[Case]:
 
 def default_cases(models: list[str], batches: list[int] | None = None) -> list[Case]:
     """Minutes on an H100, the most telling first, since a run may be cut short."""
-    found: list[Case] = []
-    for kv_length, query_length, model in product(KV_LENGTHS, QUERY_LENGTHS, models):
-        found.append(Case(model, 8, query_length, kv_length, "ragged"))
-    for query_length, model in product(LONG_QUERY_LENGTHS, models):
-        found.append(Case(model, 8, query_length, 2048, "ragged"))
-    for kv_length, query_length, model in product(KV_LENGTHS, QUERY_LENGTHS, models):
-        found.append(Case(model, 1, query_length, kv_length, "uniform"))
-        found.append(Case(model, 32, query_length, kv_length, "ragged"))
-    for kv_length, query_length, model in product(KV_LENGTHS, QUERY_LENGTHS, models):
-        found.append(Case(model, 8, query_length, kv_length, "uniform"))
-    for query_length, model in product(QUERY_LENGTHS, models):
-        found.append(Case(model, 8, query_length, 2048, "lognormal"))
-    return found if batches is None else [case for case in found if case.batch in batches]
+    common = list(product(KV_LENGTHS, QUERY_LENGTHS, models))
+    found = [Case(model, 8, queries, keys, "ragged") for keys, queries, model in common]
+    found += [Case(model, 8, queries, 2048, "ragged") for queries, model in product(LONG_QUERY_LENGTHS, models)]
+    for keys, queries, model in common:
+        found += [Case(model, 1, queries, keys, "uniform"), Case(model, 32, queries, keys, "ragged")]
+    found += [Case(model, 8, queries, keys, "uniform") for keys, queries, model in common]
+    found += [Case(model, 8, queries, 2048, "lognormal") for queries, model in product(QUERY_LENGTHS, models)]
+    return [case for case in found if batches is None or case.batch in batches]
 
 
 def all_cases(models: list[str], batches: list[int] | None = None) -> list[Case]:

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bass_core.environment import synchronize
+from bass_lab.gpu.command import DeviceLost
 from bass_lab.gpu.kernels import tensors
 from bass_lab.gpu.kernels.cases import Case
-from bass_lab.gpu.kernels.peers import PEERS, Unavailable
-from bass_lab.gpu.kernels.tensors import TOLERANCES, Inputs
-from bass_lab.gpu.kernels.timing import Timer, Timing, replayed
+from bass_lab.gpu.kernels.peers import PEERS, Prepared, Unavailable
+from bass_lab.gpu.kernels.tensors import TOLERANCES
+from bass_lab.gpu.kernels.timing import Timer, Timing
+from bass_lab.measure.records import MOST_PERCENT_OF_COPY
 
-
-class DeviceLost(Exception):
-    """A kernel broke the CUDA context: nothing more can be measured in this process."""
-
-    def __init__(self, kernel: str, reason: str):
-        super().__init__(f"{kernel} broke the device: {reason}")
-        self.kernel, self.reason = kernel, reason
+TIMES = ("us", "us_plan_share", "gb_per_s", "percent_of_copy", "captured", "calls", "replays")  # null with a reason
 
 
 @dataclass
@@ -34,13 +31,27 @@ class Outcome:
     error: float | None = None
     timing: Timing | None = None
     shared: Timing | None = None
+    size: int | None = None  # bytes that it has to read, where kernels of a case differ
+
+    def fields(self, gb: float, copy: float, layers: int = 1) -> dict:
+        """Return what a record has of it. gb: that it has to read. copy: bytes per second of a copy."""
+        timing, found = self.timing, {"error": self.error, "reason": self.reason} | dict.fromkeys(TIMES)
+        if timing is None:
+            return found
+        share = self.shared.us / layers if self.shared else None
+        us = timing.us + (share or 0.0)
+        percent = 100 * gb / us * 1e15 / copy
+        if percent > MOST_PERCENT_OF_COPY:
+            return found | {"reason": f"implausible: {us:.2f} µs would be {percent:.0f}% of the copy bandwidth"}
+        times = us, share, gb / us * 1e6, percent, timing.captured, timing.calls, timing.replays
+        return found | dict(zip(TIMES, times, strict=True))
 
 
 def measure(case: Case, kernels: Sequence[str], seed: int, timer: Timer) -> list[Outcome]:
     """Outcomes of all kernels, timed in turn. Raises DeviceLost."""
-    timer.new_case()
     device = timer.device
-    sets = tensors.number_of_sets(case, seed) if device.type == "cuda" else 2
+    timer.new_case()
+    sets = tensors.number_of_sets(case.kv_bytes(seed), device)
     if reason := _too_large(case, sets, device, seed):
         return [Outcome(kernel, reason) for kernel in kernels]
     try:
@@ -48,7 +59,12 @@ def measure(case: Case, kernels: Sequence[str], seed: int, timer: Timer) -> list
         wanted = tensors.expected(inputs)
     except torch.OutOfMemoryError as error:
         return [Outcome(kernel, f"skipped: {_described(error, [])}") for kernel in kernels]
-    outcomes = [attempt(kernel, inputs, wanted, timer) for kernel in kernels]
+    return timed({kernel: partial(PEERS[kernel], inputs) for kernel in kernels}, timer, wanted)
+
+
+def timed(kernels: dict[str, Callable[[], Prepared]], timer: Timer, wanted: Tensor | None = None) -> list[Outcome]:
+    """Outcomes of all kernels, timed in turn. wanted: by all of them, in float64. Raises DeviceLost."""
+    outcomes = [attempt(kernel, prepare, timer, wanted) for kernel, prepare in kernels.items()]
     try:
         timer.measure([each for outcome in outcomes for each in (outcome.timing, outcome.shared) if each is not None])
     except Exception as error:  # all of them ran before
@@ -67,16 +83,17 @@ def _too_large(case: Case, sets: int, device: torch.device, seed: int) -> str | 
     return f"skipped: {sets} KV sets and copies of them take {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
 
 
-def attempt(kernel: str, inputs: Inputs, wanted: Tensor, timer: Timer) -> Outcome:
+def attempt(kernel: str, prepare: Callable[[], Prepared], timer: Timer, wanted: Tensor | None = None) -> Outcome:
     """Check a kernel, called and replayed, and make it ready to be timed."""
     outcome = Outcome(kernel)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
-            prepared = PEERS[kernel](inputs)
+            prepared = prepare()
+            outcome.size, wanted = prepared.size, wanted if prepared.wanted is None else prepared.wanted
             if _right(outcome, prepared.calls[0](), wanted):
                 timing = timer.prepare(prepared.calls)
-                again = replayed(timing)
+                again = timing.replayed()
                 if again is None or _right(outcome, again, wanted):
                     outcome.timing = timing
                     outcome.shared = timer.prepare([prepared.shared] * timer.calls) if prepared.shared else None

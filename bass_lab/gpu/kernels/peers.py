@@ -1,6 +1,6 @@
 """The kernels compared, ours and others', behind one interface: `prepare(inputs)` -> `Prepared`.
 
-What one forward pass can do once for all its layers (masks, block masks, page tables, FlashInfer's plan) is done in
+What one forward pass can do once for all its layers (masks, page tables, FlashInfer's plan) is done in
 `prepare` and not timed, in the peers' favour; only our own plan is charged. What every layer must do (expanding or
 packing heads, reducing partial results) is part of the call. Layouts that a cache could have had from the start
 (packed rows for `varlen`) are made in `prepare` too. A peer may return a view; ours return contiguous memory.
@@ -18,15 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import bass_kernels
-from bass_lab.gpu.kernels.cases import PAGE, Case
+from bass_lab.gpu.kernels.cases import PAGE
 from bass_lab.gpu.kernels.tensors import Inputs
 
 OURS = ("ragged", "pad", "split")
-FLEX_BLOCK = 128  # keys per block of a block mask, and the most query rows that flex decoding holds
-FLEX_SHAPES = ((5, 2048), (5, 8192), (1, 8192))  # query and KV lengths where it runs unasked
 FLASHINFER_PAGE = 16
 FLASHINFER_WORKSPACE = 512 * 2**20
 
@@ -37,10 +34,15 @@ class Unavailable(Exception):
 
 @dataclass
 class Prepared:
-    """`calls`: one per KV set, each returning [B, Q, H, D]. `shared`: work of a pass that its layers divide."""
+    """`calls`: one per KV set, each returning [B, Q, H, D]. `shared`: work of a pass that its layers divide.
+
+    wanted, size: float64 result of the first call and bytes that a call has to read, where kernels of a case differ.
+    """
 
     calls: list[Callable[[], Tensor]]
     shared: Callable[[], object] | None = None
+    wanted: Tensor | None = None
+    size: int | None = None
 
 
 # --- ours -----------------------------------------------------------------------------------------
@@ -110,60 +112,6 @@ def sdpa_packed(backend: SDPBackend, inputs: Inputs) -> Prepared:
         return out.reshape(batch, heads, query_length, head_dim).transpose(1, 2)
 
     return Prepared([partial(call, *kv) for kv in _visible_slots(inputs)])
-
-
-# --- flex_attention -------------------------------------------------------------------------------
-
-
-def by_default(name: str, case: Case, quick: bool) -> bool:
-    """flex_attention compiles for many seconds per shape, so it runs on a few cases unless it is asked for by name."""
-    few = case.batch == 8 and case.distribution == "ragged" and (case.query_length, case.kv_length) in FLEX_SHAPES
-    return not name.startswith("flex") or (few and not quick)
-
-
-def block_mask(inputs: Inputs, separate: bool) -> BlockMask:
-    """Blocks of keys that some query sees. `separate`: those that all queries see are listed apart and not masked.
-
-    Neither is always faster: with separate blocks, flex decoding splits all rows by the length of the cache (torch
-    2.11 to 2.13), without them each row by its own.
-    """
-    starts, query_length, slots = inputs.starts, inputs.case.query_length, inputs.sets[0][0].shape[2]
-
-    def visible(b, h, q, k):
-        return k <= starts[b] + q
-
-    count = slots // FLEX_BLOCK
-    indices = torch.arange(count, dtype=torch.int32, device=starts.device)
-    full = (starts + 1) // FLEX_BLOCK if separate else torch.zeros_like(starts)
-    partly = (inputs.kv_lengths + FLEX_BLOCK - 1) // FLEX_BLOCK - full
-    return BlockMask.from_kv_blocks(
-        partly[:, None, None].int(),
-        (full[:, None] + indices).clamp(max=count - 1)[:, None, None].int(),  # entries past `partly` are not read
-        full[:, None, None].int() if separate else None,
-        indices.expand(len(starts), 1, 1, count).contiguous() if separate else None,
-        BLOCK_SIZE=(FLEX_BLOCK, FLEX_BLOCK),
-        mask_mod=visible,
-        seq_lengths=(query_length, slots),
-    )
-
-
-def flex(separate: bool, inputs: Inputs) -> Prepared:
-    group = inputs.query.shape[1] // inputs.sets[0][0].shape[1]
-    if group & (group - 1):
-        raise Unavailable(f"flex decoding wants a power of two of query heads per KV head, got {group}")
-    if group * inputs.case.query_length > FLEX_BLOCK:
-        raise Unavailable(f"flex decoding holds at most {FLEX_BLOCK} query rows per KV head")
-    if not inputs.query.is_cuda:
-        raise Unavailable("compiled for a GPU only")
-    mask = block_mask(inputs, separate)
-    torch._dynamo.reset()  # else it gives up compiling after a few shapes
-    # Static shapes, as flex decoding needs; no CUDA graphs of its own, since ours is captured around it.
-    compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
-
-    def call(key: Tensor, value: Tensor) -> Tensor:
-        return compiled(inputs.query, key, value, block_mask=mask, enable_gqa=group > 1).transpose(1, 2)
-
-    return Prepared([partial(call, *kv) for kv in inputs.sets])
 
 
 # --- FlashAttention as torch carries it -----------------------------------------------------------
@@ -297,8 +245,6 @@ PEERS: dict[str, Callable[[Inputs], Prepared]] = {
     "sdpa-flash": partial(sdpa, SDPBackend.FLASH_ATTENTION, False),
     "sdpa-math": partial(sdpa, SDPBackend.MATH, False),
     "sdpa-math-packed": partial(sdpa_packed, SDPBackend.MATH),
-    "flex": partial(flex, False),
-    "flex-full-blocks": partial(flex, True),
     "varlen": varlen_attention,
     "flash-seqused": partial(flash, False),
     "flash-paged": partial(flash, True),

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from math import ceil
 
 import torch
 import torch.nn.functional as F
@@ -24,35 +23,36 @@ import bass_kernels
 from bass_core.loading.quantization import GROUP, int4, int8
 from bass_kernels import Codes, reference
 from bass_lab.gpu import command
-from bass_lab.gpu.kernels.tensors import ROTATED_BYTES, TOLERANCES, relative_error
+from bass_lab.gpu.command import Lines
+from bass_lab.gpu.kernels import report
+from bass_lab.gpu.kernels.measure import timed
+from bass_lab.gpu.kernels.peers import Prepared
+from bass_lab.gpu.kernels.tensors import number_of_sets
 from bass_lab.gpu.kernels.timing import Timer
-from bass_lab.measure import record_schema, records
-from bass_lab.measure.roofline import copy_bandwidth
+from bass_lab.measure import records
 
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096), (4096, 11008)]  # outputs, inputs
 ROWS = (1, 8, 16, 48, 128)
 SECONDS = 240.0  # a run ends here
 AIM = "aim: up to 16 rows, outputs and inputs from 4096 on: 75% of a copy, and 1.6 times cuBLAS in bfloat16"
 
-FOUND = ("gb", "error", "reason", "us", "percent_of_copy", "captured")  # of a line, null where there is none
-
-Prepared = tuple[list[Callable[[], Tensor]], Tensor, int]  # calls; float64 weights of the first; bytes of one set
-
 
 def ours(packed: bool, x: Tensor, weights: list[Tensor]) -> Prepared:
     made = [Codes(*(int4 if packed else int8)(weight), GROUP if packed else None) for weight in weights]
     calls = [partial(bass_kernels.skinny_linear, x, codes) for codes in made]
-    return calls, reference.dequantized(*made[0], x.shape[1]), made[0].weight.nbytes + made[0].scale.nbytes
+    size = made[0].weight.nbytes + made[0].scale.nbytes
+    return _prepared(x, calls, reference.dequantized(*made[0], x.shape[1]), size)
 
 
 def cublas(x: Tensor, weights: list[Tensor]) -> Prepared:
-    return [partial(F.linear, x, weight) for weight in weights], weights[0].double(), weights[0].nbytes
+    return _prepared(x, [partial(F.linear, x, weight) for weight in weights], weights[0].double(), weights[0].nbytes)
 
 
 def int8pack(x: Tensor, weights: list[Tensor]) -> Prepared:
     made = [int8(weight) for weight in weights]
     calls = [partial(torch._weight_int8pack_mm, x, codes.weight, codes.scale[:, 0]) for codes in made]
-    return calls, reference.dequantized(*made[0], None, x.shape[1]), sum(part.nbytes for part in made[0])
+    size = sum(part.nbytes for part in made[0])
+    return _prepared(x, calls, reference.dequantized(*made[0], None, x.shape[1]), size)
 
 
 def torchao(bits: int, x: Tensor, weights: list[Tensor]) -> Prepared:
@@ -64,8 +64,13 @@ def torchao(bits: int, x: Tensor, weights: list[Tensor]) -> Prepared:
         layer.weight = nn.Parameter(weight, requires_grad=False)
         quantize_(layer, Int8WeightOnlyConfig() if bits == 8 else Int4WeightOnlyConfig(group_size=GROUP))
         layers.append(layer)
-    wanted = layers[0](torch.eye(x.shape[1], dtype=x.dtype, device=x.device)).T.double()  # its own idea of the weights
-    return [partial(layer, x) for layer in layers], wanted, weights[0].nbytes * bits // 16
+    own = layers[0](torch.eye(x.shape[1], dtype=x.dtype, device=x.device)).T.double()  # its own idea of the weights
+    return _prepared(x, [partial(layer, x) for layer in layers], own, weights[0].nbytes * bits // 16)
+
+
+def _prepared(x: Tensor, calls: list[Callable[[], Tensor]], weights: Tensor, size: int) -> Prepared:
+    """weights: of the first call, in float64. size: bytes of one set."""
+    return Prepared(calls, wanted=x.double() @ weights.T, size=size)
 
 
 PEERS: dict[str, Callable[[Tensor, list[Tensor]], Prepared]] = {
@@ -80,63 +85,33 @@ PEERS: dict[str, Callable[[Tensor, list[Tensor]], Prepared]] = {
 
 @torch.no_grad()
 def measure(rows: int, columns: int, inputs: int, timer: Timer, copy: float) -> list[dict]:
-    """A line per kernel: µs, gb (what it has to read), percent_of_copy, error; or the reason why there are no times."""
+    """A record per kernel. copy: bytes per second."""
     generator, dtype = torch.Generator(timer.device).manual_seed(0), torch.bfloat16
-    x = torch.randn(rows, inputs, generator=generator, device=timer.device).to(dtype)
-    timer.new_case()
-    lines, timings = [], []
-    for name, prepare in PEERS.items():
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=timer.device).to(dtype)
+
+    x = random(rows, inputs)
+
+    def prepared(name: str) -> Prepared:
         share = {"int8": 2, "int4": 4}.get(name.split()[-1], 1)  # quantized sets are smaller, so there are more
-        sets = max(2, ceil(ROTATED_BYTES * share / (2 * columns * inputs))) if timer.device.type == "cuda" else 2
-        line = {"kernel": name, "rows": rows, "columns": columns, "inputs": inputs} | dict.fromkeys(FOUND)
-        lines.append(line)
-        try:
-            weights = [
-                torch.randn(columns, inputs, generator=generator, device=timer.device).to(dtype) / inputs**0.5
-                for _ in range(sets)
-            ]
-            calls, wanted, size = prepare(x, weights)
-            line["gb"], line["error"] = size / 1e9, relative_error(calls[0](), x.double() @ wanted.T)
-            if line["error"] > TOLERANCES[dtype]:
-                line["reason"] = f"wrong: off by {line['error']:.1e}"
-                continue
-            timings.append((line, timer.prepare(calls)))
-        except Exception as error:  # whatever a foreign kernel raises is the answer
-            line["reason"] = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:100]
-    timer.measure([timing for _, timing in timings])
-    for line, timing in timings:
-        percent = 100 * line["gb"] * 1e9 / copy / (timing.us * 1e-6)
-        line |= {"us": timing.us, "percent_of_copy": percent, "captured": timing.captured}
+        sets = number_of_sets(2 * columns * inputs / share, timer.device)
+        return PEERS[name](x, [random(columns, inputs) / inputs**0.5 for _ in range(sets)])
+
+    timer.new_case()
+    lines = []
+    for outcome in timed({name: partial(prepared, name) for name in PEERS}, timer):
+        gb = None if outcome.size is None else outcome.size / 1e9
+        found = outcome.fields(gb, copy)
+        line = {"schema": "product", "kernel": outcome.kernel, "rows": rows, "columns": columns, "inputs": inputs}
+        line |= {"gb": gb, "clock": timer.device.type, "copy_gb_per_s": copy / 1e9, "triton": triton.__version__}
+        lines.append(line | {name: found[name] for name in ("error", "reason", *records.KERNEL_TIMES["product"])})
     return lines
-
-
-def table(lines: list[dict]) -> str:
-    first = lines[0]
-    bfloat16 = next((line["us"] for line in lines if line["kernel"] == "cublas"), None)
-    rows = [
-        {
-            "kernel": line["kernel"],
-            "µs": records.text(line["us"], ".1f"),
-            "% copy": records.text(line["us"] and line["percent_of_copy"], ".1f"),
-            "× cuBLAS": records.text(line["us"] and bfloat16 and bfloat16 / line["us"], ".2f"),
-            "error": records.text(line["error"], ".1e"),
-            "": line["reason"] or ("" if line["captured"] else "not captured"),
-        }
-        for line in lines
-    ]
-    return records.text_table(f"\n{first['rows']} rows, {first['columns']} × {first['inputs']}", rows)
 
 
 def chosen(quick: bool) -> Iterator[tuple[int, int, int]]:
     for rows, (columns, inputs) in product(ROWS[:3] if quick else ROWS, SHAPES[:2] if quick else SHAPES):
         yield rows, columns, inputs
-
-
-def check(line: dict) -> None:
-    """ValueError for a line that lacks a field, or has both a time and a reason why there is none."""
-    record_schema.check(line, "product")
-    if (line["us"] is None) != bool(line["reason"]):
-        raise ValueError(f"either a time or a reason, got us {line['us']!r} and reason {line['reason']!r}")
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -150,23 +125,18 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and write shape by shape. Returns the exit code."""
-    lines = command.Lines("products", options, check, limit=SECONDS)
-    device = torch.device("cpu" if options.dry_run else "cuda")
-    timer, copy = Timer(device), copy_bandwidth(device)
-    about = {name: lines.environment[name] for name in ("device", "torch", "commit")}
-    here = {
-        "schema": "product",
-        "clock": device.type,
-        "copy_gb_per_s": copy / 1e9,
-        "triton": triton.__version__,
-    } | about
+    lines = Lines.of(options, "product", limit=SECONDS)
+    timer = Timer(torch.device("cpu" if options.dry_run else "cuda"))
+    copy = lines.copy_bandwidth(timer.device, "a dry run, its times mean nothing" if options.dry_run else AIM)
     shapes = [(3, 40, 96)] if options.dry_run else list(chosen(options.quick))
     left = [shape for shape in shapes if not lines.has(**dict(zip(("rows", "columns", "inputs"), shape, strict=True)))]
-    note = "a dry run, its times mean nothing" if options.dry_run else AIM
-    print(f"{here['device']}: a copy moves {copy / 1e9:.0f} GB/s, read and written; {note}", flush=True)
     while left and not lines.out_of_time:
-        found = measure(*left.pop(0), timer, copy)
-        print(table([lines.add(line | here) for line in found]), flush=True)
+        rows, columns, inputs = left.pop(0)
+        found = [lines.add(line) for line in measure(rows, columns, inputs, timer, copy)]
+        cublas_us = next((line["us"] for line in found if line["kernel"] == "cublas"), None)
+        ratio = {"× cuBLAS": lambda us, base=cublas_us: base and base / us}
+        print(report.table(f"{rows} rows, {columns} × {inputs}", found, **ratio), flush=True)
+    here = {"clock": timer.device.type, "copy_gb_per_s": copy / 1e9, "triton": triton.__version__} | lines.here
     lines.end(here | {"shapes_left_out": len(left), "lines": lines.written})
     return command.verdict(lines.known, ("int8", "int4"))
 

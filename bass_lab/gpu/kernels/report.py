@@ -1,15 +1,33 @@
-"""Measured lines as a table for people and as a summary against the target."""
+"""Outcomes as JSON lines, as a table for people and as a summary against the target."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Callable
 
 from bass_lab.gpu.kernels.cases import Case
+from bass_lab.gpu.kernels.measure import Outcome
 from bass_lab.gpu.kernels.peers import OURS
 from bass_lab.measure import records
 
+SHAPE = ("heads", "kv_heads", "head_dim")  # of a `Workload`
+CASE = ("model", "batch", "query_length", "kv_length", "distribution", "dtype")  # of a `Case`
 LARGE_GB = 64e-3  # from here on a kernel can be asked for bandwidth
 TARGETS = {1: 80.0, 4: 75.0}  # percent of the copy bandwidth, from this query length on
+
+
+def of_case(case: Case) -> dict:
+    """The fields of a line that name its case."""
+    return {name: getattr(case, name) for name in CASE}
+
+
+def line(case: Case, outcome: Outcome, copy: float, clock: str, seed: int, environment: dict) -> dict:
+    """The record of one kernel. copy: bytes per second. clock: the kind of device that the times are of."""
+    gb = case.kv_bytes(seed) / 1e9
+    found = {"schema": "kernel", "kernel": outcome.kernel}
+    found |= of_case(case) | {name: getattr(case.work, name) for name in SHAPE}
+    found |= {"total_kv": sum(case.lengths(seed)), "gb": gb, "seed": seed, "clock": clock, "copy_gb_per_s": copy / 1e9}
+    return found | outcome.fields(gb, copy, case.work.layers) | environment
 
 
 def best_peer(lines: list[dict]) -> dict | None:
@@ -18,26 +36,34 @@ def best_peer(lines: list[dict]) -> dict | None:
     return min(timed, key=lambda line: line["us"], default=None)
 
 
-def table(case: Case, lines: list[dict]) -> str:
-    """One case, fastest first."""
-    best, first, rows = best_peer(lines), lines[0], []
-    for line in sorted(lines, key=lambda line: (line["us"] is None, line["us"] or 0.0)):
-        plan = records.text(line["us_plan_share"], ".2f")
+def table(heading: str, lines: list[dict], **columns: Callable[[float], float | None]) -> str:
+    """One case. columns: further ones, of the µs of a line that has them."""
+    rows = []
+    for line in lines:
+        us, plan = line["us"], records.text(line.get("us_plan_share"), ".2f")
         notes = [line["reason"], "not captured" if line["captured"] is False else "", plan and f"plan share {plan} µs"]
         rows.append(
             {
                 "kernel": line["kernel"],
-                "µs": records.text(line["us"], ".1f"),
-                "GB/s": records.text(line["gb_per_s"], ".0f"),
+                "µs": records.text(us, ".1f"),
+                "GB/s": records.text(us and line["gb"] / us * 1e6, ".0f"),
                 "% copy": records.text(line["percent_of_copy"], ".1f"),
-                "÷ peer": records.text(best and line["us"] and line["us"] / best["us"], ".2f"),
-                "error": records.text(line["us"] and line["error"], ".1e"),
+                **{name: records.text(us and ratio(us), ".2f") for name, ratio in columns.items()},
+                "error": records.text(us and line["error"], ".1e"),
                 "": ", ".join(filter(None, notes))[:110].ljust(110),
             }
         )
-    floor = first["gb"] / first["copy_gb_per_s"] * 1e6
-    heading = f"\n{case}: {1000 * first['gb']:.1f} MB, floor {floor:.1f} µs at the copy's bandwidth"
-    return records.text_table(heading, rows)
+    return records.text_table(f"\n{heading}", rows)
+
+
+def attention_table(case: Case, lines: list[dict]) -> str:
+    """One case of attention, fastest first."""
+    gb = lines[0]["gb"]
+    floor = gb / lines[0]["copy_gb_per_s"] * 1e6
+    heading = f"{case}: {1000 * gb:.1f} MB, floor {floor:.1f} µs at the copy's bandwidth"
+    fastest = sorted(lines, key=lambda line: (line["us"] is None, line["us"] or 0.0))
+    best = best_peer(lines)
+    return table(heading, fastest, **{"÷ peer": lambda us: best and us / best["us"]})
 
 
 def summary(lines: list[dict]) -> dict:

@@ -11,7 +11,7 @@ from torch import Tensor
 from bass_kernels import reference
 from bass_lab.gpu.kernels.cases import Case
 
-ROTATED_BYTES = 256e6  # KV sets together hold this much, several times the L2 cache (50 MB on an H100)
+ROTATED_BYTES = 256e6  # sets together hold this much, several times the L2 cache (50 MB on an H100)
 # ‖out − ref‖ / ‖ref‖ allowed against float64: what rounding inputs and weights to the dtype costs.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
@@ -44,9 +44,9 @@ class Inputs:
         return torch.zeros(hidden.shape, dtype=self.query.dtype, device=hidden.device).masked_fill_(hidden, -inf)
 
 
-def number_of_sets(case: Case, seed: int) -> int:
-    """At least two, so that a call never follows another on the same keys."""
-    return max(2, ceil(ROTATED_BYTES / case.kv_bytes(seed)))
+def number_of_sets(size: float, device: torch.device) -> int:
+    """Sets of so many bytes each: at least two, so that a call never follows another on the same ones."""
+    return max(2, ceil(ROTATED_BYTES / size)) if device.type == "cuda" else 2
 
 
 def make(case: Case, device: torch.device, seed: int, sets: int) -> Inputs:

@@ -8,17 +8,15 @@ by one, and says so; so is everything on a CPU, where times say nothing about a 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from math import ceil, nan
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from bass_core.environment import synchronize
+from bass_core.loop.trace import Stopwatch
 
 CALLS = 20  # per graph, at least one per KV set
 GRAPH_MS = 3.0  # but no more than this takes, where one call per set takes less
@@ -31,43 +29,43 @@ FEWEST_REPLAYS = 5  # but this often
 class Timing:
     """Calls launched together; `samples` are milliseconds of all of them."""
 
-    launch: Callable[[], object] | None
     held: list[Callable[[], object]]  # the calls, whose tensors a graph uses but does not keep alive
-    captured: bool
-    first: Tensor | None = None  # where the first call writes
+    replay: Callable[[], object] | None = None  # of the graph that holds them
+    first: Tensor | None = None  # where the first call writes in a replay
     samples: list[float] = field(default_factory=list)
-    calls: int = 0
     replays: int = REPLAYS
 
     def __post_init__(self) -> None:
-        self.calls = len(self.held)
+        self.calls, self.captured = len(self.held), self.replay is not None
+
+    def launch(self) -> None:
+        for call in [self.replay] if self.captured else self.held:
+            call()
 
     @property
     def us(self) -> float:
         """Median time of one call."""
         return 1000 * median(self.samples) / self.calls
 
-    def finish(self, samples: list[float]) -> None:
-        """Keep the times and let go of everything else."""
-        self.samples, self.replays = samples, len(samples)
-        self.launch, self.held = None, []
+    def replayed(self) -> Tensor | None:
+        """What the captured first call writes in a replay, over NaN; None where nothing was captured.
 
-
-class HostEvent:
-    """What a CUDA event is on a GPU."""
-
-    def record(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, later: HostEvent) -> float:
-        return 1e3 * (later.at - self.at)
+        To be read before the next graph is captured, which may use the same memory.
+        """
+        if self.first is None:
+            return None
+        self.first.fill_(nan)
+        self.launch()
+        torch.cuda.synchronize()
+        out, self.first = self.first.clone(), None
+        return out
 
 
 class Timer:
     """Times calls on a device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._pool = device, None
+        self.device, self._pool, self._watch = device, None, Stopwatch(device)
         self._on_cuda = device.type == "cuda"
         self.calls, self._most = (CALLS, REPLAYS) if self._on_cuda else (1, 1)
 
@@ -80,25 +78,31 @@ class Timer:
 
     def prepare(self, calls: list[Callable[[], object]]) -> Timing:
         """Launch every call once, then capture them, in turn as often as it takes for about `CALLS` of them."""
-        _one_by_one(calls)
-        once = self._milliseconds(partial(_one_by_one, calls))
-        rounds = max(1, min(ceil(self.calls / len(calls)), int(GRAPH_MS / once)))
-        calls = calls * rounds
-        return self._capture(calls) if self._on_cuda else Timing(partial(_one_by_one, calls), calls, captured=False)
+        once = Timing(calls)
+        once.launch()
+        rounds = max(1, min(ceil(self.calls / len(calls)), int(GRAPH_MS / self._milliseconds([once])[0])))
+        return self._capture(calls * rounds) if self._on_cuda else Timing(calls * rounds)
 
     def measure(self, timings: list[Timing]) -> None:
-        """Fill in the samples of all of them, round robin."""
+        """Fill in the samples of all of them, round robin, and let go of their calls."""
         for timing in timings:
-            self._milliseconds(timing.launch)  # the first replay uploads the graph
-            timing.replays = int(min(self._most, max(FEWEST_REPLAYS, BUDGET_MS / self._milliseconds(timing.launch))))
-        events = [[] for _ in timings]
-        for turn in range(self._most):
-            for timing, pairs in zip(timings, events, strict=True):
-                if turn < timing.replays:
-                    pairs.append(self._recorded(timing.launch))
-        synchronize(self.device)
-        for timing, pairs in zip(timings, events, strict=True):
-            timing.finish([start.elapsed_time(end) for start, end in pairs])
+            self._milliseconds([timing])  # the first replay uploads the graph
+            (taken,) = self._milliseconds([timing])
+            timing.replays = int(min(self._most, max(FEWEST_REPLAYS, BUDGET_MS / taken)))
+        order = [timing for turn in range(self._most) for timing in timings if turn < timing.replays]
+        for timing, taken in zip(order, self._milliseconds(order), strict=True):
+            timing.samples.append(taken)
+        for timing in timings:
+            timing.held, timing.replay = [], None
+
+    def _milliseconds(self, timings: list[Timing]) -> list[float]:
+        """Launch them one after the other, without a wait in between."""
+        self._watch.start()
+        for timing in timings:
+            self._watch.mark()
+            timing.launch()
+            self._watch.mark()
+        return self._watch.intervals()[1::2]
 
     def _capture(self, calls: list[Callable[[], object]]) -> Timing:
         torch.cuda.synchronize()
@@ -113,38 +117,7 @@ class Timer:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own stream behind
             torch.cuda.synchronize()  # raises if more than the capture is broken
             self._pool = torch.cuda.graph_pool_handle()
-            return Timing(partial(_one_by_one, calls), calls, captured=False)
+            return Timing(calls)
         finally:
             gc.enable()
-        return Timing(graph.replay, calls, captured=True, first=first if isinstance(first, Tensor) else None)
-
-    def _milliseconds(self, launch: Callable[[], object]) -> float:
-        start, end = self._recorded(launch)
-        synchronize(self.device)
-        return start.elapsed_time(end)
-
-    def _recorded(self, launch: Callable[[], object]) -> tuple:
-        start, end = (torch.cuda.Event(enable_timing=True) if self._on_cuda else HostEvent() for _ in range(2))
-        start.record()
-        launch()
-        end.record()
-        return start, end
-
-
-def _one_by_one(calls: list[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
-
-
-def replayed(timing: Timing) -> Tensor | None:
-    """What the captured first call writes in a replay, over NaN; None where nothing was captured.
-
-    To be read before the next graph is captured, which may use the same memory.
-    """
-    if timing.first is None:
-        return None
-    timing.first.fill_(nan)
-    timing.launch()
-    torch.cuda.synchronize()
-    out, timing.first = timing.first.clone(), None
-    return out
+        return Timing(calls, graph.replay, first if isinstance(first, Tensor) else None)
