@@ -1,6 +1,6 @@
 """Ablation of the default policy's constants by replay: time without each constant relative to time with it.
 
-Run `python -m bass_lab.study.ablation`. Replays are deterministic, so the figures do not depend on the machine's load.
+Run `python -m bass_lab.policies.ablation`. Replays are deterministic: figures do not depend on the machine's load.
 """
 
 from __future__ import annotations
