@@ -31,9 +31,7 @@ from bass_core.loading.quantization import quantized
 from bass_core.loop.rows import Request
 from bass_core.loop.trace import StepEvent, Trace
 from bass_core.policies.costs import CostModel
-from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
-from bass_core.policies.goodput import Goodput, Objective
-from bass_core.policies.learned import Learned
+from bass_core.policies.goodput import Goodput
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy, FixedLength, RowsView
 from bass_core.session import Result, Session
 
@@ -52,13 +50,9 @@ __all__ = [
     "Generation",
     "Goodput",
     "Interrupted",
-    "Learned",
-    "MarginalValue",
     "ModelDrafter",
     "ModelPair",
     "NgramDrafter",
-    "Objective",
-    "RaggedBudget",
     "Request",
     "Result",
     "RowsView",

@@ -13,15 +13,15 @@ policy has to see them. A grid shows the stairs where it has points.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import json
 import re
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -126,7 +126,7 @@ def _cell(points: tuple[float, ...], x: Number) -> tuple[Number, Number, Number]
 
 
 class Cost(Protocol):
-    """Seconds of a decode step's parts; arguments are numbers or arrays that broadcast (see `CostModel`)."""
+    """Seconds of a decode step's parts; arguments are numbers or arrays that broadcast (see `CostModel`). Hashable."""
 
     def target(self, batch, query_length, kv_length): ...
 
@@ -241,53 +241,21 @@ def models_code(target: str, draft: str) -> str:
 
 # --- what policies ask ----------------------------------------------------------------------------
 
-KV_STEP = 64  # costs are looked up once per so many tokens of KV length
-WORTH = 0.1  # gain over regular decoding that all drafts accepted must promise, or none are tried
+KV_STEP = 64  # positions: KV lengths are rounded to multiples, so that few times are computed
 
 
-class LookedUp(NamedTuple):
-    """Of a batch size and KV length. steps: seconds [limit + 1] of a step with each draft length; drafts: of the
-    draft's passes in it; may_pay: whether some length would gain `WORTH` over regular decoding if all were accepted."""
-
-    steps: np.ndarray
-    drafts: np.ndarray
-    may_pay: bool
+def step_seconds(cost: Cost, limit: int, rows: RowsView) -> np.ndarray:
+    """Return the seconds of a step of these rows with draft length 0, 1, … `limit`, float [limit + 1], read-only."""
+    return _step_seconds(cost, limit, len(rows.ids), rounded_kv_length(cost, rows))
 
 
-_KNOWN: weakref.WeakKeyDictionary[CostModel, dict] = weakref.WeakKeyDictionary()  # by costs, then by limit
+def rounded_kv_length(cost: Cost, rows: RowsView) -> int:
+    """Return the KV length that stands for these rows, the longest or the mean one, rounded to `KV_STEP`."""
+    lengths = rows.lengths.tolist()
+    by_longest = getattr(cost, "kv_of_rows", "mean") == "max"
+    return KV_STEP * round((max(lengths) if by_longest else sum(lengths) / len(lengths)) / KV_STEP)
 
 
-class StepSeconds:
-    """Seconds over all draft lengths, looked up once per batch size and `KV_STEP` tokens of KV length."""
-
-    def __init__(self, cost: Cost, limit: int):
-        self.cost, self.lengths = cost, np.arange(limit + 1)
-        self.by_longest = getattr(cost, "kv_of_rows", "mean") == "max"
-        # What is measured does not change: policies on the same costs look them up together.
-        shared = _KNOWN.setdefault(cost, {}) if isinstance(cost, CostModel) else {}
-        self._known: dict[tuple[int, int], LookedUp] = shared.setdefault(limit, {})
-
-    def __deepcopy__(self, memo: dict) -> StepSeconds:
-        return self
-
-    def __call__(self, rows: RowsView) -> np.ndarray:
-        """Seconds [limit + 1] of a step of these rows with each draft length."""
-        return self.look_up(rows).steps
-
-    def look_up(self, rows: RowsView) -> LookedUp:
-        """All that is known of steps of these rows."""
-        lengths = rows.lengths.tolist()
-        batch = len(lengths)
-        kv_length = max(lengths) if self.by_longest else sum(lengths) / batch
-        key = batch, round(kv_length / KV_STEP)
-        if key not in self._known:
-            self._known[key] = self._computed(batch, key[1] * KV_STEP)
-        return self._known[key]
-
-    def _computed(self, batch: int, kv_length: int) -> LookedUp:
-        steps, drafts = (
-            np.broadcast_to(np.asarray(seconds(batch, self.lengths, kv_length), dtype=float), self.lengths.shape)
-            for seconds in (self.cost.step, self.cost.draft)
-        )
-        gain = ((self.lengths + 1) * steps[0] / steps).max() - 1
-        return LookedUp(steps, drafts, bool(gain >= WORTH))
+@functools.lru_cache(maxsize=1024)  # shared by all policies on the same costs
+def _step_seconds(cost: Cost, limit: int, batch: int, kv_length: int) -> np.ndarray:
+    return np.broadcast_to(np.asarray(cost.step(batch, np.arange(limit + 1), kv_length), dtype=float), limit + 1)

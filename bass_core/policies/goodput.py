@@ -1,274 +1,161 @@
-"""Draft lengths from costs: the k with the most expected tokens per second, measured costs against observed acceptance.
+"""The default policy: the draft length with the most expected tokens per second, by measured costs.
 
-Every row has an α, the chance that a draft is accepted if all before it in its step were. It is learnt from the row's
-own steps, older ones counting less, and leans on what all rows show, those that ended not long ago among them. What a
-step with k drafts then yields on average is `expected_tokens`, and how long it takes, by the cost model, `StepSeconds`.
-`Goodput` takes the best of all k, 0 among them, so that it falls back to regular decoding where drafts do not pay.
-(Lengths by goodput: Liu et al. 2024, SmartSpec; expected tokens: Leviathan et al. 2023, equation 1.)
-
-What a step is worth depends on which rows are to be served: `Goodput` serves those that end last, since a batch is done
-when its last row is, but all alike once rows have joined: then others come and go, and no row's end is that of all.
-`Objective` serves whom it is told to (the first rows, the last ones, those with a deadline).
+Expected tokens follow from each row's acceptance probability α (`RowAlphas`, `expected_tokens`), seconds from the cost
+model (`step_seconds`). Length 0 is a candidate, so decoding falls back to regular steps where drafts do not pay.
+(Lengths by goodput: Liu et al. 2024, SmartSpec. Expected tokens: Leviathan et al. 2023, equation 1.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.policies.costs import Cost, StepSeconds
+from bass_core.policies.costs import Cost, step_seconds
 from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
 
-STRAGGLING = 8  # power of the steps that a row still needs by which it counts
-LIMIT = 16  # drafts per step: what calibrated grids reach
-DECAY = 0.96  # of the weight of what was seen, per step
-LEAN = 12.0  # drafts of its own after which a row is judged as much by them as by all rows
-SPREAD = 24.0  # α varies along a text as if it were known of so many drafts: long runs are likelier than α^k
-PRIOR = 2.0, 0.7  # drafts accepted and refused, where nothing was ever seen
-FORMER = 8.0  # drafts that all those of rows that ended count as at most, and all that a calibration has seen
-FADING = 0.96  # of which so much stays, each time that costs are looked at and nothing is drafted
-OLD = 2.0  # drafts that all former ones count as at most when a probe's are accepted: they are old by then
-SAME = 8  # steps without drafts after which costs are looked at again: nothing else has changed
-PROBED = 4  # one row in so many drafts in a probe: what it missed has to be fed to the draft model first
+PRIOR = 2.0, 0.7  # accepted and refused drafts that stand for a pair that was not calibrated
+FORMER = 8.0  # drafts: largest weight of a calibration, and of rows that ended
+DECAY = 0.96  # of the weight of earlier drafts: of a row per step, of rows that ended per comparison without drafts
+LEAN = 12.0  # drafts: weight of all rows' acceptance rate in the α of each row
+SPREAD = 24.0  # drafts: certainty of α in `expected_tokens`
+PROBED = 4  # one row in so many drafts in a probe: the draft model has to read what the row missed
+RECHECK = 8  # steps without drafts after which costs are compared again: KV lengths grow
+STRAGGLING = 8  # power of a row's remaining steps in its weight: the last row ends the batch
 
 
 class RowAlphas:
-    """α of each live row, from the drafts that were accepted and the steps that ended with one refused.
+    """Acceptance probability α of each live row: its own rate, shrunk towards the rate of all rows.
 
-    expected: float [2], drafts accepted and refused before anything was seen. kept, lost: float [B], of each row, older
-    ones counting less. former: float [2], of all rows that ended, and `expected`.
+    counts: float [2, B], accepted drafts and refusals of each row, older steps weighing less. former: float [2], the
+    same of rows that ended; `expected` before the first one ends.
     """
 
-    def __init__(self, expected: Sequence[float] | np.ndarray = PRIOR):
-        self.ids = np.zeros(0, np.int64)
-        self.kept, self.lost = np.zeros(0), np.zeros(0)
-        self.expected = self.former = np.array(expected)
-
-    def follow(self, ids: np.ndarray) -> None:
-        """These rows are live now, in this order: what those that ended have shown goes to `former`, new ones have
-        shown nothing yet."""
-        if ids.tolist() != self.ids.tolist():
-            same = ids[:, None] == self.ids
-            same &= same.cumsum(1) == 1  # two rows may have been given one number
-            before = self.kept.sum(), self.lost.sum()
-            self.kept, self.lost, self.ids = same @ self.kept, same @ self.lost, ids
-            former = self.former + before - (self.kept.sum(), self.lost.sum())
-            self.former = former * min(1.0, FORMER / former.sum())
+    def __init__(self, expected: Sequence[float] = PRIOR):
+        self.expected = np.array(expected) * min(1.0, FORMER / sum(expected))
+        self.ids, self.counts, self.former = np.zeros(0, np.int64), np.zeros((2, 0)), self.expected
 
     def __call__(self) -> np.ndarray:
-        """float [B]"""
-        kept, lost = self.kept.sum() + self.former[0], self.lost.sum() + self.former[1]
-        return (self.kept + LEAN * kept / (kept + lost)) / (self.kept + self.lost + LEAN)
+        """Return α of each row, float [B]."""
+        total = self.counts.sum(1) + self.former
+        accepted, refused = self.counts + LEAN * (total / total.sum())[:, None]
+        return accepted / (accepted + refused)
 
-    def update(self, kept: np.ndarray, lost: np.ndarray) -> None:
-        """One step: drafts of each row that were accepted, and whether one was refused, [B] each."""
-        self.kept, self.lost = DECAY * self.kept + kept, DECAY * self.lost + lost
+    def follow(self, ids: np.ndarray) -> None:
+        """Set the live rows, in this order. Rows that ended join `former`, new rows begin without counts."""
+        if ids.tolist() == self.ids.tolist():
+            return
+        places = {row: place for place, row in enumerate(self.ids.tolist())}
+        before, padded = self.counts.sum(1), np.pad(self.counts, ((0, 0), (0, 1)))
+        self.ids, self.counts = ids, padded[:, [places.get(row, -1) for row in ids.tolist()]]
+        former = self.former + before - self.counts.sum(1)
+        self.former = former * min(1.0, FORMER / former.sum())
+
+    def update(self, accepted: np.ndarray, refused: np.ndarray) -> None:
+        """Count one step: accepted drafts of each row, and whether one was refused, [B] each."""
+        self.counts = DECAY * self.counts + (accepted, refused)
 
     def fade(self) -> None:
-        """Time goes by in which nothing is drafted: what rows that ended have shown counts less."""
-        self.former = self.expected + FADING * (self.former - self.expected)
-
-    def forget(self) -> None:
-        """Let all drafts that live rows have shown count as `OLD` at most, those of rows that ended not at all."""
-        share = OLD / max(OLD, self.kept.sum() + self.lost.sum())
-        self.kept, self.lost, self.former = share * self.kept, share * self.lost, np.array(PRIOR)
+        """Move what rows that ended showed towards `expected`: no draft has confirmed it lately."""
+        self.former = self.expected + DECAY * (self.former - self.expected)
 
 
 @dataclass
 class Goodput(DraftLengthPolicy):
     """The draft length of most expected tokens per second; 0, regular decoding, where drafts do not pay.
 
-    cost: seconds of steps, `costs.CostModel` or alike. Rows that still need many steps count more than others
-    (`weigh`), until rows join the batch. After `probe`, then twice, four times … as many steps in a row without drafts
-    some rows probe k = 1, or else 0 would be for ever, unless less than that is left to write and no rows come; if more
-    than half of a probe is accepted, what was known before counts little. Where costs promise little even if all drafts
-    were accepted (`costs.WORTH`), nothing is tried. What a pair's first rows begin with is what its calibration has
-    seen, and a session's later rows with what its earlier ones have shown: where these did not draft, with a probe.
+    cost: seconds of steps, `CostModel` or another `Cost`. limit: longest draft. probe: steps without drafts after which
+    a step drafts one token in some rows, to see whether drafts pay by now. Each further probe takes twice as many
+    steps, until one is accepted or drafts pay. No probe comes where less than that is left to write.
+
+    Rows that need many more steps weigh more (`weigh`) until rows join the batch. α begins with what calibration saw.
+    In a session it begins with what earlier rows showed; where those did not draft, the first step is a probe.
     """
 
     cost: Cost = field(repr=False)
-    limit: int = LIMIT
+    limit: int = 16
     probe: int = 32
 
     def __post_init__(self):
         if self.limit < 1 or self.probe < 1:
             raise ValueError(f"needs limit >= 1 and probe >= 1, got {self}")
-        self.seconds, self.alphas = StepSeconds(self.cost, self.limit), RowAlphas(_expected(self.cost))
+        self.alphas = RowAlphas(getattr(self.cost, "acceptance", None) or PRIOR)
         self._reset()
 
     def _reset(self) -> None:
-        self.k = self.zeros = 0  # draft length of the last step, and for how many steps it has been 0
-        self.rest = 0  # nothing is drafted before the step in which it reaches this
-        self.next_probe, self.probing, self.batch = self.probe, False, 0
-        self.joined = False  # whether rows came while others were decoded
+        self.k = self.idle = 0  # draft length of the last step, steps without drafts since the last draft
+        self.next_probe, self.probing = self.probe, False
+        self.resting = False  # True if the next step drafts nothing, whatever this one brings
+        self.batch = 0  # rows of the last step for which goodputs were computed
+        self.joined = False  # True once rows joined the batch
 
     def start(self, rows: RowsView) -> None:
         if rows.steps.any():
-            self.joined, self.batch = True, 0  # others live now: what was found of those before says nothing of these
+            self.joined, self.batch = True, 0
             return
         self._reset()
-        if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():
-            # Numbers go on upwards, as a session's do: where its earlier rows did not draft, these try at once.
-            self.zeros = self.probe
+        if len(self.alphas.ids) and rows.ids.min() > self.alphas.ids.max():  # a session's later rows
+            self.idle = self.probe
         else:
             self.alphas = RowAlphas(self.alphas.expected)
 
     def foretell(self) -> int | None:
-        return 0 if 0 < self.zeros < self.rest else None
+        return 0 if self.resting and self.idle != self.next_probe else None
 
     def plan(self, rows: RowsView) -> int | Tensor:
         if self.foretell() == 0 and len(rows.ids) == self.batch:
-            self.zeros += 1
-            if self.zeros == self.rest and not self._is_due(rows, 1):  # looked at now, the next step can be foretold
-                best, may_pay = self._best(rows)
-                if best == 0:
-                    self._rest(rows, may_pay)
+            self.idle += 1
+            if self.idle % RECHECK == 0:
+                self.resting = self.goodputs(rows).argmax() == 0
+                self.alphas.fade()
             return 0
         self.alphas.follow(rows.ids)
-        self.batch = len(rows.ids)
-        (self.k, may_pay), self.probing = self._best(rows), False
+        self.batch, self.probing = len(rows.ids), False
+        self.gains = self.goodputs(rows)
+        self.k = int(self.gains.argmax())
+        self.resting = self.k == 0
         if self.k > 0:
-            self.zeros, self.next_probe = 0, self.probe
-        elif may_pay and self._is_due(rows):
-            self.k, self.probing = 1, True
-            self.zeros, self.next_probe = 0, 2 * self.next_probe
+            self.idle, self.next_probe = 0, self.probe
+        elif self.idle >= self.next_probe and (self.joined or self.next_probe <= rows.remaining.max()):
+            self.k, self.probing, self.resting = 1, True, False
+            self.idle, self.next_probe = 0, 2 * self.next_probe
         else:
-            self.zeros += 1
-            self._rest(rows, may_pay)
-            return 0
+            self.idle += 1
+            self.alphas.fade()
         self.wanted = np.minimum(self.k, rows.remaining - 1)
         if self.probing:
-            self.wanted[-(-len(rows.ids) // PROBED) :] = 0
+            self.wanted[-(-self.batch // PROBED) :] = 0
             return torch.from_numpy(self.wanted)
         return self.k
 
-    def _is_due(self, rows: RowsView, steps: int = 0) -> bool:
-        """Whether a probe is, of these rows, so many steps from now. Where rows come and go, more will."""
-        return self.zeros >= self.next_probe and (self.joined or self.next_probe <= rows.remaining.max() - steps)
-
-    def _rest(self, rows: RowsView, may_pay: bool) -> None:
-        """Nothing is drafted in this step and some more."""
-        if not may_pay:
-            self.zeros = 1  # no probe is ever due
-        self.rest = self.zeros - self.zeros % SAME + SAME
-        if may_pay and self._is_due(rows, 1):
-            self.rest = self.zeros
-        elif self.zeros < self.next_probe:
-            self.rest = min(self.rest, self.next_probe)
-        self.alphas.fade()
-
-    def _best(self, rows: RowsView) -> tuple[int, bool]:
-        """The draft length of most expected tokens per second, and whether any promises enough to be tried."""
-        if not self.seconds.look_up(rows).may_pay:
-            return 0, False
-        self.gains = self.goodputs(rows)
-        return int(self.gains.argmax()), True
-
     def goodputs(self, rows: RowsView) -> np.ndarray:
-        """Expected tokens per second of a step with draft length 0, 1, … as far as the rows may still go."""
+        """Return expected tokens per second of a step with draft length 0, 1, … up to the longest possible one."""
+        lengths = np.arange(min(int(rows.remaining.max()), self.limit + 1))
         tokens = expected_tokens(self.alphas(), self.limit, SPREAD)  # [B, limit + 1]
-        seconds, remaining = self.seconds(rows), rows.remaining.tolist()
-        if min(remaining) <= self.limit:
-            most = min(max(remaining), self.limit + 1)  # of the tokens to go one is the target's own
-            tokens = np.take_along_axis(tokens, np.minimum(np.arange(most), rows.remaining[:, None] - 1), 1)
-            seconds = seconds[:most]
-        return self.weigh(rows, tokens) @ tokens / seconds
+        tokens = np.take_along_axis(tokens, np.minimum(lengths, rows.remaining[:, None] - 1), 1)
+        return self.weigh(rows, tokens) @ tokens / step_seconds(self.cost, self.limit, rows)[: len(lengths)]
 
     def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
-        """How much each row's tokens count, [B]; their sum is B.
+        """Return the weight of each row's tokens, [B]; the sum is B. tokens: [B, K], expected of each draft length.
 
-        tokens [B, K]: what a step with each draft length is expected to yield. Rows count by the steps that they still
-        need if all of them draft as far as the last one did.
+        A batch ends with its last row, so rows weigh by the steps that they need at the last draft length. Once rows
+        have joined, all weigh the same.
         """
-        if self.joined or len(tokens) == 1:
+        if self.joined:
             return np.ones(len(tokens))
         steps = rows.remaining / tokens[:, min(max(self.k, 1), tokens.shape[1] - 1)]
         weights = (steps / steps.max()) ** STRAGGLING
         return weights * (len(weights) / weights.sum())
 
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
-        if drafted.numpy().any():
-            # what was wanted and not drafted counts as refused: an n-gram lookup that found nothing
-            self._learn(self.wanted, accepted.numpy())
-
-    def _learn(self, tried: np.ndarray, kept: np.ndarray) -> None:
-        if self.probing and 2 * kept.sum() > tried.sum():
-            self.alphas.forget()
+        if not drafted.any():
+            return
+        # what was planned and not drafted counts as refused: an n-gram lookup that found nothing
+        tried, accepted = self.wanted, accepted.numpy()
+        if self.probing and 2 * accepted.sum() > tried.sum():  # drafts pay by now, so earlier counts are out of date
+            self.alphas.counts, self.alphas.former = 0 * self.alphas.counts, np.array(PRIOR)
             self.next_probe = self.probe
-        self.alphas.update(kept, kept < tried)
-
-
-def _expected(cost: Cost) -> tuple[float, float]:
-    """Drafts accepted and refused that are expected of a pair with these costs: as it was calibrated, or `PRIOR`."""
-    kept, lost = getattr(cost, "acceptance", None) or PRIOR
-    share = min(1.0, FORMER / (kept + lost))
-    return share * kept, share * lost
-
-
-def require_draft_passes(policy: Goodput) -> None:
-    """Raises ValueError for a policy on the costs of a pair without a draft model: it has no distributions to go by."""
-    if getattr(policy.cost, "draft_phases", True) is None:
-        raise ValueError(
-            f"{type(policy).__name__} needs a draft model: without one there is no distribution to look at"
-        )
-
-
-# --- other ends than the batch's ------------------------------------------------------------------
-
-Weights = Callable[[RowsView, float], np.ndarray]
-
-
-def first_finished(sharpness: float) -> Weights:
-    """Rows nearer to their limit count more: weight (least remaining / remaining) ** sharpness."""
-    return lambda rows, elapsed: (rows.remaining.min() / rows.remaining) ** sharpness
-
-
-def last_finished(sharpness: float) -> Weights:
-    """Rows farther from their limit count more: weight (remaining / most remaining) ** sharpness."""
-    return lambda rows, elapsed: (rows.remaining / rows.remaining.max()) ** sharpness
-
-
-def deadlines(seconds: Mapping[int, float]) -> Weights:
-    """Rows count by the tokens per second that they still need; seconds: by row, from the decode's first step on.
-
-    Rows without a deadline, and those that have missed theirs, count a hundredth of the most urgent one.
-    """
-
-    def weights(rows: RowsView, elapsed: float) -> np.ndarray:
-        left = np.array([seconds.get(row, np.inf) for row in rows.ids.tolist()]) - elapsed
-        needed = np.where(left > 0, rows.remaining / np.maximum(left, 1e-9), 0.0)
-        return np.maximum(needed / needed.max(), 0.01) if needed.any() else np.ones(len(needed))
-
-    return weights
-
-
-EQUAL = last_finished(0.0)
-
-
-@dataclass
-class Objective(Goodput):
-    """`Goodput` of weighted rows: weights(rows, elapsed) gives one weight >= 0 per row.
-
-    elapsed: seconds that the decode's steps took so far, by the cost model (never by the clock).
-    """
-
-    weights: Weights = field(default=EQUAL, repr=False)
-
-    def _reset(self) -> None:
-        super()._reset()
-        self.elapsed = 0.0
-
-    def plan(self, rows: RowsView) -> int | Tensor:
-        plan = super().plan(rows)
-        self.elapsed += self.seconds(rows)[self.k]
-        return plan
-
-    def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
-        weights = np.asarray(self.weights(rows, self.elapsed), dtype=float)
-        if weights.shape != rows.ids.shape or not (weights >= 0).all() or not weights.any():
-            raise ValueError(f"weights must give a number >= 0 per row, one of them above 0; got {weights!r}")
-        return weights
+        self.alphas.update(accepted, accepted < tried)

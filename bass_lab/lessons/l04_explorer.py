@@ -15,12 +15,11 @@ from ipywidgets import Box, Dropdown, FloatSlider, IntSlider, Widget
 from bass_core import checks
 from bass_core.loop.trace import Trace
 from bass_core.policies.costs import CostModel
-from bass_core.policies.draft_signals import MarginalValue, RaggedBudget
 from bass_core.policies.goodput import Goodput
-from bass_core.policies.learned import Learned
 from bass_core.policies.protocol import BassHeuristic, DraftLengthPolicy
 from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
+from bass_lab.policies import Learned, MarginalValue, RaggedBudget
 from bass_lab.show import live_figures, token_views
 from bass_lab.show.live_figures import live
 from bass_lab.show.looks import bars, empty_figure

@@ -13,11 +13,11 @@ import plotly.graph_objects as go
 from bass_core.loading import measured_costs
 from bass_core.loading.model_pair import ModelPair
 from bass_core.policies.costs import CostModel
-from bass_core.policies.goodput import Objective, first_finished, last_finished
 from bass_core.policies.protocol import DraftLengthPolicy, FixedLength, expected_tokens
 from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.lessons.l04_explorer import KINDS, MODELLED, REGULAR, contest, policy_looks
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_h100
+from bass_lab.policies.objective import Objective, first_finished, last_finished
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, interval, panels
 from bass_lab.study import recorded_acceptance, recording, simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace

@@ -14,6 +14,7 @@ from bass_lab.checks.goodness_of_fit import g_test
 from bass_lab.checks.oracle import Oracle
 from bass_lab.checks.tabular import next_token_law, tabular, total_variation
 from bass_lab.cli import main
+from bass_lab.policies import RaggedBudget
 from bass_lab.study import recorded_acceptance, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, _runs, decode
@@ -83,7 +84,7 @@ def replay_of(trace, fates):
         pytest.param(PerRow, marks=pytest.mark.ci),
         # The vocabulary has two ids, so the rejected token and the draft's signals after it are known.
         lambda: StopWhenUnsure(most=2, at_least=0.7),
-        lambda: bass.RaggedBudget(Line(0.02, 0.4), limit=2),
+        lambda: RaggedBudget(Line(0.02, 0.4), limit=2),
     ],
     ids=["algorithm 1", "per row", "stop when unsure", "ragged budget"],
 )

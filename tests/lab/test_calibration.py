@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import bass_core as bass
 from bass_core.drafters import NgramDrafter
 from bass_core.loading.measured_costs import check_costs, costs_for
-from bass_core.loop.trace import Stopwatch
+from bass_core.loop.phases import Stopwatch
 from bass_core.model.runner import Runner
 from bass_core.policies.goodput import Goodput
 from bass_lab.cli import main

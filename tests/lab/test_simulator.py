@@ -14,6 +14,7 @@ import bass_lab as lab
 from bass_core.model.runner import PACKED_BELOW
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
+from bass_lab.policies import MarginalValue, RaggedBudget
 from bass_lab.show import plots
 from bass_lab.study import hindsight, recording
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -219,8 +220,8 @@ def greedy(tiny_pair):
         (Alternating(), 1),
         (PerRow(most=4), 4),
         (StopWhenUnsure(most=6, at_least=0.085), 4),  # the tiny models are never sure
-        (bass.MarginalValue(Line(0.01, 0.02), limit=6, trusted=1.0), 1),
-        (bass.RaggedBudget(Line(0.01, 0.05), limit=6), 4),
+        (MarginalValue(Line(0.01, 0.02), limit=6, trusted=1.0), 1),
+        (RaggedBudget(Line(0.01, 0.05), limit=6), 4),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -230,7 +231,7 @@ def test_greedy_replay_is_the_engines_run(tiny_pair, greedy, policy, batch):
     found = simulate_trace(replace(greedy, lengths=np.full(4, 40)), policy, Linear(), batch=range(batch)).steps
     pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
     assert (real.accepted.sum() > 0) == (policy != bass.FixedLength(0))
-    if batch == 4 and isinstance(policy, bass.RaggedBudget):
+    if batch == 4 and isinstance(policy, RaggedBudget):
         assert real.groupby("step").drafted.nunique().max() > 2 and (real.drafted < real.k).mean() > 0.2
 
 
@@ -239,14 +240,14 @@ def test_greedy_replay_with_eos_is_the_engines_run():
     pair, prompts = bass.load_pair(dtype="float32"), prompt_set("mini", 4)
     trace = recording.record(pair, prompts, max_new_tokens=48, temperature=0.0, rollout=16)
     assert len(set(trace.lengths)) > 1
-    for policy in (bass.BassHeuristic(), StopWhenUnsure(most=8), bass.RaggedBudget(CHEAP, limit=8)):
+    for policy in (bass.BassHeuristic(), StopWhenUnsure(most=8), RaggedBudget(CHEAP, limit=8)):
         real = bass.generate(pair, prompts, max_new_tokens=48, draft_length=policy).trace.steps
         found = simulate_trace(trace, policy, Linear(), batch=range(4)).steps
         pd.testing.assert_frame_equal(found[COUNTS], real[COUNTS], check_dtype=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [bass.FixedLength(3), bass.RaggedBudget(Line(0.02, 0.3), limit=6)], ids=repr)
+@pytest.mark.parametrize("policy", [bass.FixedLength(3), RaggedBudget(Line(0.02, 0.3), limit=6)], ids=repr)
 def test_sampled_replay_accepts_as_much_as_the_engine(tiny_pair, policy):
     """Paired by seed: the mean difference is zero within four of its standard errors, and these are small."""
     prompts = ragged_prompts(*range(4, 36))

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 
 import bass_core as bass
-from bass_core.policies.learned import Learned
 from bass_lab.lessons import l04_explorer
 from bass_lab.lessons import l04_figures as views
 from bass_lab.lessons.l04_explorer import ALIKE, LengthExplorer
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_h100
+from bass_lab.policies import Learned
 from bass_lab.study import simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 

@@ -14,7 +14,7 @@ from bass_core.loading import measured_costs
 from bass_core.loading.measured_costs import costs_for, costs_like, policy_for
 from bass_core.loading.model_pair import fingerprints
 from bass_core.loop.trace import Trace
-from bass_core.policies.costs import CostModel, StepSeconds, Table
+from bass_core.policies.costs import CostModel, Table, step_seconds
 from bass_core.policies.protocol import RowsView
 from bass_lab.measure.modelled_costs import best_fixed_length, modelled_costs, predict
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
@@ -120,7 +120,7 @@ def test_policies_look_up_the_kv_length_of_their_rows(attention, kv_length):
     cost, ones = made_up(attention), np.ones(2, int)
     for scale in (1, 2):
         rows = RowsView(np.arange(2), ones, scale * np.array([128, 640]), ones, 99 * ones)
-        assert StepSeconds(cost, 4)(rows) == pytest.approx(cost.step(2, np.arange(5), scale * kv_length))
+        assert step_seconds(cost, 4, rows) == pytest.approx(cost.step(2, np.arange(5), scale * kv_length))
 
 
 # --- predictions ----------------------------------------------------------------------------------

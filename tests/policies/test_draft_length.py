@@ -9,7 +9,7 @@ from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.policies.protocol import RowsView, as_policy, planned_lengths
+from bass_core.policies.protocol import HiddenDraft, RowsView, as_policy, cut_lengths, planned_lengths
 
 
 def rows(remaining=(99, 99), steps=None):
@@ -104,6 +104,26 @@ def test_values_of_draft_length():
             as_policy(wrong)
     with pytest.raises(ValueError, match="-1"):
         as_policy(-1)
+
+
+def test_answers_within_a_step_never_lengthen_a_draft():
+    lengths = np.array([4, 4, 2])
+    assert cut_lengths(lengths, torch.tensor([True, False, True]), 1).tolist() == [4, 1, 2]
+    assert cut_lengths(lengths, torch.tensor([9, 2, 0]), 1).tolist() == [4, 2, 1]
+    assert cut_lengths(np.array([1, 4]), torch.tensor([True, True]), 2).tolist() == [1, 4]
+
+
+def test_probability_of_a_draft_is_hidden_until_its_submission():
+    hidden = HiddenDraft(np.array([2, 1]), np.array([[0.9, 0.8], [0.7, 0.6]]), np.array([[0.1, 0.2], [0.3, 0.4]]))
+    assert hidden.maximum(0) == 0.9 and np.isnan(hidden.chances).all()
+    assert hidden.submit(0) == 0.1 and hidden.maximum(0) == 0.8
+    assert hidden.chances[0, 0] == 0.1 and np.isnan(hidden.chances).sum() == 3
+    hidden.submit(0)
+    hidden.submit(1)
+    for ask in (hidden.maximum, hidden.submit):
+        with pytest.raises(IndexError, match="has submitted all of its"):
+            ask(1)
+    assert hidden.submitted.tolist() == [2, 1]
 
 
 def test_policy_never_sees_an_unsubmitted_token():

@@ -10,7 +10,8 @@ import torch
 import bass_core as bass
 import bass_lab as lab
 from bass_core import DraftLengthPolicy
-from bass_core.policies.goodput import first_finished
+from bass_lab.policies import Learned, MarginalValue, Objective, RaggedBudget
+from bass_lab.policies.objective import first_finished
 
 
 class StopWhenUnsure(DraftLengthPolicy):
@@ -105,12 +106,12 @@ def library_policies(limit: int) -> dict[str, Callable[[], DraftLengthPolicy]]:
         "hugging face": lambda: lab.HuggingFaceHeuristic(initial=2),
         "goodput": lambda: bass.Goodput(CHEAP, limit=limit),
         "goodput, drafts dear": lambda: bass.Goodput(DEAR, limit=limit, probe=1),
-        "marginal value": lambda: bass.MarginalValue(CHEAP, limit=limit, trusted=1.0),
-        "marginal value, drafts dear": lambda: bass.MarginalValue(Line(0.3, 0.2), limit=limit, trusted=1.0, probe=1),
-        "objective": lambda: bass.Objective(CHEAP, limit=limit, weights=first_finished(4)),
-        "ragged budget": lambda: bass.RaggedBudget(CHEAP, limit=limit),
-        "ragged budget, verification dear": lambda: bass.RaggedBudget(Line(0.02, 0.5), limit=limit, probe=1),
-        "learned": lambda: bass.Learned(CHEAP, lengths=lengths),
+        "marginal value": lambda: MarginalValue(CHEAP, limit=limit, trusted=1.0),
+        "marginal value, drafts dear": lambda: MarginalValue(Line(0.3, 0.2), limit=limit, trusted=1.0, probe=1),
+        "objective": lambda: Objective(CHEAP, limit=limit, weights=first_finished(4)),
+        "ragged budget": lambda: RaggedBudget(CHEAP, limit=limit),
+        "ragged budget, verification dear": lambda: RaggedBudget(Line(0.02, 0.5), limit=limit, probe=1),
+        "learned": lambda: Learned(CHEAP, lengths=lengths),
         "adaedl": lambda: lab.AdaEDL(limit=limit, threshold=0.65),
         "svip": lambda: lab.SVIP(limit=limit, bound=0.3),
     }

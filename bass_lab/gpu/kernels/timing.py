@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from bass_core.loop.trace import Stopwatch
+from bass_core.loop.phases import Stopwatch
 
 CALLS = 20  # per graph, at least one per KV set
 GRAPH_MS = 3.0  # but no more than this takes, where one call per set takes less

@@ -1,88 +1,15 @@
-"""Draft lengths per row: the choice of submitted drafts, and packed passes."""
+"""Packed passes: the target sees the submitted tokens alone."""
 
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
 import torch
 from tiny import ragged_prompts, tiny_model
-from trial_policies import CHEAP, Line, PerRow
+from trial_policies import PerRow
 
 import bass_core as bass
 from bass_core.model import attention, probe
 from bass_core.model.runner import Runner, packs
-from bass_core.policies.protocol import HiddenDraft, RowsView
-
-
-def rows(count):
-    every = np.arange(count)
-    return RowsView(every, every * 0, every + 10, every * 0 + 5, every * 0 + 99)
-
-
-def chosen(policy, maxima, chances=None):
-    """The number of submitted drafts of each row, by their probabilities."""
-    policy.start(rows(len(maxima)))
-    assert policy.plan(rows(len(maxima))) > 0
-    maxima = np.array(maxima)
-    hidden = HiddenDraft(
-        np.full(len(maxima), maxima.shape[1]), maxima, maxima if chances is None else np.array(chances)
-    )
-    policy.choose(hidden)
-    return hidden.submitted.tolist()
-
-
-# --- submitted drafts -----------------------------------------------------------------------------
-
-
-def test_probability_of_a_draft_is_hidden_until_its_submission():
-    hidden = HiddenDraft(np.array([2, 1]), np.array([[0.9, 0.8], [0.7, 0.6]]), np.array([[0.1, 0.2], [0.3, 0.4]]))
-    assert hidden.maximum(0) == 0.9 and np.isnan(hidden.chances).all()
-    assert hidden.submit(0) == 0.1 and hidden.maximum(0) == 0.8
-    assert hidden.chances[0, 0] == 0.1 and np.isnan(hidden.chances).sum() == 3
-    hidden.submit(0)
-    hidden.submit(1)
-    for ask in (hidden.maximum, hidden.submit):
-        with pytest.raises(IndexError, match="has submitted all of its"):
-            ask(1)
-    assert hidden.submitted.tolist() == [2, 1]
-
-
-def test_likeliest_drafts_of_the_batch_are_submitted():
-    policy = bass.RaggedBudget(Line(draft=0.01, verify=0.3), limit=4)
-    # falling scores: 0.99, 0.98, 0.97, 0.95, 0.9 …; each costs 0.1 of three rows' regular step, ρ is near 3
-    assert chosen(policy, [[0.99, 0.99, 0.98, 0.97], [0.9, 0.2, 0.9, 0.9], [0.1, 0.9, 0.9, 0.9]]) == [4, 1, 0]
-
-
-def test_unlikely_token_ends_its_row():
-    policy = bass.RaggedBudget(Line(draft=0.01, verify=0.3), limit=4)
-    maxima = [[0.9, 0.99], [0.9, 0.99]]
-    assert chosen(policy, maxima, chances=[[0.9, 0.99], [0.05, 0.99]]) == [2, 1]
-
-
-def test_probabilities_are_raised_to_a_fitted_power():
-    policy = bass.RaggedBudget(CHEAP)
-    policy.start(rows(4))
-    for _ in range(200):  # probability 0.5, accepted always
-        policy.plan(rows(4))
-        policy.hidden = HiddenDraft(np.full(4, 3), np.full((4, 3), 0.5), np.full((4, 3), 0.5))
-        for row in (0, 1, 2, 3) * 3:
-            policy.hidden.submit(row)
-        policy.update(torch.full((4,), 3), torch.full((4,), 3))
-    assert 0.5 ** policy._power() == pytest.approx(1, abs=0.05)
-
-
-def test_drafts_without_submission_are_refused_ones():
-    policy = bass.RaggedBudget(CHEAP)
-    policy.start(rows(2))
-    policy.plan(rows(2))
-    before = policy.alphas().copy()
-    policy.choose(HiddenDraft(np.array([3, 0]), np.full((2, 3), 0.001), np.full((2, 3), 0.001)))
-    policy.update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
-    assert policy.alphas()[0] < before[0]
-    assert policy.alphas()[1] <= before[1]  # by the first row's drafts
-
-
-# --- packed passes --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Goodput: its rules in cases worked by hand, and its lengths against fixed ones in the simulator."""
+"""Goodput: acceptance of rows and lengths in cases worked by hand, and against fixed lengths in the simulator."""
 
 from dataclasses import replace
 
@@ -13,7 +13,6 @@ from bass_core.loading import measured_costs
 from bass_core.loading.measured_costs import policy_for
 from bass_core.loading.model_pair import fingerprints
 from bass_core.policies import goodput
-from bass_core.policies.goodput import deadlines, first_finished, last_finished
 from bass_core.policies.protocol import RowsView, expected_tokens, planned_lengths
 from bass_lab.checks.tabular import tabular
 from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs
@@ -55,6 +54,74 @@ def started(batch=2, **options):
     policy = bass.Goodput(DEAR, **options)
     policy.start(rows([9999] * batch))
     return policy
+
+
+# --- acceptance of rows ----------------------------------------------------------------------------
+
+
+def after(steps, ids=(0, 1, 2)):
+    """α of rows after steps of (kept, lost) each."""
+    alphas = goodput.RowAlphas()
+    alphas.follow(np.array(ids))
+    for kept, lost in steps:
+        alphas.update(np.array(kept), np.array(lost))
+    return alphas
+
+
+def test_alpha_is_the_share_of_drafts_that_were_accepted():
+    assert after([([4, 4, 4], [1, 1, 1])] * 400)() == pytest.approx([0.8] * 3, abs=0.01)
+    assert after([])() == pytest.approx([goodput.PRIOR[0] / sum(goodput.PRIOR)] * 3)
+
+
+def test_older_steps_count_less():
+    alphas = after([([4, 4, 4], [0, 0, 0])] * 20 + [([0, 0, 0], [1, 1, 1])] * 100)
+    assert (alphas() < 0.1).all()
+    alphas.update(np.full(3, 5), np.zeros(3))
+    before = after([([4] * 3, [0] * 3)] * 20).counts[0]
+    assert alphas.counts[0] == pytest.approx(before * goodput.DECAY**101 + 5)
+
+
+def test_new_row_has_the_alpha_of_the_others():
+    alphas = after([([9, 9, 9], [0, 0, 0])] * 30)
+    alphas.follow(np.array([0, 1, 2, 7]))
+    assert alphas()[3] == pytest.approx(alphas()[:3].mean(), abs=0.02)
+
+
+def test_extreme_rows_hardly_change_rows_that_have_drafted():
+    repeats, *essays = after([([16, 0, 0], [0, 1, 1])] * 60)()
+    assert repeats > 0.97 and max(essays) < 0.4
+
+
+def test_rows_keep_their_counts_when_others_end_move_or_join():
+    alphas = after([([3, 1, 0], [0, 1, 1])] * 20)
+    (first, _, last), nothing = alphas.counts.T.tolist(), [0, 0]
+    alphas.follow(np.array([2, 9, 0]))
+    assert alphas.counts.T.tolist() == [last, nothing, first]
+
+
+def test_rows_begin_with_the_alpha_of_earlier_rows():
+    alphas = after([([3, 0, 0], [0, 1, 1])] * 20)
+    shown = alphas.counts[0].sum() / alphas.counts.sum()
+    alphas.follow(np.array([3]))
+    assert alphas().item() == pytest.approx(shown, abs=0.05) and alphas.former.sum() == pytest.approx(goodput.FORMER)
+    alphas.follow(np.array([4]))  # the last row ended at once
+    assert alphas().item() == pytest.approx(shown, abs=0.05)
+
+
+def test_rows_of_one_number_do_not_add_up():
+    alphas = after([([3, 3], [1, 1])] * 9, ids=(0, 0))
+    kept = alphas.counts[0, 0]
+    alphas.follow(np.array([0, 0, 5]))
+    assert alphas.counts[0].tolist() == [kept, kept, 0]
+
+
+def test_counts_of_ended_rows_fade_while_nothing_is_drafted():
+    alphas = after([([0, 0, 0], [1, 1, 1])] * 20)
+    alphas.follow(np.array([3]))
+    assert alphas().item() < 0.1
+    for _ in range(200):
+        alphas.fade()
+    assert alphas().item() == pytest.approx(after([], ids=[3])().item(), abs=0.01)
 
 
 # --- the best length ------------------------------------------------------------------------------
@@ -163,13 +230,6 @@ def test_accepted_probe_begins_drafting_again():
     assert policy.alphas().min() > 0.8
 
 
-def test_drafts_that_could_gain_little_are_never_tried():
-    """Five drafts and their verification take as long as five tokens, so nothing is to gain."""
-    policy = bass.Goodput(Line(0.75, 0.25))
-    policy.start(rows([9999]))
-    assert not decided(policy, [9999], accept=1, steps=300).any()
-
-
 # --- the beginning of a decode --------------------------------------------------------------------
 
 
@@ -257,33 +317,6 @@ def test_default_is_goodput_if_the_pairs_costs_are_known(caches):
     cost.save(caches / cost.file_name)
     assert isinstance(policy_for(pair, None), bass.Goodput)
     assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"].startswith("Goodput(")
-
-
-# --- Objective ------------------------------------------------------------------------------------
-
-
-def test_weights_of_objectives():
-    mine, theirs = (taught(policy, [5, 5], of=5) for policy in (bass.Objective(CHEAP), bass.Goodput(CHEAP)))
-    assert mine.goodputs(rows()) == pytest.approx(theirs.goodputs(rows()))
-    view = rows([10, 40])
-    assert first_finished(2.0)(view, 0.0) == pytest.approx([1, 1 / 16])
-    assert last_finished(1.0)(view, 0.0) == pytest.approx([0.25, 1])
-    assert deadlines({0: 3.0, 1: 3.0})(view, 1.0) == pytest.approx([0.25, 1])  # 5 and 20 tokens a second
-    assert deadlines({0: 3.0})(view, 1.0) == pytest.approx([1, 0.01])
-    assert deadlines({})(view, 1.0).tolist() == deadlines({0: 3.0})(view, 5.0).tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("wrong", [np.ones(3), np.array([1.0, -1.0]), np.zeros(2)], ids=str)
-def test_wrong_weights_are_refused(wrong):
-    with pytest.raises(ValueError, match="weights must give a number >= 0 per row"):
-        bass.Objective(CHEAP, weights=lambda rows, elapsed: wrong).plan(rows())
-
-
-def test_elapsed_time_is_the_cost_models():
-    policy = bass.Objective(CHEAP)
-    policy.start(rows())
-    k = [policy.plan(rows()) for _ in range(3)]
-    assert policy.elapsed == pytest.approx(CHEAP.step(2, np.array(k), 0).sum())
 
 
 # --- all policies ---------------------------------------------------------------------------------

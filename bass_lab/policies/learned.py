@@ -1,7 +1,7 @@
-"""A policy that learns which draft length pays on a kind of text, and remembers it from one decode to the next.
+"""Draft lengths learnt per task and kept from one decode to the next.
 
-Prediction with expert advice: every fixed length k is an expert, and every step shows how each of them would have done,
-since drafting k reveals what became of all shorter drafts too. (Hedge: Freund and Schapire 1997; with a discount, so
+Prediction with expert advice: each fixed length k is an expert. A step with k drafts also shows the outcome of all
+shorter drafts. (Hedge: Freund and Schapire 1997; with a discount, so
 that a change of text is forgiven and forgotten.)
 """
 
@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from bass_core.policies.costs import Cost, StepSeconds
-from bass_core.policies.goodput import DECAY, LIMIT, PRIOR
+from bass_core.policies.costs import Cost, step_seconds
+from bass_core.policies.goodput import DECAY, PRIOR
 from bass_core.policies.protocol import DraftLengthPolicy, RowsView, expected_tokens
 
+LIMIT = 16  # drafts per step: the longest that calibrated grids hold
 STRAGGLING = 6  # power of a row's remaining tokens by which it counts
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, mod 1, spread evenly over [0, 1): a draw without a random number
 
 
 @dataclass(eq=False)
 class _Memory:
-    """What is known of one task: losses of the experts, drafts accepted and refused, the exchange rate, steps taken."""
+    """State of one task: losses of the experts, drafts accepted and refused, tokens and seconds, steps."""
 
     losses: np.ndarray
     kept: float = 0.0
@@ -61,7 +62,6 @@ class Learned(DraftLengthPolicy):
         if not (self.rate > 0 and 0 < self.decay < 1):
             raise ValueError(f"needs rate > 0 and 0 < decay < 1, got {self}")
         self.experts = np.array(self.lengths)
-        self.seconds = StepSeconds(self.cost, self.lengths[-1])
         self.memories: dict[str, _Memory] = defaultdict(lambda: _Memory(np.zeros(len(self.lengths))))
 
     def weights(self) -> np.ndarray:
@@ -85,7 +85,7 @@ class Learned(DraftLengthPolicy):
         memory.lost = DECAY * memory.lost + float(share @ (accepted < drafted))
         alpha = (memory.kept + PRIOR[0]) / (memory.kept + memory.lost + sum(PRIOR))
         share = share * (len(room) / share.sum())
-        steps = self.seconds(self.rows)
+        steps = step_seconds(self.cost, self.lengths[-1], self.rows)
         memory.tokens = self.decay * memory.tokens + float(share @ (accepted + 1))
         memory.seconds = self.decay * memory.seconds + steps[int(drafted.max())]
         tokens = self._tokens(drafted, accepted, room, alpha) @ share

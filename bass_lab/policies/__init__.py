@@ -1,0 +1,8 @@
+"""Draft-length policies that lessons compare. By the project's own measurements none is ahead of `Goodput`."""
+
+from bass_lab.policies.learned import Learned
+from bass_lab.policies.marginal_value import MarginalValue
+from bass_lab.policies.objective import Objective
+from bass_lab.policies.ragged_budget import RaggedBudget
+
+__all__ = ["Learned", "MarginalValue", "Objective", "RaggedBudget"]

@@ -1,0 +1,53 @@
+"""Draft lengths for other objectives than the batch's last row: first rows, last rows, or any weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from bass_core.policies.costs import step_seconds
+from bass_core.policies.goodput import Goodput
+from bass_core.policies.protocol import RowsView
+
+Weights = Callable[[RowsView, float], np.ndarray]
+
+
+def first_finished(sharpness: float) -> Weights:
+    """Return weights that favour rows near their limit: (least remaining / remaining) ** sharpness."""
+    return lambda rows, elapsed: (rows.remaining.min() / rows.remaining) ** sharpness
+
+
+def last_finished(sharpness: float) -> Weights:
+    """Return weights that favour rows far from their limit: (remaining / most remaining) ** sharpness."""
+    return lambda rows, elapsed: (rows.remaining / rows.remaining.max()) ** sharpness
+
+
+EQUAL = last_finished(0.0)
+
+
+@dataclass
+class Objective(Goodput):
+    """`Goodput` of weighted rows: weights(rows, elapsed) returns one weight >= 0 per row.
+
+    elapsed: seconds of the decode's steps so far, by the cost model (never by the clock).
+    """
+
+    weights: Weights = field(default=EQUAL, repr=False)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self.elapsed = 0.0
+
+    def plan(self, rows: RowsView) -> int | Tensor:
+        plan = super().plan(rows)
+        self.elapsed += step_seconds(self.cost, self.limit, rows)[self.k]
+        return plan
+
+    def weigh(self, rows: RowsView, tokens: np.ndarray) -> np.ndarray:
+        weights = np.asarray(self.weights(rows, self.elapsed), dtype=float)
+        if weights.shape != rows.ids.shape or not (weights >= 0).all() or not weights.any():
+            raise ValueError(f"weights must give a number >= 0 per row, one of them above 0; got {weights!r}")
+        return weights
