@@ -4,8 +4,6 @@ The recorder freezes host lengths, host tensors and Python branches, as a CUDA g
 tensor made of host values, as a capture does.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch
@@ -68,7 +66,6 @@ def recorded(device: torch.device):
 
 
 def use_on_cpu(monkeypatch) -> None:
-    """Sessions use this recorder in place of CUDA graphs."""
     resolve, gpu = graph_step.resolve, torch.device("cuda")
     monkeypatch.setattr(overlap, "captured", recorded)
     monkeypatch.setattr(graph_step, "resolve", lambda wanted, device, *rest: resolve(wanted, gpu, *rest))
@@ -111,7 +108,6 @@ def _draw_again_what_is_taken_back(monkeypatch) -> None:
 
 
 def count_ahead(monkeypatch) -> Counter:
-    """Count the steps that are launched ahead, and those that are taken back."""
     seen, launch, take_back = Counter(), overlap.StepAhead._launch, overlap.StepAhead.take_back
 
     def launched(self):
@@ -127,13 +123,10 @@ def count_ahead(monkeypatch) -> Counter:
     return seen
 
 
-# --- recorded against eager ---
-
 PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
 
 
 def pair(architecture="llama", **changes):
-    """Of one layer where no more are asked for: a recording of one is made in half the time."""
     options = {"dtype": "float64"} | ({"num_hidden_layers": 1} if architecture == "llama" else {})
     return bass.ModelPair(
         tiny_model(architecture, **options, **changes), tiny_model(architecture, **options, noise=0.1)
@@ -166,7 +159,6 @@ def submitted(running: bass.Session, prompts=PROMPTS, new=40) -> list:
 
 
 def texts(running: bass.Session, handles) -> list[list[int]]:
-    """Texts of the rows after the session has ended."""
     while not running.idle:
         running.step()
     return [running.result(handle).sequence.tolist() for handle in handles]
