@@ -17,7 +17,6 @@ CARDS = pytest.mark.parametrize(("name", "card"), [("H100", "h100_80gb_hbm3"), (
 
 
 def text_of(document: str) -> str:
-    """Return the document on one line."""
     return " ".join((ROOT / document).read_text(encoding="utf-8").split())
 
 

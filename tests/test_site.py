@@ -18,7 +18,6 @@ CONFIG = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)
 
 
 def pages(nav) -> list[str]:
-    """The files that a navigation names, of all its sections."""
     if isinstance(nav, str):
         return [nav]
     return [page for each in nav for page in pages(list(each.values()) if isinstance(each, dict) else each)]

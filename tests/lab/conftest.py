@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.loading import model_pair
@@ -26,3 +27,8 @@ def pairs_are_read_once():
         for module in (bass, named_pairs):
             patch.setattr(module, "load_pair", read_once)
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_pair():
+    return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))

@@ -48,7 +48,6 @@ def test_aligned_draft_is_nearer_and_given_models_are_unchanged(pair):
 
 
 def test_same_seed_aligns_to_the_same_draft(pair):
-    """With several groups of texts that threads write."""
     options = BUDGET | {"own_texts": 6, "tokens": 2 * alignment.BATCH * 64}
     before = torch.get_rng_state()
     first, second, other = (alignment.align(pair, TEXTS, **options | {"seed": seed}).draft for seed in (1, 1, 2))

@@ -18,6 +18,7 @@ import typer
 from nbclient import NotebookClient
 from transformers import PreTrainedModel
 from typer.testing import CliRunner, Result
+from waiting import until
 
 from bass_lab.checks import doctor
 from bass_lab.cli import common, main
@@ -75,8 +76,6 @@ def files(tmp_path_factory) -> dict[str, str]:
 
 @contextmanager
 def bounded(seconds: int, gigabytes: int) -> Iterator[None]:
-    """Limit the time and the additional memory."""
-
     def stop(*_):
         raise TooLong(f"after {seconds} s")
 
@@ -160,14 +159,11 @@ REFUSED = {
     ("bench", "--max-new-tokens", "1500"): "beyond the target model's context",
     ("bench", "--methods", "fast"): "methods must",
     ("bench", "--record", "folder"): "no regular file",
-    ("calibrate", "--seconds", "inf"): "finite",
     ("calibrate", "--target", "text"): "cannot load",
     ("calibrate", "--output", "under a file"): "nothing can be written into",
-    ("calibrate", "--output", "folder"): "no regular file",
     ("calibrate", "--target", "opt-13b", "--weights", "dummy", "--dtype", "float64"): "GB",
     ("record", "under a file"): "nothing can be written into",
     ("bench", "--record", "under a file"): "nothing can be written into",
-    ("record", "folder"): "no regular file",
     ("eval", "--budgets", "inf"): "finite",
     ("eval", "--cut-off", "nan"): "--cut-off",
     ("eval", "--problems", "folder"): "no regular file",
@@ -181,8 +177,6 @@ REFUSED = {
     ("doctor", "--nosuch"): "No such option",
     ("nosuch",): "No such command",
     ("verify", "--target", "text"): "cannot load",
-    ("verify", "-t", "model"): "cannot load",
-    ("verify", "--prompt", ""): "a prompt is empty",
     ("verify", "--dtype", "float7"): "dtype",
     ("verify", "model"): "models are named by --target NAME and --draft NAME",
     ("record", "x.npz", "model"): "models are named by --target NAME and --draft NAME",
@@ -194,15 +188,7 @@ REFUSED = {
     ("generate", "--input", "empty.jsonl"): "prompts is empty",
     ("generate", "x", "--device", "banana"): "device must be a device",
     ("generate", "x", "--temperature=-1"): "temperature must be",
-    ("generate", "x", "--top-p=0"): "top_p must be",
-    ("generate", "x", "--max-new-tokens=-1"): "max_new_tokens must be >= 0",
     ("generate", "x", "--max-new-tokens=5000"): "context of",
-    ("generate", "x", "--num-return-sequences=0"): "num_return_sequences must be >= 1",
-    ("generate", "x", "--draft-length=-1"): "draft",
-    ("generate", "x", "--verification=blok"): "verification must be one of",
-    ("generate", "x", "--attention=flash"): "attention must be one of",
-    ("generate", "x", "--stop="): "empty string",
-    ("generate", "x", "--target=/nowhere"): "cannot load",
     ("generate", "x", "--draft=/nowhere"): "without a target",
     ("generate", ""): "a prompt is empty",
     ("generate", "caf\udce9"): "a prompt is not valid UTF-8: half a character stands at place 3",
@@ -220,9 +206,6 @@ def test_refusal_is_one_line_before_the_work(files, monkeypatch, arguments, reas
     assert result is not None, "the work began"
     assert fault(result) is None and result.exit_code == 2 and reason in result.stderr
     assert result.stdout == "" or arguments[0] == "demo"
-
-
-# --- the program itself ---------------------------------------------------------------------------
 
 
 def bass(*arguments, module="bass_lab.cli", environment=(), **options):
@@ -329,9 +312,7 @@ def test_ctrl_c_in_notebooks_ends_the_kernel_without_a_traceback(tmp_path):
     surroundings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
     running = subprocess.Popen(command, env=surroundings, **options)
-    end = time.monotonic() + 60
-    while not (mark.exists() and mark.read_text()) and time.monotonic() < end:
-        time.sleep(0.1)
+    until(lambda: mark.exists() and mark.read_text(), 60)
     running.send_signal(signal.SIGINT)
     said = running.communicate(timeout=60)[1]
     assert running.returncode == 130 and said == "  executing 00_sleeps.ipynb\n"

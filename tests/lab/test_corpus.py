@@ -28,12 +28,8 @@ def test_generated_functions_are_valid_python(texts):
 
 
 def test_generated_functions_match_their_docstrings():
-    tests = {
-        "even": lambda x: x % 2 == 0,
-        "odd": lambda x: x % 2,
-        "positive": lambda x: x > 0,
-        "negative": lambda x: x < 0,
-    }
+    tests = {"even": lambda x: x % 2 == 0, "odd": lambda x: x % 2}
+    tests |= {"positive": lambda x: x > 0, "negative": lambda x: x < 0}
     sums = re.compile(
         r'"""[A-Z][a-z ]+ (?:sum of|total of|up) the (even|odd|positive|negative) \w+( in (the list )?\w+)?\.'
     )
@@ -48,31 +44,16 @@ def test_generated_functions_match_their_docstrings():
     assert found > 5
 
 
-@pytest.fixture(scope="module")
-def training_functions() -> list[grammar.Function]:
-    """All the generated functions that the embedded pair was trained on."""
+@pytest.mark.slow
+def test_training_holds_every_part_and_no_composition_of_the_mini_set():
     recipe = training.Recipe()
-    return grammar.functions(recipe.generated, recipe.seed, held_out=False)
-
-
-@pytest.mark.slow
-def test_training_contains_no_prompt_or_composition_of_the_mini_set(training_functions):
-    compositions = {problem.composition for problem in load_problems()}
-    assert len(compositions) == 164
-    assert not compositions & {function.key for function in training_functions}
-    assert not {problem.prompt for problem in load_problems()} & {function.prompt for function in training_functions}
-
-
-@pytest.mark.slow
-def test_training_contains_every_part_of_the_mini_set(training_functions):
-    met = set().union(*(function.key.split("/") for function in training_functions if "{}" in function.key))
-    assert set().union(*(problem.composition.split("/") for problem in load_problems())) <= met
-
-
-@pytest.mark.slow
-def test_held_out_functions_have_other_compositions(training_functions):
-    held_out = grammar.functions(500, seed=1, held_out=True)
-    assert not {function.key for function in held_out} & {function.key for function in training_functions}
+    trained = grammar.functions(recipe.generated, recipe.seed, held_out=False)
+    keys, compositions = {function.key for function in trained}, {problem.composition for problem in load_problems()}
+    assert len(compositions) == 164 and not compositions & keys
+    assert not {problem.prompt for problem in load_problems()} & {function.prompt for function in trained}
+    assert not {function.key for function in grammar.functions(500, seed=1, held_out=True)} & keys
+    met = set().union(*(key.split("/") for key in keys if "{}" in key))
+    assert set().union(*(composition.split("/") for composition in compositions)) <= met
 
 
 @pytest.mark.slow
@@ -85,12 +66,3 @@ def test_library_prompts_come_from_held_out_modules():
     found = corpus.held_out_prompts()
     assert {module for module, _ in found} <= set(corpus.HELD_OUT_MODULES)
     assert all(prompt.startswith("def ") and len(prompt) <= 400 for _, prompt in found)
-
-
-def test_prompt_sets_refuse_wrong_counts_and_names():
-    assert prompt_set("mini", 3) == [problem.prompt for problem in load_problems()[:3]]
-    for name, count in (("mini", 165), ("library", 97), ("mini", 0)):
-        with pytest.raises(ValueError, match=f"'{name}' has"):
-            prompt_set(name, count)
-    with pytest.raises(ValueError, match="mini, library"):
-        prompt_set("functions")

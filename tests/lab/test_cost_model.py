@@ -68,9 +68,6 @@ def test_roof_is_memory_below_the_ridge_and_arithmetic_above():
     assert roofline.seconds(64, 5, 10) == WORK.flops(64, 5, 10) / 1000
 
 
-# --- utilisation of a run ------------------------------------------------------------------------------
-
-
 def run(*steps: dict) -> Trace:
     """A trace of these steps. The default is a regular step of one token in 1 ms."""
     trace = Trace()
@@ -82,17 +79,8 @@ def run(*steps: dict) -> Trace:
 
 
 PREFILL = {"row": [0, 1], "kind": "prefill", "kv_length": [9, 19], "verify_ms": 100.0}
-DRAFTED = {
-    "row": [0, 1],
-    "k": 2,
-    "drafted": [2, 1],
-    "accepted": [1, 1],
-    "emitted": [2, 2],
-    "kv_length": [10, 20],
-    "draft_ms": 2.0,
-    "verify_ms": 5.0,
-    "other_ms": 1.0,
-}
+DRAFTED = {"row": [0, 1], "k": 2, "drafted": [2, 1], "accepted": [1, 1], "emitted": [2, 2], "kv_length": [10, 20]}
+DRAFTED |= {"draft_ms": 2.0, "verify_ms": 5.0, "other_ms": 1.0}
 REGULAR = {"kv_length": [12], "verify_ms": 2.0}
 
 

@@ -91,9 +91,6 @@ def test_impossible_comparisons_are_refused(pairs):
             lab.distance(*models, prompts, max_new_tokens=2, temperature=temperature)
 
 
-# --- the lossy rule of lesson 10 ----------------------------------------------------------
-
-
 def test_the_lossy_rule_changes_the_law_and_the_exact_one_does_not():
     found = l10_lossy.exact_distances((0.3, 0.0), pairs=2)
     assert found.loc["exact", "largest tv"] < 1e-12

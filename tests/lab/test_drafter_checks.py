@@ -73,8 +73,6 @@ class ClaimsTheFirstRowsLaw(Guesses):
 
 
 class DrawsAllAlike(Guesses):
-    """Draws every draft of a step with the same random number."""
-
     def draw(self, context, q, slot):
         return context.draw(q, 0)
 
@@ -96,8 +94,7 @@ def broken(drafter: bass.Drafter, **options) -> list[str]:
 @pytest.fixture
 def one_way(monkeypatch):
     """Laws of one way to sample, of a target with one layer, and short texts."""
-    changes = {"WAYS": drafter_checks.WAYS[2:], "_small_target": lambda: FEW, "NEW": 8, "ROWS": 4}
-    for name, value in changes.items():
+    for name, value in (("WAYS", drafter_checks.WAYS[2:]), ("_small_target", lambda: FEW), ("NEW", 8), ("ROWS", 4)):
         monkeypatch.setattr(drafter_checks, name, value)
 
 
@@ -121,7 +118,6 @@ def test_correct_drafters_pass_in_all_ways(drafter):
 
 @pytest.mark.slow
 def test_half_precision_target_is_checked_in_float32(monkeypatch):
-    """Rounding would decide between close tokens."""
     seen, greedy = [], plain_decoding.greedy
     monkeypatch.setattr(
         plain_decoding, "greedy", lambda target, *given: (seen.append(target.dtype), greedy(target, *given))[1]
@@ -153,13 +149,9 @@ def test_wrong_claims_are_caught(drafter, one_way):
     assert broken(drafter())[:2] == LAWS
 
 
-def test_private_dice_are_caught(one_way):
-    assert "sessions apart" in broken(HasDiceOfItsOwn())
-
-
-@pytest.mark.ci
-def test_shared_state_is_caught(one_way):
-    assert "sessions apart" in broken(SharesItsState())
+@pytest.mark.parametrize("drafter", [HasDiceOfItsOwn, pytest.param(SharesItsState, marks=pytest.mark.ci)])
+def test_private_dice_and_shared_state_are_caught(drafter, one_way):
+    assert "sessions apart" in broken(drafter())
 
 
 def test_models_on_a_gpu_are_copied_to_the_cpu():

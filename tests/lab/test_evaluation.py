@@ -8,21 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from attacks import ADD
 
 from bass_lab.evaluation import Problem, load_problems
 from bass_lab.texts import mini_set
 
 HUMAN_EVAL = Path(__file__).parents[3] / "shared" / "data" / "HumanEval.jsonl.gz"
-needs_human_eval = pytest.mark.skipif(
-    not HUMAN_EVAL.exists(), reason="HumanEval is not committed; its file is not here"
-)
-ADD = Problem(
-    task_id="t/0",
-    prompt='def add(a, b):\n    """Return a plus b."""\n',
-    entry_point="add",
-    canonical_solution="    return a + b\n",
-    test="def check(candidate):\n    assert candidate(1, 2) == 3\n",
-)
+needs_human_eval = pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="HumanEval is not committed")
 
 
 def run(problem: Problem, body: str) -> None:
@@ -80,12 +72,6 @@ def test_a_wrong_line_is_named(tmp_path, line, said):
         load_problems(tmp_path / "a.jsonl")
 
 
-@needs_human_eval
-def test_humaneval_is_read():
-    problems = load_problems(HUMAN_EVAL)  # known, so trusted
-    assert len(problems) == 164 and problems[0].task_id == "HumanEval/0"
-
-
 def written(path: Path, problems: list[Problem]) -> Path:
     path.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in problems))
     return path
@@ -99,6 +85,8 @@ def test_unknown_code_outside_the_sandbox_has_to_be_trusted(tmp_path, known, fie
     """The reference solution runs inside, so it may differ."""
     problems = load_problems(known)
     assert load_problems(written(tmp_path / "same.jsonl", problems)) == problems
+    with pytest.raises(ValueError, match="trust_problems=True"):
+        load_problems(written(tmp_path / "some.jsonl", problems[:20]))
     problems[100] = replace(problems[100], **{field: getattr(problems[100], field) + "\nimport this\n"})
     path = written(tmp_path / "other.jsonl", problems)
     assert load_problems(path, trust_problems=True) == problems
@@ -107,8 +95,3 @@ def test_unknown_code_outside_the_sandbox_has_to_be_trusted(tmp_path, known, fie
     else:
         with pytest.raises(ValueError, match=r"other.jsonl is neither .* prompt and test outside .*--trust-problems"):
             load_problems(path)
-
-
-def test_a_part_of_the_known_problems_is_unknown(tmp_path):
-    with pytest.raises(ValueError, match="trust_problems=True"):
-        load_problems(written(tmp_path / "some.jsonl", load_problems()[:20]))

@@ -67,17 +67,12 @@ def test_teacher_reads_each_text_once(target, texts, monkeypatch):
 
 def trained(target, texts, folder, steps) -> tuple[FeatureHead, dict]:
     head, teacher = random_head(target), Teacher(target, texts)
+    how = {"tokens": steps * 8 * texts.shape[1], "lr": 2e-2, "name": "feature_head", "data": (), "seed": 0}
     report = fit(
         head,
         lambda windows: feature_head.unrolled_loss(head, teacher, windows, TEMPERATURES),
         lambda progress, generator: texts[torch.randint(len(texts), (8,), generator=generator)],
-        tokens=steps * 8 * texts.shape[1],
-        lr=2e-2,
-        name="feature_head",
-        data=(),
-        seed=0,
-        threads=1,
-        folder=folder,
+        **how | {"threads": 1, "folder": folder},
     )
     return head, report
 
@@ -100,13 +95,6 @@ def test_trained_head_drafts_better(tmp_path):
     assert report["last_loss"] < report["first_loss"] - 1
     # 0.49 to 0.59 for four seeds, 0 to 0.01 without training
     assert alpha(pair.target, head, prompts) > alpha(pair.target, random_head(pair.target), prompts) + 0.2
-
-
-def test_finished_training_is_not_repeated(target, texts, tmp_path):
-    head, report = trained(target, texts, tmp_path, steps=2)
-    again, same = trained(target, texts, tmp_path, steps=2)
-    assert same["steps"] == report["steps"] == 2
-    assert all(torch.equal(a, b) for a, b in zip(head.parameters(), again.parameters(), strict=True))
 
 
 def test_saved_head_holds_its_own_weights_only(target, tmp_path):

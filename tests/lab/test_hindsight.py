@@ -63,8 +63,6 @@ def test_bound_of_equal_rows_is_reached():
 
 
 class Whim(bass.DraftLengthPolicy):
-    """Random lengths and stops."""
-
     def __init__(self, seed):
         self.seed = seed
 

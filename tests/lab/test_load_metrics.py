@@ -8,20 +8,16 @@ import numpy as np
 import pandas as pd
 import pytest
 import record_lines
-from replays import Linear
-from typer.testing import CliRunner
+from commands import invoke
+from replays import Linear, run_of
 
 import bass_core as bass
 from bass_lab import load
-from bass_lab.cli import main
-from bass_lab.load import LoadRun, Poisson, Target, Workload, simulate
+from bass_lab.load import Poisson, Target, Workload, simulate
 from bass_lab.load.capacity import bearable_rate
 from bass_lab.load.compare import side_by_side
 from bass_lab.load.measurement import measure, record_line
-from bass_lab.load.result import PIECES, REQUESTS, STEPS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
-
-# --- arrivals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("burst", [1.0, 4.0])
@@ -38,15 +34,6 @@ def test_arrivals_have_their_rate_and_variance(burst):
     assert np.var(counts, ddof=1) / (rate * span) == pytest.approx(2 * burst - 1, rel=4 * np.sqrt(2 / runs))
 
 
-def test_bursts_have_their_mean_size():
-    times = Poisson(10.0, 4.0).times(20_000, np.random.default_rng(0))
-    sizes = np.unique(times, return_counts=True)[1]
-    assert sizes.mean() == pytest.approx(4, rel=0.05) and (sizes == 1).mean() == pytest.approx(0.25, abs=0.02)
-    alone = Poisson(10.0).times(20_000, np.random.default_rng(0))
-    gaps = np.diff(alone)
-    assert gaps.min() > 0 and gaps.mean() == pytest.approx(0.1, rel=0.03) and gaps.std() == pytest.approx(0.1, rel=0.03)
-
-
 def test_lengths_are_drawn_from_a_range_or_a_list():
     drawn = Workload.draw(Poisson(1), 4000, max_new_tokens=range(16, 65)).requests.max_new_tokens
     assert (drawn.min(), drawn.max()) == (16, 64) and drawn.mean() == pytest.approx(40, abs=1)
@@ -60,9 +47,6 @@ def test_requests_do_not_depend_on_arrivals():
     pd.testing.assert_frame_equal(slow.requests[columns], fast.requests[columns])
     assert slow.at_rate(7).rate == pytest.approx(7)
     assert not slow.requests.equals(Workload.draw(Poisson(1), 50, seed=4).requests)
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 def test_a_workload_is_saved_and_loaded(tmp_path):
@@ -93,14 +77,9 @@ def recorded(tmp_path, *lines, **options):
     return Workload.load(path, **options).requests
 
 
-def test_recorded_arrivals_count_from_the_first(tmp_path):
-    found = recorded(tmp_path, {"arrived": 1.7e9 + 2, "prompt": "b"}, {"arrived": 1.7e9, "prompt": "a"})
-    assert found.arrived.tolist() == [0, 2] and found.prompt.tolist() == ["a", "b"]
-    assert recorded(tmp_path, {"arrived": "12:00:01"}, {"arrived": "12:00:03.5"}).arrived.tolist() == [0, 2.5]
-
-
-def test_recorded_seeds_and_prompt_numbers_are_kept(tmp_path):
+def test_recorded_times_seeds_and_prompt_numbers_are_kept(tmp_path):
     lines = [{"arrived": number, "seed": 40 + number, "number": 2 - number} for number in range(3)]
+    assert recorded(tmp_path, {"arrived": "12:00:01"}, {"arrived": "12:00:03.5"}).arrived.tolist() == [0, 2.5]
     found = recorded(tmp_path, *lines, prompts=["a", "b", "c"])
     assert found.seed.tolist() == [40, 41, 42] and found.prompt.tolist() == ["c", "b", "a"]
     with pytest.raises(ValueError, match="number 2 is none of the 2 prompts"):
@@ -145,24 +124,6 @@ def test_impossible_arguments_are_refused():
     ):
         with pytest.raises(ValueError):
             wrong()
-
-
-# --- metrics --------------------------------------------------------------------------------------
-
-
-def run_of(ended, first=None, arrived=None, tokens=5, reasons=None, deadline=np.nan, pieces=None, steps=()):
-    count = len(ended)
-    arrived = np.arange(count, dtype=float) if arrived is None else np.array(arrived)
-    first = arrived + 0.1 if first is None else np.array(first)
-    columns = [
-        range(count), arrived, arrived + 0.05, first, ended, tokens, 9, deadline, reasons or ["length"] * count, None,
-    ]  # fmt: skip
-    whole = [(row, at, size) for row in range(count) for at, size in ((first[row], 1), (ended[row], 4))]
-    return LoadRun(
-        pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),
-        pd.DataFrame(whole if pieces is None else pieces, columns=list(PIECES)),
-        pd.DataFrame(list(steps), columns=list(STEPS)),
-    )
 
 
 def test_metrics_of_requests_by_hand():
@@ -212,7 +173,6 @@ def test_failed_request_counts_as_the_slowest():
 
 
 def test_intervals_contain_the_true_mean():
-    """The interval of the mean of independent requests contains the true mean in about 95 of 100 cases."""
     held = 0
     for seed in range(60):
         drawn = np.random.default_rng(seed).exponential(size=200)
@@ -233,9 +193,6 @@ def test_intervals_of_correlated_requests_are_wider():
     assert width(drawn) > 2 * width(np.random.default_rng(1).permutation(drawn))
 
 
-# --- the highest load -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first", [0.01, 300.0])
 def test_highest_load_is_found_by_bisection(first):
     rates = []
@@ -253,18 +210,6 @@ def test_highest_load_is_found_by_bisection(first):
     assert never.rate == 0 and never.run is None
     always = load.highest_load(run, Target(end_ms=1e9), first=first, most=1000)
     assert always.rate == 1000 and always.missed == np.inf
-
-
-def test_highest_load_of_the_simulator_is_that_of_its_queue():
-    """A service of one second with one place is an M/D/1 queue."""
-    trace = AcceptanceTrace.synthetic(alpha=0.5, length=1, sequences=1)
-    drawn = Workload.draw(Poisson(1.0), 1000, prompts=["a"], max_new_tokens=1)
-    serve = {"max_batch_size": 1, "prefill": lambda rows, tokens: 1.0}
-    found = load.highest_load(
-        lambda rate: load.simulate(drawn.at_rate(rate), trace, Linear(), **serve), Target(end_ms=9000)
-    )
-    # P(wait > 8) = 1% of M/D/1 is at a load of about 0.76
-    assert 0.6 < found.rate < 0.9
 
 
 def test_measurement_is_a_valid_record():
@@ -309,9 +254,6 @@ def test_run_without_served_requests_has_a_summary():
     found = simulate(drawn, trace, Linear(), max_batch_size=1, prefill=lambda rows, tokens: 100.0)
     assert found.latencies.late.all() and found.summary().value["late", "share"] == 1
     assert not found.holds(Target(first_ms=1e5)) and "100.0% late" in repr(found)
-
-
-# --- accuracy -------------------------------------------------------------------------------------
 
 
 def samples(*finish, passed=((True, False), (False, True)), sure=((-1.0, -2.0), (-2.0, -1.0))):
@@ -361,23 +303,16 @@ def test_another_method_serves_the_tail():
         load.front(asked(0.0), ways, tail="other")
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-def bass_load(*words):
-    return CliRunner().invoke(main.app, ["load", *words])
-
-
 def test_command_simulates_within_80_columns(tmp_path):
     saved = str(tmp_path / "load.jsonl")
-    done = bass_load("--simulate", "h100", "--rate", "40", "--count", "12", "--between-ms", "9", "--save", saved)
+    done = invoke("load", "--simulate", "h100", "--rate", "40", "--count", "12", "--between-ms", "9", "--save", saved)
     assert done.exit_code == 0 and "p99" in done.output and "goodput_per_s" in done.output
     assert "simulated by costs of NVIDIA H100" in " ".join(done.output.split())
     assert max(map(len, done.stdout.splitlines())) <= 80
-    again = bass_load("--simulate", "h100", "--workload", saved, "--json")
+    again = invoke("load", "--simulate", "h100", "--workload", saved, "--json")
     found = json.loads(again.stdout)
     assert found["served"] == "simulated" and len(found["metrics"]) > 20 and "12 requests" in found["workload"]
-    best = bass_load("--simulate", "h100", "--count", "12", "--highest", "--first-ms", "30", "--json")
+    best = invoke("load", "--simulate", "h100", "--count", "12", "--highest", "--first-ms", "30", "--json")
     best = json.loads(best.stdout)
     assert f"requests at {best['rate']:.3g}/s" in best["workload"]
     assert best["rate"] > 10 and all(line["held"] == (line["rate"] <= best["rate"]) for line in best["tried"])
@@ -407,7 +342,7 @@ def test_command_simulates_within_80_columns(tmp_path):
 )
 def test_impossible_calls_are_one_line(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = bass_load(*words)
+    done = invoke("load", *words)
     assert done.exit_code == 2
     assert said in done.stderr and "fault in bass" not in done.stderr
 
@@ -439,23 +374,23 @@ def test_failed_requests_are_an_exit_code(service, tmp_path):
     for prompts, code in ((["yes", "yes"], 0), (["yes", "no"], 1)):
         lines = [{"arrived": at, "prompt": prompt, "max_new_tokens": 2} for at, prompt in enumerate(prompts)]
         arrivals.write_text("\n".join(map(json.dumps, lines)))
-        done = bass_load("--url", "http://x", "--workload", str(arrivals), "--json", "--api-key", "sesame")
+        done = invoke("load", "--url", "http://x", "--workload", str(arrivals), "--json", "--api-key", "sesame")
         assert done.exit_code == code and json.loads(done.stdout)["errors"] == code
     assert service == [(2, "sesame")] * 2
 
 
 def test_unreachable_target_is_refused_at_once(service):
-    refused = bass_load("--url", "http://x", "--highest", "--end-ms", "900")
+    refused = invoke("load", "--url", "http://x", "--highest", "--end-ms", "900")
     assert refused.exit_code == 2 and service == [(1, None)] * 2
     assert "a request that is served alone misses the target already: it takes end_ms 1000" in refused.stderr
-    assert bass_load("--url", "http://x", "--highest", "--end-ms", "1100", "--json").exit_code == 0
+    assert invoke("load", "--url", "http://x", "--highest", "--end-ms", "1100", "--json").exit_code == 0
 
 
 def test_workload_is_not_written_over_its_source(tmp_path):
     asked = tmp_path / "asked.jsonl"
     Workload.draw(Poisson(1), 3, prompts=["a"]).save(asked)
     before = asked.read_bytes()
-    refused = bass_load("--simulate", "h100", "--workload", str(asked), "--save", str(asked))
+    refused = invoke("load", "--simulate", "h100", "--workload", str(asked), "--save", str(asked))
     assert refused.exit_code == 2 and asked.read_bytes() == before
 
 
@@ -463,5 +398,5 @@ def test_wrong_record_file_is_refused_before_serving(tmp_path, monkeypatch):
     notes = tmp_path / "notes.txt"
     notes.write_text("my notes")
     monkeypatch.setattr(load, "in_process", lambda *given, **options: pytest.fail("served"))
-    refused = bass_load("--record", str(notes), "--count", "4")
+    refused = invoke("load", "--record", str(notes), "--count", "4")
     assert refused.exit_code == 2 and "left as it is" in refused.stderr and notes.read_text() == "my notes"

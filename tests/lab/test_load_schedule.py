@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from recording import use_on_cpu
 from replays import Linear, trace_of
-from tiny import ragged_prompts, tiny_model
+from tiny import ragged_prompts
 from trial_policies import Alternating, PerRow
 
 import bass_core as bass
@@ -26,9 +26,6 @@ def workload(arrived, new=5, numbers=None, deadline=np.nan, prompts=None):
     numbers = range(len(arrived)) if numbers is None else numbers
     columns = {"arrived": arrived, "prompt": prompts or [f"prompt {number}" for number in numbers], "number": numbers}
     return Workload(pd.DataFrame(columns | {"max_new_tokens": new, "deadline": deadline, "seed": 0}))
-
-
-# --- by hand -------------------------------------------------------------------------------
 
 
 def test_five_requests_at_two_places():
@@ -83,9 +80,6 @@ def test_a_long_prefill_is_priced_by_its_tokens():
     assert lab.load.prefill_seconds(cost, 2, 3) == pytest.approx(1 + 0.1 * 6)
 
 
-# --- M/D/1 -----------------------------------------------------------------------
-
-
 def test_one_place_and_one_token_are_an_md1_queue():
     """The mean wait is load / (2 (1 - load)) services (Pollaczek 1930, Khinchine 1932)."""
     trace, load = trace_of("0"), 0.6
@@ -97,14 +91,6 @@ def test_one_place_and_one_token_are_an_md1_queue():
     wanted = load / (2 * (1 - load))
     assert abs(np.mean(waits) - wanted) < 4 * np.std(waits, ddof=1) / np.sqrt(len(waits))
     assert np.mean(waits) == pytest.approx(wanted, rel=0.1)
-
-
-# --- the engine's schedule ------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny_pair():
-    return bass.ModelPair(tiny_model(num_hidden_layers=1), tiny_model(num_hidden_layers=1, noise=0.1))
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +151,6 @@ def test_simulator_finishes_when_the_engine_does(tiny_pair, prompts, greedy, pol
     assert (real.groupby("kind").rows.max() <= places).all() and set(real.kind) == {"prefill", "decode"}
 
 
-# --- a session of this process --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_texts_under_load_equal_those_of_generate(tiny_pair, prompts, temperature):
     arriving = workload([0.0, 0.0, 0.001, 0.01, 0.02, 0.02, 0.03, 0.1], new=12, prompts=[p.tolist() for p in prompts])
@@ -206,7 +189,6 @@ def test_too_long_requests_are_refused(tiny_pair, prompts):
 
 
 def test_steps_are_recorded_before_the_clock_starts(monkeypatch, tiny_pair):
-    """For every number of places: rows come and go one by one."""
     use_on_cpu(monkeypatch)
     module, made = import_module("bass_lab.load.in_process"), []  # the package has the function by its name
     served = module._served

@@ -39,7 +39,6 @@ def medians(samples):
 
 
 def error(found, truth, table="passes"):
-    """Root mean square of the relative errors, apart from a factor that all points share."""
     logs = np.array([np.log(found[table, point] / seconds) for point, seconds in truth.items()])
     return (logs - np.median(logs)).std()
 
@@ -93,7 +92,6 @@ def test_noisy_table_does_not_smooth_another():
 
 
 def test_zero_and_negative_samples_give_positive_times():
-    found = times(
-        [Sample("rest", (1, 0), 0.0, 0.0), Sample("rest", (1, 1), 0.1, -1e-5), Sample("rest", (2, 0), 0.2, 1e-6)]
-    )
+    drawn = [((1, 0), 0.0, 0.0), ((1, 1), 0.1, -1e-5), ((2, 0), 0.2, 1e-6)]
+    found = times([Sample("rest", *each) for each in drawn])
     assert all(0 < seconds < 1e-5 for seconds in found.values())

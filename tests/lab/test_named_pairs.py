@@ -20,15 +20,11 @@ from bass_lab.pairs import in_dtype, name_of
 
 PUBLISHED = [name for name, shape in SHAPES.items() if shape.ids]
 ROLES = ("target", "draft")
+NO_CONFIG = ("opt-12b", "facebook/opt-13b", "empty")
 CONTEXT = 64
 TINY = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
-LLAMA = TINY | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_key_value_heads": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LLAMA = TINY | {"hidden_size": 32, "intermediate_size": 48, "num_key_value_heads": 2}
+LLAMA |= {"bos_token_id": 1, "eos_token_id": 2}
 CODEGEN = {"n_embd": 32, "n_layer": 3, "n_head": 4, "rotary_dim": 4, "n_positions": CONTEXT, "eos_token_id": 2}
 SMALL = {  # changes that make a shipped config tiny
     "llama": LLAMA,
@@ -53,9 +49,6 @@ def small_shapes(monkeypatch) -> None:
 def logits(model, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(ids, use_cache=False).logits
-
-
-# --- what ships ---
 
 
 @pytest.mark.parametrize(
@@ -85,9 +78,6 @@ def test_sizes_are_the_published_ones(name, role, parameters, layers, heads, kv_
 def test_every_named_pair_has_a_published_size():
     counted = test_sizes_are_the_published_ones.pytestmark[0].args[1]
     assert {(name, role) for name, role, *_ in counted} == {(name, role) for name in SHAPES for role in ROLES}
-
-
-# --- dummy weights ---
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -151,8 +141,6 @@ def test_dtype_is_the_given_one_or_that_of_the_config(small_shapes):
 
 
 class Made(TorchDispatchMode):
-    """Notes dtype and device of every new matrix."""
-
     def __init__(self):
         super().__init__()
         self.kinds = set()
@@ -197,9 +185,6 @@ def test_folders_and_drafters_replace_named_models(small_shapes, tmp_path):
     assert type(pair.draft) is type(tiny_model("gpt2"))
 
 
-# --- synthetic pairs ---
-
-
 def test_dummy_weights_are_synthetic_also_after_they_were_saved(small_shapes, tmp_path):
     pair = named_pair("paper-7.8b", weights="dummy", device="cpu")
     assert pair.synthetic and in_dtype(pair, torch.bfloat16).synthetic
@@ -211,9 +196,6 @@ def test_dummy_weights_are_synthetic_also_after_they_were_saved(small_shapes, tm
     loaded = bass.load_pair(tmp_path / "model")
     assert loaded.synthetic and name_of(loaded.target) == "LlamaForCausalLM model (dummy weights)"
     assert not bass.load_pair().synthetic and not bass.ModelPair(tiny_model()).synthetic
-
-
-# --- weights of checkpoints ---
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +219,6 @@ def hub(checkpoints, tmp_path, monkeypatch) -> Path:
 
 
 def stand_in(name: str, role: str) -> PreTrainedModel:
-    """A tiny model of the named pair's architecture; target and draft differ."""
     shape = getattr(SHAPES[name], role)
     changes = {"vocab_size": BYTES, "tie_word_embeddings": shape["tie_word_embeddings"]}
     return tiny_model(shape["model_type"], seed=ROLES.index(role), **changes)
@@ -284,9 +265,6 @@ def test_only_masks_of_codegen_are_ignored(hub):
         named_pair("llama-3.1-8b", device="cpu")
 
 
-# --- refusals ---
-
-
 @pytest.mark.parametrize(
     ("name", "weights", "said"),
     [
@@ -294,21 +272,14 @@ def test_only_masks_of_codegen_are_ignored(hub):
         ("opt-13b", "Dummy", r"weights must be one of hub, dummy; got "),
         ("opt-13b", None, r"weights must be one of hub, dummy; got "),
         ("damaged", "dummy", "cannot read the config of 'damaged'"),
+        *((name, "dummy", f"' is no folder with a config.json; .*{', '.join(SHAPES)}") for name in NO_CONFIG),
     ],
 )
 def test_impossible_pair_is_refused(name, weights, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("damaged").mkdir()
+    for folder in ("damaged", "empty"):
+        Path(folder).mkdir()
     Path("damaged/config.json").write_text("{")
-    with pytest.raises(ValueError, match=said):
-        named_pair(name, weights=weights)
-
-
-@pytest.mark.parametrize("name", ["opt-12b", "facebook/opt-13b", "empty"])
-def test_dummy_weights_without_a_config_are_refused_with_the_names(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    names = r"paper-7\.8b, opt-13b, codegen-16b, llama-3\.1-8b, qwen2\.5-coder-7b"
-    for pair in ((name,), ("opt-13b", name)):
-        with pytest.raises(ValueError, match=rf"'{name}' is no folder with a config\.json; .*{names}"):
-            named_pair(*pair, weights="dummy")
+    for pair in ((name,), ("opt-13b", name)) if said.startswith(r"' is no folder") else ((name,),):
+        with pytest.raises(ValueError, match=said):
+            named_pair(*pair, weights=weights)

@@ -40,13 +40,3 @@ def test_a_lock_without_fcntl_says_where_to_go(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
     with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="run this in WSL"):
         locks.lock(file.fileno())
-
-
-def test_a_lock_is_held_until_its_file_is_closed(tmp_path):
-    path = tmp_path / "file"
-    with path.open("w") as first, path.open("w") as second:
-        locks.lock(first.fileno())
-        with pytest.raises(BlockingIOError):
-            locks.lock(second.fileno(), wait=False)
-        first.close()
-        locks.lock(second.fileno(), wait=False)

@@ -38,52 +38,46 @@ def recorded():
     return found, out
 
 
-# --- the join, on events written by hand ---
-
-
 STEP = [phase(1, "plan", 0, 10), phase(1, "draft", 10, 30), phase(1, "verify", 30, 50), phase(1, "commit", 50, 100)]
 
 
-def owners(*events, on_gpu=True):
-    """The phase of each kernel, by name."""
-    ranges, kernels = kernel_events.join([*STEP, *events], on_gpu)
+GEMM = {"External_id": 44}
+JOINED = {
+    "a kernel belongs to the phase that launched it": (
+        [launch(1, 12), kernel("early", 16, 4, 1), launch(2, 28), kernel("late", 60, 20, 2), launch(3, 32),
+         kernel("next", 80, 5, 3)],
+        {"early": "draft", "late": "draft", "next": "verify"},
+    ),
+    "kernels of a CUDA graph belong to the call that replayed it": (
+        [launch(5, 14, call="cudaGraphLaunch"), *(kernel(f"node {at}", 20 + 10 * at, 8, 5) for at in range(3))],
+        {"node 0": "draft", "node 1": "draft", "node 2": "draft"},
+    ),
+    "launches through the driver and copies count": (
+        [launch(8, 33, call="cuLaunchKernelEx", category="cuda_driver"), kernel("_ragged", 66, 3, 8), launch(9, 55),
+         kernel("Memcpy DtoH", 70, 3, 9, category="gpu_memcpy")],
+        {"_ragged": "verify", "Memcpy DtoH": "commit"},
+    ),
+    "an operator replaces a launch that was not recorded": (
+        [event("cpu_op", "aten::mm", 12, 6, **GEMM), kernel("gemm", 60, 5, 77, **GEMM)], {"gemm": "draft"}
+    ),
+    "no launch": ([kernel("gemm", 60, 5, 77)], {"gemm": None}),
+    "a launch at the edge": ([launch(1, 30), kernel("at the edge", 31, 1, 1)], {"at the edge": "verify"}),
+    "a launch after the step": ([launch(1, 100), kernel("after", 105, 5, 1)], {"after": None}),
+    "a launch of another thread": ([launch(1, 12, thread=OTHER), kernel("stranger", 15, 5, 1)], {"stranger": None}),
+    "CPU operators that others contain are not counted": (
+        [event("cpu_op", "linear", 12, 8), event("cpu_op", "addmm", 13, 6), event("cpu_op", "copy", 14, 1),
+         event("cpu_op", "add", 20, 2), event("cpu_op", "worker", 15, 2, thread=OTHER)],
+        {"linear": "draft", "add": "draft", "worker": None},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_kernels_and_operators_have_the_phase_of_their_launch(name):
+    events, expected = JOINED[name]
+    ranges, kernels = kernel_events.join([*STEP, *events], on_gpu="CPU operators" not in name)
     phases = [ranges.phase[place] if place >= 0 else None for place in kernels.owner]
-    return dict(zip(kernels.name, phases, strict=True))
-
-
-def test_gpu_kernel_belongs_to_the_phase_that_launched_it_however_late_it_ran():
-    events = [launch(1, 12), kernel("early", 16, 4, 1), launch(2, 28), kernel("late", 60, 20, 2), launch(3, 32)]
-    assert owners(*events, kernel("next", 80, 5, 3)) == {"early": "draft", "late": "draft", "next": "verify"}
-
-
-def test_all_kernels_of_a_cuda_graph_belong_to_the_call_that_replayed_it():
-    events = [launch(5, 14, call="cudaGraphLaunch")]
-    events += [kernel(f"node {place}", 20 + 10 * place, 8, 5) for place in range(4)]
-    assert set(owners(*events).values()) == {"draft"}
-
-
-def test_triton_launches_through_the_driver_and_copies_count():
-    copy = kernel("Memcpy DtoH", 70, 3, 9, category="gpu_memcpy")
-    events = [launch(8, 33, call="cuLaunchKernelEx", category="cuda_driver"), kernel("_ragged", 66, 3, 8)]
-    assert owners(*events, launch(9, 55), copy) == {"_ragged": "verify", "Memcpy DtoH": "commit"}
-
-
-def test_operator_replaces_a_launch_that_was_not_recorded():
-    operator = event("cpu_op", "aten::mm", 12, 6, External_id=44)
-    assert owners(operator, kernel("gemm", 60, 5, 77, External_id=44)) == {"gemm": "draft"}
-    assert owners(kernel("gemm", 60, 5, 77)) == {"gemm": None}
-
-
-def test_launches_between_phases_and_on_other_threads_have_no_phase():
-    assert owners(launch(1, 30), kernel("at the edge", 31, 1, 1)) == {"at the edge": "verify"}
-    assert owners(launch(1, 100), kernel("after", 105, 5, 1)) == {"after": None}
-    assert owners(launch(1, 12, thread=OTHER), kernel("stranger", 15, 5, 1)) == {"stranger": None}
-
-
-def test_cpu_operators_that_others_contain_are_not_counted():
-    events = [event("cpu_op", "linear", 12, 8), event("cpu_op", "addmm", 13, 6), event("cpu_op", "copy", 14, 1)]
-    events += [event("cpu_op", "add", 20, 2), event("cpu_op", "worker", 15, 2, thread=OTHER)]
-    assert owners(*events, on_gpu=False) == {"linear": "draft", "add": "draft", "worker": None}
+    assert dict(zip(kernels.name, phases, strict=True)) == expected
 
 
 def test_times_count_from_the_first_phase_in_milliseconds():
@@ -92,9 +86,6 @@ def test_times_count_from_the_first_phase_in_milliseconds():
     assert ranges.start_ms.tolist() == [0, 0.01, 0.03, 0.05] and ranges.end_ms.iloc[-1] == 0.1
     assert kernels[["start_ms", "duration_ms", "launch_ms"]].iloc[0].tolist() == [0.016, 0.004, 0.012]
     assert kernels.lane[0] == "GPU 0, stream 7"
-
-
-# --- a whole GPU profile, from a file ---
 
 
 @pytest.fixture
@@ -137,9 +128,6 @@ def test_gpu_without_kernels_is_refused(tmp_path):
     found = Profile.load(write_gpu_profile(tmp_path / "empty.json", kernels=False))
     with pytest.raises(ValueError, match="recorded no kernel there"):
         _ = found.phases
-
-
-# --- profiles taken here ---
 
 
 def test_steps_are_the_traces(recorded):
@@ -215,9 +203,6 @@ def test_steps_of_a_session_that_runs_already():
     assert found.steps.number.tolist() == [1, 2] and found.steps.kind.tolist() == ["decode"] * 2
 
 
-# --- what it leaves behind ---
-
-
 def test_nothing_is_marked_while_no_profile_is_taken(monkeypatch):
     made = []
     original = torch.profiler.record_function.__init__
@@ -287,9 +272,6 @@ def test_profile_writes_nothing_to_the_terminal():
     environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and done.stdout == "" and "profiler_start" not in done.stderr
-
-
-# --- files ---
 
 
 def test_saved_profile_comes_back(recorded, tmp_path):

@@ -5,12 +5,11 @@ import json
 
 import lesson_runs
 import pytest
+from commands import invoke
 from tiny import BYTES, byte_tokenizer, tiny_model
-from typer.testing import CliRunner
 
 import bass_core as bass
 from bass_lab.checks import exactness
-from bass_lab.cli import main
 from bass_lab.lessons.l03_explorer import AcceptanceExplorer
 from bass_lab.measure import records
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -23,7 +22,6 @@ TEXTS = ["def add(a, b):\n", "def largest(numbers):\n", "def first(items):\n"]
 
 
 def written(folder, *lines, name="mine.jsonl"):
-    """Write a file of objects or texts."""
     path = folder / name
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), "utf-8")
     return path
@@ -41,9 +39,6 @@ def chatting():
     tokenizer.chat_template = CHAT
     small = {"vocab_size": BYTES, "num_hidden_layers": 1}
     return bass.ModelPair(tiny_model(**small), tiny_model(**small, noise=0.02), tokenizer)
-
-
-# --- lines ---
 
 
 LINES = [
@@ -87,9 +82,13 @@ def test_line_without_a_prompt_is_refused_by_file_line_and_field(tmp_path, line,
         prompt_set(written(tmp_path, {"prompt": "a"}, line))
 
 
-def test_unreadable_file_is_refused_by_name(tmp_path, mine):
-    with pytest.raises(ValueError, match=r"mine\.jsonl' has 3 prompts, count=4 was asked for"):
-        prompt_set(str(mine), 4)
+def test_unreadable_file_name_or_count_is_refused(tmp_path, mine):
+    for name, count, said in (
+        (str(mine), 4, r"mine\.jsonl' has 3 prompts, count=4 was asked for"), ("mini", 165, "'mini' has"),
+        ("library", 97, "'library' has"), ("mini", 0, "'mini' has"), ("functions", 1, "mini, library"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            prompt_set(name, count)
     for name, data, said in (
         ("a.jsonl", b"\xff\xfe", "a.jsonl is no file of JSON lines: "),
         ("a.jsonl.gz", b"no archive", "a.jsonl.gz is no file of JSON lines: "),
@@ -102,9 +101,6 @@ def test_unreadable_file_is_refused_by_name(tmp_path, mine):
         prompt_set(tmp_path / "nowhere.jsonl")
 
 
-# --- names in records ---
-
-
 def test_files_of_one_name_have_different_labels(tmp_path, mine):
     (tmp_path / "other").mkdir()
     other = written(tmp_path / "other", {"prompt": "a"})
@@ -113,22 +109,12 @@ def test_files_of_one_name_have_different_labels(tmp_path, mine):
     assert label("mini") == "mini"
 
 
-# --- commands and lessons ---
-
-
-def run(*arguments):
-    return CliRunner().invoke(main.app, [str(argument) for argument in arguments])
-
-
-def test_record_of_bench_names_the_file(mine, tmp_path):
+def test_record_of_bench_and_recorded_trace_name_the_file(mine, tmp_path):
     limits = ["--rows", 2, "--repeats", 1, "--max-new-tokens", 2, "--methods", "regular", "--methods", "batched"]
-    done = run("bench", "--prompts", mine, *limits, "--record", tmp_path / "record.jsonl")
+    done = invoke("bench", "--prompts", mine, *limits, "--record", tmp_path / "record.jsonl")
     assert done.exit_code == 0, done.output
     assert {line["prompt_set"] for line in records.read(tmp_path / "record.jsonl")} == {label(mine)}
-
-
-def test_recorded_trace_names_the_file(mine, tmp_path):
-    done = run("record", tmp_path / "trace.npz", "--prompts", mine, "--count", 2, "--max-new-tokens", 4)
+    done = invoke("record", tmp_path / "trace.npz", "--prompts", mine, "--count", 2, "--max-new-tokens", 4)
     assert done.exit_code == 0, done.output
     trace = AcceptanceTrace.load(tmp_path / "trace.npz")
     assert trace.meta["prompt_set"] == label(mine) and len(trace.lengths) == 2
@@ -139,7 +125,7 @@ def test_verify_takes_a_file(mine, monkeypatch):
         raise ValueError(f"asked to verify {prompts}")
 
     monkeypatch.setattr(exactness, "verify", told)
-    assert run("verify", "--prompts", mine).stderr == f"error: asked to verify {TEXTS}\n"
+    assert invoke("verify", "--prompts", mine).stderr == f"error: asked to verify {TEXTS}\n"
 
 
 @pytest.mark.ci
@@ -150,7 +136,7 @@ def test_pair_with_a_chat_template_takes_conversations(chatting, tmp_path):
 
 
 def test_pair_without_a_chat_template_refuses_conversations(tmp_path):
-    done = run("record", tmp_path / "x.npz", "--prompts", written(tmp_path, {"messages": ASKED}), "--count", 1)
+    done = invoke("record", tmp_path / "x.npz", "--prompts", written(tmp_path, {"messages": ASKED}), "--count", 1)
     assert done.exit_code == 2
     assert "prompt 0: a conversation needs a tokenizer with a chat template" in done.stderr
 
@@ -169,10 +155,9 @@ def test_explorer_shows_a_conversation_by_its_template(chatting, tmp_path):
 
 def test_changed_file_makes_other_runs_of_a_sweep(mine):
     def runs() -> set[str]:
-        return set(
-            planning.plan(lesson_runs.NOTEBOOKS / "08_latency_and_utilization.ipynb", [f"prompt_set=mini,{mine}"]).runs
-        )
+        return set(planning.plan(lesson, [f"prompt_set=mini,{mine}"]).runs)
 
+    lesson = lesson_runs.NOTEBOOKS / "08_latency_and_utilization.ipynb"
     before = runs()
     written(mine.parent, {"prompt": "another"})
     assert len(before) == 2 and len(before & runs()) == 1

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import record_lines
 import torch
+from commands import invoke
 from recording import use_on_cpu
 from tiny import BYTES, byte_tokenizer, forward_passes, greedy_alone, tiny_model
-from typer.testing import CliRunner
 
 import bass_core as bass
-from bass_lab.cli import main
 from bass_lab.evaluation import METHODS, Problem, compare, evaluate, load, load_problems, quality, sample_file, sandbox
 from bass_lab.evaluation.quality import CODE_STOPS
 
@@ -57,7 +56,6 @@ def runs(pair, tmp_path_factory):
 
 @pytest.fixture
 def stored(runs, tmp_path) -> Path:
-    """A copy of a finished file."""
     return Path(shutil.copy(runs[1] / "batched.jsonl", tmp_path))
 
 
@@ -66,9 +64,6 @@ def again(pair, file, problems=PROBLEMS, **changes):
     ran = []
     found = evaluate(pair, problems, grade=noting(ran), folder=file.parent, **OPTIONS | changes)
     return found, ran
-
-
-# --- samples ---
 
 
 def test_log_probability_is_the_targets_with_eos():
@@ -171,12 +166,11 @@ def test_code_ends_at_the_usual_strings_except_for_the_mini_set(pair):
     assert cut.text[0] == text[: text.index(text[4:6])] and cut.finish_reason[0] == "stop"
 
 
-# --- stored samples ---
-
-
 def test_any_budget_is_scored_from_the_folder(runs, tmp_path):
     found, folder = runs
     assert list(load(folder)) == list(METHODS)
+    lines = (folder / "batched.jsonl").read_text().splitlines()
+    assert [record_lines.kind_of(json.loads(line)) for line in lines] == ["evaluation", "samples", "samples"]
     for method, run in found.items():
         stored = load(folder)[method]
         assert stored.samples.equals(run.samples) and stored.settings == run.settings
@@ -224,37 +218,29 @@ def test_second_start_runs_missing_problems_only(pair, stored, runs):
 
 
 @pytest.mark.parametrize("lost", [1, 40])
-def test_torn_last_line_is_dropped_and_run_again(pair, stored, runs, lost):
+def test_torn_line_is_dropped_and_run_again(pair, stored, runs, lost):
     stored.write_bytes(stored.read_bytes()[:-lost])
     assert list(load(stored).samples.problem.unique()) == ["mini/0"]  # while it is torn
     found, ran = again(pair, stored)
     assert ran == ["mini/1"]
     assert list(found.samples.text) == list(runs[0]["batched"].samples.text)
     assert load(stored).samples.equals(found.samples)
-
-
-@pytest.mark.parametrize("kept", [0, 100])
-def test_torn_first_line_begins_anew(pair, stored, kept):
-    stored.write_bytes(stored.read_bytes()[:kept])
-    assert again(pair, stored, PROBLEMS[:1])[1] == ["mini/0"]
-    assert len(load(stored).samples) == ROWS
-
-
-OTHERS = {
-    "temperature: 0.8 there, 0.5 here": {"temperature": 0.5},
-    "n: 2 there, 3 here": {"n": 3},
-    "seed": {"seed": 1},
-    "draft_length": {"draft_length": 2},
-    "budget: None there, 5.0 here": {"budget": 5.0},
-    "stop": {"stop": "x"},
-}
+    stored.write_bytes(stored.read_bytes()[: 100 * (lost > 1)])  # of the first line, nothing or a part
+    assert again(pair, stored, PROBLEMS[:1])[1] == ["mini/0"] and len(load(stored).samples) == ROWS
 
 
 def test_file_of_other_settings_is_refused_and_left_alone(pair, stored):
     with stored.open("ab") as file:
         file.write(b'{"torn')
     before = stored.read_bytes()
-    for named, changes in OTHERS.items():
+    for named, changes in {
+        "temperature: 0.8 there, 0.5 here": {"temperature": 0.5},
+        "n: 2 there, 3 here": {"n": 3},
+        "seed": {"seed": 1},
+        "draft_length": {"draft_length": 2},
+        "budget: None there, 5.0 here": {"budget": 5.0},
+        "stop": {"stop": "x"},
+    }.items():
         with pytest.raises(ValueError, match="other settings") as error:
             again(pair, stored, **changes)
         assert named in str(error.value) and "give another folder" in str(error.value)
@@ -303,11 +289,6 @@ def test_damaged_repeated_or_changed_problem_is_named(pair, stored):
             again(pair, stored)
 
 
-def test_stored_samples_are_lines_of_a_record(stored):
-    kinds = [record_lines.kind_of(json.loads(text)) for text in stored.read_text().splitlines()]
-    assert kinds == ["evaluation", "samples", "samples"]
-
-
 def test_two_processes_do_not_write_one_file(pair, stored):
     header, _ = sample_file.read(stored)
     held = sample_file.SampleFile(stored, header["evaluation"], {})
@@ -330,8 +311,6 @@ def test_interrupt_loses_the_problem_in_flight_only(pair, tmp_path):
     found, ran = again(pair, tmp_path / "batched.jsonl", max_new_tokens=BRIEF["max_new_tokens"])
     assert ran == ["mini/1"] and found.samples.iloc[:ROWS].equals(kept)
 
-
-# --- refusals ---
 
 REFUSED = {
     "method must be one of": {"method": "fast"},
@@ -394,12 +373,9 @@ def test_programs_run_in_the_sandbox_or_not_at_all(pair, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="grading: 'unsafe' there, 'sandbox' here"):
         evaluate(pair, PROBLEMS[:1], folder=tmp_path, **BRIEF)
     monkeypatch.setattr(sandbox, "require_sandbox", refuse)
-    refused = CliRunner().invoke(main.app, ["eval", "--limit=1", "--samples=1"])
+    refused = invoke("eval", "--limit=1", "--samples=1")
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
     assert "no Landlock here" in refused.stderr and "--unsafe" in refused.stderr
-
-
-# --- the hub ---
 
 
 def test_humaneval_comes_from_the_hub_by_its_name(monkeypatch):
@@ -407,6 +383,8 @@ def test_humaneval_comes_from_the_hub_by_its_name(monkeypatch):
 
     def load_dataset(name, **options):
         asked.append((name, options))
+        if len(asked) == 4:
+            raise ConnectionError("offline")
         return [asdict(PROBLEMS[0])]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
@@ -415,13 +393,6 @@ def test_humaneval_comes_from_the_hub_by_its_name(monkeypatch):
     assert asked == [("openai/openai_humaneval", {"split": "test", "revision": None})] * 2
     with pytest.raises(ValueError, match="openai_humaneval is neither HumanEval nor"):  # the hub may hold anything
         load_problems("openai_humaneval")
-
-
-def test_unreachable_hub_is_refused_with_the_file_to_use_instead(monkeypatch):
-    def load_dataset(name, **options):
-        raise ConnectionError("offline")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match=r"ConnectionError: offline.*path of HumanEval\.jsonl\.gz"):
         load_problems("openai_humaneval")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -429,12 +400,9 @@ def test_unreachable_hub_is_refused_with_the_file_to_use_instead(monkeypatch):
         load_problems("openai_humaneval")
 
 
-# --- the command ---
-
-
 def test_budget_beyond_the_cut_off_is_refused_before_models_are_read(monkeypatch):
     monkeypatch.setattr("bass_lab.named_pairs.named_pair", lambda *given, **options: pytest.fail("read"))
-    refused = CliRunner().invoke(main.app, ["eval", "--cut-off=60", "--budgets=1", "--budgets=100"])
+    refused = invoke("eval", "--cut-off=60", "--budgets=1", "--budgets=100")
     assert refused.exit_code == 2 and "--budgets 100 is beyond --cut-off 60" in refused.stderr
 
 
@@ -444,7 +412,7 @@ def test_interrupted_command_names_what_is_stored(monkeypatch, tmp_path):
 
     monkeypatch.setattr("bass_lab.evaluation.compare", interrupted)
     for options, said in (([], "nothing was stored"), ([f"--output={tmp_path / 'out'}"], "goes on with what")):
-        ended = CliRunner().invoke(main.app, ["eval", "--limit=1", *options])
+        ended = invoke("eval", "--limit=1", *options)
         assert ended.exit_code == 130 and said in ended.stderr
 
 
@@ -455,11 +423,11 @@ def test_command_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_path
     problems.write_text("".join(json.dumps(asdict(problem)) + "\n" for problem in PROBLEMS))
     arguments = ["eval", f"--problems={problems}", "--limit=2", "--methods=regular", "--methods=batched"]
     arguments += ["--samples=2", "--max-new-tokens=8", f"--output={tmp_path / 'out'}"]
-    refused = CliRunner().invoke(main.app, arguments)
+    refused = invoke(*arguments)
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1 and "--trust-problems" in refused.stderr
     assert not (tmp_path / "out").exists()
     arguments.append("--trust-problems")
-    result = CliRunner().invoke(main.app, [*arguments, "--budgets=0.5", "--budgets=60", "--json"])
+    result = invoke(*arguments, "--budgets=0.5", "--budgets=60", "--json")
     assert result.exit_code == 0, result.output
     assert result.stderr == "  mini/0\n  mini/1\n"  # a bar only in a terminal
     document = json.loads(result.stdout)
@@ -470,8 +438,8 @@ def test_command_scores_methods_and_goes_on_from_its_files(monkeypatch, tmp_path
     before, expected = file.read_bytes(), {line.metric: line.value for line in load(file).scores([60]).itertuples()}
     batched = [line for line in document["scores"] if (line["method"], line["budget"]) == ("batched", 60)]
     assert {line["metric"]: line["value"] for line in batched} == expected
-    lines = CliRunner().invoke(main.app, arguments).stdout.splitlines()
+    lines = invoke(*arguments).stdout.splitlines()
     assert lines[0].startswith("2 problems, 2 rows each") and "Pass@First" in lines[1]
     assert file.read_bytes() == before
-    other = CliRunner().invoke(main.app, [*arguments, "--seed=1"])
+    other = invoke(*arguments, "--seed=1")
     assert other.exit_code == 2 and other.stderr.startswith("error: ") and "other settings" in other.stderr

@@ -1,6 +1,8 @@
 """pass@k, Pass@First and Pass@All: against enumeration and against definitions written out as loops."""
 
+from fractions import Fraction
 from itertools import combinations
+from math import comb
 
 import numpy as np
 import pandas as pd
@@ -13,32 +15,19 @@ INF = float("inf")
 
 def sample(problem, row, finish, logprob, passed, tokens=10):
     finished = np.isfinite(finish)
-    return {
-        "problem": problem,
-        "row": row,
-        "finish_seconds": finish if finished else float("nan"),
-        "finished": finished,
-        "tokens": tokens,
-        "logprob_sum": logprob * tokens,
-        "passed": passed,
-    }
+    times = {"finish_seconds": finish if finished else float("nan"), "finished": finished, "tokens": tokens}
+    return {"problem": problem, "row": row, "logprob_sum": logprob * tokens, "passed": passed} | times
 
 
 def random_samples(seed: int, problems: int = 12) -> pd.DataFrame:
     """Return problems of 1 to 6 shuffled rows, some unfinished, with many ties in time and log-probability."""
     rng = np.random.default_rng(seed)
-    lines = [
-        sample(
-            f"p{problem}",
-            row,
-            rng.choice([0.5, 1.0, 1.5, 2.0, INF]),
-            -float(rng.integers(1, 4)),
-            bool(rng.random() < 0.4),
-            int(rng.integers(1, 20)),
-        )
-        for problem in range(problems)
-        for row in range(rng.integers(1, 7))
-    ]
+
+    def drawn(problem, row):
+        finish, logprob = rng.choice([0.5, 1.0, 1.5, 2.0, INF]), -float(rng.integers(1, 4))
+        return sample(f"p{problem}", row, finish, logprob, bool(rng.random() < 0.4), int(rng.integers(1, 20)))
+
+    lines = [drawn(problem, row) for problem in range(problems) for row in range(rng.integers(1, 7))]
     return pd.DataFrame(lines).sample(frac=1, random_state=seed)
 
 
@@ -56,9 +45,6 @@ def by_definition(samples: pd.DataFrame, budget: float) -> tuple[float, float]:
     return float(np.mean(firsts)), float(np.mean(alls))
 
 
-# --- pass@k ---
-
-
 def test_pass_at_k_equals_enumeration():
     for n in range(1, 9):
         for c in range(n + 1):
@@ -69,9 +55,6 @@ def test_pass_at_k_equals_enumeration():
 
 
 def test_pass_at_k_of_many_samples_is_exact():
-    from fractions import Fraction
-    from math import comb
-
     for n, c, k in ((200, 3, 100), (1000, 1, 1), (1000, 5, 700), (164, 80, 10)):
         assert abs(pass_at_k(n, c, k) - float(1 - Fraction(comb(n - c, k), comb(n, k)))) < 1e-12
 
@@ -85,9 +68,6 @@ def test_pass_at_k_refuses_impossible_counts():
 def test_k_beyond_the_rows_of_a_problem_is_dropped():
     samples = pd.DataFrame([sample("a", row, 1, -1, True) for row in range(3)] + [sample("b", 0, 1, -1, False)])
     assert set(score(samples, [2], ks=(1, 2, 3)).metric) == {"Pass@First", "Pass@All", "pass@1"}
-
-
-# --- Pass@First and Pass@All ---
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -107,17 +87,12 @@ def test_scores_equal_their_definition_in_any_order_of_lines(seed):
 
 def test_pass_at_n_is_pass_at_all():
     rng = np.random.default_rng(1)
-    lines = [
-        sample(p, row, rng.choice([1.0, 2.0, INF]), -1, bool(rng.random() < 0.3)) for p in range(20) for row in range(4)
-    ]
-    samples = pd.DataFrame(lines)
+    places = [(problem, row) for problem in range(20) for row in range(4)]
+    samples = pd.DataFrame([sample(*at, rng.choice([1.0, 2.0, INF]), -1, bool(rng.random() < 0.3)) for at in places])
     scores = score(samples, [1, 2], ks=(1, 4))
     assert values(scores, "pass@4") == pytest.approx(values(scores, "Pass@All"))
     expected = (samples.passed & (samples.finish_seconds <= 1)).mean()
     assert values(scores, "pass@1")[0] == pytest.approx(expected)
-
-
-# --- intervals, tables, bad input ---
 
 
 def test_intervals_are_the_bootstrap_of_the_mean():
@@ -157,25 +132,14 @@ def test_bad_samples_are_refused():
         score(good, [float("nan")])
 
 
-# --- differences ---
-
-
 def two_methods(seed: int) -> tuple[pd.DataFrame, pd.DataFrame]:
     chance = np.random.default_rng(seed)
-    return tuple(
-        pd.DataFrame(
-            {
-                "problem": np.repeat([f"p{i}" for i in range(30)], 4),
-                "row": np.tile(range(4), 30),
-                "finish_seconds": chance.uniform(0, 2, 120),
-                "finished": True,
-                "tokens": 10,
-                "logprob_sum": -chance.uniform(1, 9, 120),
-                "passed": chance.random(120) < 0.4,
-            }
-        )
-        for _ in range(2)
-    )
+    places = [(f"p{problem}", row) for problem in range(30) for row in range(4)]
+
+    def drawn(at):
+        return sample(*at, chance.uniform(0, 2), -chance.uniform(0.1, 0.9), chance.random() < 0.4)
+
+    return tuple(pd.DataFrame([drawn(at) for at in places]) for _ in range(2))
 
 
 def test_difference_is_that_of_the_scores():

@@ -8,8 +8,9 @@ import httpx
 import openai
 import pytest
 from documents import ROOT
-from serving import PROMPT, held, post, served, until
+from serving import PROMPT, held, post, served
 from tiny import BYTES, byte_tokenizer, forward_passes, greedy_alone, tiny_model
+from waiting import until
 
 import bass_core as bass
 from bass_lab.serve.answers import Answer
@@ -36,7 +37,6 @@ def client(server):
 
 
 def text_alone(prompt: str, new: int = NEW) -> str:
-    """Return the greedy text of transformers."""
     ids = TOKENIZER(prompt, return_tensors="pt")["input_ids"][0]
     return TOKENIZER.decode(greedy_alone(TARGET, ids, new, eos=2), skip_special_tokens=True)
 
@@ -303,12 +303,6 @@ def test_usage_is_null_before_the_last_chunk(server):
             *chunks, last = (json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {"))
             assert len(chunks) > 1 and (last["usage"] is not None if wanted else "usage" not in last)
             assert all(chunk["usage"] is None if wanted else "usage" not in chunk for chunk in chunks)
-
-
-def test_neutral_values_are_accepted(server):
-    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "echo": False, "best_of": 1,
-               "suffix": None, "user": "me", "logprobs": None, "stream": False, "n": None}  # fmt: skip
-    assert post(server, prompt=PROMPT, max_tokens=2, **neutral).status_code == 200
 
 
 def test_documented_client_works(capsys):

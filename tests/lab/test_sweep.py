@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import lesson_runs
@@ -16,7 +15,8 @@ import pytest
 import record_lines
 import sweeps
 import torch
-from typer.testing import CliRunner
+from commands import invoke
+from waiting import until
 
 import bass_lab as lab
 from bass_lab.cli.main import app
@@ -28,10 +28,6 @@ from bass_lab.sweep import executors, parameters, planning, run_process, store
 @pytest.fixture
 def notebook(tmp_path):
     return sweeps.stub(tmp_path)
-
-
-def command(*arguments):
-    return CliRunner().invoke(app, ["sweep", *map(str, arguments)])
 
 
 def started(path):
@@ -50,16 +46,6 @@ def swept(notebook, out, *values, executor=None, **options):
 
 def sizes(folder):
     return [result.parameters["size"] for result in store.finished_runs(folder)]
-
-
-def until(condition, seconds=30.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.01)
-
-
-# --- done once, whatever happens ---
 
 
 @pytest.mark.ci
@@ -99,7 +85,6 @@ def test_kill_at_any_step_of_writing_leaves_whole_results(notebook, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 256 kB."""
     place = tmp_path / "small"
     place.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True, text=True)
@@ -139,11 +124,11 @@ def test_full_disk_ends_the_sweep_and_spoils_nothing(notebook, small_disk):
 def test_full_disk_in_a_run_differs_from_a_failing_cell(notebook, small_disk):
     out = small_disk / "out"
     (small_disk / "filler").write_bytes(bytes(small_disk_free(small_disk) - 10 * 4096))
-    done = command(notebook, "-p", "size=1,2,3", "--out", out)
+    done = invoke("sweep", notebook, "-p", "size=1,2,3", "--out", out)
     assert done.exit_code == 1 and "stopped: disk full: " in done.output and "free some space" in done.output
     survivors = sizes(out)
     (small_disk / "filler").unlink()
-    done = command(notebook, "-p", "size=1,2,3", "--out", out)
+    done = invoke("sweep", notebook, "-p", "size=1,2,3", "--out", out)
     assert done.exit_code == 0, done.output
     assert sizes(out) == [1, 2, 3] and done.output.count("was done") - 1 == len(survivors)
 
@@ -175,26 +160,6 @@ def test_damaged_result_is_run_again(notebook, tmp_path):
         assert list(planning.run(plan, out, sweeps.Instant()).status) == ["was done", "was done"]
 
 
-def test_read_only_folder_keeps_its_results(notebook):
-    def refused(out):
-        if os.geteuid() == 0:  # root writes everywhere
-            os.setgroups([])
-            os.setresuid(65534, 65534, 65534)
-        with pytest.raises(PermissionError):
-            planning.run(plan, out, sweeps.Instant())
-
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name) / "out"
-        swept(notebook, out, "size=1")
-        plan = planning.plan(notebook, ["size=1,2"])
-        for folder in (out, out.parent):
-            folder.chmod(0o555)
-        assert os.waitpid(sweeps.forked(lambda: refused(out)), 0)[1] == 0
-        for folder in (out, out.parent):
-            folder.chmod(0o755)
-        assert sizes(out) == [1] and list(lab.load_records(out)["size"]) == [1]
-
-
 def test_two_sweeps_do_not_share_a_folder(notebook, tmp_path):
     out = tmp_path / "out"
     with store.Store(out, notebook.name, {"key": {}}) as held:
@@ -209,9 +174,6 @@ def test_two_sweeps_do_not_share_a_folder(notebook, tmp_path):
         swept(notebook, tmp_path, "size=1")
 
 
-# --- runs that end badly ---
-
-
 @pytest.mark.ci
 def test_cell_that_leaves_the_notebook_is_a_failure(tmp_path):
     values = ("word=raise SystemExit(0),raise SystemExit,import os; os._exit(0)",)
@@ -224,14 +186,14 @@ def test_failing_cell_is_shown_and_other_runs_are_done(tmp_path):
     folder = tmp_path / "{odd} {}"  # braces are nothing special
     folder.mkdir()
     notebook, out = sweeps.stub(folder), folder / "{out}"
-    done = command(notebook, "-p", "size=2", "-p", "fails=true,false", "--jobs", 2, "--out", out)
+    done = invoke("sweep", notebook, "-p", "size=2", "-p", "fails=true,false", "--jobs", 2, "--out", out)
     assert done.exit_code == 1
     assert "failed: AssertionError: asked to fail" in done.output and "----> " in done.output
     assert "2 runs: 1 failed, 1 done" in done.output or "2 runs: 1 done, 1 failed" in done.output
     assert sizes(out) == [2] and set(lab.load_records(out)["product"]) == {2, 4}
     (report,) = (path for path in out.rglob("error.txt"))
     assert "assert not fails" in report.read_text() and (report.parent / "notebook.ipynb").exists()
-    again = command(notebook, "-p", "size=2", "-p", "fails=true,false", "--dry-run", "--out", out)
+    again = invoke("sweep", notebook, "-p", "size=2", "-p", "fails=true,false", "--dry-run", "--out", out)
     assert again.exit_code == 0 and "1 to run" in again.output and "nothing was run" in again.output
 
 
@@ -284,7 +246,7 @@ def test_killed_sweep_leaves_no_process_and_no_folder(children, tmp_path):
     notebook, log, listed, all_gone = children
     values = ("pause=60", f"started={log}")
     child = sweeps.forked(lambda: swept(notebook, tmp_path / "out", *values, executor=executors.LocalExecutor()))
-    until(lambda: started(log) and listed.exists())
+    until(lambda: started(log) and listed.exists(), 30)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert all_gone()
@@ -324,7 +286,7 @@ def test_interrupt_ends_all_processes_and_keeps_results(notebook, tmp_path):
         app(["sweep", str(notebook), "-p", "size=1,2,3", "-p", "pause=0.5", "-p", f"started={log}", "--out", str(out)])
 
     child = sweeps.forked(interrupted)
-    until(lambda: len(started(log)) == 2)
+    until(lambda: len(started(log)) == 2, 30)
     os.kill(child, signal.SIGINT)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
     assert "interrupted: 1 of 3 runs are done; the same command goes on with what is missing" in said.read_text()
@@ -348,9 +310,6 @@ def test_runs_have_gpus_of_their_own(tmp_path, monkeypatch):
     assert executors.LocalExecutor(2).start({"environment": {}}, tmp_path).gpus is None
     with pytest.raises(ValueError, match=r"2 runs at a time with 3 GPU\(s\) each need 6, and there are 4 here"):
         executors.LocalExecutor(2, 3)
-
-
-# --- results ---
 
 
 def test_records_of_a_sweep_are_one_table_with_its_parameters(notebook, tmp_path):
@@ -433,7 +392,7 @@ def test_shipped_records_are_one_table():
 def test_notebooks_and_pages_are_small_and_share_one_script(tmp_path):
     drawing = "import plotly.graph_objects as go\ngo.Figure(go.Scatter(y=[1, 3, 2]))"
     stub, out = sweeps.stub(tmp_path, drawing), tmp_path / "out"
-    done = command(stub, "-p", "size=1", "--html", "--out", out)
+    done = invoke("sweep", stub, "-p", "size=1", "--html", "--out", out)
     assert done.exit_code == 0, done.output
     (executed,), (page,) = out.glob("*/notebook.ipynb"), out.glob("*/notebook.html")
     assert executed.stat().st_size < 50_000 and "widgets" not in json.loads(executed.read_text())["metadata"]

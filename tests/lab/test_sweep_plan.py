@@ -7,11 +7,10 @@ import lesson_runs
 import nbformat
 import pytest
 import sweeps
-from typer.testing import CliRunner
+from commands import invoke
 
 import bass_lab as lab
 from bass_core.loading.measured_costs import cache_folder
-from bass_lab.cli.main import app
 from bass_lab.sweep import parameters, planning, run_process
 
 LESSONS = sorted(lesson_runs.NOTEBOOKS.glob("*.ipynb"))
@@ -30,15 +29,11 @@ def notebook(tmp_path):
 
 
 def with_parameters(folder, more):
-    """Write a stub with more parameters."""
     stub = sweeps.stub(folder)
     cells = nbformat.read(stub, as_version=4)
     cells.cells[0].source += more
     nbformat.write(cells, stub)
     return stub
-
-
-# --- names and values ---
 
 
 @pytest.mark.parametrize(
@@ -59,7 +54,7 @@ def with_parameters(folder, more):
     ],
 )
 def test_wrong_command_stops_before_the_first_run(notebook, tmp_path, arguments, said):
-    done = CliRunner().invoke(app, ["sweep", str(notebook), *arguments, "--out", str(tmp_path / "out")])
+    done = invoke("sweep", notebook, *arguments, "--out", tmp_path / "out")
     assert done.exit_code == 2 and said in done.output
     assert not (tmp_path / "out").exists()
 
@@ -181,9 +176,6 @@ def test_rows_of_a_file_are_runs(notebook, tmp_path):
 def test_commas_within_brackets_and_quotes_divide_nothing():
     assert parameters.split('1,[2,3],"a,b",{"c":[4,5]}') == ["1", "[2,3]", '"a,b"', '{"c":[4,5]}']
     assert parameters.split("it's a,don't b,'c,d'") == ["it's a", "don't b", "'c,d'"]
-
-
-# --- keys ---
 
 
 def test_key_depends_on_parameters_cells_and_code(notebook, tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import sweeps
+from waiting import until
 
 import bass_lab as lab
 from bass_lab.sweep import executors, planning, run_process, store
@@ -33,8 +34,6 @@ def test_killed_worker_costs_one_run_and_no_result(tmp_path, monkeypatch):
     killed = []
 
     class KillingRun(executors.RayRun):
-        """Kills the worker of the first run that has started."""
-
         def outcome(self):
             if not killed and log.exists() and log.read_text().endswith("\n"):
                 _, kernel, run = map(int, log.read_text().splitlines()[0].split())
@@ -90,9 +89,5 @@ def test_own_cluster_is_local_and_ends_after_a_kill():
     folder, *processes = first.split()
     addresses = {ip.removeprefix("::ffff:") for line in listening for ip in line.split()}
     assert len(processes) > 3 and addresses == {"127.0.0.1"}
-    until = time.monotonic() + 10
-    while (
-        any(map(sweeps.alive, map(int, processes))) or Path(folder).exists() or run_process._started_in(folder.encode())
-    ):
-        assert time.monotonic() < until, "something is left of it"
-        time.sleep(0.05)
+    until(lambda: not any(map(sweeps.alive, map(int, processes))) and not Path(folder).exists(), 10)
+    until(lambda: not run_process._started_in(folder.encode()), 10)

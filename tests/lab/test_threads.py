@@ -22,8 +22,6 @@ def speeds(one: float, two: float):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Two CPUs without settings, and given loads and speeds."""
-
     def use(others: float, one: float = 1.0, two: float = 2.0) -> None:
         monkeypatch.setattr(threads, "cpus_of_others", lambda seconds: others)
         monkeypatch.setattr(threads, "speed", speeds(one, two))

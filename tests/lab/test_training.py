@@ -24,11 +24,9 @@ TINY = training.Recipe(
     drafts={"draft": DRAFT, "deep_draft": SIZES | {"hidden_size": 16, "num_hidden_layers": 3}},
     feature_head=SIZES,
     target_tokens=40 * 512,
-    draft_tokens=10 * 512,
-    aligning_tokens=10 * 512,
-    feature_tokens=10 * 512,
     target_texts=8,
     text_tokens=64,
+    **dict.fromkeys(("draft_tokens", "aligning_tokens", "feature_tokens"), 10 * 512),
 )
 
 
@@ -45,11 +43,6 @@ def tokenizer(texts):
 TOKENS = 40 * 128
 
 
-def prompt_of(function: str) -> str:
-    end = function.index('"""\n') + 4
-    return function[:end]
-
-
 def test_tokenizer_decodes_any_text(tokenizer, texts):
     for text in [*texts[:50], "déjà vu → 測試\t\n\n   x  , y .\r\n", ""]:
         ids = tokenizer(text)["input_ids"]
@@ -61,7 +54,7 @@ def test_tokenizer_decodes_any_text(tokenizer, texts):
 
 def test_tokens_of_a_prompt_begin_those_of_its_function(tokenizer, texts):
     for text in texts:
-        begin = tokenizer(prompt_of(text))["input_ids"]
+        begin = tokenizer(text[: text.index('"""\n') + 4])["input_ids"]
         assert tokenizer(text)["input_ids"][: len(begin)] == begin
 
 
@@ -98,20 +91,15 @@ def test_training_attention_and_norm_equal_those_of_transformers(tokenizer):
 def fitted(tokenizer, windows, folder, tokens=TOKENS):
     torch.manual_seed(0)
     model = fitting.new_model(TINY.target, tokenizer)
-    report = fitting.fit(
+    how = {"lr": 1e-2, "name": "tiny", "data": TINY.data, "seed": TINY.seed, "threads": TINY.threads, "save_every": 0.0}
+    return model, fitting.fit(
         model,
         lambda rows: fitting.next_token_loss(model, rows),
         lambda progress, generator: windows.take(4, 32, generator),
         tokens=tokens,
-        lr=1e-2,
-        name="tiny",
-        data=TINY.data,
-        seed=TINY.seed,
-        threads=TINY.threads,
         folder=folder,
-        save_every=0.0,
+        **how,
     )
-    return model, report
 
 
 def test_interrupted_training_ends_as_the_whole_one(tokenizer, texts, tmp_path, monkeypatch):

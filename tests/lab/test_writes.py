@@ -32,7 +32,6 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 @contextmanager
 def full_disk(free=64):
-    """Limit the size of files."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (free, limits[1]))
@@ -158,9 +157,6 @@ def test_read_only_folder_keeps_its_files():
         assert len(list(folder.iterdir())) == 2
 
 
-# --- lines ---
-
-
 def numbers(path):
     return [line["n"] for line in records.read(path, check=lambda line: None)]
 
@@ -242,9 +238,6 @@ def test_writer_waits_for_another_line(tmp_path):
     assert os.waitpid(child, 0)[1] == 0 and numbers(path) == [1, 2, 3]
 
 
-# --- stored samples ---
-
-
 def test_full_disk_stores_no_part_of_a_sample(tmp_path):
     path = tmp_path / "batched.jsonl"
     with SampleFile(path, {"seed": 0}, {}) as file:
@@ -255,22 +248,3 @@ def test_full_disk_stores_no_part_of_a_sample(tmp_path):
     with SampleFile(path, {"seed": 0}, {}) as file:
         file.append({"task_id": "two"})
     assert list(sample_file.read(path)[1]) == ["one", "two"]
-
-
-def test_killed_writer_gives_its_file_free(tmp_path):
-    path = tmp_path / "batched.jsonl"
-    begun, told = os.pipe()
-
-    def hold():
-        with SampleFile(path, {"seed": 0}, {}):
-            os.write(told, b".")
-            time.sleep(60)
-
-    child = sweeps.forked(hold)
-    os.read(begun, 1)
-    with pytest.raises(ValueError, match="is being written by another process"):
-        SampleFile(path, {"seed": 0}, {})
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with SampleFile(path, {"seed": 0}, {}) as file:
-        assert file.lines == {}

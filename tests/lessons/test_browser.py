@@ -43,7 +43,6 @@ def lab(tmp_path_factory):
 
 
 def errors(page):
-    """What a reader would see go wrong: errors, warnings, widgets that do not appear."""
     outputs = [output for cell in page.evaluate(browser.CELLS) for output in cell.get("outputs", [])]
     wrong = [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
     return wrong + [text for text in ("Error displaying widget", "Loading widget...") if page.get_by_text(text).count()]

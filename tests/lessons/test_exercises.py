@@ -1,12 +1,9 @@
-"""Exercises: the checks refuse wrong answers and say why.
-
-A wrong answer is the solution of the notebook with one piece of its text replaced. The notebooks themselves check the
-solutions and the stubs.
-"""
+"""Exercises: the checks refuse the notebook's solutions with one piece of their text replaced, and say why."""
 
 import json
 import math
 import re
+from importlib import import_module
 
 import lesson_runs
 import numpy as np
@@ -18,22 +15,7 @@ pytest.importorskip("triton")
 import bass_core as bass
 from bass_core.exactness import randomness, verification
 from bass_kernels import accounting
-from bass_lab.lessons import (
-    checking,
-    l01_exercises,
-    l02_exercises,
-    l03_exercises,
-    l04_exercises,
-    l05_demonstrations,
-    l05_exercises,
-    l06_exercises,
-    l07_exercises,
-    l08_exercises,
-    l09_exercises,
-    l10_exercises,
-    l11_exercises,
-    l13_exercises,
-)
+from bass_lab.lessons import checking, l01_exercises, l05_demonstrations, l05_exercises, l07_exercises
 
 NAMES = {"torch": torch, "math": math, "bass": bass, "accounting": accounting, "demonstrations": l05_demonstrations}
 SOURCES = [
@@ -42,15 +24,13 @@ SOURCES = [
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
     if cell["cell_type"] == "code"
 ]
+LESSONS = [import_module(f"bass_lab.lessons.l{number:02}_exercises") for number in (*range(1, 12), 13)]
 CHECKS = {
     name: check
-    for module in (
-        l01_exercises, l02_exercises, l03_exercises, l04_exercises, l05_exercises, l06_exercises, l07_exercises,
-        l08_exercises, l09_exercises, l10_exercises, l11_exercises, l13_exercises,
-    )
+    for module in LESSONS
     for name, check in vars(module).items()
     if name.startswith("check_") and name not in ("check_softcap", "check_drafter", "check_bigram")
-}  # fmt: skip
+}
 MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
     ("accept_or_recover", "(p - q).clamp(min=0)", "p", "the text gets the distribution [0.65, 0.19, 0.16]"),
     ("accept_or_recover", "min(1.0, float(p[drafted] / q[drafted]))", "p[drafted] / q[drafted]", "the chance is 3"),
@@ -108,7 +88,6 @@ MISTAKES = [  # exercise, text of the solution, wrong text, words of the message
 
 
 def solution(name, right="", wrong=""):
-    """Return the notebook's solution of an exercise, with a piece of its text replaced."""
     (called,) = re.findall(rf"check_{name}\((\w+olution)\)", "\n".join(SOURCES))
     (source,) = [each for each in SOURCES if re.search(rf"^(def|class) {called}\b", each, re.MULTILINE)]
     source = source.partition("\nassert ")[0]
@@ -193,9 +172,6 @@ def test_relative_error_is_infinite_for_nan_and_other_shapes():
     assert checking.relative_error(torch.tensor([3.0, 4.5]), wanted) == pytest.approx(0.1)
     assert checking.relative_error(torch.tensor([3.0, torch.nan]), wanted) == float("inf")
     assert checking.relative_error(torch.tensor([[3.0, 4.0]]), wanted) == float("inf")
-
-
-# --- the exercises ask for the library's own rules ---
 
 
 def test_block_exercise_accepts_the_engines_rule(monkeypatch, capsys):

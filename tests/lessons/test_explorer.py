@@ -28,7 +28,6 @@ def drafters_are_loaded_once(pair):
 
 
 def shown(raster):
-    """The raster's numbers with NaN where a row has ended."""
     return np.array(raster.data[0].z, dtype=float)
 
 
@@ -42,9 +41,6 @@ def click(figure, row, nth):
     """What the page sends when a cell of the raster is clicked."""
     points = {"trace_indexes": [0], "point_indexes": [[row, nth - 1]], "xs": [nth], "ys": [row], "zs": [0]}
     figure._js2py_pointsCallback = {"event_type": "plotly_click", "points": points}
-
-
-# --- settings ---
 
 
 @pytest.mark.parametrize(
@@ -130,9 +126,6 @@ def test_drafts_without_a_model_are_shown(pair):
     json.loads(explorer.view.bars.to_json())
 
 
-# --- same text ---
-
-
 def test_coupled_text_equals_regular_decoding(pair):
     explorer = AcceptanceExplorer(pair, temperature=0.9, verification="coupled", **SIZE)
     texts, passes = explorer.out.texts, {explorer.out.trace.summary()["steps"]}
@@ -163,9 +156,6 @@ def test_different_text_is_reported(pair, monkeypatch):
     assert explorer.same_text is False and "2 of 3 rows equal" in explorer.badge.value
 
 
-# --- row and step ---
-
-
 def test_click_equals_the_controls(pair):
     clicked, set_by_hand = (AcceptanceExplorer(pair, temperature=0.8, **SIZE) for _ in range(2))
     click(clicked.raster, row=1, nth=2)
@@ -187,9 +177,6 @@ def test_step_and_row_stay_within_the_run(pair):
     explorer.controls["batch_size"].value = 1
     steps = explorer.out.trace.steps.query("kind == 'decode'").groupby("row").size()
     assert explorer.controls["row"].value == 0 and explorer.controls["step"].value <= steps[0]
-
-
-# --- replay and static views ---
 
 
 def test_replay_equals_the_live_explorer(pair, tmp_path):

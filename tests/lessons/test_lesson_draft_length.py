@@ -40,9 +40,6 @@ def found(traces, cost, best):
     return views.contests(traces, cost, best, **OPTIONS)
 
 
-# --- costs ---
-
-
 def test_own_models_without_costs_are_refused(monkeypatch):
     monkeypatch.setattr(views.measured_costs, "costs_like", lambda pair: None)
     with pytest.raises(ValueError, match="bass calibrate"):
@@ -53,9 +50,6 @@ def test_shipped_recordings_go_on_after_eos():
     recorded = views.recordings(None, False, 0.2, 3)
     assert all((trace.lengths == 128).all() for trace in recorded.values())
     assert recorded["mini"].alpha > recorded["library"].alpha + 0.1
-
-
-# --- tables ---
 
 
 def test_predicted_lengths_follow_the_formula(cost):
@@ -69,11 +63,11 @@ def test_batches_beyond_the_measured_grid_are_left_out(traces):
     cpu = l04_explorer.measured_cpu()
     most = int(cpu.target_passes.axes["batch"][-1])
     models = {"cpu": cpu, "gpu": modelled_h100()}
-    tables = [views.predicted_lengths(models, {"easy": 0.9}, [1, 2 * most])]
-    tables += [
-        views.replayed_lengths(traces, models, [1, 2 * most], max_new_tokens=4, repeats=1, seed=0, lengths=(0, 1))
-    ]
-    for table in tables:
+    how = {"max_new_tokens": 4, "repeats": 1, "seed": 0, "lengths": (0, 1)}
+    for table in (
+        views.predicted_lengths(models, {"easy": 0.9}, [1, 2 * most]),
+        views.replayed_lengths(traces, models, [1, 2 * most], **how),
+    ):
         assert set(zip(table.costs, table.batch, strict=True)) == {("cpu", 1), ("gpu", 1), ("gpu", 2 * most)}
 
 
@@ -126,9 +120,6 @@ def test_learner_resumes_a_known_task(traces, cost):
         table.query("policy == 'told' and stage == 0").ms, table.query("policy == 'Learned' and stage == 0").ms,
         check_index=False,
     )  # fmt: skip
-
-
-# --- the explorer ---
 
 
 @pytest.fixture

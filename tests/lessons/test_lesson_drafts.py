@@ -4,9 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tiny import feature_head
 
 import bass_core as bass
-from bass_core.drafters import FeatureHead
 from bass_core.loading.model_pair import ASSETS
 from bass_lab.lessons import l05_demonstrations as demonstrations
 from bass_lab.lessons import l05_figures as figures
@@ -26,9 +26,6 @@ def pairs():
 def runs(pairs):
     prompts = {"library": prompt_set("library", 2)}
     return demonstrations.runs(pairs, prompts, [1, 2], repeats=2, **OPTIONS)
-
-
-# --- drafts side by side ---
 
 
 def test_drafts_share_one_target():
@@ -78,9 +75,6 @@ def test_comparison_pools_counts_and_pairs_times(runs):
     assert line.low <= line.over_regular <= line.high
 
 
-# --- the ladder ---
-
-
 def test_modelled_ladder_equals_the_cost_model():
     layers = demonstrations.PAPERS_LAYERS
     table = demonstrations.modelled_ladder({layers: 0.8}, 8).set_index("launches")
@@ -91,15 +85,11 @@ def test_modelled_ladder_equals_the_cost_model():
         assert table.ms[how] == pytest.approx(1e3 * best)
 
 
-# --- intervals ---
-
-
 def counts(accepted, judged):
     return pd.DataFrame({"accepted": accepted, "judged": judged})
 
 
 def test_judged_drafts_equal_those_of_a_run(pairs):
-    """Greedy, where the chance of each draft is 0 or 1."""
     pair, prompts = pairs["draft"], prompt_set("library", 3)
     texts = Written.by(pair, prompts, max_new_tokens=24, temperature=0.0)
     chances = [torch.minimum(p, q).sum(-1) for p, q in zip(texts.p, texts.read_by(pair.draft), strict=True)]
@@ -125,43 +115,26 @@ def test_gain_of_all_prompts_is_certain_and_a_random_one_is_not():
     assert chance.low["gain"] < 0 < chance.high["gain"]
 
 
-# --- what drafters keep ---
-
-
 def test_bytes_and_parameters_are_counted_for_every_drafter(pairs):
     config = pairs["draft"].target.config
-    head = bass.FeatureDrafter(feature_head_for(pairs["draft"].target))
+    head = bass.FeatureDrafter(feature_head(pairs["draft"].target))
     found = demonstrations.keeps(pairs | {"head": bass.ModelPair(pairs["draft"].target, head)})
     keys_and_values = 2 * config.num_key_value_heads * config.head_dim * 4  # of a layer, in float32
     assert found["bytes per token"].tolist()[:2] == [0, 2 * keys_and_values]
-    assert found["bytes per token"]["head"] == 2 * 2 * 16 * 4 + 4 * config.hidden_size
+    own = head.head.config
+    keys_and_values = 2 * own.num_key_value_heads * own.head_dim * 4
+    assert found["bytes per token"]["head"] == keys_and_values + 4 * config.hidden_size
     assert found["own parameters"][["ngram", "layers:2"]].tolist() == [0, 0]
     assert found["own parameters"]["draft"] == pairs["draft"].draft.num_parameters()
     assert found["own parameters"]["head"] == sum(each.numel() for each in head.head.parameters())
-
-
-def feature_head_for(target):
-    """With random weights, of two heads of 16 numbers."""
-    config = FeatureHead.config_class(
-        hidden_size=target.config.hidden_size, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=16, intermediate_size=32, vocab_size=target.config.vocab_size, pad_token_id=None,
-    )  # fmt: skip
-    return FeatureHead(config).eval()
 
 
 def test_quantized_copy_shares_the_other_weights():
     pair = demonstrations.pairs(["draft", "target:int4"])["target:int4"]
     assert pair.draft.get_input_embeddings().weight is pair.target.get_input_embeddings().weight
     found = demonstrations.keeps({"target:int4": pair}).loc["target:int4"]
-    linear = sum(
-        each.in_features * each.out_features
-        for each in pair.target.model.layers.modules()
-        if hasattr(each, "in_features")
-    )
-    assert found["own parameters"] == linear
-
-
-# --- figures ---
+    linear = [each for each in pair.target.model.layers.modules() if hasattr(each, "in_features")]
+    assert found["own parameters"] == sum(each.in_features * each.out_features for each in linear)
 
 
 def test_menus_choose_draft_and_prompts(pairs):

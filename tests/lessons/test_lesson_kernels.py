@@ -31,11 +31,7 @@ ITEMS = torch.tensor([[1, 0, 8, 0], [1, 8, 12, 1], [0, 0, 5, -1], [-1, 0, 0, 3]]
 
 
 def account(lengths):
-    """Costs with a plan of chunks of 8."""
     return accounting.compare(lengths, accounting.cut(lengths, 8)[0], workers=4)
-
-
-# --- what is counted ---
 
 
 def test_reads_of_the_three_kernels():
@@ -92,9 +88,6 @@ def test_spread_keeps_the_mean():
         accounting.spread_lengths(4, 100, 1.5)
 
 
-# --- what is drawn ---
-
-
 def test_slider_redraws_the_bars():
     slider, sentence, figure, _ = l07_figures.spread_slider(account, 4, 100, bytes_per_key=1000, value=0).children
     needed, wasted, done = figure.data
@@ -120,8 +113,6 @@ def test_only_gpu_times_are_shown(tmp_path):
     (box,) = l07_figures.records_figure(records).data
     assert list(box.x) == [81, 83]
 
-
-# --- the step kernels ---
 
 COMPILE = """
 import kernel_compiler, steps, torch, triton

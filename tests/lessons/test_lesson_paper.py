@@ -25,9 +25,6 @@ def made_up():
     return AcceptanceTrace.synthetic(alpha=0.8, length=48, sequences=32).past_eos()
 
 
-# --- the table ---
-
-
 def test_every_claim_is_settled_once_after_an_assertion():
     settled = {}
     for cell in LESSON.cells:
@@ -58,9 +55,6 @@ def test_unknown_state_and_claim_are_refused():
         paper.settle(19, "measured", "")
 
 
-# --- PAD and SPLIT as in the paper ---
-
-
 @pytest.mark.parametrize("path", ["pad", "split"])
 def test_unfused_products_write_the_same_text(pair, path):
     prompts = prompt_set("mini", 2)
@@ -73,15 +67,6 @@ def test_unfused_products_write_the_same_text(pair, path):
     assert all(map(torch.equal, fused, apart))
 
 
-@pytest.mark.parametrize("group", [1, 2])
-def test_unfused_products_equal_the_engines_attention(group):
-    query, key, value = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
-    bias = torch.zeros(2, 1, group * 3, 5)
-    bias[..., 4] = -torch.inf
-    arguments = query, key, value, bias, group, {"scaling": 0.3}
-    torch.testing.assert_close(demonstrations._unfused(*arguments), attention._attend(*arguments))
-
-
 def test_bytes_of_attention_are_counted():
     lengths, queries = [100, 300], 8
     moved = demonstrations.attention_bytes(lengths, queries, TARGET_8B)
@@ -92,9 +77,6 @@ def test_bytes_of_attention_are_counted():
     assert moved.scores.tolist() == pytest.approx([600 * scores, 0, 400 * scores, 0, 0])
     assert moved.products.tolist() == [2, 1, 4, 2, 1]
     assert len(figures.bytes_figure(moved).layout.annotations) == 5
-
-
-# --- replays ---
 
 
 def test_regular_rows_finish_together(made_up):
@@ -124,9 +106,6 @@ def test_policies_are_compared_with_the_best_fixed_length(made_up):
     assert by.k["regular"] == 0 and by.k["Algorithm 1"] > 1
     figure = figures.lengths_figure(found, ["Algorithm 1"], "")
     assert [trace.name for trace in figure.data] == ["Algorithm 1", "Algorithm 1", "best fixed"]
-
-
-# --- other settings ---
 
 
 @pytest.mark.slow

@@ -17,17 +17,9 @@ from bass_lab.lessons import l09_figures
 def samples(finish, passed, logprob_sum, problem="a") -> pd.DataFrame:
     """Rows of one problem with ten tokens each; NaN: did not finish."""
     finish = np.array(finish, dtype=float)
-    return pd.DataFrame(
-        {
-            "problem": problem,
-            "row": range(len(finish)),
-            "finish_seconds": finish,
-            "finished": ~np.isnan(finish),
-            "tokens": 10,
-            "logprob_sum": logprob_sum,
-            "passed": passed,
-        }
-    )
+    times = {"finish_seconds": finish, "finished": ~np.isnan(finish), "tokens": 10}
+    grades = {"logprob_sum": logprob_sum, "passed": passed}
+    return pd.DataFrame({"problem": problem, "row": range(len(finish))} | times | grades)
 
 
 @pytest.fixture
@@ -39,9 +31,6 @@ def runs():
         name: Evaluation(frame, {"budget": None}, {})
         for name, frame in {"regular": regular, "single": single, "batched": batched}.items()
     }
-
-
-# --- figures ---
 
 
 def test_standing_of_right_wrong_and_late_rows(runs):
@@ -70,9 +59,6 @@ def test_budget_slider_redraws(runs):
     assert sentence.value.count("✓") >= 3
     assert [len(trace.y) for trace in figure.data] != early
     assert figure.layout.shapes[0].x0 == budget.value and problem.value == "a"
-
-
-# --- other parameters ---
 
 
 def execute(tmp_path, **parameters):

@@ -12,8 +12,6 @@ from bass_lab.lessons import l10_exercises as exercises
 from bass_lab.measure.modelled_costs import modelled_h100
 from bass_lab.texts.prompt_sets import prompt_set
 
-# --- bytes ---
-
 
 def test_bytes_of_a_pass_equal_its_weights(pair):
     copies = demonstrations.copies(pair.draft)
@@ -43,9 +41,6 @@ def test_quantized_target_gains_more_than_a_quantized_draft():
     assert float(copy.draft(8, 1, 512)) > 3 * float(cost.draft(8, 1, 512)) and copy.is_synthetic
 
 
-# --- distributions ---
-
-
 def test_lossy_distribution_follows_the_rule():
     p, q = torch.tensor([[0.6, 0.3, 0.1]]), torch.tensor([[0.1, 0.1, 0.8]])
     assert demonstrations.lossy_law(p, q, 0.3)[0].tolist() == pytest.approx([0.58, 0.34, 0.08])
@@ -73,16 +68,10 @@ def test_positions_are_the_targets_tokens(pair):
     assert demonstrations.acceptances(found)["α"].tolist() == pytest.approx([1.0])
 
 
-# --- ways ---
-
-
 def test_methods_are_timed_and_modelled(pair):
     ways = demonstrations.ways(pair, 3, 0.3)
-    assert [name for name, way in ways.items() if not way.is_lossless] == [
-        "target int8",
-        "target int4",
-        "lossy, ε = 0.3",
-    ]
+    lossy = [name for name, way in ways.items() if not way.is_lossless]
+    assert lossy == ["target int8", "target int4", "lossy, ε = 0.3"]
     assert kind_of(ways["own int4 copy drafts"].pair.draft) == "int4" and kind_of(pair.target) is None
     few = {name: ways[name] for name in ("regular", "draft", "lossy, ε = 0.3")}
     times = demonstrations.timed(few, prompt_set("mini", 2), repeats=1, max_new_tokens=8)
@@ -90,6 +79,3 @@ def test_methods_are_timed_and_modelled(pair):
     known = demonstrations.recorded_ms(modelled_h100(), times, ways, 2)
     assert list(known.index) == ["regular", "draft", "lossy, ε = 0.3"]
     assert known["regular"] == pytest.approx(1e3 * float(modelled_h100().step(2, 0, 256)))
-
-
-# --- figures ---

@@ -31,9 +31,6 @@ def run():
     return decode(tiny_pair())
 
 
-# --- replays ---
-
-
 def test_replay_of_hand_made_rows():
     yes, no = True, False
     agreed = [np.array([no, yes, yes, no, yes, yes]), np.array([yes, yes, no, yes, yes, yes])]
@@ -51,18 +48,8 @@ def test_replay_equals_the_engines_trace(run):
     assert own.nunique().max() > 1  # the batch was ragged
 
 
-# --- the cache ---
-
-STEPS = pd.DataFrame(
-    {
-        "step": [0, 0, 1, 1, 2, 2],
-        "row": [0, 1, 0, 1, 0, 1],
-        "kind": ["prefill"] * 2 + ["decode"] * 4,
-        "kv_length": [4, 9, 5, 10, 6, 14],
-        "drafted": [0, 0, 3, 3, 1, 3],
-        "accepted": [0, 0, 0, 3, 1, 2],
-    }
-)
+COUNTS = {"kv_length": [4, 9, 5, 10, 6, 14], "drafted": [0, 0, 3, 3, 1, 3], "accepted": [0, 0, 0, 3, 1, 2]}
+STEPS = pd.DataFrame({"step": [0, 0, 1, 1, 2, 2], "row": [0, 1] * 3, "kind": ["prefill"] * 2 + ["decode"] * 4} | COUNTS)
 
 
 def test_cache_states_by_hand():
@@ -100,9 +87,6 @@ def test_nan_is_fatal_for_padded_attention():
     assert l02_demonstrations.over_poison(tiny_pair(), PROMPTS, "pad", torch.nan, NEW, eos_token_id=()) is None
 
 
-# --- the naive implementation ---
-
-
 @pytest.mark.parametrize("architecture, k", [("llama", 4), ("gpt2", 1)])
 def test_naive_rows_without_a_bug_equal_transformers(architecture, k):
     pair = tiny_pair(architecture)
@@ -125,9 +109,8 @@ def test_naive_refuses_what_it_cannot_do():
 def embedded(pair):
     """Runs of the embedded pair with each bug, as the lesson shows them, and the texts of the rows alone."""
     prompts, options = prompt_set("library", 4), {"max_new_tokens": 24}
-    runs = {
-        bug: l02_naive_batches.naive_generate(pair, prompts, bug, **options) for bug in (None, *l02_naive_batches.BUGS)
-    }
+    bugs = (None, *l02_naive_batches.BUGS)
+    runs = {bug: l02_naive_batches.naive_generate(pair, prompts, bug, **options) for bug in bugs}
     return runs, benchmark.greedy_alone(pair, prompts, **options)
 
 
@@ -172,9 +155,6 @@ def test_right_tokens_are_counted_up_to_the_first_wrong_one():
     right = [torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])]
     found = [torch.tensor([1, 9, 3]), torch.tensor([4, 5, 6])]
     assert l02_naive_batches.right_tokens(found, right) == [1, 3] and l02_naive_batches.differing(found, right) == [0]
-
-
-# --- figures and widgets ---
 
 
 def test_lock_step_sliders_redraw():

@@ -7,39 +7,22 @@ from http.client import HTTPConnection
 import numpy as np
 import pandas as pd
 import pytest
+from replays import run_of
 
 import bass_core as bass
 from bass_lab import load
 from bass_lab.lessons import l11_demonstrations as demonstrations
 from bass_lab.lessons import l11_figures as figures
-from bass_lab.load import LoadRun
-from bass_lab.load.result import STEPS
 from bass_lab.measure.modelled_costs import measured_cpu
 from bass_lab.study.recorded_acceptance import shipped
 from bass_lab.texts.prompt_sets import prompt_set
-
-NAN = math.nan
-
-
-def run_of(requests, pieces=(), steps=()) -> LoadRun:
-    """requests: (arrived, first, ended, reason)."""
-    lines = [
-        {
-            "request": number, "arrived": arrived, "started": first, "first": first, "ended": ended, "tokens": 4,
-            "max_new_tokens": 4, "deadline": NAN, "finish_reason": reason, "text": None,
-        }
-        for number, (arrived, first, ended, reason) in enumerate(requests)
-    ]  # fmt: skip
-    steps = pd.DataFrame([dict.fromkeys(STEPS, 0) | step for step in steps], columns=list(STEPS))
-    return LoadRun(pd.DataFrame(lines), pd.DataFrame(pieces, columns=["request", "at", "tokens"]), steps)
 
 
 @pytest.fixture
 def run():
     """Three requests: one is done, one is late, one's client left."""
-    requests = [(0.0, 0.5, 1.0, "length"), (0.5, 1.0, 3.0, "eos"), (1.0, NAN, 2.0, "budget")]
-    pieces = [(0, 0.5, 1), (0, 0.7, 2), (0, 1.0, 1), (1, 1.0, 1), (1, 3.0, 3)]
-    return run_of(requests, pieces)
+    reasons = ["length", "eos", "budget"]
+    return run_of([1.0, 3.0, 2.0], first=[0.5, 1.0, math.nan], arrived=[0.0, 0.5, 1.0], tokens=4, reasons=reasons)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +34,6 @@ def serve(workload, policy):
     return load.simulate(workload, shipped("mini").past_eos(), measured_cpu(), draft_length=policy, max_batch_size=4)
 
 
-# --- what became of requests ---
-
-
 def test_only_complete_texts_in_time_count(run):
     assert demonstrations.answered_in_time(run, 1.0) == pytest.approx(1 / 3)
     assert demonstrations.answered_in_time(run, 2.5) == pytest.approx(2 / 3)
@@ -61,10 +41,11 @@ def test_only_complete_texts_in_time_count(run):
 
 
 def test_planned_length_is_a_mean_over_decoding_rows():
-    steps = [{"kind": "prefill", "rows": 9, "k": 7}, {"kind": "decode", "rows": 1, "k": 5}]
-    steps += [{"kind": "decode", "rows": 3, "k": 1}]
-    assert demonstrations.planned(run_of([(0.0, 0.5, 1.0, "eos")], steps=steps)) == pytest.approx(2.0)
-    assert demonstrations.planned(run_of([(0.0, 0.5, 1.0, "eos")])) == 0
+    steps = [
+        (0, 0, kind, rows, k, 0, 0, 0) for kind, rows, k in (("prefill", 9, 7), ("decode", 1, 5), ("decode", 3, 1))
+    ]
+    assert demonstrations.planned(run_of([1.0], steps=steps)) == pytest.approx(2.0)
+    assert demonstrations.planned(run_of([1.0])) == 0
 
 
 def test_deadline_changes_only_the_deadline_column(asked):
@@ -91,9 +72,6 @@ def test_a_shorter_deadline_answers_fewer(asked):
     assert found.pass_first.tolist() == pytest.approx([0, share, share])
 
 
-# --- figures ---
-
-
 def test_panel_serves_the_same_requests_again(asked):
     panel = figures.load_panel(asked, serve, {"none": 0, "k = 5": 5}, rate=6.0, deadline=1.0, policy="none", most=20.0)
     rate, deadline, policy, sentence, figure, _ = panel.children
@@ -113,9 +91,6 @@ def test_panel_refuses_values_outside_its_controls(asked):
     for wrong in ({"rate": 0.0}, {"rate": 21.0}, {"deadline": 0.01}, {"policy": "mine"}):
         with pytest.raises(ValueError, match=r"0 < rate <= 20|policy must be"):
             figures.load_panel(asked, serve, {"none": 0}, **good | wrong)
-
-
-# --- the server ---
 
 
 def test_a_missing_package_is_named(monkeypatch):

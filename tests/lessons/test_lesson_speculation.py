@@ -29,9 +29,6 @@ def costs(target_ms, draft_ms):
     return pd.DataFrame({"n": n, "target_ms": target_ms, "draft_ms": [(i - 1) * draft_ms for i in n]})
 
 
-# --- what a step costs ---
-
-
 def test_measured_costs_have_a_line_per_number_of_tokens(pair):
     found = l01_demonstrations.measured_costs(pair, prompt_set("mini", 2), temperature=0.8, most=2, repeats=1)
     assert found.n.tolist() == [1, 2, 3]
@@ -63,19 +60,13 @@ def test_speed_up_is_tokens_per_step_over_step_cost():
         l01_demonstrations.predicted({"flat": costs([10, 10, 10], 1)}, 3, 2.4)
 
 
-def test_expected_tokens_follow_the_closed_form():
+def test_expected_tokens_follow_the_closed_form_and_average_over_an_uncertain_alpha():
     assert expected_tokens(0.8, 5)[5] == pytest.approx((1 - 0.8**6) / 0.2)
     assert expected_tokens(1.0, 5)[5] == 6 and expected_tokens(0.0, 5)[5] == 1
-
-
-def test_expected_tokens_average_over_an_uncertain_alpha():
     alphas = np.random.default_rng(0).beta(3 * 0.8, 3 * 0.2, 20_000)
     mean = np.mean([expected_tokens(alpha, 5) for alpha in alphas], axis=0)
     assert expected_tokens(0.8, 5, seen=3) == pytest.approx(mean, rel=0.01)
     assert (expected_tokens(0.8, 5, seen=3)[2:] > expected_tokens(0.8, 5)[2:]).all()
-
-
-# --- what a step decides ---
 
 
 def test_story_decides_as_the_engine(story):
@@ -83,9 +74,7 @@ def test_story_decides_as_the_engine(story):
     assert {"accepted", "rejected"} == set(read.verdict)
     assert ((read.u < read.accept) == (read.verdict == "accepted")).all()
     assert read.accept.to_numpy() == pytest.approx(np.minimum(1, read.p / read.q).to_numpy())
-
-
-def test_every_step_has_one_rejection_at_most(story):
+    # a step has one rejection at most
     for _, lines in story.lines[story.lines.step > 0].groupby("step"):
         verdicts = "".join(verdict[0] if verdict != "recovered" else "R" for verdict in lines.verdict)
         assert re.fullmatch(r"a*(rn*R|b)|a+", verdicts)  # a text may end with an accepted draft
@@ -113,9 +102,6 @@ def test_tokens_of_the_target_alone_have_no_draft_probability(pair):
     assert p.shape == q.shape == (1032,) and (q[1024:] == 0).all() and q.sum() == pytest.approx(1)
 
 
-# --- what a rule emits ---
-
-
 def test_rule_keeps_the_target_distribution_and_wrong_rules_do_not():
     found = l01_rules.distances(count=30, seed=3)
     assert len(found) == 5 and (found["the rule"] < 1e-12).all()
@@ -125,11 +111,8 @@ def test_rule_keeps_the_target_distribution_and_wrong_rules_do_not():
 
 
 def test_distribution_of_texts():
-    laws_after = {
-        (): (law(0.5, 0.5), law(1.0, 0.0)),
-        (0,): (law(1.0, 0.0), law(0.0, 1.0)),
-        (1,): (law(0.25, 0.75),) * 2,
-    }
+    laws_after = {(): (law(0.5, 0.5), law(1.0, 0.0)), (0,): (law(1.0, 0.0), law(0.0, 1.0))}
+    laws_after[(1,)] = (law(0.25, 0.75),) * 2
     target, draft = (lambda text, i=i: laws_after[text][i] for i in (0, 1))
     wanted = {(0, 0): 0.5, (0, 1): 0.0, (1, 0): 0.125, (1, 1): 0.375}
     assert l01_rules.regular(target, 2) == pytest.approx(wanted)
@@ -138,28 +121,15 @@ def test_distribution_of_texts():
     assert redrawn[0, 0] == pytest.approx(0.75)  # 0 drafted and kept half the time, then redrawn half the time
 
 
-# --- what a step yields ---
-
-
-def runs_by_hand():
-    lines = [("easy", 1, 1), ("easy", 1, 1), ("easy", 2, 2), ("easy", 2, 0), ("hard", 1, 0), ("hard", 2, 1)]
-    return pd.DataFrame(lines, columns=["prompts", "k", "accepted"]).assign(row=0, step=1)
-
-
 def test_tokens_table_counts_by_definition():
-    table = l01_demonstrations.tokens_table(runs_by_hand())
+    lines = [("easy", 1, 1), ("easy", 1, 1), ("easy", 2, 2), ("easy", 2, 0), ("hard", 1, 0), ("hard", 2, 1)]
+    runs = pd.DataFrame(lines, columns=["prompts", "k", "accepted"]).assign(row=0, step=1)
+    table = l01_demonstrations.tokens_table(runs)
     assert table.columns.tolist() == ["acceptance rate", "α", "measured", "error", "formula"]
     assert table.loc["easy", "α"].tolist() == pytest.approx([1, 2 / 3])
     assert table.loc["easy", "acceptance rate"].tolist() == pytest.approx([1, 0.5])
     assert table.loc["easy", "measured"].tolist() == pytest.approx([2, 2])
     assert table.loc["easy", "formula"].tolist() == pytest.approx([1.8, 1 + 0.8 + 0.64])  # 4 of 5 tries, all together
-
-
-# --- what is drawn ---
-
-
-def named(figure):
-    return {trace.name: trace for trace in figure.data}
 
 
 def drawn_step(data):
@@ -170,7 +140,6 @@ def drawn_step(data):
 
 
 def told_step(story, step):
-    """What `drawn_step` should be."""
     lines = story.lines[story.lines.step == step]
     read = lines[lines.verdict.isin(["accepted", "rejected"])]
     bars = {verdict: part["slot"].tolist() for verdict, part in lines.groupby("verdict")}

@@ -50,9 +50,6 @@ def bars(figure, lane):
     return found
 
 
-# --- the timeline ---
-
-
 def test_timeline_has_every_phase_and_operator(speculative):
     found, _ = speculative
     figure = l06_figures.timeline_figure(found, 2)
@@ -111,9 +108,6 @@ def test_browser_moves_with_its_sliders(speculative):
     assert "prefill" in bars(figure, "phase")
 
 
-# --- what a step costs ---
-
-
 def test_step_table_equals_the_trace(speculative):
     found, trace = speculative
     table = l06_figures.step_table(found)
@@ -152,9 +146,6 @@ def test_cost_table_compares_steps(speculative, regular):
     assert table.ms["speculative"] == pytest.approx(steps.duration_ms.median())
     assert (table.ms_per_token == table.ms / table.tokens).all()
     assert table.kernels["speculative"] > table.kernels["regular"]
-
-
-# --- the model of launches ---
 
 
 def test_large_kernels_hide_launches():

@@ -28,9 +28,6 @@ def has_parameters(cell):
     return "parameters" in cell.metadata.get("tags", [])
 
 
-# --- hygiene ---
-
-
 @every_notebook
 def test_notebook_is_committed_clean(path):
     notebook, code = nbformat.read(path, as_version=4), code_cells(path)
@@ -67,9 +64,6 @@ def _conditions(code):
                 yield ast.Compare(left, each.ops, [right])
         else:
             yield each
-
-
-# --- execution ---
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,6 @@ def notebook_of(folder, *sources):
     return path
 
 
-# --- pages ---
-
-
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
     source = notebook_of(tmp_path_factory.mktemp("source"), "print(6 * 7)", CONTROL, DRAW, DRAW)
@@ -59,9 +56,6 @@ def test_page_shows_outputs_and_has_the_drawing_script_once(executed, script):
 def test_failing_cell_stops_the_execution(tmp_path):
     with pytest.raises(Exception, match="AssertionError"):
         pages.execute(notebook_of(tmp_path, "assert False"))
-
-
-# --- pictures ---
 
 
 def test_slider_redraws_the_raster(pair, prompts):

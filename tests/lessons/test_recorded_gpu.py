@@ -33,9 +33,6 @@ def record(recorded):
     return lambda kind: gpu_record(kind, recorded)
 
 
-# --- lesson 01 ---
-
-
 def test_recorded_costs_are_drawn_with_the_modelled_ones(record):
     curves = {"H100 (model), 8 rows": l01_demonstrations.h100_costs(8)}
     curves |= l01_demonstrations.recorded_costs(record("costs"), 8)
@@ -48,9 +45,6 @@ def test_recorded_costs_are_drawn_with_the_modelled_ones(record):
     speeds = l01_demonstrations.predicted(curves, 5, tokens_per_step=4.0)["speed-up"]
     cost_of_a_step = (cost.target(8, 6, 512) + cost.draft(8, 5, 512)) / cost.target(8, 1, 512)
     assert speeds[f"{NAME}, 8 rows"] == pytest.approx(4 / cost_of_a_step)
-
-
-# --- lesson 04 ---
 
 
 def test_replays_use_the_recorded_costs(record, pair):
@@ -66,18 +60,12 @@ def test_replays_use_the_recorded_costs(record, pair):
     assert f"easy: {NAME}" in titles
 
 
-# --- lesson 06 ---
-
-
 def test_recorded_timeline_is_drawn_like_a_live_one(record):
     timeline = record("timeline").content
     figure = l06_figures.timeline_figure(timeline)
     assert list(figure.layout.yaxis.categoryarray) == ["GPU 0, stream 7", "phase", "host"]
     phases = timeline.phases.loc["decode"]
     assert l06_figures.phase_table({NAME: timeline}).loc[NAME].equals(phases[["ms", "share", "kernels", "gap_share"]])
-
-
-# --- lesson 07 ---
 
 
 def test_kernels_are_compared_with_the_floor(record):
@@ -88,9 +76,6 @@ def test_kernels_are_compared_with_the_floor(record):
     assert line["floor µs"] == pytest.approx(floor, rel=1e-3)
     assert line["ragged µs"] == pytest.approx(floor / 0.8, rel=1e-3) and line["ragged %"] == pytest.approx(80)
     assert line["fastest peer"] == "flex" and line["peer %"] == pytest.approx(70)
-
-
-# --- lesson 08 ---
 
 
 def test_without_a_record_the_roofline_and_the_paper_remain():
@@ -120,8 +105,6 @@ def test_paper_is_compared_with_the_nearest_recorded_method(record):
     assert l08_demonstrations.nearest_to_the_paper(None) is None
 
 
-# --- the lessons themselves ---
-
 SHOWN = {  # what a lesson shows of its records
     "01_speculative_decoding": [f"{NAME}, 4 rows"],
     "04_draft_length": [f"mini: {NAME}", NAME],
@@ -149,7 +132,6 @@ def test_lesson_shows_the_records_and_says_if_there_are_none(lesson, recorded, u
 
 
 def text_of(notebook):
-    """All that its cells printed and drew."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     written = "\n".join(str(output.get("text", output.get("data", ""))) for output in outputs)
     return re.sub(r"\\u([0-9a-f]{4})", lambda found: chr(int(found[1], 16)), html.unescape(written))

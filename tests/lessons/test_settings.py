@@ -28,13 +28,10 @@ def test_other_models_keep_the_dtype_of_their_checkpoint(monkeypatch, target, dt
     assert given == [dtype]
 
 
-def test_float32_rows_must_be_identical():
+def test_float32_rows_must_be_identical_and_others_are_counted():
     pair = tiny_pair("float32")
     assert settings.identity(3, 3, pair, "that") == "3 of 3 rows are identical to that"
     with pytest.raises(AssertionError, match="2 of 3 rows are identical to that; in float32 all have to be"):
         settings.identity(2, 3, pair, "that")
-
-
-def test_identical_rows_are_counted_in_other_dtypes():
     told = settings.identity(2, 3, tiny_pair("bfloat16"), "that")
     assert told.startswith("2 of 3 rows are identical to that (in bfloat16 rounding may tip close calls")

@@ -17,7 +17,6 @@ from bass_lab.lessons import l02_naive_batches
 
 
 def plain(source):
-    """What a page shows, without the markup."""
     return html.unescape(re.sub("<[^>]*>", "", source._repr_html_()))
 
 

@@ -4,8 +4,6 @@ A function `attack` takes the arguments of `add`. FACTS describes the host. A re
 forbidden actions that succeeded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -132,7 +130,6 @@ def attack(a, b):
     return f"breach: {ctypes.CFUNCTYPE(ctypes.c_int)(address)()}"
 """
 ON_THE_HOST = {  # Landlock refuses these, alone or with seccomp
-    # ----------------------------------------------------------------------------------------------------------- files
     "disk bomb": """
 def attack(a, b):
     import os
@@ -209,7 +206,6 @@ def attack(a, b):
     others = [number for number, about in found.items() if number > 2 and not stat.S_ISFIFO(about.st_mode)]
     return tried(pipes=lambda: 1 / (len(pipes) > 2), others=lambda: 1 / len(others))
 """,
-    # --------------------------------------------------------------------------------------------------------- network
     "network": """
 def attack(a, b):
     import socket
@@ -219,7 +215,6 @@ def attack(a, b):
                  udp=lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", to),
                  unix=lambda: socket.socket(socket.AF_UNIX).connect(FACTS["unix"]), pair=socket.socketpair)
 """,
-    # -------------------------------------------------------------------------------------------------- other processes
     "kill the parent": """
 def attack(a, b):
     import ctypes, os

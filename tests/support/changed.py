@@ -5,8 +5,6 @@ that import it. Of any other file, such as a lesson or a page, the test files th
 A selection for the minute between two edits: `make test` stays the check of a commit.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

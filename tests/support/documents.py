@@ -1,7 +1,5 @@
 """The commands and programs that the documentation shows: its fenced blocks, as a reader meets them."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -4,8 +4,6 @@
 which of them the probe (module `bass_core.model.probe`) and `bass verify` find.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -24,8 +22,6 @@ from bass_lab.checks import exactness
 
 
 class BatchMean(nn.Module):
-    """Every row sees the mean of all rows of the pass."""
-
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden + 0.3 * hidden.mean((0, 1))
 
@@ -128,7 +124,6 @@ class FourQueries(LlamaForCausalLM):
 
 
 def healthy() -> PreTrainedModel:
-    """A tiny model of its own, without a fault."""
     return copy.deepcopy(tiny_model("llama", max_position_embeddings=512))
 
 
@@ -170,8 +165,6 @@ FAULTS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-# --- detection ----------------------------------------------------------------------------------------
-
 COLUMNS = ("fault", "the probe", "checks of `bass verify` that fail")
 
 
@@ -183,7 +176,6 @@ def verified_without_the_probe(model: PreTrainedModel) -> exactness.Report:
 
 
 def found(fault: str) -> tuple[str, str, str]:
-    """The row of the fault in docs/MODELS.md."""
     try:
         by_probe = f"takes it ({probe.resolve(FAULTS[fault]())})"
     except ValueError:

@@ -1,7 +1,5 @@
 """A line of JSON per test as it ends, into the file that GPU_LOG names; what has passed there is not run again."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -4,8 +4,6 @@ GPU time is dear, and a test that asks for what its own prompts and policy never
 here. In a rehearsal models are on the CPU, and a recorder stands in for CUDA graphs; layers are not compiled.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The import graph of the repository: which test files import a module, directly or through others."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -18,8 +18,6 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 2e-3, tor
 
 
 class Case(NamedTuple):
-    """Arguments of an attention kernel, and its flags."""
-
     query: Tensor
     key: Tensor
     value: Tensor

@@ -4,8 +4,6 @@ No number changes. It is written for the version of triton that is pinned; where
 the import fails.
 """
 
-from __future__ import annotations
-
 from triton.runtime import interpreter
 
 # Sums and products of integers are made again in 64 bits, for an assertion that only debug mode makes.

@@ -4,8 +4,6 @@ Every operator of torch counts as one launch (some are more on a GPU), unless it
 in it. An operator of ours counts as what it is made of: the kernels that it launches, and what it does besides.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

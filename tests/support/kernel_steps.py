@@ -1,7 +1,5 @@
 """Random arguments of fused verification, and steps that commit: by the kernels and by bass_core."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ tokens, windows of 8, switches at 16 positions, a context of 96. `SPECIAL` holds
 The outcome of each kind is in docs/MODELS.md; tests/support/models_page.py measures the outcomes again.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import traceback
@@ -236,9 +234,6 @@ def tiny(kind: str, noise: float = 0.0, **changes) -> PreTrainedModel:
     return model
 
 
-# --- outcomes -----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Finding:
     """The outcome of one kind.
@@ -350,8 +345,6 @@ def said(error: Exception) -> str:
     text = re.sub(r"^prompt \d+: ", "", " ".join(str(error).split()))
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
-
-# --- the table ----------------------------------------------------------------------------------------
 
 COLUMNS = ("kind", "outcome", "path", "longrope", "reason")
 

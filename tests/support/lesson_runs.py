@@ -32,28 +32,19 @@ QUICKER = DEFAULTS | {
     "04_draft_length": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
     "04b_draft_length_further": {"batch_sizes": [1, 8], "max_new_tokens": 48, "repeats": 3},
     "05_draft_models": {
-        "ladder": ["draft", "deep_draft"],
-        "drafts": ["ngram", "target:int4", "feature_head"],
-        "batch_sizes": [1, 4],
-        "max_new_tokens": 16,
-        "repeats": 1,
-        "aligning_tokens": 10_000,
-        "prompt_count": 24,
+        "ladder": ["draft", "deep_draft"], "drafts": ["ngram", "target:int4", "feature_head"], "batch_sizes": [1, 4],
+        "max_new_tokens": 16, "repeats": 1, "aligning_tokens": 10_000, "prompt_count": 24,
     },
     "06_kernel_timelines": {"batch_size": 4, "max_new_tokens": 32},
     "08_latency_and_utilization": {"batch_size": [1, 4], "max_new_tokens": 16, "repeats": 2},
     "09_quality_within_a_time_budget": {"problem_count": 3, "batch_size": 4, "max_new_tokens": 64},
     "10_quantization": {"batch_size": 2, "max_new_tokens": 16, "prompt_count": 4, "problem_count": 2, "repeats": 1},
     "11_interactive_serving": {
-        "request_count": 40,
-        "shares": [0.3, 1.1],
-        "served_count": 6,
-        "max_new_tokens": 24,
-        "calibration_seconds": 1.0,
+        "request_count": 40, "shares": [0.3, 1.1], "served_count": 6, "max_new_tokens": 24, "calibration_seconds": 1.0,
     },
     "13_beyond_decoders": {"batch_size": 2, "max_new_tokens": 16, "source_count": 4, "repeats": 1},
     "14_the_paper": {"batch_size": 4, "batch_sizes": [4, 16], "max_new_tokens": 16, "problem_count": 1, "repeats": 1},
-}
+}  # fmt: skip
 ONE = {"batch_size": 1, "draft_length": 1, "repeats": 1}
 SMALLEST = {  # `make test`: the smallest values, and the default policy if the lesson takes it
     "00_start_here": {"batch_size": 1, "draft_length": None, "max_new_tokens": 4, "repeats": 1},
@@ -63,14 +54,8 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
     "04_draft_length": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
     "04b_draft_length_further": {"batch_sizes": [16], "max_new_tokens": 8, "repeats": 1},
     "05_draft_models": {
-        "ladder": ["draft"],
-        "drafts": ["ngram"],
-        "batch_sizes": [1],
-        "draft_length": 1,
-        "max_new_tokens": 4,
-        "repeats": 1,
-        "aligning_tokens": 1,
-        "prompt_count": 4,
+        "ladder": ["draft"], "drafts": ["ngram"], "batch_sizes": [1], "draft_length": 1, "max_new_tokens": 4,
+        "repeats": 1, "aligning_tokens": 1, "prompt_count": 4,
     },
     "06_kernel_timelines": {"batch_size": 1, "draft_length": None, "max_new_tokens": 16},
     "07_ragged_attention_kernels": {"kv_lengths": [5], "draft_length": 0, "heads": 1, "kv_heads": 1, "head_dim": 16},
@@ -78,19 +63,12 @@ SMALLEST = {  # `make test`: the smallest values, and the default policy if the 
     "09_quality_within_a_time_budget": {"problem_count": 1, "batch_size": 1, "max_new_tokens": 1},
     "10_quantization": ONE | {"max_new_tokens": 2, "prompt_count": 2, "problem_count": 1},
     "11_interactive_serving": {
-        "batch_size": 1,
-        "request_count": 20,
-        "shares": [1.0],
-        "served_count": 5,
-        "draft_length": 1,
-        "max_new_tokens": 2,
-        "deadline": 0.1,
-        "prefill_chunk": 400,
-        "calibration_seconds": 0.1,
+        "batch_size": 1, "request_count": 20, "shares": [1.0], "served_count": 5, "draft_length": 1,
+        "max_new_tokens": 2, "deadline": 0.1, "prefill_chunk": 400, "calibration_seconds": 0.1,
     },
     "13_beyond_decoders": ONE | {"max_new_tokens": 2, "source_count": 1},
     "14_the_paper": ONE | {"batch_sizes": [16], "max_new_tokens": 2, "problem_count": 1, "samples": [1]},
-}
+}  # fmt: skip
 # Cells that run first with the smallest values. tests/lab has the whole check of drafters and the whole corpus.
 PREPARED = {
     "01_speculative_decoding": """\

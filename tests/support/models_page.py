@@ -3,8 +3,6 @@
 PYTHONPATH=.:kernels python tests/support/models_page.py      measures all of them again (about three minutes)
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -15,12 +13,10 @@ SUPPORT = PAGE.with_name("SUPPORT.md")
 
 
 def section(name: str, page: Path = PAGE) -> str:
-    """What stands between the marks of that name."""
     return _split(name, page)[1]
 
 
 def put(name: str, text: str) -> None:
-    """Replace what stands there."""
     before, _, after = _split(name, PAGE)
     PAGE.write_text(f"{before}\n\n{text}\n\n{after}")
 
@@ -39,7 +35,6 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def rows(name: str, page: Path = PAGE) -> list[list[str]]:
-    """The rows of that section's table."""
     lines = [line for line in section(name, page).splitlines() if line.startswith("| `")]
     cells = ([cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines)
     return [[first.strip("`"), *rest] for first, *rest in cells]

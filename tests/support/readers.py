@@ -1,7 +1,5 @@
 """Tiny encoder-decoder models, and the text that transformers writes of a source alone."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -31,14 +29,8 @@ _BART = _COMMON | {
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": CONTEXT, "bos_token_id": 1,
 }  # fmt: skip
 OPTIONS = {
-    "t5": _T5,
-    "mt5": _T5,
-    "umt5": _T5,
-    "bart": _BART,
-    "mbart": _BART,
-    "marian": _BART,
-    "pegasus": _BART,
-    "m2m_100": _BART,
+    **dict.fromkeys(("t5", "mt5", "umt5"), _T5),
+    **dict.fromkeys(("bart", "mbart", "marian", "pegasus", "m2m_100"), _BART),
     "whisper": _BART | {"num_mel_bins": 6, "max_source_positions": 12, "max_target_positions": CONTEXT},
 }
 HEARS = ("whisper",)
@@ -62,7 +54,6 @@ def tiny_reader(kind: str, dtype: str = "float32", noise: float = 0.0) -> PreTra
 
 
 def sources(kind: str, *lengths: int) -> list[Tensor]:
-    """Random sources of these lengths. Sounds have one length."""
     generator = torch.Generator().manual_seed(0)
     if kind in HEARS:
         return [torch.randn(6, 24, generator=generator, dtype=torch.float64) for _ in lengths]
@@ -70,7 +61,6 @@ def sources(kind: str, *lengths: int) -> list[Tensor]:
 
 
 def given(model: PreTrainedModel, source: Tensor) -> dict[str, Tensor]:
-    """The arguments of `generate` for one source."""
     if model.main_input_name != "input_ids":
         return {model.main_input_name: source[None].to(model.dtype)}
     return {"input_ids": source[None], "attention_mask": torch.ones_like(source)[None]}

@@ -3,8 +3,6 @@
 The counterpart of module `kinds`. The outcomes are in docs/MODELS.md, measured by tests/support/models_page.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import models_page
@@ -45,7 +43,6 @@ def tiny(kind: str, noise: float = 0.0) -> PreTrainedModel:
 
 
 def alone(model: PreTrainedModel, source: Tensor) -> list[int]:
-    """The greedy text of one source by `generate`."""
     ids = source[None]
     return model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)[0, 1:].tolist()
 

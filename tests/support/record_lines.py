@@ -1,7 +1,5 @@
 """Validation of a record's lines by the JSON schema, with a validator that is not ours."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

@@ -4,8 +4,6 @@ The recorder freezes host lengths, host tensors and Python branches, as a CUDA g
 tensor made of host values, as a capture does.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
@@ -72,7 +70,6 @@ def recorded(device: torch.device):
 
 
 def use_on_cpu(monkeypatch) -> None:
-    """Sessions use this recorder in place of CUDA graphs."""
     execution, gpu = session_module.execution, torch.device("cuda")
     monkeypatch.setattr(overlap, "captured", recorded)
     monkeypatch.setattr(session_module, "execution", lambda wanted, device, *rest: execution(wanted, gpu, *rest))
@@ -117,7 +114,6 @@ def _draw_again_what_is_taken_back(monkeypatch) -> None:
 
 
 def count_ahead(monkeypatch) -> Counter:
-    """Count the steps that are launched ahead, and those that are taken back."""
     seen, launch, take_back = Counter(), overlap.Overlap._launch, overlap.Overlap.take_back
 
     def launched(self):
@@ -133,13 +129,10 @@ def count_ahead(monkeypatch) -> Counter:
     return seen
 
 
-# --- recorded against eager ---
-
 PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
 
 
 def pair(architecture="llama", **changes):
-    """Of one layer where no more are asked for: a recording of one is made in half the time."""
     options = {"dtype": "float64"} | ({"num_hidden_layers": 1} if architecture == "llama" else {})
     return bass.ModelPair(
         tiny_model(architecture, **options, **changes), tiny_model(architecture, **options, noise=0.1)
@@ -172,7 +165,6 @@ def submitted(running: bass.Session, prompts=PROMPTS, new=40) -> list:
 
 
 def texts(running: bass.Session, handles) -> list[list[int]]:
-    """Texts of the rows after the session has ended."""
     while not running.idle:
         running.step()
     return [running.result(handle).sequence.tolist() for handle in handles]

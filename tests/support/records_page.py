@@ -3,8 +3,6 @@
 PYTHONPATH=.:kernels:tests/support python tests/support/records_page.py      writes it
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from models_page import table

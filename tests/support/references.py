@@ -1,14 +1,11 @@
-"""References to code in prose: which there are in a text, and whether what they name exists.
+"""References to code in prose: paths, links, `python -m module`, and in backticks names of ours or with an underscore.
 
-A path, `python -m module`, a link, and in backticks a dotted name that begins with a package, a module or a class of
-ours, or a name that nothing but code has: with an underscore before or within it. What begins with another name, such
-as `torch.compile` or `policy.task`, is not looked at.
+A name that begins with another package or an object, such as `torch.compile` or `policy.task`, is not looked at.
 """
-
-from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -50,25 +47,22 @@ def _said_by_code(source: str) -> str:
 
 
 class Code:
-    """What exists: files, modules, their names, the members of classes."""
+    """What exists: files, modules and classes of ours, and the words of our code."""
 
     def __init__(self):
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         lines = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         self.files = [name for name in lines if (ROOT / name).exists()]
-        self.modules: dict[str, ast.Module] = {}
+        self.modules: dict[str, str] = {}  # sources by name
+        self.classes: dict[str, list[str]] = {}  # the modules that have a class of that name
         for package, where in SOURCES.items():
             for path in (ROOT / where / package).rglob("*.py"):
                 parts = path.relative_to(ROOT / where).with_suffix("").parts
-                parts = parts[:-1] if parts[-1] == "__init__" else parts
-                self.modules[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+                module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+                self.modules[module] = path.read_text(encoding="utf-8")
+                for name in re.findall(r"^class (\w+)", self.modules[module], re.MULTILINE):
+                    self.classes.setdefault(name, []).append(module)
         self.packages = {name.rpartition(".")[0] for name in self.modules} - {""}
-        self.names = {module: _names(tree.body) for module, tree in self.modules.items()}
-        self.classes: dict[str, list[tuple[str, ast.ClassDef]]] = {}
-        for module, tree in self.modules.items():
-            for node in ast.walk(tree):
-                if isinstance(node, ast.ClassDef):
-                    self.classes.setdefault(node.name, []).append((module, node))
 
     @cached_property
     def words(self) -> set[str]:
@@ -113,57 +107,42 @@ class Code:
             ours = "_" in first and not first.endswith("__") and first not in FOREIGN
             return not ours or first in self.words or first in self.packages
         if first in SOURCES:
-            return self._in_module(first, rest)
+            return self._reaches(first, rest)
         modules = [module for module in self.modules if module.rpartition(".")[2] == first]
-        classes = list(self.classes.get(first, []))
+        classes = [(first, module) for module in self.classes.get(first, [])]
         if not classes and (modules or "_" in first):  # such a name is often an object's: `trace` of a Trace
-            classes = [one for name, found in self.classes.items() if _snake(name) == first for one in found]
+            of_name = [one for one in self.classes if _snake(one) == first]
+            classes = [(one, module) for one in of_name for module in self.classes[one]]
         if not modules and not classes:
             return True  # not ours
-        return any(self._in_module(module, rest) for module in modules) or any(
-            self._in_class(module, node, rest[0]) for module, node in classes
-        )
+        owned = [(module, [one, rest[0]]) for one, module in classes]
+        return any(self._reaches(*each) for each in [*((module, rest) for module in modules), *owned])
 
-    def _in_module(self, module: str, rest: list[str]) -> bool:
-        if not rest:
-            return True
-        first, *deeper = rest
-        if (inner := f"{module}.{first}") in self.modules.keys() | self.packages:
-            return self._in_module(inner, deeper)
-        known = self.names.get(module, {})
-        if first not in known:
-            return "__getattr__" in known and hasattr(importlib.import_module(module), first)
-        node = known[first]
-        if not deeper:
-            return True
-        if isinstance(node, ast.ClassDef):
-            return self._in_class(module, node, deeper[0])
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in SOURCES:
-            return self._in_module(node.module, rest)
-        return not isinstance(node, ast.FunctionDef)
-
-    def _in_class(self, module: str, node: ast.ClassDef, member: str) -> bool:
-        if member in _members(node):
-            return True
-        found = importlib.import_module(module)  # what it inherits
-        return hasattr(getattr(found, node.name, None), member)
+    def _reaches(self, module: str, names: list[str]) -> bool:
+        """Return True if the module has the first name, that object the second, and so on up to a class's member."""
+        try:
+            thing = importlib.import_module(module)
+        except ImportError:  # a program of its own, whose imports are no packages
+            return re.search(rf"\b{names[0]}\b", self.modules[module]) is not None
+        for name in names:
+            if inspect.isclass(thing):
+                return hasattr(thing, name) or _is_field(thing, name)
+            if inspect.ismodule(thing) and (inner := f"{thing.__name__}.{name}") in self.modules.keys() | self.packages:
+                thing = importlib.import_module(inner)
+            elif not hasattr(thing, name):
+                return False
+            else:
+                thing = getattr(thing, name)
+        return True
 
 
-def _names(body: list[ast.stmt]) -> dict[str, ast.AST]:
-    """What statements give names to, those within `if`, `try` and `with` included."""
-    found: dict[str, ast.AST] = {}
-    for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found[node.name] = node
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {(alias.asname or alias.name).partition(".")[0]: node for alias in node.names}
-        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {n.id: n for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-        else:
-            for inner in ("body", "orelse", "finalbody", "handlers"):
-                found |= _names(getattr(node, inner, []))
-    return found
+def _is_field(kind: type, name: str) -> bool:
+    """Return True if a class of ours, or a base of it, annotates the name or assigns it to `self`."""
+    ours = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in SOURCES]
+    assigned = re.compile(rf"\bself\.{name}\b[^=\n]*=(?!=)")
+    return any(
+        name in vars(base).get("__annotations__", {}) or assigned.search(inspect.getsource(base)) for base in ours
+    )
 
 
 def _words(source: str) -> set[str]:
@@ -175,17 +154,6 @@ def _words(source: str) -> set[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
             found.update(re.findall(r"\w+", node.value))
     return found
-
-
-def _members(node: ast.ClassDef) -> set[str]:
-    """Methods, fields, and what methods assign to `self`."""
-    of_self = {
-        inner.attr
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self"
-        and isinstance(inner.ctx, ast.Store)
-    }  # fmt: skip
-    return set(_names(node.body)) | of_self
 
 
 def _snake(name: str) -> str:

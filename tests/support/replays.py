@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 
+from bass_lab.load import LoadRun
+from bass_lab.load.result import PIECES, REQUESTS, STEPS
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 
@@ -47,3 +50,18 @@ def trace_of(*patterns, prompt=10, lengths=None):
     fates = np.array([[1, *map(int, pattern)] for pattern in patterns])
     made = AcceptanceTrace.synthetic(alpha=0.5, length=fates.shape[1], sequences=len(fates), prompt_length=prompt)
     return replace(made, q=fates.astype(np.float32), lengths=np.array(lengths or [fates.shape[1]] * len(fates)))
+
+
+def run_of(ended, first=None, arrived=None, tokens=5, reasons=None, deadline=np.nan, pieces=None, steps=()):
+    count = len(ended)
+    arrived = np.arange(count, dtype=float) if arrived is None else np.array(arrived)
+    first = arrived + 0.1 if first is None else np.array(first)
+    columns = [
+        range(count), arrived, arrived + 0.05, first, ended, tokens, 9, deadline, reasons or ["length"] * count, None,
+    ]  # fmt: skip
+    whole = [(row, at, size) for row in range(count) for at, size in ((first[row], 1), (ended[row], 4))]
+    return LoadRun(
+        pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),
+        pd.DataFrame(whole if pieces is None else pieces, columns=list(PIECES)),
+        pd.DataFrame(list(steps), columns=list(STEPS)),
+    )

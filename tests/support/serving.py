@@ -1,20 +1,18 @@
 """A server for tests: in a thread of this process, or in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
 import httpx
+from waiting import until
 
 import bass_core as bass
 from bass_lab.serve.server import Server, Settings, bound
@@ -56,14 +54,6 @@ def held(server: Server, after: int = 0) -> Iterator[None]:
     finally:
         going.set()
         server.driver.session.step = step
-
-
-def until(holds: Callable[[], bool], seconds: float = 20) -> None:
-    """Wait for a condition. Raise AssertionError after the seconds."""
-    ends = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def post(server: Server | str, path: str = "/v1/completions", **body: Any) -> httpx.Response:

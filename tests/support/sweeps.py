@@ -73,8 +73,6 @@ class Instant:
 
 
 class Ended(NamedTuple):
-    """A finished run."""
-
     folder: Path
     status: str
 

@@ -1,7 +1,5 @@
 """One factory for tiny models of every architecture: random weights, large enough that argmaxes vary."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Iterator
@@ -21,42 +19,26 @@ CONTEXT = 96
 BYTES = 3 + 256  # the vocabulary of `byte_tokenizer`
 WINDOW = 8  # shorter than the tests' prompts, so that sliding windows bite
 
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
-_LLAMA_LIKE = _COMMON | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-}
+_COMMON = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_COMMON["tie_word_embeddings"] = False
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
+_LLAMA_LIKE = _COMMON | _SMALL | {"intermediate_size": 48, "num_key_value_heads": 2}
 _GPT_LIKE = _COMMON | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": CONTEXT}
 
 _GEMMA = _LLAMA_LIKE | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
-_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": CONTEXT}
 _LATENT = {  # keys are wider than values
     "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
 _OPTIONS = {  # architecture: model type and options
-    "llama": ("llama", _LLAMA_LIKE),
-    "qwen2": ("qwen2", _LLAMA_LIKE),
+    **{name: (name, _LLAMA_LIKE) for name in ("llama", "qwen2", "phi3", "olmo2", "gpt_neox")},
     "qwen3": ("qwen3", _LLAMA_LIKE | {"head_dim": 16}),
     "mistral": ("mistral", _LLAMA_LIKE | {"sliding_window": WINDOW}),
     "gemma2": ("gemma2", _GEMMA),
     "gemma3": ("gemma3_text", _GEMMA | {"layer_types": ["sliding_attention", "full_attention"]}),
-    "phi3": ("phi3", _LLAMA_LIKE),
-    "olmo2": ("olmo2", _LLAMA_LIKE),
     "mixtral": ("mixtral", _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "gpt2": ("gpt2", _GPT_LIKE),
-    "gpt_neox": ("gpt_neox", _LLAMA_LIKE),
     "opt": ("opt", _COMMON | _SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "starcoder2": ("starcoder2", _LLAMA_LIKE | {"sliding_window": None}),
     "doge": ("doge", _LLAMA_LIKE | {"keep_window_size": WINDOW}),
@@ -72,8 +54,7 @@ _OPTIONS = {  # architecture: model type and options
         | {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": CONTEXT}
         | {"attention_types": [[["global", "local"], 1]]},
     ),
-    "codegen": ("codegen", _GPT_LIKE | {"rotary_dim": 4}),
-    "gptj": ("gptj", _GPT_LIKE | {"rotary_dim": 4}),
+    **{name: (name, _GPT_LIKE | {"rotary_dim": 4}) for name in ("codegen", "gptj")},
     "falcon": (
         "falcon",
         _COMMON | _SMALL | {"alibi": False, "new_decoder_architecture": False, "multi_query": True},

@@ -1,7 +1,5 @@
 """Draft-length policies for tests: what the interface allows, used to the full."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -73,8 +71,6 @@ class TakingTurns(DraftLengthPolicy):
 
 
 class Line:
-    """Seconds of steps on a line: each drafted token takes `draft` of a regular step, and verifying it `verify`."""
-
     draft_phases = ()  # drafts take passes
 
     def __init__(self, draft: float = 0.1, verify: float = 0.05):
