@@ -162,23 +162,3 @@ def test_trace_names_the_rule_once_a_row_is_sampled():
     assert session.trace.meta["verification"] == "greedy"
     session.submit(PROMPTS[0], max_new_tokens=NEW, temperature=0.8)
     assert session.trace.meta["verification"] == "token"
-
-
-@pytest.mark.parametrize(
-    ("way", "error"),
-    [
-        ({"sample": -1}, "sample must"),
-        ({"sample": 1.5}, "sample must"),
-        ({"sample": 2**64}, "sample must"),
-        ({"temperature": -1}, "temperature must be a finite number >= 0"),
-        ({"temperature": "hot"}, "temperature must be a finite number"),
-        ({"top_p": 0}, "top_p must be in"),
-        ({"top_k": 2.5}, "top_k must be an integer"),
-    ],
-    ids=str,
-)
-def test_refused_row_takes_no_number(way, error):
-    session = session_over()
-    with pytest.raises((ValueError, TypeError), match=error):
-        session.submit(PROMPTS[0], max_new_tokens=NEW, **way)
-    assert session.submit(PROMPTS[0], max_new_tokens=NEW).row == 0
