@@ -4,6 +4,7 @@ import pytest
 import torch
 from readers import HEARS, OPTIONS, START, alone, given, sources, tiny_reader
 from sessions import run_to_the_end
+from stale import poison_stale_slots
 from tiny import tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin
@@ -11,7 +12,6 @@ from trial_policies import PerRow
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.model.runner import Runner
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.oracle import Oracle
@@ -205,27 +205,14 @@ def test_streamer_receives_forced_tokens(kind, forced):
 
 
 def test_stale_slots_never_matter():
-    """All slots beyond a text or a source hold 1e4 before every step."""
     pair, read = pair_of("t5"), sources("t5", *LENGTHS)
     with bass.Session(pair, max_batch_size=3, draft_length=3) as session:
         handles = [session.submit(each, max_new_tokens=NEW) for each in read]
         while not session.idle:
             session.step()
-            poison(session.target, session.rows)
-            poison(session.drafter.runner, session.rows)
+            poison_stale_slots(session)
         found = [session.result(handle).sequence.tolist() for handle in handles]
     assert found == [alone(pair.target, each, NEW) for each in read]
-
-
-@torch.inference_mode()
-def poison(runner: Runner, rows) -> None:
-    cache, live = runner.cache, len(rows.live)
-    for place in range(cache.max_rows):
-        kept = int(rows.lengths_host[place]) - 1 if place < live else 0
-        for buffer in cache.buffers():
-            buffer[place, :, kept:] = 1e4
-        for buffer in cache.sources.buffers():
-            buffer[place, :, cache.sources.lengths[place] if place < live else 0 :] = 1e4
 
 
 @pytest.mark.slow
