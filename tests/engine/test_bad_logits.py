@@ -78,7 +78,10 @@ def on_logits():
     hooks = []
 
     def add(change):
-        hooks.extend(m.register_forward_hook(lambda module, args, out: change(out.logits)) for m in (TARGET, DRAFT))
+        def hook(module, args, output):
+            change(output.logits)
+
+        hooks.extend(model.register_forward_hook(hook) for model in (TARGET, DRAFT))
 
     yield add
     for hook in hooks:
@@ -97,7 +100,7 @@ def test_bad_logits_of_a_prefill_raise_and_commit_nothing(value, on_logits):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_minus_infinity_for_some_ids_is_allowed(temperature, on_logits):
     """Models forbid ids in this way."""
-    on_logits(lambda logits: logits[..., 7].fill_(-INFINITY) and None)
+    on_logits(lambda logits: logits[..., 7].fill_(-INFINITY))
     out = bass.generate(PAIR, PROMPTS, max_new_tokens=10, temperature=temperature, eos_token_id=())
     assert out.finish_reasons == ["length"] * 3
     assert 7 not in torch.cat(out.sequences)

@@ -1,12 +1,13 @@
 """Sampled text of tiny real models follows the exact distribution: a G-test of the first tokens' joint."""
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_model
 
 import bass_core as bass
 from bass_lab.checks import plain_decoding
-from bass_lab.checks.goodness_of_fit import detectable, g_test
+from bass_lab.checks.goodness_of_fit import g_test
 
 PROMPT = torch.tensor([3, 1, 4, 1])
 SAMPLES, TOKENS = 4000, 3
@@ -33,5 +34,12 @@ def test_first_tokens_follow_the_exact_distribution(rule, draft, sampling):
     options = {"max_new_tokens": TOKENS, "draft_length": 2, "verification": rule, "eos_token_id": (), "trace": "off"}
     out = bass.generate(pair, PROMPT, num_return_sequences=SAMPLES, **options, **sampling)
     law = plain_decoding.exact_law(pair.target, PROMPT, bass.SamplingParams(**sampling), TOKENS)
-    assert detectable(law, SAMPLES, ALPHA) < 0.06  # a total variation that the test would find
     assert g_test([tuple(sequence.tolist()) for sequence in out.sequences], law)["p_value"] > ALPHA
+
+
+def test_g_test_finds_a_total_variation_of_a_twentieth():
+    law = plain_decoding.exact_law(model(), PROMPT, bass.SamplingParams(temperature=1.0), TOKENS)
+    texts, biased = [*law], np.array([*law.values()]) + 0.05 / len(law)
+    biased[biased.argmax()] -= 0.05
+    found = np.random.default_rng(0).choice(len(texts), SAMPLES, p=biased / biased.sum())
+    assert g_test([texts[each] for each in found], law)["p_value"] < ALPHA

@@ -9,30 +9,22 @@ from kernel_cases import TOLERANCE, Case, case, error, fuzz, poisoned_memory
 import bass_kernels
 from bass_kernels import plan, ragged_attention, reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
 def sdpa_error(arguments: Case) -> float:
     """Of torch's own attention, on the rows' live queries: what this precision allows."""
-    arguments = arguments.filled(0.0)
-    group = arguments.query.shape[1] // arguments.key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (arguments.key, arguments.value))
-    positions = arguments.starts[:, None] + torch.arange(arguments.query.shape[2], device="cuda")
+    query, key, value, starts, kv_lengths, flags = arguments.filled(0.0)
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    positions = (starts[:, None] + torch.arange(query.shape[2], device="cuda"))[..., None]
     slots = torch.arange(key.shape[2], device="cuda")
-    visible = slots <= positions[..., None]
-    live = ((positions >= 0) & (positions < arguments.kv_lengths[:, None]))[..., None, None]
-    window, scaling = arguments.flags.get("sliding_window"), arguments.flags.get("scaling")
-    if window is not None:
-        visible &= slots > positions[..., None] - window
-    visible |= ~live[..., 0]  # padding queries see everything, rather than nothing
-    out = torch.nn.functional.scaled_dot_product_attention(
-        arguments.query, key, value, attn_mask=visible[:, None], scale=scaling
-    )
-    return error(torch.where(live, out.transpose(1, 2), 0), arguments.expected)
+    live = (positions >= 0) & (positions < kv_lengths[:, None, None])
+    visible = (slots <= positions) & (slots > positions - flags.get("sliding_window", 1 << 30))
+    visible |= ~live  # padding queries see everything, rather than nothing
+    attend = torch.nn.functional.scaled_dot_product_attention
+    out = attend(query, key, value, attn_mask=visible[:, None], scale=flags.get("scaling"))
+    return error(torch.where(live[..., None], out.transpose(1, 2), 0), arguments.expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,20 +1,15 @@
 """Fused verification on a CUDA device, and inside a CUDA graph: `pytest -m gpu`."""
 
 import pytest
-import test_kernel_peaks
 import torch
 from kernel_steps import committing, differing
-from test_kernel_draw import drawn, is_right
+from test_kernel_draw import drawn, is_right, largest_is_right
 from test_kernel_verification import COMMITS, assert_same_bits, disagreements
 
 from bass_kernels import draft_draw, reference, verify
 from bass_kernels.fused_verification import BLOCK
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
-LARGEST_UNIFORM = 1 - 2.0**-52
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 def step(rows, drafts, vocabulary, dtype, temperature, certain, seed):
@@ -69,26 +64,14 @@ def test_a_captured_graph_replays_for_other_inputs(temperature, certain):
         assert_agrees(found, reference.verify(*arguments), arguments)
 
 
-def test_extreme_uniform_numbers_never_return_an_impossible_id():
-    for uniform in (0.0, LARGEST_UNIFORM):
-        logits, drafted, submitted, _, u, v, committed, _ = step(64, 2, 50257, torch.float32, 1.0, True, seed=1)
-        logits[..., :20_000] = logits[..., 20_050:] = -torch.inf
-        drafted[:] = 20_000
-        found = verify(logits, drafted, submitted, None, u.fill_(LARGEST_UNIFORM), v.fill_(uniform), committed, 1.0)
-        assert ((found.next_token >= 20_000) & (found.next_token < 20_050)).all()
-        assert (found.next_token[found.accepted < submitted] != 20_000).all()
-
-
-def test_a_slot_without_numbers_disturbs_no_other_row():
-    arguments = step(4, 3, 50257, torch.bfloat16, 0.7, False, seed=2)
-    arguments[2].fill_(3)
-    sound = verify(*arguments)
-    arguments[0][2] = torch.nan
-    found = verify(*arguments)
-    assert found.finite.tolist() == [True, True, False, True]
-    assert 0 <= found.next_token[2] < 50257
-    others = [0, 1, 3]
-    assert all(torch.equal(ours[others], theirs[others]) for ours, theirs in zip(found, sound, strict=True))
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-52])
+def test_extreme_uniform_numbers_never_return_an_impossible_id(uniform):
+    logits, drafted, submitted, _, u, v, *rest = step(64, 2, 50257, torch.float32, 1.0, True, seed=1)
+    logits[..., :20_000] = logits[..., 20_050:] = -torch.inf
+    drafted[:] = 20_000
+    found = verify(logits, drafted, submitted, None, u.fill_(1 - 2.0**-52), v.fill_(uniform), *rest)
+    assert ((found.next_token >= 20_000) & (found.next_token < 20_050)).all()
+    assert (found.next_token[found.accepted < submitted] != 20_000).all()
 
 
 def test_the_same_inputs_give_the_same_bits():
@@ -131,14 +114,6 @@ def test_a_draw_on_the_gpu_is_that_of_its_q(dtype, temperature):
     for rows, vocabulary in ((1, 1), (3, block - 1), (5, block + 1), (8, 50257), (32, 128256)):
         generator = torch.Generator("cuda").manual_seed(vocabulary)
         logits = (3 * torch.randn(rows, vocabulary, generator=generator, device="cuda")).to(dtype)
-        token, q, peak = (each.cpu() for each in drawn(logits, temperature, width=vocabulary + 7))
-        assert is_right(logits.cpu(), temperature, 1, (token, q, peak))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_largest_logit_on_the_gpu_is_what_torch_finds(dtype):
-    for rows, vocabulary in ((1, 1), (3, 4095), (8, 51200), (32, 128256)):
-        generator = torch.Generator("cuda").manual_seed(vocabulary)
-        logits = torch.randn(rows, vocabulary, generator=generator, device="cuda").to(dtype)
-        found = [each.cpu() for each in test_kernel_peaks.found_in(logits)]
-        assert test_kernel_peaks.is_right(logits.cpu(), found)
+        found = [each.cpu() for each in drawn(logits, temperature, width=vocabulary + 7)]
+        assert is_right(logits.cpu(), temperature, 1, found)
+        assert largest_is_right(logits)

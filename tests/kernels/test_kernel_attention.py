@@ -14,7 +14,6 @@ from bass_kernels import launching, make_plan, pad_attention, plan, ragged_atten
 
 pytestmark = pytest.mark.interpreted
 slow, ci = pytest.mark.slow, pytest.mark.ci
-IN_CI = [pytest.param(each, marks=ci) for each in (torch.float16, torch.float64)]
 
 
 def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> None:
@@ -22,7 +21,11 @@ def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> 
 
 
 @pytest.mark.parametrize("part", [slice(0, None, 8), pytest.param(slice(24), marks=slow)], ids=["few", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *IN_CI], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, *(pytest.param(each, marks=ci) for each in (torch.float16, torch.float64))],
+    ids=str,
+)
 def test_ragged_attention_equals_the_reference_over_poisoned_memory(dtype, part):
     for described, arguments in list(fuzz(24, dtype))[part]:
         for deterministic in (False, True) if dtype == torch.float32 else (False,):
@@ -88,12 +91,14 @@ def test_any_strides_will_do(strides):
 
 @pytest.mark.parametrize(("most_items", "expected"), [(4, [1, 1, 1, 1]), (6, [3, 1, 1, 1]), (40, [13, 2, 5, 1])])
 def test_any_split_equals_no_split(monkeypatch, most_items, expected):
+    """A plan for fewer pieces than rows have is that of a CUDA graph captured over a narrower cache."""
     monkeypatch.setattr(plan, "most_items", lambda *_: most_items)
     monkeypatch.setattr(plan, "multiprocessors", lambda device: 1000)  # room for all: the smallest chunk wins
     arguments = case([400, 37, 130, 0], 3, kv_heads=1)
     assert make_plan(*arguments[:2], *arguments[3:5]).rows[:, 1].tolist() == expected
-    with poisoned_memory():
-        assert_agrees(ragged_attention(*arguments.arguments), arguments)
+    for deterministic in (False, True):
+        with poisoned_memory():
+            assert_agrees(ragged_attention(*arguments.arguments, deterministic=deterministic), arguments)
 
 
 @pytest.mark.parametrize(
@@ -212,45 +217,33 @@ def test_plan_lists_every_key_once_longest_rows_first(batch, window, determinist
     assert keys == sorted(keys, reverse=True)
 
 
-@pytest.mark.parametrize("kv_lengths", [[2048] * 8, [8192, *[512] * 7], [5000, 3000, 1, 0]])
-def test_plan_takes_the_chunk_that_costs_least(kv_lengths):
-    kv = torch.tensor(kv_lengths)
-    query, key = torch.empty(len(kv), 8, 5, 64), torch.empty(len(kv), 2, 8192, 64)
-    found = make_plan(query, key, kv - 5, kv)
-    programs, slots = 2 * 2, plan.multiprocessors(kv.device) * found.tile.programs  # KV heads x blocks of rows
-    sizes = [blocks * found.tile.block_n for blocks in (2, 3, *(m * 2**e for e in range(12) for m in (4, 5, 6, 7)))]
-
-    def cost(chunk):
-        pieces = [max(1, -(-n // chunk)) if n >= 5 else 1 for n in kv_lengths]
-        waves = -(-sum(pieces) * programs // slots)
-        reduce = plan.REDUCE if max(pieces) > 1 else 0
-        return (
-            waves * (min(chunk, max(kv_lengths)) + plan.OVERHEAD) + reduce if sum(pieces) <= len(found.items) else 1e9
-        )
-
-    best = min(sizes, key=cost)
-    assert found.rows[:, 1].tolist() == [max(1, -(-n // best)) if n >= 5 else 1 for n in kv_lengths]
+@pytest.mark.parametrize(
+    ("kv_lengths", "pieces"),
+    [
+        ([2048] * 8, [7] * 8),
+        ([8192, *[512] * 7], [26, *[2] * 7]),
+        ([5000, 3000, 1, 0], [16, 10, 1, 1]),
+    ],
+)
+def test_plan_takes_the_chunk_that_costs_least(kv_lengths, pieces):
+    """In waves of programs over the eight multiprocessors that the interpreter counts."""
+    kv, (query, key) = torch.tensor(kv_lengths), (torch.empty(len(kv_lengths), heads, 8192, 64) for heads in (8, 2))
+    assert make_plan(query[:, :, :5], key, kv - 5, kv).rows[:, 1].tolist() == pieces
 
 
-def test_long_prefill_is_not_split():
-    query, key = torch.empty(4, 8, 600, 64), torch.empty(4, 8, 4096, 64)
-    kv = torch.tensor([600, 20, 300, 599])
-    assert not make_plan(query, key, kv - 600, kv).may_split
-    query, key = torch.empty(1, 2, 600, 64), torch.empty(1, 2, 4096, 64)
-    kv = torch.tensor([4000])
-    deterministic = {"deterministic": True}  # partial results of a long prompt would fill the memory
-    assert not make_plan(query, key, kv - 600, kv, **deterministic).may_split
-    narrow = key[:, :, :300]  # the same kernel for every width, since bits depend on the kernel
-    assert make_plan(query[:, :, :64], key, kv - 64, kv, **deterministic).may_split
-    assert make_plan(query[:, :, :64], narrow, kv - 3800, kv - 3740, **deterministic).may_split
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_longer_than_the_plan_lose_no_key(monkeypatch, deterministic):
-    monkeypatch.setattr(plan, "most_items", lambda *_: 4)  # as in a CUDA graph captured over a narrower cache
-    arguments = case([800, 20, 300])
-    found = ragged_attention(*arguments.arguments, deterministic=deterministic)
-    assert_agrees(found, arguments)
+@pytest.mark.parametrize(
+    ("deterministic", "queries", "width", "starts", "kv_lengths", "may_split"),
+    [
+        (False, 600, 4096, [0, -580, -300, -1], [600, 20, 300, 599], False),
+        (True, 600, 4096, [3400], [4000], False),  # partial results of a long prompt would fill the memory
+        (True, 64, 4096, [3400], [4000], True),
+        (True, 64, 300, [200], [260], True),  # the same kernel for every width, since bits depend on the kernel
+    ],
+)
+def test_long_prefill_is_not_split(deterministic, queries, width, starts, kv_lengths, may_split):
+    query, key = (torch.empty(len(starts), 2, length, 64) for length in (queries, width))
+    starts, kv_lengths = torch.tensor(starts), torch.tensor(kv_lengths)
+    assert make_plan(query, key, starts, kv_lengths, deterministic=deterministic).may_split == may_split
 
 
 def test_every_launch_is_on_the_tensors_device(monkeypatch):
@@ -265,20 +258,16 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch):
         inside.pop()
 
     def launch(self, *args, **kwargs):
-        if not inside:
-            outside.append(self.fn.__name__)
+        outside.extend([self.fn.__name__] * (not inside))
         return execute(self, *args, **kwargs)
 
     monkeypatch.setattr(launching, "on", on)
     monkeypatch.setattr(GridExecutor, "__call__", launch)
-    arguments = case([300, 20])
+    arguments, cache, states = case([300, 20]), torch.zeros(2, 2, 4, 16), torch.ones(2, 2, 1, 16)
     ragged_attention(*arguments.arguments)
     pad_attention(*arguments.filled(0.0).arguments, extent=300)
     split_attention(*arguments.arguments, lengths=[300, 20])
-    cache = torch.zeros(2, 2, 4, 16)
-    bass_kernels.write_kv(
-        torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), cache, cache.clone(), torch.ones(2, 1).long()
-    )
+    bass_kernels.write_kv(states, states, cache, cache.clone(), torch.ones(2, 1).long())
     assert not outside
 
 
@@ -336,17 +325,14 @@ def test_offsets_may_exceed_32_bits():
         ({"query": torch.zeros(2, 4, 5, 300)}, "the head dimension must be at most 256, got 300"),
         ({"flags": {"softcap": 0.0}}, "softcap must be above 0, or None, got 0.0"),
         ({"flags": {"sliding_window": 0}}, "sliding_window must be at least 1, or None, got 0"),
+        ({"flags": {"extent": 44}}, "extent must be at most the 43 slots"),
+        ({"flags": {"lengths": [40]}}, "lengths must be the 2 rows' KV lengths"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unfit_arguments_are_refused(change, message):
     arguments = case([40, 9])._replace(**change)
+    functions = {"extent": pad_attention, "lengths": split_attention}
+    function = functions.get(next(iter(arguments.flags), ""), ragged_attention)
     with pytest.raises(ValueError, match=message):
-        ragged_attention(*arguments.arguments, **arguments.flags)
-
-
-def test_extent_and_lengths_are_checked():
-    with pytest.raises(ValueError, match="extent must be at most the 43 slots"):
-        pad_attention(*case([40, 9]).arguments, extent=44)
-    with pytest.raises(ValueError, match="lengths must be the 2 rows' KV lengths"):
-        split_attention(*case([40, 9]).arguments, lengths=[40])
+        function(*arguments.arguments, **arguments.flags)

@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 import transformers
+from kernel_launches import counted
+from recording import use_fixed_steps, use_on_cpu
 from tiny import greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
+from bass_core.gpu import compiled_layers
+from bass_core.gpu.graph_step import RecordedStep
 from bass_core.model import attention, kernel_ops
 
 pytestmark = pytest.mark.interpreted
@@ -47,25 +51,25 @@ def assert_greedy(found, model, prompts=PROMPTS, new=4, **options) -> None:
 def test_ragged_text_is_that_of_transformers(architecture):
     models = pair(architecture)
     ragged = generate(models, attention="ragged")
-    assert ragged.trace.summary()["attention"] == "ragged"
+    assert ragged.trace.meta["attention"] == "ragged"
     assert_greedy(ragged, models.target)
 
 
 @pytest.mark.ci
-def test_keys_wider_than_values_are_written_by_the_kernel_and_read_by_plain_torch():
-    models = pair("deepseek_v3")
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (lambda: pair("deepseek_v3"), "key and value must be"),  # keys wider than values
+        (lambda: pair("gemma2", head_dim=320, num_hidden_layers=1), "dimension must be at most 256, got 320"),
+    ],
+    ids=["deepseek_v3", "wide heads"],
+)
+def test_keys_that_the_kernels_cannot_read_are_read_by_plain_torch(models, message):
+    models = models()
     out = generate(models)
-    assert out.trace.summary()["attention"] == "pad"
+    assert out.trace.meta["attention"] == "pad"
     assert_greedy(out, models.target)
-    with pytest.raises(ValueError, match="key and value must be"):
-        generate(models, attention="ragged")
-
-
-@pytest.mark.ci
-def test_heads_too_wide_for_the_kernels_use_plain_torch():
-    models = bass.ModelPair(tiny_model("gemma2", head_dim=320, num_hidden_layers=1))
-    assert generate(models, max_new_tokens=2).trace.summary()["attention"] == "pad"
-    with pytest.raises(ValueError, match="the head dimension must be at most 256, got 320"):
+    with pytest.raises(ValueError, match=message):
         generate(models, attention="ragged")
 
 
@@ -126,13 +130,12 @@ def test_rows_that_finish_early_leave_and_waiting_rows_come():
 
 @pytest.mark.ci
 def test_nan_ends_its_row_alone(monkeypatch):
-    models, broken = pair(), 1
-    forward = attention.forward
+    models, forward = pair(), attention.forward
 
     def spoiled(model, path, ids, current, *args):
         logits = forward(model, path, ids, current, *args)
-        if model is models.target and ids.shape[1] > 1 and len(ids) == len(PROMPTS) and current.starts[broken] >= 11:
-            logits[broken] = math.nan
+        if model is models.target and ids.shape[1] > 1 and len(ids) == len(PROMPTS) and current.starts[1] >= 11:
+            logits[1] = math.nan
         return logits
 
     monkeypatch.setattr(attention, "forward", spoiled)
@@ -145,20 +148,56 @@ def test_nan_ends_its_row_alone(monkeypatch):
 
 
 def test_deterministic_algorithms_reach_the_kernel(monkeypatch):
-    seen, ragged = [], kernel_ops.load().ragged_attention
-    monkeypatch.setattr(
-        kernel_ops.load(),
-        "ragged_attention",
-        lambda *args, **kw: seen.append(kw["deterministic"]) or ragged(*args, **kw),
-    )
-    models = pair()
-    generate(models, PROMPTS[:1], attention="ragged", max_new_tokens=2)
-    assert seen and not any(seen)
-    seen.clear()
-    torch.use_deterministic_algorithms(True)
+    seen, kernels, models = [], kernel_ops.load(), pair()
+    ragged = kernels.ragged_attention
+
+    def recorded(*args, **options):
+        seen.append(options["deterministic"])
+        return ragged(*args, **options)
+
+    monkeypatch.setattr(kernels, "ragged_attention", recorded)
     try:
-        out = generate(models, PROMPTS[:1], attention="ragged", max_new_tokens=2)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            out = generate(models, PROMPTS[:1], attention="ragged", max_new_tokens=2)
+            assert set(seen) == {deterministic}
+            seen.clear()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert seen and all(seen)
     assert_greedy(out, models.target, PROMPTS[:1], new=2)
+
+
+# --- recorded steps: what a CUDA graph would hold of the kernels ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param("graphs", marks=pytest.mark.ci), pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way):
+    """Ragged attention with its work list, the write into the cache and fused verification, each one operator."""
+    use_on_cpu(monkeypatch)
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_layers, "_compiled", {})
+    options = {"max_new_tokens": 3, "draft_length": 1, "temperature": 0.8, "attention": "ragged"}
+    expected, found = (generate(prompts=PROMPTS[:2], compile=how, **options) for how in ("off", way))
+    assert same(found, expected)
+    assert (found.trace.meta["attention"], found.trace.meta["kernels"]) == ("ragged", "triton")
+
+
+@pytest.mark.slow
+def test_the_passes_of_a_draft_phase_share_a_plan(monkeypatch):
+    models, found, run = pair(num_hidden_layers=2), {}, RecordedStep._run
+    options = {"prompts": ragged_prompts(5, 70), "max_new_tokens": 9, "draft_length": 3, "attention": "ragged"}
+    expected = generate(models, **options)
+
+    def counting(self, key, function):
+        with counted() as launches:
+            result = run(self, key, function)
+        found[key[0], key[2]] = launches["around"]["_plan"], launches["model"]["_attend_pieces"]
+        return result
+
+    use_fixed_steps(monkeypatch)
+    monkeypatch.setattr(RecordedStep, "_run", counting)
+    assert same(generate(models, **options), expected)
+    assert found["draft", 3] == (1, 3 * 2)
+    assert found["verify", 3] == (1, 2)
