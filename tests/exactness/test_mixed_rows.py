@@ -97,7 +97,6 @@ SEEDED = [way | {"seed": 5 + index % 2, "sample": index // 2} for index, way in 
 def seeded_alone(index: int, **options) -> list[int]:
     """The text of a seeded row in a session of its own, with another row number."""
     session = session_over(max_batch_size=1, **options)
-    session.submit(PROMPTS[index], max_new_tokens=0)
     handle = session.submit(PROMPTS[index], max_new_tokens=NEW, row=99, **SEEDED[index])
     run_to_the_end(session)
     return session.result(handle).sequence.tolist()
@@ -115,21 +114,14 @@ def test_seeded_samples_are_as_in_a_session_of_their_own(monkeypatch, rule, comp
 
 
 def test_seed_and_sample_name_the_text():
-    session = session_over(max_batch_size=6, temperature=0.9)
-    named = [(7, 0), (7, 0), (7, 1), (8, 0)]
-    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, seed=seed, sample=sample) for seed, sample in named]
-    assert [row.row for row in rows] == [0, 1, 2, 3]
+    """The default sample is the row's number."""
+    session = session_over(max_batch_size=6, temperature=0.9, seed=4)
+    own = [{"row": 6}, {"sample": 6}, *({"seed": seed, "sample": n} for seed, n in ((7, 0), (7, 0), (7, 1), (8, 0)))]
+    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, **each) for each in own]
     run_to_the_end(session)
-    texts = [tuple(session.result(row).sequence.tolist()) for row in rows]
-    assert texts[0] == texts[1] and len(set(texts)) == 3
-
-
-def test_row_number_is_the_default_sample():
-    session = session_over(temperature=0.9, seed=4)
-    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, **own) for own in ({"row": 6}, {"sample": 6})]
-    run_to_the_end(session)
-    first, second = (session.result(row).sequence.tolist() for row in rows)
-    assert first == second == alone(6, PROMPTS[0], NEW, temperature=0.9, seed=4).sequence.tolist()
+    texts = [session.result(row).sequence.tolist() for row in rows]
+    assert texts[0] == texts[1] == alone(6, PROMPTS[0], NEW, temperature=0.9, seed=4).sequence.tolist()
+    assert texts[2] == texts[3] and len(set(map(tuple, texts))) == 4
 
 
 LAWS = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.3, "repetition_penalty": 1.5}]

@@ -1,4 +1,4 @@
-"""Decoding on a CUDA device, launched and recorded: the same text, one wait per step, memory that is freed. `pytest -m gpu`."""
+"""Decoding on a CUDA device, launched and recorded: the same text, one wait per step, freed memory. `pytest -m gpu`."""
 
 import dataclasses
 import warnings

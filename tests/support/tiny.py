@@ -138,9 +138,11 @@ def ragged_prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def greedy_alone(model: PreTrainedModel, prompt: torch.Tensor, new: int, eos: int | None = None) -> torch.Tensor:
+def greedy_alone(
+    model: PreTrainedModel, prompt: torch.Tensor, new: int, eos: int | None = None, **options
+) -> torch.Tensor:
     """transformers' own greedy decoding of one prompt: the generated ids."""
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0, **options)
     before, model.generation_config = model.generation_config, GenerationConfig()  # or its own EOS would fill in
     try:
         out = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config)
