@@ -186,21 +186,22 @@ def slow_steps(monkeypatch):
 
 
 def test_asynchronous_stream_lets_other_tasks_run():
+    ticks = []
+
+    async def tick():
+        while True:
+            await asyncio.sleep(0)
+            ticks.append(1)
+
     async def both():
-        ticks = []
-
-        async def tick():
-            while True:
-                await asyncio.sleep(0)
-                ticks.append(1)
-
         ticking = asyncio.create_task(tick())
-        pieces = await all_pieces(TEXTS)
-        ticking.cancel()
-        return pieces, len(ticks)
+        try:
+            return await all_pieces(TEXTS)
+        finally:
+            ticking.cancel()
 
-    pieces, ticks = asyncio.run(both())
-    assert joined(pieces, 3) == generate().texts and ticks > len(pieces)
+    pieces = asyncio.run(both())
+    assert joined(pieces, 3) == generate().texts and len(ticks) > len(pieces)
 
 
 def test_asynchronous_stream_may_be_cancelled(slow_steps):

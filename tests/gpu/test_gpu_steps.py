@@ -1,11 +1,11 @@
 """Decoding on a CUDA device, launched and recorded: the same text, one wait per step, freed memory. `pytest -m gpu`."""
 
 import dataclasses
+import os
 import warnings
 
 import pytest
 import torch
-from gpu_rehearsal import DEVICE, HERE, REHEARSED, compiled, only_there, there_or_rehearsed
 from recording import use_on_cpu
 from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import TakingTurns
@@ -17,7 +17,13 @@ from bass_core.exactness.randomness import Key, Purpose, uniform
 from bass_core.model.runner import packs
 from bass_lab.named_pairs import SHAPES, named_pair
 
-pytestmark = [pytest.mark.gpu, there_or_rehearsed]
+HERE = torch.cuda.is_available()
+# In a rehearsal (BASS_REHEARSE=1) models are on the CPU, and a recorder stands in for CUDA graphs.
+REHEARSED = not HERE and os.environ.get("BASS_REHEARSE") == "1"
+DEVICE = "cpu" if REHEARSED else "cuda"
+only_there = pytest.mark.skipif(not HERE, reason="looks at what a CUDA GPU alone has")
+compiled = pytest.mark.skipif(not HERE, reason="layers are compiled in tests of their own")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not (HERE or REHEARSED), reason="needs a CUDA GPU")]
 PROMPTS = ragged_prompts(5, 11, 3, 17, 8)
 WAYS = ["graphs", pytest.param("compiled", marks=compiled), pytest.param("compiled+graphs", marks=compiled)]
 

@@ -22,21 +22,16 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-class StandIn(DriverBase):
-    """A driver of a GPU that is not there."""
+class StandIn:
+    """A driver of a GPU that is not there: as much of one as a compilation asks for."""
 
     def __init__(self, capability: int):
         self.capability = capability
-
-    @classmethod
-    def is_active(cls):
-        return True
 
     def get_current_target(self):
         return GPUTarget("cuda", self.capability, 32)
@@ -46,27 +41,6 @@ class StandIn(DriverBase):
 
     def get_current_stream(self, device):
         return 0
-
-    def set_current_device(self, device):
-        pass
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_device_interface(self):
-        return torch.cuda
-
-    def map_python_to_cpp_type(self, ty):
-        return ty
-
-    def get_benchmarker(self):
-        return None
-
-    def get_empty_cache_for_benchmark(self):
-        return None
-
-    def clear_cache(self, cache):
-        pass
 
 
 def compiled_launches(call: Callable[[], object]) -> list:
