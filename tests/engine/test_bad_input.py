@@ -5,7 +5,16 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny import CONTEXT, VOCABULARY, byte_tokenizer, forward_passes, greedy_alone, ragged_prompts, tiny_model
+from tiny import (
+    CONTEXT,
+    VOCABULARY,
+    assert_greedy,
+    byte_tokenizer,
+    forward_passes,
+    greedy_alone,
+    ragged_prompts,
+    tiny_model,
+)
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertLMHeadModel
 
 import bass_core as bass
@@ -53,9 +62,6 @@ def test_text_without_a_tokenizer_is_refused(unprobed):
         generate(PROMPTS, pair, stop=["end"])
 
 
-# --- context --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("architecture", "size", "role"),
     [
@@ -78,9 +84,6 @@ def test_row_fits_into_the_shorter_context_and_not_one_token_more(architecture, 
         generate([prompt[:6], prompt], pair, max_new_tokens=11)
     with refused(ValueError, "25", "context of 24", "shorten the prompt", pair=pair):
         generate(ragged_prompts(25), pair, max_new_tokens=0)
-
-
-# --- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,8 +170,6 @@ def test_named_attention_path_never_falls_back(monkeypatch):
         generate(PROMPTS, bass.ModelPair(TARGET), attention="ragged")
 
 
-# --- models, tokenizers and vocabularies ----------------------------------------------------------
-
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
 BERT_CONFIG = BertConfig(vocab_size=VOCABULARY, initializer_range=0.3, **SIZES)  # at 0.02 the look ahead hardly shows
 
@@ -224,8 +225,7 @@ def test_padded_vocabulary_keeps_greedy_and_coupled_text(padded_pairs, larger):
     pair = padded_pairs[larger]
     options = {"max_new_tokens": 20, "eos_token_id": ()}
     out = generate(PROMPTS, pair, **options)
-    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
-        assert torch.equal(sequence, greedy_alone(pair.target, prompt, 20))
+    assert_greedy(out, pair.target, PROMPTS, 20)
     assert out.trace.summary()["acceptance_rate"] > (0 if larger == "target" else 0.5)
     options |= {"temperature": 1.0, "verification": "coupled"}
     drafted, regular = (generate(PROMPTS, pair, draft_length=k, **options) for k in (5, 0))

@@ -6,19 +6,16 @@ import pytest
 import torch
 from sessions import DRAFT, PERFECT, PROMPTS, TARGET, generate, run_to_the_end
 from test_outputs import saying
-from tiny import byte_tokenizer, forward_passes, greedy_alone
+from tiny import assert_greedy, byte_tokenizer, forward_passes, greedy_alone
 
 import bass_core as bass
 from bass_core.model import probe
-
-# --- limits and EOS -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("new", "draft_length"), [(1, 4), (2, 1), (3, 7), (5, 0), (8, 4), (13, 7)])
 def test_row_has_exactly_the_requested_tokens(new, draft_length):
     out = generate(pair=PERFECT, max_new_tokens=new, draft_length=draft_length)
-    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
-        assert torch.equal(sequence, greedy_alone(TARGET, prompt, new))
+    assert_greedy(out, TARGET, PROMPTS, new)
 
 
 @pytest.mark.parametrize("at", range(8))
@@ -59,8 +56,6 @@ def test_row_that_ignores_eos_goes_on(draft_length):
     assert (goes_on.sequence.tolist(), goes_on.finish_reason) == (text, "length")
     assert (ends.sequence.tolist(), ends.finish_reason) == (text[: text.index(text[4]) + 1], "eos")
 
-
-# --- stop strings ---------------------------------------------------------------------------------
 
 SPELLED = "!the né€g😀xyzw"  # characters of one to four bytes
 MODEL, TOKENIZER = saying(SPELLED[1:])[0].target, byte_tokenizer()
@@ -143,9 +138,6 @@ def test_results_of_a_running_session_end_before_the_stop_string():
     assert all("g" not in text for text in texts)
     assert (session.result(handle).finish_reason, session.result(other).finish_reason) == ("stop", "length")
     assert session.result(other).sequence.tolist() == tokens_of(SPELLED)[1:7]
-
-
-# --- stop strings of a row ------------------------------------------------------------------------
 
 
 def spell_rows(stops, session_stop=(), **options) -> list[bass.Result]:

@@ -40,9 +40,6 @@ def joined(pieces, rows):
     return texts
 
 
-# --- generations ----------------------------------------------------------------------------------
-
-
 def test_generation_is_indexed_by_row_and_by_prompt():
     out = generate(num_return_sequences=2)
     assert len(out) == 6 and [row.text for row in out] == out.texts
@@ -84,9 +81,6 @@ def test_ctrl_c_returns_the_rows_so_far():
     for some, row in zip(out.sequences, whole.sequences, strict=True):
         assert torch.equal(some, row[: len(some)])
     assert 5 < len(out.sequences[0]) < 40 and len(out.sequences[2]) == 0
-
-
-# --- streams --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"num_return_sequences": 2}, {"max_batch_size": 1, "draft_length": 0}], ids=str)
@@ -170,9 +164,6 @@ def test_closed_stream_frees_its_models():
 def test_bad_arguments_are_refused_before_the_first_piece(pair, prompts, options, error, message):
     with pytest.raises(error, match=message):
         bass.stream(pair, prompts, **{"max_new_tokens": 4} | options)
-
-
-# --- asynchronous streams -------------------------------------------------------------------------
 
 
 async def all_pieces(prompts):

@@ -22,8 +22,6 @@ from bass_core.model.transformers_internals import in_dtype
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair
 
-# --- the table ------------------------------------------------------------------------------------
-
 
 def test_outcomes_of_the_table_are_those_of_its_tests():
     trees = [ast.parse(path.read_text("utf-8")) for path in Path(__file__).parent.glob("test_*.py")]
@@ -33,9 +31,6 @@ def test_outcomes_of_the_table_are_those_of_its_tests():
     for line, outcome, _, test in rows:
         calls = [ast.unparse(each.func) for each in ast.walk(shown[test.strip("`")]) if isinstance(each, ast.Call)]
         assert outcome == ("refused" if "pytest.raises" in calls else "works"), line
-
-
-# --- devices --------------------------------------------------------------------------------------
 
 
 def gpus(monkeypatch, count: int) -> None:
@@ -157,9 +152,6 @@ def test_model_that_accelerate_offloads_is_refused(role, to, tmp_path):
         bass.ModelPair(**{"target": tiny_model(vocab_size=BYTES), role: model})
 
 
-# --- dtypes, revisions, folders -------------------------------------------------------------------
-
-
 def test_torch_dtype_is_dtype(target, draft):  # noqa: F811
     for given in ({"torch_dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16, "dtype": "bfloat16"}):
         assert {model.dtype for model in bass.load_pair(target, draft, **given).models} == {torch.bfloat16}
@@ -217,9 +209,6 @@ def test_copy_in_full_precision_has_no_flash_attention():
     assert pairs.in_dtype(bass.ModelPair(model), torch.float32).target.config._attn_implementation == "sdpa"
     assert probe.resolve(model) == "pad"
     assert model.config._attn_implementation == "flash_attention_2" and model.dtype == torch.bfloat16
-
-
-# --- adapters -------------------------------------------------------------------------------------
 
 
 def test_peft_model_is_decoded_with_its_adapter():

@@ -3,17 +3,17 @@
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
+import decoded
 import pytest
 import torch
+from decoded import by_transformers as alone
 from readers import tiny_reader
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
 import bass_core as bass
 from bass_core.model import probe
 from bass_core.model.attention import Switch
-
-PROMPTS = ragged_prompts(3, 9, 5)
 
 
 def fresh(**options):
@@ -21,12 +21,7 @@ def fresh(**options):
 
 
 def greedy(model, draft=None) -> list[list[int]]:
-    options = {"max_new_tokens": 8, "draft_length": 3, "eos_token_id": ()}
-    return [row.tolist() for row in bass.generate(bass.ModelPair(model, draft), PROMPTS, **options).sequences]
-
-
-def alone(model) -> list[list[int]]:
-    return [greedy_alone(model, prompt, 8).tolist() for prompt in PROMPTS]
+    return decoded.greedy(bass.ModelPair(model, draft))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from decoded import by_transformers, greedy
 from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
-from tiny import BYTES, feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
+from tiny import BYTES, assert_greedy, feature_head, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
 from bass_core.gpu import fused_projections
@@ -19,7 +19,6 @@ from bass_core.loading.quantization import (
     dequantized,
     kind_of,
     parameter_count,
-    quantized,
 )
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import verify
@@ -29,9 +28,6 @@ from bass_lab.texts.prompt_sets import prompt_set
 
 def weights(rows: int, columns: int, dtype: str = "float32") -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(getattr(torch, dtype))
-
-
-# --- codes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(5, 32), (3, 560), (7, 33), (1, 1)])
@@ -66,9 +62,6 @@ def test_two_int4_codes_share_a_byte():
         assert KINDS[kind](weights(6, columns)).weight.nbytes == size
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("architecture", "kind", "draft_length"),
     [("llama", "int8", 3), ("gpt2", "int4", 0), ("opt", "int8", 3), ("deepseek_v3", "int4", 3), ("mixtral", "int8", 0)],
@@ -78,8 +71,7 @@ def test_batched_text_is_that_of_the_quantized_model_alone(architecture, kind, d
     prompts = ragged_prompts(3, 9, 12)
     options = {"max_new_tokens": 8, "draft_length": draft_length, "eos_token_id": ()}
     out = bass.generate(bass.ModelPair(model, tiny_model(seed=1)), prompts, **options)
-    for prompt, sequence in zip(prompts, out.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(model, prompt, 8).tolist()
+    assert_greedy(out, model, prompts, 8)
 
 
 def test_model_computes_with_the_values_of_its_codes():
@@ -141,9 +133,6 @@ def test_quantized_draft_keeps_the_distribution():
     assert report.passed, report
 
 
-# --- pairs ----------------------------------------------------------------------------------------
-
-
 def test_models_are_quantized_by_role(target, draft):  # noqa: F811
     def kinds(**options):
         pair = bass.load_pair(target, draft, **options)
@@ -168,21 +157,16 @@ def test_held_pair_is_quantized_as_a_loaded_one(target, draft):  # noqa: F811
 
 def test_weights_to_be_quantized_are_read_to_the_host(monkeypatch, target, draft):  # noqa: F811
     """Only their codes go to the device."""
-    read, moved, load_model = {}, [], model_pair.load_model
+    read, load_model = {}, model_pair.load_model
 
     def reading(name, *args, **options):
         read[name] = options["device"].type
         return load_model(name, *args, **options)
 
-    def quantizing(model, kind, device):
-        moved.append(device.type)
-        return quantized(model, kind, device)
-
     monkeypatch.setattr(model_pair, "load_model", reading)
-    monkeypatch.setattr(model_pair, "quantized", quantizing)
     monkeypatch.setattr(model_pair, "ModelPair", lambda **parts: parts)
     pair = bass.load_pair(target, draft, device="meta", quantize={"target": "int8"})
-    assert read == {target: "cpu", draft: "meta"} and moved == ["meta"]
+    assert read == {target: "cpu", draft: "meta"}
     assert {each.device.type for role in ("target", "draft") for each in pair[role].parameters()} == {"meta"}
 
 
@@ -203,9 +187,6 @@ def test_drafts_of_a_quantized_copy_are_nearly_always_accepted():
 def test_dummy_weights_are_quantized():
     pair = named_pair(ASSETS / "target", weights="dummy", draft="target:int4", quantize={"target": "int8"})
     assert (kind_of(pair.target), kind_of(pair.draft), pair.synthetic) == ("int8", "int4", True)
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 NOWHERE, MODEL = "no-owner/no-model", tiny_model(vocab_size=BYTES)

@@ -107,9 +107,6 @@ def test_sampled_text_has_the_targets_distribution():
     assert total_variation(Oracle().laws(run), expected) < EXACT
 
 
-# --- options of a generation config ------------------------------------------------------------------
-
-
 def asked(monkeypatch, kind: str, **options) -> bass.ModelPair:
     pair = pair_of(kind)
     for name, value in options.items():
@@ -142,9 +139,6 @@ def test_caller_gives_the_first_tokens_of_a_text():
     for sequence, each, begin in zip(out.sequences, read, begun, strict=True):
         expected = alone(pair.target, each, NEW, decoder_input_ids=begin[None])
         assert sequence.tolist() == expected[len(begin) - 1 :]
-
-
-# --- custom_generate -----------------------------------------------------------------------------------
 
 
 OURS = {"custom_generate": bass.bass_generate, "draft_length": 3}
@@ -194,9 +188,6 @@ def test_streamer_receives_forced_tokens(kind, forced):
     assert heard == [*expected, -1]
 
 
-# --- stale memory --------------------------------------------------------------------------------------
-
-
 def test_stale_slots_never_matter():
     pair, read = pair_of("t5"), sources("t5", *LENGTHS)
     with bass.Session(pair, max_batch_size=3, draft_length=3) as session:
@@ -214,9 +205,6 @@ def test_verify_passes(kind):
     report = lab.verify(pair_of(kind), max_new_tokens=12, samples=1000)
     assert report.passed
     assert ("sounds" if kind in HEARS else "prompts of") in report.checks[0].tested
-
-
-# --- refusals ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

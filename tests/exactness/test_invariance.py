@@ -24,9 +24,6 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# --- draft = target ---
-
-
 @pytest.mark.parametrize(
     ("rule", "temperature", "k"), [("token", 0.0, 3), ("token", 0.8, 1), ("block", 0.8, 3), ("coupled", 0.8, 5)]
 )
@@ -43,9 +40,6 @@ def test_perfect_draft_is_always_accepted(rule, temperature, k):
 def test_perfect_draft_stays_perfect_after_regular_steps(policy):
     options = {"draft_length": policy, "temperature": 0.8, "max_new_tokens": 40} | NO_EOS
     assert bass.generate(PERFECT, PROMPTS[:3], **options).trace.summary()["alpha"] == 1
-
-
-# --- batch independence ---
 
 
 @pytest.mark.parametrize(("rule", "dtype"), [("token", "float32"), ("block", "float64"), ("coupled", "float32")])
@@ -93,9 +87,6 @@ def test_seeds_and_samples_give_different_texts():
     assert len({tuple(sequence.tolist()) for sequences in texts for sequence in sequences}) == 12
 
 
-# --- stale memory ---
-
-
 @pytest.mark.parametrize(
     ("path", "poison", "architecture"),
     [("split", torch.nan, "gemma3"), ("pad", 1e4, "mistral"), ("eager", 1e4, "gemma3")],
@@ -121,9 +112,6 @@ def test_fresh_memory_never_matters(monkeypatch, path, garbage):
     clean, allocate = bass.generate(pair_of(), PROMPTS, **options), RaggedCache.allocate
     monkeypatch.setattr(RaggedCache, "allocate", lambda *args: allocate(*args).fill_(garbage))
     assert same(clean.sequences, bass.generate(pair_of(), PROMPTS, **options).sequences)
-
-
-# --- ends of rows ---
 
 
 @pytest.mark.parametrize(("temperature", "draft_length"), [(0.0, 4), (0.9, 4), (0.9, 0)])

@@ -89,8 +89,6 @@ def test_recorded_steps_before_and_after_a_row_with_own_options(monkeypatch):
         assert session.result(handle).sequence.tolist() == alone(row, PROMPTS[row], new, **way).sequence.tolist()
 
 
-# --- samples --------------------------------------------------------------------------------------
-
 SEEDED = [way | {"seed": 5 + index % 2, "sample": index // 2} for index, way in enumerate(WAYS)]
 
 

@@ -32,9 +32,6 @@ def test_verify_finds_the_fault_without_the_probe(fault):
     assert (by_probe, exact) == (listed_probe, listed)  # rounding differs between machines
 
 
-# --- windows and switches that a configuration names ----------------------------------------------
-
-
 @pytest.fixture
 def greedy_check(monkeypatch):
     """Runs the first check of `bass verify` alone."""

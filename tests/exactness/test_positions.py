@@ -2,7 +2,7 @@
 
 import pytest
 from sessions import run_to_the_end
-from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
+from tiny import CONTEXT, assert_greedy, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import PerRow
 
 import bass_core as bass
@@ -36,8 +36,7 @@ def phi3() -> bass.ModelPair:
 def assert_rows_are_as_alone(pair: bass.ModelPair, *lengths: int, **options) -> None:
     prompts = ragged_prompts(*lengths)
     out = bass.generate(pair, prompts, max_new_tokens=NEW, eos_token_id=(), **options)
-    for prompt, sequence in zip(prompts, out.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(pair.target, prompt, NEW).tolist()
+    assert_greedy(out, pair.target, prompts, NEW)
 
 
 @pytest.mark.parametrize(

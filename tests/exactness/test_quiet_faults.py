@@ -20,9 +20,6 @@ def own_pair(**generation) -> bass.ModelPair:
     return bass.ModelPair(target, tiny_model(dtype="float64", noise=0.02))
 
 
-# --- generation options of the model's own --------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -84,9 +81,6 @@ def test_repetition_penalty_of_the_model_is_honoured_and_overridden():
     assert ours.tolist() == by_hf.tolist() == alone.tolist()
     for options in ({"repetition_penalty": 1.0}, {"generation_config": GenerationConfig()}):
         assert bass.generate(pair, [prompt], max_new_tokens=16, **options).sequences[0].tolist() == plain.tolist()
-
-
-# --- numbers --------------------------------------------------------------------------------------
 
 
 def test_text_at_a_vanishing_temperature_is_greedy():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from tiny import assert_greedy, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.exactness.sampling import SamplingParams, probabilities, seen_after
@@ -57,5 +57,4 @@ def test_greedy_with_repetition_penalty_equals_transformers(penalty):
     target, draft = tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1)
     prompts, options = ragged_prompts(5, 11, 3, 17), {"repetition_penalty": penalty}
     out = bass.generate(bass.ModelPair(target, draft), prompts, max_new_tokens=24, eos_token_id=(), **options)
-    for prompt, found in zip(prompts, out.sequences, strict=True):
-        assert torch.equal(found, greedy_alone(target, prompt, 24, **options))
+    assert_greedy(out, target, prompts, 24, **options)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from kernel_launches import counted
 from recording import use_fixed_steps, use_on_cpu
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from tiny import assert_greedy, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
 from bass_core.gpu import compiled_layers
@@ -39,12 +39,6 @@ def same(first, second) -> bool:
     return all(map(torch.equal, first.sequences, second.sequences))
 
 
-def assert_greedy(found, model, prompts=PROMPTS, new=4, **options) -> None:
-    """Every sequence is transformers' greedy text."""
-    for prompt, sequence in zip(prompts, found.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(model, prompt, new, **options).tolist()
-
-
 @pytest.mark.parametrize(
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "gpt2"))]
 )
@@ -52,7 +46,7 @@ def test_ragged_text_is_that_of_transformers(architecture):
     models = pair(architecture)
     ragged = generate(models, attention="ragged")
     assert ragged.trace.meta["attention"] == "ragged"
-    assert_greedy(ragged, models.target)
+    assert_greedy(ragged, models.target, PROMPTS, 4)
 
 
 @pytest.mark.ci
@@ -68,7 +62,7 @@ def test_keys_that_the_kernels_cannot_read_are_read_by_plain_torch(models, messa
     models = models()
     out = generate(models)
     assert out.trace.meta["attention"] == "pad"
-    assert_greedy(out, models.target)
+    assert_greedy(out, models.target, PROMPTS, 4)
     with pytest.raises(ValueError, match=message):
         generate(models, attention="ragged")
 
@@ -86,7 +80,7 @@ def test_layers_that_go_on_with_the_last_token_alone_are_decoded_right():
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Gemma4ForCausalLM(config).eval()
-    assert_greedy(generate(bass.ModelPair(model), PROMPTS[:2]), model, PROMPTS[:2])
+    assert_greedy(generate(bass.ModelPair(model), PROMPTS[:2]), model, PROMPTS[:2], 4)
 
 
 @pytest.mark.ci
@@ -125,7 +119,7 @@ def test_rows_that_finish_early_leave_and_waiting_rows_come():
     prompts = ragged_prompts(5, 11, 3, 8)
     models = pair()
     out = generate(models, prompts, attention="ragged", max_batch_size=2, eos_token_id=17)
-    assert_greedy(out, models.target, prompts, eos=17)
+    assert_greedy(out, models.target, prompts, 4, eos=17)
 
 
 @pytest.mark.ci
@@ -164,10 +158,7 @@ def test_deterministic_algorithms_reach_the_kernel(monkeypatch):
             seen.clear()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_greedy(out, models.target, PROMPTS[:1], new=2)
-
-
-# --- recorded steps: what a CUDA graph would hold of the kernels ------------------------------------------
+    assert_greedy(out, models.target, PROMPTS[:1], 2)
 
 
 @pytest.mark.parametrize(

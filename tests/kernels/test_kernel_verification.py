@@ -243,9 +243,6 @@ def test_unfit_arguments_are_refused():
         verify(logits, drafted, submitted, q[..., :39], *rest)
 
 
-# --- with the rows ---------------------------------------------------------------------------------
-
-
 @triton.jit
 def _uniform(streams, counters, slots, out, purpose, SIZE: tl.constexpr):
     i = tl.arange(0, SIZE)

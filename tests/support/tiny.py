@@ -151,6 +151,13 @@ def greedy_alone(
     return out[0, len(prompt) :]
 
 
+def assert_greedy(out, model: PreTrainedModel, prompts: list[torch.Tensor], new: int, **options) -> None:
+    """Every sequence of a generation is transformers' greedy text."""
+    for prompt, sequence in zip(prompts, out.sequences, strict=True):
+        expected = greedy_alone(model, prompt.to(model.device), new, **options)
+        assert sequence.tolist() == expected.tolist()
+
+
 def byte_tokenizer(swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFast:
     """One token per UTF-8 byte, after <pad>, <s> and </s>. swap: two ids that change places."""
     tokens = ["<pad>", "<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
