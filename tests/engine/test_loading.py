@@ -163,15 +163,20 @@ def test_pickled_checkpoint_is_refused_and_not_unpickled(target, draft, tmp_path
 def in_shards(folder: Path, shard: str) -> Path:
     """Move the folder's weights to one file that an index names."""
     tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / shard).parent.mkdir(exist_ok=True)
-    if shard.endswith(".safetensors"):
-        save_file(tensors, folder / shard, metadata={"format": "pt"})
-    else:
-        torch.save(tensors, folder / shard)
-    return folder / shard
+    return (folder / "model.safetensors").rename(folder / shard)
+
+
+def put_into_hub(hub: Path, name: str, **revisions: Path) -> Path:
+    """Add a model to a hub's cache. Return the file that names the revision `main`, the first of these."""
+    model = hub / f"models--owner--{name}"
+    for commit, folder in revisions.items():
+        shutil.copytree(folder, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text(next(iter(revisions)))
+    return model / "refs/main"
 
 
 def test_index_names_only_safetensors_of_its_folder(draft, tmp_path, monkeypatch):
@@ -192,13 +197,10 @@ def test_config_may_name_other_safetensors_of_its_folder(target):
 def test_hub_models_are_checked_and_loaded_from_one_revision(target, tmp_path, monkeypatch):
     """Without network: `main` of a cached model moves to a bad revision after the check."""
     hub, good, bad = tmp_path / "hub", "a" * 40, "b" * 40
-    snapshots, main = hub / "models--owner--model/snapshots", hub / "models--owner--model/refs/main"
-    shutil.copytree(target, snapshots / good)
-    shutil.copytree(target, snapshots / bad)
-    edit_weights(snapshots / bad, lambda tensors: tensors["lm_head.weight"].zero_())
-    in_shards(snapshots / bad, "weights.bin")
-    main.parent.mkdir()
-    main.write_text(good)
+    main = put_into_hub(hub, "model", **{good: target, bad: target})
+    snapshot = hub / f"models--owner--model/snapshots/{bad}"
+    edit_weights(snapshot, lambda tensors: tensors["lm_head.weight"].zero_())
+    in_shards(snapshot, "weights.bin")
     read = transformers.AutoConfig.from_pretrained
 
     def read_and_moved(*arguments, **options):

@@ -126,21 +126,6 @@ def test_final_text_of_session_rows_follows_their_own_stop_strings():
     assert ["".join(row) for row in pieces] == [session.result(handle).text for handle in handles]
 
 
-def test_final_text_ends_with_a_replacement_character():
-    text = bass.FinalText(TOKENIZER)
-    ids = TOKENIZER("né", add_special_tokens=False)["input_ids"]
-    assert [text.feed(ids[:2]), text.feed(ended=True), text.feed(ended=True)] == ["n", "\ufffd", ""]
-
-
-def test_clean_up_of_spaces_takes_nothing_back():
-    tokenizer = byte_tokenizer()
-    decode = tokenizer.decode
-    tokenizer.decode = lambda ids, **options: tokenizer.clean_up_tokenization(decode(ids, **options))
-    pair, options = saying("I do n't know , I 'm here .", tokenizer)
-    assert bass.generate(pair, "a", **options).texts == ["I don't know, I'm here."]
-    assert joined(bass.stream(pair, "a", **options), 1) == ["I don't know, I'm here."]
-
-
 def test_closed_stream_frees_its_models():
     pieces = bass.stream(PAIR, TEXTS, **OPTIONS)
     next(pieces)

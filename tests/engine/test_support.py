@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -12,7 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from decoded import PROMPTS, by_transformers, greedy
-from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
+from test_loading import draft, put_into_hub, save, target  # noqa: F401, pytest finds fixtures by name
 from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
@@ -159,13 +158,10 @@ def test_torch_dtype_is_dtype(target, draft):  # noqa: F811
 
 def test_revision_is_that_of_the_model_it_is_given_for(target, draft, tmp_path, monkeypatch):  # noqa: F811
     """The hub's cache holds two revisions of each of two models."""
-    hub, main, other = tmp_path / "hub", "a" * 40, "b" * 40
-    for name, folders in (("target", (target, draft)), ("draft", (draft, target))):
-        for commit, folder in zip((main, other), folders, strict=True):
-            shutil.copytree(folder, hub / f"models--owner--{name}/snapshots/{commit}")
-        (hub / f"models--owner--{name}/refs").mkdir()
-        (hub / f"models--owner--{name}/refs/main").write_text(main)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    other = "b" * 40
+    put_into_hub(tmp_path / "hub", "target", **{"a" * 40: target, other: draft})
+    put_into_hub(tmp_path / "hub", "draft", **{"a" * 40: draft, other: target})
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     first, second = (bass.load_pair(each).target.lm_head.weight.sum().item() for each in (target, draft))
     for given, sums in (
         ({}, [first, second]),

@@ -107,29 +107,28 @@ def test_any_split_equals_no_split(monkeypatch, most_items, expected):
 def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
     """As in a draft phase: two tokens, then one at a time. The third row rests after the first pass."""
     monkeypatch.setattr(plan, "CHUNK", 64)
-    drafts, lengths = 3, [191, 2, 130, 64]  # the first crosses a chunk's end, and fills the cache
-    full = case([length + drafts - 1 for length in lengths], 2)
+    drafts, lengths, deterministic = 3, [191, 2, 130, 64], "deterministic" in flags
+    full = case([length + drafts - 1 for length in lengths], 2)  # the first crosses a chunk's end, and fills the cache
     first = torch.tensor(lengths) - 2
-    tile = plan.Tile(*make_plan(*full[:2], *full[3:5], deterministic="deterministic" in flags).tile)
-    options = {"window": flags.get("sliding_window", 0), "deterministic": "deterministic" in flags}
-    sizes = {"query_length": 2, "kv_heads": 2, "width": 194, "tile": tile, "group": 2, "span": drafts + 1}
+    tile = plan.Tile(*make_plan(*full[:2], *full[3:5], deterministic=deterministic).tile)
+    options = {"window": flags.get("sliding_window", 0), "deterministic": deterministic, "span": drafts + 1}
     with poisoned_memory():
-        work = plan.make_plan(first, first + drafts + 1, **sizes, **options)
+        ends = first + drafts + 1
+        work = plan.make_plan(first, ends, query_length=2, kv_heads=2, width=194, tile=tile, group=2, **options)
     assert (work.rows[:, 1].max() > 1) == ("sliding_window" not in flags)  # so few keys are not cut
     for slot in range(drafts):
         starts = first + (0 if slot == 0 else slot + 1) * (torch.arange(4) != 2)
-        counts = torch.full((4,), 2 if slot == 0 else 1)
-        counts[2] = 2 if slot == 0 else 0
-        arguments = full._replace(starts=starts, kv_lengths=starts + counts, query=full.query[:, :, : 2 - (slot > 0)])
-        for row, length in enumerate(arguments.kv_lengths.tolist()):
-            arguments = arguments._replace(key=arguments.key.clone(), value=arguments.value.clone())
-            arguments.key[row, :, length:] = arguments.value[row, :, length:] = torch.nan
+        counts = torch.tensor([2, 2, 2, 2] if slot == 0 else [1, 1, 0, 1])
+        key, value = full.key.clone(), full.value.clone()
+        for row, length in enumerate((starts + counts).tolist()):
+            key[row, :, length:] = value[row, :, length:] = torch.nan
+        query = full.query[:, :, : 2 - (slot > 0)]
+        arguments = Case(query, key, value, starts, starts + counts, {**flags})
         with poisoned_memory():
             found = ragged_attention(*arguments.arguments, **flags, plan=work)
-        expected = {name: value for name, value in flags.items() if name != "deterministic"}
-        assert_agrees(found, arguments._replace(flags=expected))
-        if "deterministic" in flags:
+        if arguments.flags.pop("deterministic", False):
             assert torch.equal(found, ragged_attention(*arguments.arguments, **flags))
+        assert_agrees(found, arguments)
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(500, marks=ci)])
@@ -195,26 +194,21 @@ def test_plan_lists_every_key_once_longest_rows_first(batch, window, determinist
     kv_lengths = torch.randint(0, 3000, (batch,), generator=generator)
     starts = kv_lengths - torch.randint(0, 6, (batch,), generator=generator).clamp(max=kv_lengths)
     query, key = torch.empty(batch, 4, 5, 64), torch.empty(batch, 2, 3000, 64)
-    options = {"sliding_window": window, "deterministic": deterministic}
     with poisoned_memory():
-        found = make_plan(query, key, starts, kv_lengths, **options)
-    pieces = [item for item in found.items.tolist() if item[0] >= 0]
+        found = make_plan(query, key, starts, kv_lengths, sliding_window=window, deterministic=deterministic)
+    pieces, block, needed = found.items[: int((found.items[:, 0] >= 0).sum())], found.tile.block_n, {}
     assert found.items[len(pieces) :, 0].eq(-1).all()
-    first = {}
     for row, (start, length) in enumerate(zip(starts.tolist(), kv_lengths.tolist(), strict=True)):
-        mine = [item for item in pieces if item[0] == row]
-        first_split, count = found.rows[row].tolist()
-        assert count == len(mine) and pieces[first_split : first_split + count] == mine
-        assert [item[3] for item in mine] == ([-1] if count == 1 else list(range(first_split, first_split + count)))
-        wanted = 0 if window is None else max(start - window + 1, 0) // found.tile.block_n * found.tile.block_n
-        wanted = (wanted, length) if start < length else (0, 0)
-        assert [item[1] for item in mine] == [wanted[0], *(item[2] for item in mine[:-1])] and mine[-1][2] == wanted[1]
-        assert all(item[1] % found.tile.block_n == 0 for item in mine)
-        if deterministic:
-            assert all(item[2] % plan.CHUNK == 0 for item in mine[:-1])
-        first[row] = (first_split, wanted[1] - wanted[0])
-    keys = [needed for _, needed in sorted(first.values())]
-    assert keys == sorted(keys, reverse=True)
+        first, count = found.rows[row].tolist()
+        mine = pieces[first : first + count]
+        assert mine[:, 0].eq(row).all() and count == pieces[:, 0].eq(row).sum()
+        assert mine[:, 3].tolist() == ([-1] if count == 1 else [*range(first, first + count)])
+        begin = 0 if window is None else max(start - window + 1, 0) // block * block
+        begin, end = (begin, length) if start < length else (0, 0)
+        assert [*mine[:, 1].tolist(), end] == [begin, *mine[:, 2].tolist()]
+        assert not (mine[:, 1] % block).any() and not (deterministic and (mine[:-1, 2] % plan.CHUNK).any())
+        needed[first] = end - begin
+    assert [needed[first] for first in sorted(needed)] == sorted(needed.values(), reverse=True)
 
 
 @pytest.mark.parametrize(
