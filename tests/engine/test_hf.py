@@ -73,6 +73,7 @@ def test_ngram_drafts_and_short_integers_equal_generate():
     [
         {"max_new_tokens": None, "max_length": WIDTH + 7},
         {"max_new_tokens": None},  # the default of generate: 20
+        {"attention_mask": None, "pad_token_id": PAD},  # the mask is inferred
         {"min_length": WIDTH},  # true already
         {"min_new_tokens": 5, "eos_token_id": None},  # nothing to suppress
         {"pad_token_id": 5, "eos_token_id": list(range(10, 30))},
@@ -116,24 +117,19 @@ def test_repetition_penalty_ignores_padding():
         assert torch.equal(row[WIDTH - len(prompt) :], small().generate(prompt[None], **options)[0])
 
 
-def test_mask_is_inferred_from_the_pad_token():
-    options = {"input_ids": BATCH["input_ids"], "max_new_tokens": NEW, "pad_token_id": PAD}
-    assert torch.equal(by_bass(attention_mask=None, **options), small().generate(**options))
-
-
 # --- sampling -------------------------------------------------------------------------------------
 
 
-def test_samples_equal_those_of_the_engine():
-    found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=3, eos_token_id=None)
-    options = {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 50, "seed": 5, "eos_token_id": ()}  # as in generate
-    pair = bass.ModelPair(small(), small(noise=0.1))
+def test_samples_equal_those_of_the_engine_and_share_one_prefill_per_prompt():
+    pair, options = bass.ModelPair(small(), small(noise=0.1)), {"num_return_sequences": 4, "seed": 5}
     with forward_passes(small()) as passes:
-        expected = bass.generate(pair, PROMPTS, num_return_sequences=4, **options)
-    assert (len(PROMPTS), WIDTH) in passes  # samples share a prefill
+        found = by_bass(do_sample=True, eos_token_id=None, **options)
+    options |= {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 50, "eos_token_id": ()}  # as in generate
     assert torch.equal(found[:, :WIDTH], BATCH["input_ids"].repeat_interleave(4, dim=0))
-    assert torch.equal(found[:, WIDTH:], torch.stack(expected.sequences))
+    assert torch.equal(found[:, WIDTH:], torch.stack(bass.generate(pair, PROMPTS, **options).sequences))
     assert len(found[:4].unique(dim=0)) > 1
+    assert (len(PROMPTS), WIDTH) in passes
+    assert all(queries < WIDTH for rows, queries in passes if rows > len(PROMPTS))  # no other prefill
 
 
 def test_sampling_options_with_one_choice_give_greedy_text():

@@ -226,16 +226,16 @@ def test_plan_takes_the_chunk_that_costs_least(kv_lengths, pieces):
 
 
 @pytest.mark.parametrize(
-    ("deterministic", "queries", "width", "starts", "kv_lengths", "may_split"),
+    ("deterministic", "heads", "queries", "width", "starts", "kv_lengths", "may_split"),
     [
-        (False, 600, 4096, [0, -580, -300, -1], [600, 20, 300, 599], False),
-        (True, 600, 4096, [3400], [4000], False),  # partial results of a long prompt would fill the memory
-        (True, 64, 4096, [3400], [4000], True),
-        (True, 64, 300, [200], [260], True),  # the same kernel for every width, since bits depend on the kernel
+        (False, 8, 600, 4096, [0, -580, -300, -1], [600, 20, 300, 599], False),
+        (True, 2, 600, 4096, [3400], [4000], False),  # partial results of a long prompt would fill the memory
+        (True, 2, 64, 4096, [3936], [4000], True),
+        (True, 2, 64, 300, [200], [260], True),  # the same kernel for every width, since bits depend on the kernel
     ],
 )
-def test_long_prefill_is_not_split(deterministic, queries, width, starts, kv_lengths, may_split):
-    query, key = (torch.empty(len(starts), 2, length, 64) for length in (queries, width))
+def test_long_prefill_is_not_split(deterministic, heads, queries, width, starts, kv_lengths, may_split):
+    query, key = (torch.empty(len(starts), heads, length, 64) for length in (queries, width))
     starts, kv_lengths = torch.tensor(starts), torch.tensor(kv_lengths)
     assert make_plan(query, key, starts, kv_lengths, deterministic=deterministic).may_split == may_split
 
