@@ -121,30 +121,31 @@ def test_bad_values_are_refused(unprobed, option, kind, values):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "kind", "words"),
     [
-        ({"deadline": -1}, "deadline must be >= 0 seconds, got -1"),
-        ({"deadline": NAN}, "deadline must be >= 0 seconds, got nan"),
-        ({"seed": 2**63}, f"seed must .*{2**63}"),
-        ({"sample": -1}, "sample must"),
-        ({"sample": 1.5}, "sample must"),
-        ({"sample": 2**64}, "sample must"),
-        ({"temperature": -1}, "temperature must be a finite number >= 0"),
-        ({"temperature": "hot"}, "temperature must be a finite number"),
-        ({"top_p": 0}, "top_p must be in"),
-        ({"top_k": 2.5}, "top_k must be an integer"),
-        ({"stop": [""]}, "stop"),
-        ({"stop": 5}, "stop"),
-        ({"stop": [5]}, "stop"),
-        ({"stop": "a</s>"}, "'a</s>' contains '</s>', a special token, which no text shows"),
+        ({"deadline": -1}, ValueError, "deadline must be >= 0 seconds, got -1"),
+        ({"deadline": NAN}, ValueError, "deadline must be >= 0 seconds, got nan"),
+        ({"seed": 2**63}, ValueError, "seed must fit into 64 bits"),
+        ({"sample": -1}, ValueError, "sample must"),
+        ({"sample": 1.5}, TypeError, "sample must"),
+        ({"sample": 2**64}, ValueError, "sample must"),
+        ({"temperature": -1}, ValueError, "temperature must be a finite number >= 0"),
+        ({"temperature": "hot"}, (TypeError, ValueError), "temperature must be a finite number"),
+        ({"top_p": 0}, ValueError, "top_p must be in"),
+        ({"top_k": 2.5}, (TypeError, ValueError), "top_k must be an integer"),
+        ({"stop": [""]}, ValueError, "stop"),
+        ({"stop": 5}, TypeError, "stop"),
+        ({"stop": [5]}, TypeError, "stop"),
+        ({"stop": "a</s>"}, ValueError, "'a</s>' contains '</s>', a special token, which no text shows"),
     ],
     ids=str,
 )
-def test_bad_option_of_a_row_is_refused_and_takes_no_number(unprobed, options, message):
-    with bass.Session(unprobed) as session:
-        with pytest.raises((TypeError, ValueError), match=message):
-            session.submit(PROMPTS[0], max_new_tokens=8, **options)
-        assert session.idle and session.submit(PROMPTS[0], max_new_tokens=8, stop=()).row == 0
+def test_bad_option_of_a_row_is_refused_and_takes_no_number(options, kind, words):
+    pair = bass.ModelPair(TARGET, None, TOKENIZER)
+    session = bass.Session(pair)
+    with refused(kind, words, pair=pair):
+        session.submit(PROMPTS[0], max_new_tokens=8, **options)
+    assert session.idle and session.submit(PROMPTS[0], max_new_tokens=8, stop=()).row == 0
 
 
 def test_stop_string_of_a_row_needs_a_tokenizer():
@@ -175,22 +176,22 @@ BERT_CONFIG = BertConfig(vocab_size=VOCABULARY, initializer_range=0.3, **SIZES) 
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "kind", "words"),
     [
-        (BertForMaskedLM(BERT_CONFIG), "BertForMaskedLM .*AutoModelForCausalLM"),
-        (AutoModel.from_config(TARGET.config), "LlamaModel .*AutoModelForCausalLM"),
-        (copy.deepcopy(TARGET).to("meta"), "meta device; load its weights"),
-        ("Qwen/Qwen2.5-0.5B", "must be a transformers model"),
-        (torch.nn.Linear(2, 2), "must be a transformers model"),
-        (tiny_model("bloom"), "BloomForCausalLM.*ALiBi"),
-        (tiny_model("bamba"), "BambaForCausalLM.*recurrent state"),
-        (BertLMHeadModel(BERT_CONFIG).eval(), "BertLMHeadModel"),
+        (BertForMaskedLM(BERT_CONFIG), ValueError, "{role} BertForMaskedLM .*AutoModelForCausalLM"),
+        (AutoModel.from_config(TARGET.config), ValueError, "{role} LlamaModel .*AutoModelForCausalLM"),
+        (copy.deepcopy(TARGET).to("meta"), ValueError, "{role} .*meta device; load its weights"),
+        ("Qwen/Qwen2.5-0.5B", TypeError, "{role} must be a transformers model"),
+        (torch.nn.Linear(2, 2), TypeError, "{role} must be a transformers model"),
+        (tiny_model("bloom"), ValueError, "BloomForCausalLM.*ALiBi"),
+        (tiny_model("bamba"), ValueError, "BambaForCausalLM.*recurrent state"),
+        (BertLMHeadModel(BERT_CONFIG).eval(), ValueError, "BertLMHeadModel"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_unfit_model_is_refused_as_target_and_as_draft(model, words):
-    for models in ((model, DRAFT), (TARGET, model)):
-        with pytest.raises((TypeError, ValueError), match=words):
+def test_unfit_model_is_refused_as_target_and_as_draft(model, kind, words):
+    for role, models in (("target", (model, DRAFT)), ("draft", (TARGET, model))):
+        with pytest.raises(kind, match=words.format(role=role)):
             generate(PROMPTS, bass.ModelPair(*models))
 
 

@@ -281,7 +281,6 @@ IN_THE_MIDDLE = SuppressTokensAtBeginLogitsProcessor([5], WIDTH + 3)
         ({"max_new_tokens": 90}, "context of 96"),
         ({"eos_token_id": -1}, "eos_token_id -1"),
         ({"draft_lenght": 4}, "draft_lenght"),
-        ({"draft_model": "a name"}, r"draft_model must be .*got 'a name'"),
         ({"draft_model": None}, r'pass draft_model=small, .* or draft_model="ngram"'),
         ({**ONE, "assistant_model": small(noise=0.1)}, "draft_model or assistant_model"),
         (
@@ -293,7 +292,7 @@ IN_THE_MIDDLE = SuppressTokensAtBeginLogitsProcessor([5], WIDTH + 3)
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )
 def test_input_is_refused_by_name(options, name):
-    with pytest.raises((ValueError, TypeError), match=name):
+    with pytest.raises(ValueError, match=name):
         by_bass(**options)
 
 
@@ -340,13 +339,13 @@ def test_streamer_receives_prompt_tokens_and_end():
 
 
 def test_streamer_ends_after_an_error():
-    for options, error in (
-        ({"max_new_tokens": 1000}, "beyond the target model's context"),
-        ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size"),
-        ({"draft_model": "a name"}, "draft_model must be"),
+    for options, kind, error in (
+        ({"max_new_tokens": 1000}, ValueError, "beyond the target model's context"),
+        ({"no_repeat_ngram_size": 2}, ValueError, "no_repeat_ngram_size"),
+        ({"draft_model": "a name"}, TypeError, "draft_model must be .*got 'a name'"),
     ):
         heard = Heard()
-        with pytest.raises((ValueError, TypeError), match=error):
+        with pytest.raises(kind, match=error):
             by_bass(**ONE, streamer=heard, **options)
         assert heard.given[-1] == "end"
     with pytest.raises(ValueError, match=r"cannot honour streamer=Heard: .*on_step"):

@@ -285,6 +285,7 @@ DAMAGED = {  # role, edit of the checkpoint's tensors, words of the error
     "infinite": ("draft", lambda tensors: tensors[HEAD][3].fill_(-torch.inf), f" has NaN or infinite values in {HEAD}"),
     "out of float16": ("target", lambda tensors: tensors[HEAD][3].fill_(1e20), "NaN or infinite"),
     "I8": ("target", lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.int8)}), f"{HEAD} is stored as I8"),
+    "I64": ("target", lambda tensors: tensors.update({HEAD: tensors[HEAD].long()}), f"{HEAD} is stored as I64"),
     "BOOL": ("target", lambda tensors: tensors.update({HEAD: tensors[HEAD].bool()}), f"{HEAD} is stored as BOOL"),
     "NaN in 8 bits": (
         "target",

@@ -1,5 +1,7 @@
 """Prompts: texts, conversations, token ids, and the encodings of tokenizers with their padding."""
 
+import copy
+
 import numpy as np
 import pytest
 import tokenizers
@@ -101,47 +103,52 @@ def test_session_takes_the_same_prompts():
     assert chat == bass.generate(PAIR, ASKED, max_new_tokens=4, eos_token_id=()).sequences[0].tolist()
 
 
+UNPROBED = bass.ModelPair(*copy.deepcopy(PAIR.models), TOKENIZER)  # a refusal comes before the probe, too
 ONES = torch.ones(2, 3, dtype=torch.int64)
 OUTSIDE = rf"is outside the target's vocabulary.*0 … {BYTES - 1}"
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"),
+    ("prompts", "kind", "message"),
     [
-        ([], "prompts is empty.*at least one"),
-        (None, "prompts must be"),
-        (["a", []], "prompt 1: a prompt is empty.*at least one token"),
-        (["a", torch.zeros(0)], "prompt 1: a prompt is empty"),
-        (["a", "b", [1, 2, 900]], f"prompt 2: token id 900 {OUTSIDE}"),
-        ([[5], torch.tensor([5, -1])], f"prompt 1: token id -1 {OUTSIDE}"),
-        ([torch.tensor([5, BYTES])], f"token id {BYTES} {OUTSIDE}"),
-        ([[5], [1.5]], "prompt 1: token ids must be integers"),
-        ([[True, False]], "token ids"),
-        ([torch.tensor([5.5])], "token ids"),
-        ([None], "token ids"),
-        ([ONES], r"1-D.*\(2, 3\)"),
-        ([[[1, 2], [3, 4]]], r"1-D.*\(2, 2\)"),
-        (ONES, "prompts must be .*attention_mask"),
-        ({"input_ids": ONES}, "come with their attention_mask"),
-        ({"input_ids": ONES, "attention_mask": ONES[:1]}, "the same shape"),
-        ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, "0 over the padding before or behind"),
-        ({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}, "prompt 0: a prompt is empty"),
-        ({"attention_mask": [[1]]}, "input_ids"),
-        ({"input_ids": ONES[None], "attention_mask": ONES[None]}, r"rows of shape \(2, 3"),
-        ([TOKENIZER(["a", "b"])], "prompt 0: a prompt must be one row of token ids, got 2 rows"),
-        ([[{"role": "tool", "content": "4"}]], "prompt 0: .*chat template refuses .*no tools"),
-        ([{"rol": "user", "content": "x"}], r'conversations \(\[{"role": "user", .* got a mapping with rol, content'),
-        ({"role": "user", "content": "x"}, "conversations .* got a mapping with role, content"),
-        ({"prompt": "x"}, "prompts must be texts, .* got a mapping with prompt"),
-        ([{"role": "user"}], 'has a "role" and a "content"; got'),
-        ([[5], [3] * 96], r"prompt 1: prompt \(96 tokens\) \+ max_new_tokens"),
-        ([[3] * 97], "shorten the prompt$"),
+        ([], ValueError, "prompts is empty.*at least one"),
+        (None, TypeError, "prompts must be"),
+        (["a", []], ValueError, "prompt 1: a prompt is empty.*at least one token"),
+        (["a", torch.zeros(0)], ValueError, "prompt 1: a prompt is empty"),
+        (["a", "b", [1, 2, 900]], ValueError, f"prompt 2: token id 900 {OUTSIDE}"),
+        ([[5], torch.tensor([5, -1])], ValueError, f"prompt 1: token id -1 {OUTSIDE}"),
+        ([torch.tensor([5, BYTES])], ValueError, f"token id {BYTES} {OUTSIDE}"),
+        ([[5], [1.5]], TypeError, "prompt 1: token ids must be integers"),
+        ([[True, False]], TypeError, "token ids"),
+        ([torch.tensor([5.5])], TypeError, "token ids"),
+        ([None], TypeError, "token ids"),
+        ([ONES], ValueError, r"1-D.*\(2, 3\)"),
+        ([[[1, 2], [3, 4]]], ValueError, r"1-D.*\(2, 2\)"),
+        (ONES, TypeError, "prompts must be .*attention_mask"),
+        ({"input_ids": ONES}, ValueError, "come with their attention_mask"),
+        ({"input_ids": ONES, "attention_mask": ONES[:1]}, ValueError, "the same shape"),
+        ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, ValueError, "0 over the padding before or behind"),
+        ({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}, ValueError, "prompt 0: a prompt is empty"),
+        ({"attention_mask": [[1]]}, TypeError, "input_ids"),
+        ({"input_ids": ONES[None], "attention_mask": ONES[None]}, ValueError, r"rows of shape \(2, 3"),
+        ([TOKENIZER(["a", "b"])], ValueError, "prompt 0: a prompt must be one row of token ids, got 2 rows"),
+        ([[{"role": "tool", "content": "4"}]], ValueError, "prompt 0: .*chat template refuses .*no tools"),
+        (
+            [{"rol": "user", "content": "x"}],
+            TypeError,
+            r'conversations \(\[{"role": "user", .* got a mapping with rol, content',
+        ),
+        ({"role": "user", "content": "x"}, TypeError, "conversations .* got a mapping with role, content"),
+        ({"prompt": "x"}, TypeError, "prompts must be texts, .* got a mapping with prompt"),
+        ([{"role": "user"}], ValueError, 'has a "role" and a "content"; got'),
+        ([[5], [3] * 96], ValueError, r"prompt 1: prompt \(96 tokens\) \+ max_new_tokens"),
+        ([[3] * 97], ValueError, "shorten the prompt$"),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value)[:30],
 )
-def test_bad_prompts_are_refused_by_number(prompts, message):
-    with forward_passes(*PAIR.models) as passes, pytest.raises((TypeError, ValueError), match=message):
-        bass.generate(PAIR, prompts, max_new_tokens=2)
+def test_bad_prompts_are_refused_by_number(prompts, kind, message):
+    with forward_passes(*UNPROBED.models) as passes, pytest.raises(kind, match=message):
+        bass.generate(UNPROBED, prompts, max_new_tokens=2)
     assert passes == []
 
 

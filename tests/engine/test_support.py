@@ -39,7 +39,12 @@ def gpus(monkeypatch, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("device_map", "weights"),
-    [("cpu", "hub"), (torch.device("cpu"), "dummy"), ({"model": "cpu", "lm_head": "cpu"}, "hub")],
+    [
+        ("cpu", "hub"),
+        (torch.device("cpu"), "dummy"),
+        ({"": "cpu"}, "dummy"),
+        ({"model": "cpu", "lm_head": "cpu"}, "hub"),
+    ],
     ids=str,
 )
 def test_device_map_of_one_device_is_that_device(target, device_map, weights, monkeypatch):  # noqa: F811
@@ -108,8 +113,9 @@ OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("ngram", "suffix
 def test_default_device_of_torch_is_not_used(name):
     """A notebook may have set it to a GPU while models and ids are on a CPU."""
     options = [{"max_new_tokens": 4} | way for way in (WAYS[1:3] if name else WAYS)]
+    role = "target" if name == "encoder_decoder" else "draft"
     with torch.device("meta"):
-        pair = bass.load_pair(*([name] if name == "encoder_decoder" else []), draft=name, device="cpu")
+        pair = bass.load_pair(**{role: name}, device="cpu")
         found = [bass.generate(pair, PROMPTS, **each).texts for each in options]
         padded = {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
         bass.generate(pair, padded, max_new_tokens=4)
@@ -187,12 +193,15 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), UNREADABLE, ids=str)
-def test_unreadable_name_is_refused(target, name, options, message):  # noqa: F811
-    """ "" and names of files are in the target's folder."""
+def test_unreadable_name_is_refused(target, name, options, message, monkeypatch):  # noqa: F811
+    """The empty name is the target's folder."""
     if name in ("", "model.safetensors"):
         name = target / name
     if "draft" in options:
         options = options | {"draft": target}
+    if name != "no-owner/no-model":
+        asks = "bass_core.loading.checkpoints.cached_file"
+        monkeypatch.setattr(asks, lambda *args, **options: pytest.fail("the hub was asked"))
     with pytest.raises(ValueError, match=message):
         named_pair(name, **options)
 
