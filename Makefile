@@ -52,7 +52,7 @@ test-quantized: build/torchao ## run the tests of quantized models
 OLDEST = torch==2.11.0 transformers==5.17.0 numpy pandas tqdm typer scipy pytest pytest-timeout pytest-xdist
 OLDEST_PYTHON ?= $(shell python3.12 --version > /dev/null 2>&1 && echo python3.12 || echo $(PYTHON))
 OLDEST_TESTS = tests/kernels tests/exactness tests/gpu tests/policies tests/engine tests/lab/test_bench_gpu.py tests/lab/test_gpu_stages.py \
-	$(addprefix --ignore=tests/,exactness/test_kinds.py exactness/test_reading_kinds.py engine/test_packaging.py engine/test_loading.py \
+	$(addprefix --ignore=tests/,exactness/test_kinds.py engine/test_packaging.py engine/test_loading.py \
 	engine/test_support.py)
 QUICK = tests/kernels/test_interpreter.py tests/kernels/test_kernel_compile.py tests/engine/test_recorded_steps.py \
 	tests/engine/test_graphs.py tests/engine/test_compiled_layers.py tests/exactness/test_greedy_identity.py tests/lab/test_bench_gpu.py

@@ -106,7 +106,7 @@ def run(name: str, folder: Path, rehearse: bool = False, seconds: float | None =
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
         "GPU_LOG": str(folder / "tests.jsonl"),
-        **({"BASS_REHEARSE": "1"} if rehearse else {}),  # tests/support/gpu_rehearsal.py
+        **({"BASS_REHEARSE": "1"} if rehearse else {}),  # tests/gpu/test_gpu_steps.py
     }
     process = subprocess.Popen(command, cwd=records.ROOT, env=surroundings, start_new_session=True)
     try:

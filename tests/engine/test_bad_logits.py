@@ -6,13 +6,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from sessions import DRAFT, PAIR, TARGET, assert_same_result, run_to_the_end, session_over
+from tiny import greedy_alone, ragged_prompts
 
 import bass_core as bass
 
-TARGET = tiny_model(dtype="float64")
-DRAFT = tiny_model(dtype="float64", noise=0.02)
-PAIR = bass.ModelPair(TARGET, DRAFT)
 PROMPTS = ragged_prompts(5, 9, 13)
 NAN, INFINITY = float("nan"), float("inf")
 CASES = [  # model, its pass in a step, value of the bad logits, temperature
@@ -48,24 +46,13 @@ def spoiled(model, session, row, value, at_pass, tokens=slice(None)):
         handle.remove()
 
 
-def started_session(**options) -> tuple[bass.Session, list]:
-    """A session whose three rows have their first token."""
-    session = bass.Session(PAIR, eos_token_id=(), draft_length=3, **options)
+def started_session(steps=1, **options) -> tuple[bass.Session, list]:
+    """A session whose three rows have taken these steps."""
+    session = session_over(**options)
     handles = [session.submit(prompt, max_new_tokens=16) for prompt in PROMPTS]
-    session.step()
-    return session, handles
-
-
-def run_to_the_end(session: bass.Session) -> None:
-    while not session.idle:
+    for _ in range(steps):
         session.step()
-
-
-def assert_same_results(results, expected):
-    for result, other in zip(results, expected, strict=True):
-        assert torch.equal(result.sequence, other.sequence)
-        assert torch.equal(result.logprobs, other.logprobs)
-        assert result.finish_reason == other.finish_reason
+    return session, handles
 
 
 def test_bad_logits_after_the_last_draft_alone_raise():
@@ -76,63 +63,63 @@ def test_bad_logits_after_the_last_draft_alone_raise():
 
 @pytest.mark.parametrize(("role", "at_pass", "value", "temperature"), CASES)
 def test_bad_logits_raise_and_commit_nothing(role, at_pass, value, temperature):
-    session, handles = started_session(temperature=temperature)
-    session.step()
+    session, handles = started_session(2, temperature=temperature)
     before = [session.result(handle) for handle in handles]
-    with (
-        spoiled(getattr(PAIR, role), session, row=1, value=value, at_pass=at_pass),
-        pytest.raises(FloatingPointError, match=f"{role} model LlamaForCausalLM .* row 1 at step 2.*on_row_error"),
-    ):
+    message = f"{role} model LlamaForCausalLM .* row 1 at step 2.*on_row_error"
+    with spoiled(getattr(PAIR, role), session, 1, value, at_pass), pytest.raises(FloatingPointError, match=message):
         session.step()
-    assert_same_results([session.result(handle) for handle in handles], before)
+    for handle, expected in zip(handles, before, strict=True):
+        assert_same_result(session.result(handle), expected)
+
+
+@pytest.fixture
+def on_logits():
+    """Add a hook on the logits of all models until the end of the test."""
+    hooks = []
+
+    def add(change):
+        def hook(module, args, output):
+            change(output.logits)
+
+        hooks.extend(model.register_forward_hook(hook) for model in (TARGET, DRAFT))
+
+    yield add
+    for hook in hooks:
+        hook.remove()
 
 
 @pytest.mark.parametrize("value", [NAN, -INFINITY])
-def test_bad_logits_of_a_prefill_raise_and_commit_nothing(value):
-    session = bass.Session(PAIR, eos_token_id=())
-    handles = [session.submit(prompt, max_new_tokens=8) for prompt in PROMPTS]
-    hook = TARGET.register_forward_hook(lambda module, args, output: spoil(output.logits, value))
-    try:
-        with pytest.raises(FloatingPointError, match=r"target model LlamaForCausalLM .* row [012] at step 0"):
-            session.step()
-    finally:
-        hook.remove()
+def test_bad_logits_of_a_prefill_raise_and_commit_nothing(value, on_logits):
+    session, handles = started_session(0)
+    on_logits(lambda logits: spoil(logits, value))
+    with pytest.raises(FloatingPointError, match=r"target model LlamaForCausalLM .* row [012] at step 0"):
+        session.step()
     assert [len(session.result(handle).sequence) for handle in handles] == [0, 0, 0]
 
 
-def test_minus_infinity_for_some_ids_is_allowed():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_minus_infinity_for_some_ids_is_allowed(temperature, on_logits):
     """Models forbid ids in this way."""
-
-    def forbid(module, args, output):
-        output.logits[..., 7] = -INFINITY
-
-    hooks = [model.register_forward_hook(forbid) for model in (TARGET, DRAFT)]
-    try:
-        for temperature in (0.0, 1.0):
-            out = bass.generate(PAIR, PROMPTS, max_new_tokens=10, temperature=temperature, eos_token_id=())
-            assert out.finish_reasons == ["length"] * 3
-            assert 7 not in torch.cat(out.sequences)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    on_logits(lambda logits: logits[..., 7].fill_(-INFINITY))
+    out = bass.generate(PAIR, PROMPTS, max_new_tokens=10, temperature=temperature, eos_token_id=())
+    assert out.finish_reasons == ["length"] * 3
+    assert 7 not in torch.cat(out.sequences)
 
 
 @pytest.mark.parametrize(("role", "at_pass", "value", "temperature"), CASES)
 def test_bad_row_finishes_and_the_others_are_unchanged(role, at_pass, value, temperature):
-    options = {"temperature": temperature, "on_row_error": "finish"}
-    sound, sound_handles = started_session(**options)
-    run_to_the_end(sound)
-    expected = [sound.result(handle) for handle in sound_handles]
+    def results(at_pass):
+        session, handles = started_session(temperature=temperature, on_row_error="finish")
+        with spoiled(getattr(PAIR, role), session, 1, value, at_pass):
+            run_to_the_end(session)
+        return [session.result(handle) for handle in handles]
 
-    session, handles = started_session(**options)
-    with spoiled(getattr(PAIR, role), session, row=1, value=value, at_pass=at_pass):
-        run_to_the_end(session)
-    results = [session.result(handle) for handle in handles]
-    assert_same_results(results[::2], expected[::2])
-    bad = results[1]
-    assert bad.finish_reason == "error"
-    assert 1 <= len(bad.sequence) < 16
-    assert torch.equal(bad.sequence, expected[1].sequence[: len(bad.sequence)])
+    (first, whole, third), found = results(at_pass=None), results(at_pass)
+    assert_same_result(found[0], first)
+    assert_same_result(found[2], third)
+    assert found[1].finish_reason == "error"
+    assert 1 <= len(found[1].sequence) < 16
+    assert torch.equal(found[1].sequence, whole.sequence[: len(found[1].sequence)])
 
 
 def test_trace_with_nan_is_saved_and_loaded(tmp_path):
@@ -150,16 +137,13 @@ def test_trace_with_nan_is_saved_and_loaded(tmp_path):
 )
 def test_nan_in_a_freed_slot_does_not_reach_the_next_row(bad_row, max_batch_size, path):
     """Id 0 has a NaN embedding: keys and values of that row are NaN in every layer."""
-    target, draft = (copy.deepcopy(model) for model in (TARGET, DRAFT))
-    for model in (target, draft):
+    models = [copy.deepcopy(model) for model in (TARGET, DRAFT)]
+    for model in models:
         model.get_input_embeddings().weight.data[0] = NAN
     prompts = ragged_prompts(5, 30)
     prompts.insert(bad_row, torch.zeros(20, dtype=torch.int64))
-    pair = bass.ModelPair(target, draft)
     options = {"max_batch_size": max_batch_size, "attention": path, "eos_token_id": (), "on_row_error": "finish"}
-    out = bass.generate(pair, prompts, max_new_tokens=10, **options)
-    for row, prompt in enumerate(prompts):
-        if row == bad_row:
-            assert (out.finish_reasons[row], len(out.sequences[row])) == ("error", 0)
-        else:
-            assert torch.equal(out.sequences[row], greedy_alone(TARGET, prompt, 10))
+    out = bass.generate(bass.ModelPair(*models), prompts, max_new_tokens=10, **options)
+    assert (out.finish_reasons[bad_row], len(out.sequences[bad_row])) == ("error", 0)
+    for row in {0, 1, 2} - {bad_row}:
+        assert torch.equal(out.sequences[row], greedy_alone(TARGET, prompts[row], 10))

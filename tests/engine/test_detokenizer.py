@@ -86,19 +86,15 @@ def test_row_ends_at_the_first_token_after_which_its_text_contains_a_stop_string
 
 def test_characters_belong_to_their_last_token_and_stop_strings_to_none():
     tokenizer = KINDS["byte fallback"]
-    name = tokenizer.convert_tokens_to_ids
-    ids = [
-        name("\u2581a"),
-        name("<0xC3>"),
-        name("<0xA9>"),
-        tokenizer.eos_token_id,
-        name("\u2581the"),
-        name("\u2581cat"),
-    ]
-    assert FinalText(tokenizer).token_texts(ids, ended=True) == ["a", "", "é", "", " the", " cat"]
-    assert FinalText(tokenizer).token_texts(ids[:2], ended=True) == ["a", "\ufffd"]
-    assert FinalText(tokenizer, StopStrings((" th",), tokenizer)).token_texts(ids[:5], ended=True) == ["a", "", "é"]
-    assert FinalText(tokenizer, StopStrings(("ca",), tokenizer)).token_texts(ids, ended=True)[-2:] == [" the", " "]
+    ids = tokenizer.convert_tokens_to_ids(["\u2581a", "<0xC3>", "<0xA9>", "</s>", "\u2581the", "\u2581cat"])
+
+    def texts(ids, *stops):
+        return FinalText(tokenizer, StopStrings(stops, tokenizer)).token_texts(ids, ended=True)
+
+    assert texts(ids) == ["a", "", "é", "", " the", " cat"]
+    assert texts(ids[:2]) == ["a", "\ufffd"]
+    assert texts(ids[:5], " th") == ["a", "", "é"]
+    assert texts(ids, "ca")[-2:] == [" the", " "]
 
 
 @pytest.mark.parametrize("kind", KINDS)

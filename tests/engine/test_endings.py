@@ -4,35 +4,28 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from sessions import DRAFT, PAIR, PERFECT, PROMPTS, TARGET, generate, run_to_the_end
-from tiny import BYTES, byte_tokenizer, greedy_alone, tiny_model
+from sessions import DRAFT, PERFECT, PROMPTS, TARGET, generate, run_to_the_end
+from test_outputs import saying
+from tiny import assert_greedy, byte_tokenizer, forward_passes, greedy_alone
 
 import bass_core as bass
 from bass_core.model import probe
-
-# --- limits and EOS -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("new", "draft_length"), [(1, 4), (2, 1), (3, 7), (5, 0), (8, 4), (13, 7)])
 def test_row_has_exactly_the_requested_tokens(new, draft_length):
     out = generate(pair=PERFECT, max_new_tokens=new, draft_length=draft_length)
-    for prompt, sequence in zip(PROMPTS, out.sequences, strict=True):
-        assert torch.equal(sequence, greedy_alone(TARGET, prompt, new))
+    assert_greedy(out, TARGET, PROMPTS, new)
 
 
 @pytest.mark.parametrize("at", range(8))
 def test_eos_ends_a_row_anywhere_in_a_draft(at):
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
-    first = text.index(text[at])
-    for draft_length in (0, 5):
-        out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], draft_length=draft_length)
-        assert out.sequences[0].tolist() == text[: first + 1]
-        assert len(out.logprobs[0]) == first + 1
-        assert out.finish_reasons == ["eos"]
-    # as the last token of the limit, too
-    out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], max_new_tokens=first + 1)
-    assert (out.sequences[0].tolist(), out.finish_reasons) == (text[: first + 1], ["eos"])
+    until = text.index(text[at]) + 1
+    for draft_length, new in ((0, 12), (5, 12), (5, until)):  # as the last token of the limit, too
+        options = {"draft_length": draft_length, "max_new_tokens": new}
+        out = generate(PROMPTS[:1], PERFECT, eos_token_id=text[at], **options)
+        assert (out.sequences[0].tolist(), len(out.logprobs[0]), out.finish_reasons) == (text[:until], until, ["eos"])
 
 
 def test_first_of_several_eos_ids_ends_a_row():
@@ -53,40 +46,19 @@ def test_eos_of_the_model_is_the_default():
     assert generate(PROMPTS[:1], pair, eos_token_id=None).sequences[0].tolist() == text
 
 
-def test_row_that_ignores_eos_goes_on():
+@pytest.mark.parametrize("draft_length", [0, 5])
+def test_row_that_ignores_eos_goes_on(draft_length):
     text = greedy_alone(TARGET, PROMPTS[0], 12).tolist()
-    for draft_length in (0, 5):
-        with bass.Session(PERFECT, eos_token_id=text[4], draft_length=draft_length) as session:
-            rows = [session.submit(PROMPTS[0], max_new_tokens=12, ignore_eos=ignores) for ignores in (True, False)]
-            run_to_the_end(session)
-            goes_on, ends = map(session.result, rows)
-        assert (goes_on.sequence.tolist(), goes_on.finish_reason) == (text, "length")
-        assert (ends.sequence.tolist(), ends.finish_reason) == (text[: text.index(text[4]) + 1], "eos")
-
-
-# --- stop strings ---------------------------------------------------------------------------------
-
-TOKENIZER = byte_tokenizer()
-
-
-def speller(text: str):
-    """Return a model that continues any token of `text` as the text does. All tokens must differ."""
-    ids = TOKENIZER(text)["input_ids"]
-    assert len(set(ids)) == len(ids)
-    following = torch.full((BYTES,), ids[-1])
-    following[ids[:-1]] = torch.tensor(ids[1:])
-
-    def spell(module, args, kwargs, output):
-        fed = kwargs["input_ids"][:, -output.logits.shape[1] :]
-        output.logits = F.one_hot(following[fed], BYTES).to(output.logits) * 40
-
-    model = copy.deepcopy(tiny_model(vocab_size=BYTES))
-    model.register_forward_hook(spell, with_kwargs=True)
-    return model
+    with bass.Session(PERFECT, eos_token_id=text[4], draft_length=draft_length) as session:
+        rows = [session.submit(PROMPTS[0], max_new_tokens=12, ignore_eos=ignores) for ignores in (True, False)]
+        run_to_the_end(session)
+        goes_on, ends = map(session.result, rows)
+    assert (goes_on.sequence.tolist(), goes_on.finish_reason) == (text, "length")
+    assert (ends.sequence.tolist(), ends.finish_reason) == (text[: text.index(text[4]) + 1], "eos")
 
 
 SPELLED = "!the né€g😀xyzw"  # characters of one to four bytes
-MODEL = speller(SPELLED)
+MODEL, TOKENIZER = saying(SPELLED[1:])[0].target, byte_tokenizer()
 SPELLING = bass.ModelPair(MODEL, MODEL, TOKENIZER)
 
 
@@ -141,34 +113,23 @@ def test_special_token_as_stop_string_ends_a_row():
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["!"]})
     assert tokenizer.decode(tokens_of("a!b"), skip_special_tokens=True) == "ab"
-    pair = bass.ModelPair(speller("the!né€g"), MODEL, tokenizer)
-    out = bass.generate(pair, [tokens_of("t")], stop=["absent", "!"], max_new_tokens=8, eos_token_id=())
+    pair, options = saying("he!né€g", tokenizer)
+    out = bass.generate(pair, [tokens_of("t")], stop=["absent", "!"], **options)
     assert (out.texts, out.finish_reasons) == (["he"], ["stop"])
     assert out.sequences[0].tolist() == tokens_of("he!")
 
 
 def test_texts_skip_special_tokens_and_are_none_without_a_tokenizer():
-    end = TOKENIZER.eos_token_id
-    pair = bass.ModelPair(tiny_model(vocab_size=BYTES), tokenizer=TOKENIZER)
-    text = greedy_alone(pair.target, torch.tensor([50, 60]), 8)
-
-    def finish(module, args, output):
-        output.logits[..., end] = torch.where(output.logits.argmax(-1) == text[5], 1e4, output.logits[..., end])
-
-    hook = pair.target.register_forward_hook(finish)
-    try:
-        out = bass.generate(pair, [torch.tensor([50, 60])], max_new_tokens=8)
-    finally:
-        hook.remove()
-    assert out.sequences[0][-1] == end and out.finish_reasons == ["eos"]
-    assert out.texts == [TOKENIZER.decode(out.sequences[0][:-1])]
+    pair, options = saying("ab</s>c")
+    out = bass.generate(pair, "a", **options | {"eos_token_id": TOKENIZER.eos_token_id})
+    assert out.sequences[0].tolist() == tokens_of("ab</s>")
+    assert (out.texts, out.finish_reasons) == (["ab"], ["eos"])
     assert generate(PROMPTS).texts == [None] * 4
 
 
 def test_results_of_a_running_session_end_before_the_stop_string():
     session = bass.Session(SPELLING, stop="€g", draft_length=3, eos_token_id=())
-    other = session.submit("g", max_new_tokens=6)
-    handle = session.submit("!", max_new_tokens=18)
+    other, handle = session.submit("g", max_new_tokens=6), session.submit("!", max_new_tokens=18)
     texts = []
     while not session.idle:
         session.step()
@@ -176,10 +137,7 @@ def test_results_of_a_running_session_end_before_the_stop_string():
     assert texts[-1] == "the né"
     assert all("g" not in text for text in texts)
     assert (session.result(handle).finish_reason, session.result(other).finish_reason) == ("stop", "length")
-    assert session.result(other).sequence.tolist() == tokens_of("😀xy")[:6]
-
-
-# --- stop strings of a row ------------------------------------------------------------------------
+    assert session.result(other).sequence.tolist() == tokens_of(SPELLED)[1:7]
 
 
 def spell_rows(stops, session_stop=(), **options) -> list[bass.Result]:
@@ -201,27 +159,8 @@ def test_each_row_ends_at_its_own_stop_strings(draft_length, session_stop):
 
 
 def test_rows_with_different_stop_strings_share_steps():
-    stops, passes = [None, "e n", "é", ()], []
-    hook = MODEL.register_forward_hook(lambda module, args, output: passes.append(output.logits.shape[0]))
-    try:
-        probe.resolve(MODEL)
-        passes.clear()
-        spell_rows(stops, draft_length=0)
-    finally:
-        hook.remove()
-    assert passes[:2] == [1, 4]  # the prompt, then all rows together
+    probe.resolve(MODEL)
+    with forward_passes(MODEL) as passes:
+        spell_rows([None, "e n", "é", ()], draft_length=0)
+    assert [rows for rows, _ in passes[:2]] == [1, 4]  # the prompt, then all rows together
     assert len(passes) == 1 + 17  # a token by the prompt's pass, and one by each step
-
-
-def test_bad_stop_strings_of_a_row_are_refused():
-    for pair, prompt, stop, error, message in (
-        (SPELLING, "!", [""], ValueError, "stop"),
-        (SPELLING, "!", 5, TypeError, "stop"),
-        (SPELLING, "!", [5], TypeError, "stop"),
-        (SPELLING, "!", "a</s>", ValueError, "'a</s>' contains '</s>', a special token, which no text shows"),
-        (PAIR, PROMPTS[0], "x", ValueError, "need a tokenizer"),
-    ):
-        session = bass.Session(pair)
-        with pytest.raises(error, match=message):
-            session.submit(prompt, max_new_tokens=4, stop=stop)
-        assert session.submit(prompt, max_new_tokens=4, stop=()).row == 0  # the refused row took no number

@@ -15,8 +15,6 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     SuppressTokensAtBeginLogitsProcessor,
-    T5Config,
-    T5ForConditionalGeneration,
     TemperatureLogitsWarper,
 )
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessor
@@ -29,24 +27,18 @@ PROMPTS = ragged_prompts(5, 11, 3, 17, 1)
 NEW = 10
 small = functools.partial(tiny_model, num_hidden_layers=1)
 PAD = 0
+WIDTH = max(map(len, PROMPTS))
+BATCH = {
+    "input_ids": torch.stack([torch.nn.functional.pad(prompt, (WIDTH - len(prompt), 0)) for prompt in PROMPTS]),
+    "attention_mask": torch.stack([(torch.arange(WIDTH) >= WIDTH - len(prompt)).long() for prompt in PROMPTS]),
+}
+ONE = {"input_ids": PROMPTS[1][None], "attention_mask": None}
 
 
-def left_padded(prompts) -> dict[str, torch.Tensor]:
-    width = max(map(len, prompts))
-    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0), value=PAD) for prompt in prompts])
-    mask = torch.stack([torch.arange(width) >= width - len(prompt) for prompt in prompts]).long()
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-BATCH = left_padded(PROMPTS)
-WIDTH = BATCH["input_ids"].shape[1]
-
-
-def by_bass(model=None, draft=None, **options):
+def by_bass(model=None, **options):
     """`generate` by bass_generate, on the left-padded batch by default."""
-    model, draft = model or small(), draft or small(noise=0.1)
-    options = {"max_new_tokens": NEW} | (BATCH if "inputs" not in options else {}) | options
-    return model.generate(custom_generate=bass_generate, draft_model=draft, **options)
+    options = {"max_new_tokens": NEW, "draft_model": small(noise=0.1), **BATCH} | options
+    return (model or small()).generate(custom_generate=bass_generate, **options)
 
 
 def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
@@ -64,16 +56,16 @@ def test_greedy_rows_with_left_padding_equal_generate(architecture):
     expected = model.generate(**plain)
     for eos in (None, frequent_ids(expected, 4)):
         options = plain | {"eos_token_id": eos}
-        found = by_bass(model, draft, **options)
+        found = by_bass(model, draft_model=draft, **options)
         assert torch.equal(found, model.generate(**options))
         assert found.dtype == torch.int64 and not found.is_inference()
 
 
 def test_ngram_drafts_and_short_integers_equal_generate():
-    model, ids = small(), PROMPTS[3][None]
+    ids = PROMPTS[3][None]
     for draft in ("ngram", bass.NgramDrafter(longest=2)):
-        found = model.generate(ids.int(), custom_generate=bass_generate, draft_model=draft, max_new_tokens=NEW)
-        assert torch.equal(found, model.generate(ids, max_new_tokens=NEW))
+        found = by_bass(inputs=ids.int(), input_ids=None, attention_mask=None, draft_model=draft)
+        assert torch.equal(found, small().generate(ids, max_new_tokens=NEW))
 
 
 @pytest.mark.parametrize(
@@ -81,6 +73,7 @@ def test_ngram_drafts_and_short_integers_equal_generate():
     [
         {"max_new_tokens": None, "max_length": WIDTH + 7},
         {"max_new_tokens": None},  # the default of generate: 20
+        {"attention_mask": None, "pad_token_id": PAD},  # the mask is inferred
         {"min_length": WIDTH},  # true already
         {"min_new_tokens": 5, "eos_token_id": None},  # nothing to suppress
         {"pad_token_id": 5, "eos_token_id": list(range(10, 30))},
@@ -124,31 +117,19 @@ def test_repetition_penalty_ignores_padding():
         assert torch.equal(row[WIDTH - len(prompt) :], small().generate(prompt[None], **options)[0])
 
 
-def test_mask_is_inferred_from_the_pad_token():
-    options = {"input_ids": BATCH["input_ids"], "max_new_tokens": NEW, "pad_token_id": PAD}
-    assert torch.equal(by_bass(attention_mask=None, **options), small().generate(**options))
-
-
 # --- sampling -------------------------------------------------------------------------------------
 
 
-def test_samples_share_one_prefill_per_prompt():
-    options = {"do_sample": True, "num_return_sequences": 8, "eos_token_id": None, "pad_token_id": PAD}
+def test_samples_equal_those_of_the_engine_and_share_one_prefill_per_prompt():
+    pair, options = bass.ModelPair(small(), small(noise=0.1)), {"num_return_sequences": 4, "seed": 5}
     with forward_passes(small()) as passes:
-        found = by_bass(**options)
-    assert found.shape == small().generate(**BATCH, max_new_tokens=NEW, **options).shape == (40, WIDTH + NEW)
-    assert torch.equal(found[:, :WIDTH], BATCH["input_ids"].repeat_interleave(8, dim=0))
-    assert passes[-1][0] <= 40 and (len(PROMPTS), WIDTH) in passes
+        found = by_bass(do_sample=True, eos_token_id=None, **options)
+    options |= {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 50, "eos_token_id": ()}  # as in generate
+    assert torch.equal(found[:, :WIDTH], BATCH["input_ids"].repeat_interleave(4, dim=0))
+    assert torch.equal(found[:, WIDTH:], torch.stack(bass.generate(pair, PROMPTS, **options).sequences))
+    assert len(found[:4].unique(dim=0)) > 1
+    assert (len(PROMPTS), WIDTH) in passes
     assert all(queries < WIDTH for rows, queries in passes if rows > len(PROMPTS))  # no other prefill
-    assert len(found[:8].unique(dim=0)) > 1
-
-
-def test_samples_equal_those_of_the_engine():
-    found = by_bass(do_sample=True, num_return_sequences=4, seed=5, max_batch_size=3, eos_token_id=None)
-    options = {"max_new_tokens": NEW, "temperature": 1.0, "top_k": 50, "seed": 5, "eos_token_id": ()}  # as in generate
-    pair = bass.ModelPair(small(), small(noise=0.1))
-    expected = bass.generate(pair, PROMPTS, num_return_sequences=4, **options)
-    assert torch.equal(found[:, WIDTH:], torch.stack(expected.sequences))
 
 
 def test_sampling_options_with_one_choice_give_greedy_text():
@@ -211,7 +192,7 @@ def test_models_stay_unchanged():
     before = [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)]
     model.train()
     try:
-        assert torch.equal(by_bass(model, draft), expected)
+        assert torch.equal(by_bass(model, draft_model=draft), expected)
         assert model.training and not draft.training
         assert [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)] == before
     finally:
@@ -257,20 +238,16 @@ def test_generation_options_are_refused_by_name():
             by_bass(do_sample=key != "penalty_alpha", **{key: eval(value)})
 
 
-def test_options_of_the_models_configuration_are_refused():
-    model, before = small(), small().generation_config
-    try:
-        model.generation_config = GenerationConfig(no_repeat_ngram_size=2, pad_token_id=PAD)
-        with pytest.raises(ValueError, match="no_repeat_ngram_size"):
-            by_bass(model)
-        model.generation_config = GenerationConfig(cache_implementation="hybrid", temperature=0.6, top_k=20)
-        assert by_bass(model).shape == (5, WIDTH + NEW)  # hub models set these; generate drops the cache
-        model.generation_config = GenerationConfig(pad_token_id=PAD)
-        expected = by_bass(model)
-        model.generation_config = GenerationConfig(pad_token_id=PAD, **NEUTRAL)
-        assert torch.equal(by_bass(model), expected)
-    finally:
-        model.generation_config = before
+def test_options_of_the_models_configuration_are_refused(monkeypatch):
+    def by_bass_with(**options):
+        monkeypatch.setattr(small(), "generation_config", GenerationConfig(**options))
+        return by_bass()
+
+    with pytest.raises(ValueError, match="no_repeat_ngram_size"):
+        by_bass_with(no_repeat_ngram_size=2, pad_token_id=PAD)
+    # hub models set these; generate drops the cache
+    assert by_bass_with(cache_implementation="hybrid", temperature=0.6, top_k=20).shape == (5, WIDTH + NEW)
+    assert torch.equal(by_bass_with(pad_token_id=PAD, **NEUTRAL), by_bass_with(pad_token_id=PAD))
 
 
 PENALTY, HALVED = {"repetition_penalty": 1.4}, {"temperature": 0.5, "do_sample": True}  # generate would divide twice
@@ -304,6 +281,12 @@ IN_THE_MIDDLE = SuppressTokensAtBeginLogitsProcessor([5], WIDTH + 3)
         ({"max_new_tokens": 90}, "context of 96"),
         ({"eos_token_id": -1}, "eos_token_id -1"),
         ({"draft_lenght": 4}, "draft_lenght"),
+        ({"draft_model": None}, r'pass draft_model=small, .* or draft_model="ngram"'),
+        ({**ONE, "assistant_model": small(noise=0.1)}, "draft_model or assistant_model"),
+        (
+            {"do_sample": True, "num_return_sequences": 2, "assistant_model": small()},
+            "num_return_sequences has to be 1",
+        ),
         ({"stop_strings": ["x"], "tokenizer": byte_tokenizer()}, "stop strings"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
@@ -313,48 +296,24 @@ def test_input_is_refused_by_name(options, name):
         by_bass(**options)
 
 
-def test_rows_that_may_end_early_need_a_pad_token():
-    model, before = small(), small().generation_config
-    try:
-        model.generation_config = GenerationConfig()
-        assert by_bass(model).shape == (5, WIDTH + NEW)
-        with pytest.raises(ValueError, match="pad_token_id"):
-            by_bass(model, max_time=600.0)
-        assert by_bass(model, max_time=600.0, pad_token_id=3).shape == (5, WIDTH + NEW)
-    finally:
-        model.generation_config = before
-
-
-def test_unfit_models_are_refused():
-    with pytest.raises(TypeError, match=r"draft_model must be .*got 'a name'"):
-        by_bass(draft="a name")
-    config = T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
-    config.decoder_start_token_id = 0
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        by_bass(T5ForConditionalGeneration(config))
+def test_rows_that_may_end_early_need_a_pad_token(monkeypatch):
+    monkeypatch.setattr(small(), "generation_config", GenerationConfig())
+    for options in ({}, {"max_time": 600.0, "pad_token_id": 3}):
+        assert by_bass(**options).shape == (5, WIDTH + NEW)
+    with pytest.raises(ValueError, match="pad_token_id"):
+        by_bass(max_time=600.0)
 
 
 # --- arguments that generate does not pass on --------------------------------------------------------------
 
 
-ONE = {"input_ids": PROMPTS[1][None], "attention_mask": None}
-
-
 def test_assistant_model_drafts():
-    model, draft = small(), small(noise=0.1)
+    draft = small(noise=0.1)
     for method in (bass_generate, functools.partial(bass_generate, draft_length=2)):
         with forward_passes(draft) as passes:
-            found = model.generate(ONE["input_ids"], max_new_tokens=NEW, custom_generate=method, assistant_model=draft)
-        assert passes and torch.equal(found, by_bass(draft=draft, **ONE))
-
-
-def test_draft_model_is_required_and_unique():
-    with pytest.raises(ValueError, match=r'pass draft_model=small, .* or draft_model="ngram"'):
-        small().generate(**BATCH, max_new_tokens=NEW, custom_generate=bass_generate)
-    with pytest.raises(ValueError, match="draft_model or assistant_model"):
-        by_bass(**ONE, assistant_model=small(noise=0.1))
-    with pytest.raises(ValueError, match="num_return_sequences has to be 1"):
-        by_bass(do_sample=True, num_return_sequences=2, assistant_model=small(noise=0.1))
+            ids, options = ONE["input_ids"], {"custom_generate": method, "assistant_model": draft}
+            found = small().generate(ids, max_new_tokens=NEW, **options)
+        assert passes and torch.equal(found, by_bass(**ONE))
 
 
 class Heard(BaseStreamer):
@@ -383,7 +342,7 @@ def test_streamer_ends_after_an_error():
     for options, kind, error in (
         ({"max_new_tokens": 1000}, ValueError, "beyond the target model's context"),
         ({"no_repeat_ngram_size": 2}, ValueError, "no_repeat_ngram_size"),
-        ({"draft": "a name"}, TypeError, "draft_model must be"),
+        ({"draft_model": "a name"}, TypeError, "draft_model must be .*got 'a name'"),
     ):
         heard = Heard()
         with pytest.raises(kind, match=error):

@@ -50,14 +50,12 @@ def edit_json(file: Path, **changes) -> None:
 
 def test_loaded_pair_is_the_saved_one(target, draft):
     pair = bass.load_pair(str(target), draft=draft)
-    saved = bass.ModelPair(tiny_model(vocab_size=BYTES), tiny_model(vocab_size=BYTES, noise=0.02), byte_tokenizer())
-    for loaded, model in ((pair.target, saved.target), (pair.draft, saved.draft)):
+    for loaded, noise in zip(pair.models, (0.0, 0.02), strict=True):
+        model = tiny_model(vocab_size=BYTES, noise=noise)
         assert loaded.state_dict().keys() == model.state_dict().keys()
         assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
         assert not any(module.training for module in loaded.modules())
-    outs = [bass.generate(each, "what is new?", max_new_tokens=12, eos_token_id=()) for each in (pair, saved)]
-    assert outs[0].sequences[0].tolist() == outs[1].sequences[0].tolist()
-    assert outs[0].texts == outs[1].texts
+    assert pair.tokenizer("what is new?").input_ids == byte_tokenizer()("what is new?").input_ids
 
 
 @torch.inference_mode()
@@ -90,12 +88,10 @@ def test_draft_without_a_target_is_one_of_the_embedded_targets():
 
 
 def test_drafters_have_names(target):
-    out = bass.generate(bass.load_pair(target), "abcabcabcabc", max_new_tokens=60, eos_token_id=())
-    assert out.trace.steps.drafted.sum() > 0  # without a draft, by n-grams
     drafter = bass.NgramDrafter(longest=2)
     assert bass.load_pair(target, draft=drafter).draft is drafter
-    for name, kind in (("ngram", bass.NgramDrafter), ("suffix", bass.SuffixDrafter)):
-        assert type(bass.load_pair(target, draft=name).draft) is kind
+    for name, kind in (("ngram", bass.NgramDrafter), ("suffix", bass.SuffixDrafter), (None, bass.NgramDrafter)):
+        assert type(bass.load_pair(target, draft=name).drafter) is kind
 
 
 def test_feature_head_is_loaded_from_its_folder(target, tmp_path):
@@ -113,23 +109,22 @@ def test_feature_head_is_loaded_from_its_folder(target, tmp_path):
 
 
 def test_tied_embeddings_are_not_missing(tmp_path):
-    folder = save(tmp_path / "tied", tiny_model(vocab_size=BYTES, tie_word_embeddings=True))
+    folder = save(tmp_path, tiny_model(vocab_size=BYTES, tie_word_embeddings=True))
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     pair = bass.load_pair(folder)
     assert pair.target.lm_head.weight is pair.target.model.embed_tokens.weight
 
 
-def test_lost_shard_is_refused(tmp_path):
-    model = tiny_model(vocab_size=BYTES)
-    model.save_pretrained(tmp_path, max_shard_size="30kB")
-    byte_tokenizer().save_pretrained(tmp_path)
-    shards = sorted(tmp_path.glob("model-*.safetensors"))
+def test_shards_are_loaded_and_a_lost_one_is_refused(target):
+    (target / "model.safetensors").unlink()
+    tiny_model(vocab_size=BYTES).save_pretrained(target, max_shard_size="30kB")
+    shards = sorted(target.glob("model-*.safetensors"))
     assert len(shards) > 1
-    loaded = bass.load_pair(tmp_path).target.state_dict()
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+    loaded = bass.load_pair(target).target.state_dict()
+    assert all(torch.equal(each, loaded[name]) for name, each in tiny_model(vocab_size=BYTES).state_dict().items())
     shards[-1].unlink()
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        bass.load_pair(tmp_path)
+    with pytest.raises(ValueError, match=str(target)):
+        bass.load_pair(target)
 
 
 # --- no foreign code ------------------------------------------------------------------------------
@@ -147,43 +142,41 @@ class Plant:
 
 @pytest.mark.parametrize(
     ("role", "write"),
-    [
-        ("target", torch.save),
-        ("target", lambda plant, file: file.write_bytes(pickle.dumps(plant))),
-        ("draft", torch.save),
-    ],
-    ids=["torch", "pickle", "draft"],
+    [("target", lambda plant, file: file.write_bytes(pickle.dumps(plant))), ("draft", torch.save)],
+    ids=["target", "draft"],
 )
 def test_pickled_checkpoint_is_refused_and_not_unpickled(target, draft, tmp_path, role, write):
-    folder = {"target": target, "draft": draft}[role]
-    plant = Plant(tmp_path / "unpickled")
+    folder, plant = {"target": target, "draft": draft}[role], Plant(tmp_path / "unpickled")
     write({"lm_head.weight": plant}, folder / "pytorch_model.bin")
-    if role == "target":  # safetensors win
-        bass.load_pair(target)
+    bass.load_pair(target, draft=draft)  # safetensors win
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="safetensors"):
-        bass.load_pair(target, draft=draft)
+    for _ in ("planted", "harmless"):
+        with pytest.raises(ValueError, match="safetensors"):
+            bass.load_pair(target, draft=draft)
+        torch.save(tensors, folder / "pytorch_model.bin")
     assert not plant.file.exists()
     pickle.loads(pickle.dumps(plant))
     assert plant.file.exists()  # the plant works
-    torch.save(tensors, folder / "pytorch_model.bin")  # harmless ones, too
-    with pytest.raises(ValueError, match="safetensors"):
-        bass.load_pair(target, draft=draft)
 
 
 def in_shards(folder: Path, shard: str) -> Path:
     """Move the folder's weights to one file that an index names."""
     tensors = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / shard).parent.mkdir(exist_ok=True)
-    if shard.endswith(".safetensors"):
-        save_file(tensors, folder / shard, metadata={"format": "pt"})
-    else:
-        torch.save(tensors, folder / shard)
-    return folder / shard
+    return (folder / "model.safetensors").rename(folder / shard)
+
+
+def put_into_hub(hub: Path, name: str, **revisions: Path) -> Path:
+    """Add a model to a hub's cache. Return the file that names the revision `main`, the first of these."""
+    model = hub / f"models--owner--{name}"
+    for commit, folder in revisions.items():
+        shutil.copytree(folder, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text(next(iter(revisions)))
+    return model / "refs/main"
 
 
 def test_index_names_only_safetensors_of_its_folder(draft, tmp_path, monkeypatch):
@@ -195,26 +188,19 @@ def test_index_names_only_safetensors_of_its_folder(draft, tmp_path, monkeypatch
             bass.load_pair(target)
 
 
-def test_config_names_only_safetensors_of_its_folder(target):
+def test_config_may_name_other_safetensors_of_its_folder(target):
     (target / "model.safetensors").rename(target / "other.safetensors")
     edit_json(target / "config.json", transformers_weights="other.safetensors")
     assert torch.equal(bass.load_pair(target).target.lm_head.weight, tiny_model(vocab_size=BYTES).lm_head.weight)
-    for named in ("../other.safetensors", "other.bin", "model.safetensors.index.json"):
-        edit_json(target / "config.json", transformers_weights=named)
-        with pytest.raises(ValueError, match=f"target'.* names '{named}' as a file of weights"):
-            bass.load_pair(target)
 
 
 def test_hub_models_are_checked_and_loaded_from_one_revision(target, tmp_path, monkeypatch):
     """Without network: `main` of a cached model moves to a bad revision after the check."""
     hub, good, bad = tmp_path / "hub", "a" * 40, "b" * 40
-    snapshots, main = hub / "models--owner--model/snapshots", hub / "models--owner--model/refs/main"
-    shutil.copytree(target, snapshots / good)
-    shutil.copytree(target, snapshots / bad)
-    edit_weights(snapshots / bad, lambda tensors: tensors["lm_head.weight"].zero_())
-    in_shards(snapshots / bad, "weights.bin")
-    main.parent.mkdir()
-    main.write_text(good)
+    main = put_into_hub(hub, "model", **{good: target, bad: target})
+    snapshot = hub / f"models--owner--model/snapshots/{bad}"
+    edit_weights(snapshot, lambda tensors: tensors["lm_head.weight"].zero_())
+    in_shards(snapshot, "weights.bin")
     read = transformers.AutoConfig.from_pretrained
 
     def read_and_moved(*arguments, **options):
@@ -230,24 +216,19 @@ def test_hub_models_are_checked_and_loaded_from_one_revision(target, tmp_path, m
         bass.load_pair("owner/model")
 
 
-KERNELS = [
-    ("attn_implementation", "owner/kernel"),
-    ("_attn_implementation", "flash_attention_2"),
-    ("attn_implementation", {"": "owner/kernel"}),
-    ("experts_implementation", "owner/kernel"),
-]
-
-
 @pytest.mark.parametrize("weights", ["hub", "dummy"])
 def test_kernels_of_a_config_are_fetched_only_by_permission(target, weights):
     original = (target / "config.json").read_text()
-    for field, wanted in KERNELS:
+    for field, wanted in (
+        ("experts_implementation", "owner/kernel"),
+        ("_attn_implementation", "flash_attention_2"),
+        ("attn_implementation", {"": "owner/kernel"}),
+        ("attn_implementation", "owner/kernel"),
+    ):
         (target / "config.json").write_text(original)
         edit_json(target / "config.json", **{field: wanted})
         with pytest.raises(ValueError, match=rf"{field}='(owner/kernel|flash_attention_2)'.*trust_remote_code=True"):
             named_pair(target, weights=weights)
-    (target / "config.json").write_text(original)
-    edit_json(target / "config.json", attn_implementation="owner/kernel")
     with pytest.raises((ValueError, ImportError), match="`kernels` is either not installed"):  # so it was requested
         named_pair(target, weights=weights, trust_remote_code=True)
 
@@ -268,13 +249,10 @@ def executed(target, tmp_path, monkeypatch) -> Path:
     return file
 
 
-MODEL_MAP = {"AutoConfig": "planted.PlantedConfig", "AutoModelForCausalLM": "planted.PlantedModel"}
-TOKENIZER_MAP = {"AutoTokenizer": [None, "planted.PlantedTokenizer"]}
-
-
 @pytest.mark.parametrize("weights", ["hub", "dummy"])
 def test_code_in_a_model_folder_runs_only_by_permission(target, executed, weights):
-    edit_json(target / "config.json", auto_map=MODEL_MAP)
+    planted = {"AutoConfig": "planted.PlantedConfig", "AutoModelForCausalLM": "planted.PlantedModel"}
+    edit_json(target / "config.json", auto_map=planted)
     assert type(named_pair(target, weights=weights).target).__name__ == "LlamaForCausalLM"  # a known architecture
     edit_json(target / "config.json", model_type="planted")
     with pytest.raises(ValueError, match="trust_remote_code"):
@@ -286,7 +264,8 @@ def test_code_in_a_model_folder_runs_only_by_permission(target, executed, weight
 
 @pytest.mark.parametrize("kind", ["PlantedTokenizer", "PreTrainedTokenizerFast"])
 def test_code_of_a_tokenizer_is_not_executed(target, executed, kind):
-    edit_json(target / "tokenizer_config.json", auto_map=TOKENIZER_MAP, tokenizer_class=kind)
+    planted = {"AutoTokenizer": [None, "planted.PlantedTokenizer"]}
+    edit_json(target / "tokenizer_config.json", auto_map=planted, tokenizer_class=kind)
     try:
         bass.load_pair(target)
     except ValueError as error:
@@ -297,34 +276,72 @@ def test_code_of_a_tokenizer_is_not_executed(target, executed, kind):
 # --- damaged or unfit checkpoints -----------------------------------------------------------------
 
 
-def set_one(name: str, value: float):
-    return lambda tensors: tensors[name][3:4].fill_(value)
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+DAMAGED = {  # role, edit of the checkpoint's tensors, words of the error
+    "missing": ("target", lambda tensors: tensors.pop(NORM), f" has missing tensors: {NORM}"),
+    "unexpected": ("draft", lambda tensors: tensors.update(stray=torch.ones(2)), " has unexpected tensors: stray"),
+    "shape": ("target", lambda tensors: tensors.update({HEAD: torch.ones(9, 32)}), f".*{HEAD}"),
+    "NaN": ("target", lambda tensors: tensors[NORM][3].fill_(torch.nan), f" has NaN or infinite values in {NORM}"),
+    "infinite": ("draft", lambda tensors: tensors[HEAD][3].fill_(-torch.inf), f" has NaN or infinite values in {HEAD}"),
+    "out of float16": ("target", lambda tensors: tensors[HEAD][3].fill_(1e20), "NaN or infinite"),
+    "I8": ("target", lambda tensors: tensors.update({HEAD: tensors[HEAD].to(torch.int8)}), f"{HEAD} is stored as I8"),
+    "I64": ("target", lambda tensors: tensors.update({HEAD: tensors[HEAD].long()}), f"{HEAD} is stored as I64"),
+    "BOOL": ("target", lambda tensors: tensors.update({HEAD: tensors[HEAD].bool()}), f"{HEAD} is stored as BOOL"),
+    "NaN in 8 bits": (
+        "target",
+        lambda tensors: tensors.update({HEAD: tensors[HEAD].fill_(torch.nan).to(torch.float8_e4m3fn)}),
+        f" has NaN or infinite values in {HEAD}",
+    ),
+    "C64": ("target", lambda tensors: tensors.update({HEAD: tensors[HEAD] + 0j}), f"{HEAD} is stored as "),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_tensors_are_refused(target, draft, case):
+    role, edit, message = DAMAGED[case]
+    edit_weights({"target": target, "draft": draft}[role], edit)
+    with pytest.raises(ValueError, match=f"(?s){role}'.*{message}"):
+        bass.load_pair(target, draft=draft, dtype="float16" if case == "out of float16" else None)
+
+
+PANICS = "tokenizer of .*target': the tokenizer failed on a text: "
+
+
+def gives_up_on(letter: str) -> dict:
+    """A step of a tokenizer whose regular expression gives up on long runs of a letter: the library panics."""
+    return {"type": "Replace", "pattern": {"Regex": f"(?:{letter}+{letter}+)+\\d"}, "content": ""}
 
 
 @pytest.mark.parametrize(
-    ("role", "edit", "message"),
+    ("file", "changes", "message"),
     [
-        ("target", lambda tensors: tensors.pop("model.norm.weight"), r" has missing tensors: model\.norm\.weight"),
-        ("draft", lambda tensors: tensors.update(stray=torch.ones(2)), " has unexpected tensors: stray"),
-        ("target", lambda tensors: tensors.update({"lm_head.weight": torch.ones(9, 32)}), r".*lm_head\.weight"),
-        ("target", set_one("model.norm.weight", float("nan")), r" has NaN or infinite values in model\.norm\.weight"),
-        ("draft", set_one("lm_head.weight", float("-inf")), r" has NaN or infinite values in lm_head\.weight"),
-        ("target", set_one("lm_head.weight", 1e20), "NaN or infinite"),  # in float16
+        *(("model.safetensors", keep, r"cannot load .*target'") for keep in (0, 4, 1000, -100)),
+        *(("config.json", text, r"cannot load .*target'") for text in ("", "[]", "{", "{}")),
+        ("config.json", {"quantization_config": {"quant_method": "new"}}, r"quantization_config\.quant_method='new'"),
+        ("config.json", {"quantization_config": {"bits": 4}}, r"quantization_config\.quant_method=None"),
+        ("config.json", {"text_config": {"quantization_config": {"quant_method": "x"}}}, r"text_config\.quantization"),
+        ("config.json", {"dtype": "float12"}, "dtype in config.json .* got 'float12'"),
+        ("config.json", {"torch_dtype": "nn"}, "torch_dtype in config.json .* got 'nn'"),
+        ("config.json", {"dtype": "int8"}, "dtype in config.json .* got 'int8'"),
+        *(
+            ("config.json", {"transformers_weights": named}, f"target'.* names '{named}' as a file of weights")
+            for named in ("../other.safetensors", "other.bin", "model.safetensors.index.json")
+        ),
+        ("tokenizer.json", {"normalizer": gives_up_on("q")}, f"{PANICS}.*retry-limit"),
+        ("tokenizer.json", {"decoder": {"type": "Strip", "content": "h", "start": 5, "stop": 5}}, f"{PANICS}index out"),
     ],
-    ids=["missing", "unexpected", "shape", "NaN", "infinite", "out of range"],
+    ids=str,
 )
-def test_damaged_tensors_are_refused(target, draft, role, edit, message):
-    edit_weights({"target": target, "draft": draft}[role], edit)
-    with pytest.raises(ValueError, match=f"(?s){role}'.*{message}"):
-        bass.load_pair(target, draft=draft, dtype="float16" if message == "NaN or infinite" else None)
-
-
-def test_weights_of_other_types_are_refused(target):
-    weight = load_file(target / "model.safetensors")["lm_head.weight"]
-    for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64):
-        edit_weights(target, lambda tensors, dtype=dtype: tensors.update({"lm_head.weight": weight.to(dtype)}))
-        with pytest.raises(ValueError, match=r"target'.*lm_head\.weight is stored as "):
-            bass.load_pair(target)
+def test_damaged_files_are_refused(target, file, changes, message):
+    """changes: of fields, or the text of the file, or the number of bytes that are left of it."""
+    path = target / file
+    if isinstance(changes, dict):
+        edit_json(path, **changes)
+    else:
+        path.write_bytes(path.read_bytes()[:changes] if isinstance(changes, int) else changes.encode())
+    for weights in ("hub", "dummy") if "quantization" in message or "dtype" in message else ("hub",):
+        with pytest.raises(ValueError, match=message):
+            named_pair(target, weights=weights)
 
 
 def test_integer_tensors_that_an_architecture_ignores_are_no_weights(tmp_path):
@@ -359,30 +376,12 @@ def test_absurd_sizes_are_refused_at_once(tmp_path, architecture):
     for field, value in ABSURD[architecture].items():
         (folder / "config.json").write_text(original)
         edit_json(folder / "config.json", **{field: value})
-        for weights in ("hub", "dummy") if value == 10**7 and field == "num_hidden_layers" else ("hub",):
+        for weights in ("hub", "dummy") if (field, value) == ("num_hidden_layers", 10**7) else ("hub",):
             began = time.process_time()  # other programs do not count
             words = rf"config\.json (asks for {field}=\d+|describes a model of [0-9,]+ (para|modules|bytes))"
             with pytest.raises(ValueError, match=words):
                 named_pair(folder, weights=weights)
             assert time.process_time() - began < 1
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "named"),
-    [
-        ("quantization_config", {"quant_method": "of-tomorrow"}, r"quantization_config\.quant_method='of-tomorrow'"),
-        ("quantization_config", {"bits": 4}, r"quantization_config\.quant_method=None"),
-        ("text_config", {"quantization_config": {"quant_method": "x"}}, r"text_config\.quantization_config\.quant_met"),
-        ("dtype", "float12", "dtype in config.json .* got 'float12'"),
-        ("torch_dtype", "nn", "torch_dtype in config.json .* got 'nn'"),
-        ("dtype", "int8", "dtype in config.json .* got 'int8'"),
-    ],
-)
-def test_meaningless_fields_of_a_config_are_refused_by_name(target, field, value, named):
-    edit_json(target / "config.json", **{field: value})
-    for weights in ("hub", "dummy"):
-        with pytest.raises(ValueError, match=f"target'.*{named}"):
-            named_pair(target, weights=weights)
 
 
 def test_dtype_that_no_model_can_have_is_refused(target):
@@ -400,24 +399,7 @@ def test_check_of_the_files_leaves_the_config_alone(tmp_path, architecture):
     assert loaded.config._attn_implementation == plain.config._attn_implementation
 
 
-def test_truncated_files_are_refused(target):
-    weights, config = target / "model.safetensors", target / "config.json"
-    whole = weights.read_bytes()
-    for keep in (0, 4, 1000, -100):
-        weights.write_bytes(whole[:keep])
-        with pytest.raises(ValueError, match=r"cannot load .*target'"):
-            bass.load_pair(target)
-    weights.write_bytes(whole)
-    for text in ("", "[]", "{", "{}"):
-        config.write_text(text)
-        with pytest.raises(ValueError, match=r"cannot load .*target'"):
-            bass.load_pair(target)
-
-
-def test_absent_model_or_tokenizer_is_refused_by_name(tmp_path):
-    for name in (tmp_path / "nowhere", "no-such-owner/no-such-model"):
-        with pytest.raises(ValueError, match=f"cannot load .*{name}"):
-            bass.load_pair(name)
+def test_absent_tokenizer_is_refused_by_name(tmp_path):
     tiny_model(vocab_size=BYTES).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"tokenizer of '{tmp_path}'"):
         bass.load_pair(tmp_path)
@@ -433,25 +415,6 @@ def test_draft_with_another_tokenizer_is_refused(target, draft):
     byte_tokenizer(swap=(100, 200)).save_pretrained(draft)
     with pytest.raises(ValueError, match="tokenizers differ: id 100"):
         bass.load_pair(target, draft=draft)
-
-
-def gives_up_on(letter: str) -> dict:
-    """A step of a tokenizer whose regular expression gives up on long runs of a letter: the library panics."""
-    return {"type": "Replace", "pattern": {"Regex": f"(?:{letter}+{letter}+)+\\d"}, "content": ""}
-
-
-@pytest.mark.parametrize(
-    ("step", "says"),
-    [
-        ({"normalizer": gives_up_on("q")}, ".*retry-limit"),
-        ({"decoder": {"type": "Strip", "content": "h", "start": 5, "stop": 5}}, "index out of bounds"),
-    ],
-    ids=["encode", "decode"],
-)
-def test_tokenizer_that_panics_on_plain_text_is_refused(target, step, says):
-    edit_json(target / "tokenizer.json", **step)
-    with pytest.raises(ValueError, match=rf"tokenizer of .*target': the tokenizer failed on a text: {says}"):
-        bass.load_pair(target)
 
 
 def test_tokenizer_that_panics_on_one_prompt_is_a_value_error(target):

@@ -41,9 +41,6 @@ def joined(pieces, rows):
     return texts
 
 
-# --- generations ----------------------------------------------------------------------------------
-
-
 def test_generation_is_indexed_by_row_and_by_prompt():
     out = generate(num_return_sequences=2)
     assert len(out) == 6 and [row.text for row in out] == out.texts
@@ -85,9 +82,6 @@ def test_ctrl_c_returns_the_rows_so_far():
     for some, row in zip(out.sequences, whole.sequences, strict=True):
         assert torch.equal(some, row[: len(some)])
     assert 5 < len(out.sequences[0]) < 40 and len(out.sequences[2]) == 0
-
-
-# --- streams --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"num_return_sequences": 2}, {"max_batch_size": 1, "draft_length": 0}], ids=str)
@@ -133,21 +127,6 @@ def test_final_text_of_session_rows_follows_their_own_stop_strings():
     assert ["".join(row) for row in pieces] == [session.result(handle).text for handle in handles]
 
 
-def test_final_text_ends_with_a_replacement_character():
-    text = bass.FinalText(TOKENIZER)
-    ids = TOKENIZER("né", add_special_tokens=False)["input_ids"]
-    assert [text.feed(ids[:2]), text.feed(ended=True), text.feed(ended=True)] == ["n", "\ufffd", ""]
-
-
-def test_clean_up_of_spaces_takes_nothing_back():
-    tokenizer = byte_tokenizer()
-    decode = tokenizer.decode
-    tokenizer.decode = lambda ids, **options: tokenizer.clean_up_tokenization(decode(ids, **options))
-    pair, options = saying("I do n't know , I 'm here .", tokenizer)
-    assert bass.generate(pair, "a", **options).texts == ["I don't know, I'm here."]
-    assert joined(bass.stream(pair, "a", **options), 1) == ["I don't know, I'm here."]
-
-
 def test_closed_stream_frees_its_models():
     pieces = bass.stream(PAIR, TEXTS, **OPTIONS)
     next(pieces)
@@ -173,9 +152,6 @@ def test_bad_arguments_are_refused_before_the_first_piece(pair, prompts, options
         bass.stream(pair, prompts, **{"max_new_tokens": 4} | options)
 
 
-# --- asynchronous streams -------------------------------------------------------------------------
-
-
 async def all_pieces(prompts):
     return [piece async for piece in bass.astream(PAIR, prompts, **OPTIONS)]
 
@@ -187,21 +163,22 @@ def slow_steps(monkeypatch):
 
 
 def test_asynchronous_stream_lets_other_tasks_run():
+    ticks = []
+
+    async def tick():
+        while True:
+            await asyncio.sleep(0)
+            ticks.append(1)
+
     async def both():
-        ticks = []
-
-        async def tick():
-            while True:
-                await asyncio.sleep(0)
-                ticks.append(1)
-
         ticking = asyncio.create_task(tick())
-        pieces = await all_pieces(TEXTS)
-        ticking.cancel()
-        return pieces, len(ticks)
+        try:
+            return await all_pieces(TEXTS)
+        finally:
+            ticking.cancel()
 
-    pieces, ticks = asyncio.run(both())
-    assert joined(pieces, 3) == generate().texts and ticks > len(pieces)
+    pieces = asyncio.run(both())
+    assert joined(pieces, 3) == generate().texts and len(ticks) > len(pieces)
 
 
 def test_asynchronous_stream_may_be_cancelled(slow_steps):

@@ -1,10 +1,12 @@
 """Prompts: texts, conversations, token ids, and the encodings of tokenizers with their padding."""
 
+import copy
+
 import numpy as np
 import pytest
 import tokenizers
 import torch
-from tiny import BYTES, byte_tokenizer, tiny_model
+from tiny import BYTES, byte_tokenizer, forward_passes, tiny_model
 
 import bass_core as bass
 from bass_core.prompts import prompt_ids, prompt_list
@@ -54,7 +56,7 @@ def test_padded_batch_decodes_as_its_rows_alone(side):
     ]
 
 
-def test_all_forms_of_several_texts_are_equal():
+def test_all_forms_of_texts_are_equal():
     for prompts in (
         TEXTS,
         tuple(TEXTS),
@@ -71,12 +73,8 @@ def test_all_forms_of_several_texts_are_equal():
         assert read(prompts) == [ids_of(text) for text in TEXTS], prompts
     equal = TOKENIZER(["abc", "xyz"], return_tensors="np")  # as an array they would also make one long prompt
     assert read(equal) == [ids_of("abc"), ids_of("xyz")]
-
-
-def test_all_forms_of_one_text_are_equal():
-    ids = ids_of("a text")
-    encodings = [TOKENIZER("a text", **way) for way in ({}, {"return_tensors": "pt"}, {"return_tensors": "np"})]
-    for prompt in (*encodings, ids, np.array(ids), torch.tensor([ids])):
+    ids, one = ids_of("a text"), [TOKENIZER("a text", return_tensors=kind) for kind in (None, "pt", "np")]
+    for prompt in (*one, ids, np.array(ids), torch.tensor([ids])):
         assert read(prompt) == [ids], prompt
 
 
@@ -105,36 +103,60 @@ def test_session_takes_the_same_prompts():
     assert chat == bass.generate(PAIR, ASKED, max_new_tokens=4, eos_token_id=()).sequences[0].tolist()
 
 
-def ones(*shape):
-    return torch.ones(*shape, dtype=torch.int64)
+UNPROBED = bass.ModelPair(*copy.deepcopy(PAIR.models), TOKENIZER)  # a refusal comes before the probe, too
+ONES = torch.ones(2, 3, dtype=torch.int64)
+OUTSIDE = rf"is outside the target's vocabulary.*0 … {BYTES - 1}"
 
 
 @pytest.mark.parametrize(
-    ("prompts", "message"),
+    ("prompts", "kind", "message"),
     [
-        (["a", []], "prompt 1: a prompt is empty"),
-        (["a", "b", [1, 2, 900]], "prompt 2: token id 900 is outside"),
-        ([[5], [1.5]], "prompt 1: token ids must be integers"),
-        ({"input_ids": ones(2, 3)}, "come with their attention_mask"),
-        ({"input_ids": ones(1, 4), "attention_mask": ones(1, 3)}, "the same shape"),
-        ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, "0 over the padding before or behind"),
-        ({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}, "prompt 0: a prompt is empty"),
-        ({"attention_mask": [[1]]}, "input_ids"),
-        ({"input_ids": ones(1, 2, 3), "attention_mask": ones(1, 2, 3)}, r"rows of shape \(2, 3"),
-        ([TOKENIZER(["a", "b"])], "prompt 0: a prompt must be one row of token ids, got 2 rows"),
-        ([[{"role": "tool", "content": "4"}]], "prompt 0: .*chat template refuses .*no tools"),
-        ([{"rol": "user", "content": "x"}], r'conversations \(\[{"role": "user", .* got a mapping with rol, content'),
-        ({"role": "user", "content": "x"}, "conversations .* got a mapping with role, content"),
-        ({"prompt": "x"}, "prompts must be texts, .* got a mapping with prompt"),
-        ([{"role": "user"}], 'has a "role" and a "content"; got'),
-        ([[5], [3] * 96], r"prompt 1: prompt \(96 tokens\) \+ max_new_tokens"),
-        ([[3] * 97], "shorten the prompt$"),
+        ([], ValueError, "prompts is empty.*at least one"),
+        (None, TypeError, "prompts must be"),
+        (["a", []], ValueError, "prompt 1: a prompt is empty.*at least one token"),
+        (["a", torch.zeros(0)], ValueError, "prompt 1: a prompt is empty"),
+        (["a", "b", [1, 2, 900]], ValueError, f"prompt 2: token id 900 {OUTSIDE}"),
+        ([[5], torch.tensor([5, -1])], ValueError, f"prompt 1: token id -1 {OUTSIDE}"),
+        ([torch.tensor([5, BYTES])], ValueError, f"token id {BYTES} {OUTSIDE}"),
+        ([[5], [1.5]], TypeError, "prompt 1: token ids must be integers"),
+        ([[True, False]], TypeError, "token ids"),
+        ([torch.tensor([5.5])], TypeError, "token ids"),
+        ([None], TypeError, "token ids"),
+        ([ONES], ValueError, r"1-D.*\(2, 3\)"),
+        ([[[1, 2], [3, 4]]], ValueError, r"1-D.*\(2, 2\)"),
+        (ONES, TypeError, "prompts must be .*attention_mask"),
+        ({"input_ids": ONES}, ValueError, "come with their attention_mask"),
+        ({"input_ids": ONES, "attention_mask": ONES[:1]}, ValueError, "the same shape"),
+        ({"input_ids": [[3, 4, 5]], "attention_mask": [[1, 0, 1]]}, ValueError, "0 over the padding before or behind"),
+        ({"input_ids": [[3, 4]], "attention_mask": [[0, 0]]}, ValueError, "prompt 0: a prompt is empty"),
+        ({"attention_mask": [[1]]}, TypeError, "input_ids"),
+        ({"input_ids": ONES[None], "attention_mask": ONES[None]}, ValueError, r"rows of shape \(2, 3"),
+        ([TOKENIZER(["a", "b"])], ValueError, "prompt 0: a prompt must be one row of token ids, got 2 rows"),
+        ([[{"role": "tool", "content": "4"}]], ValueError, "prompt 0: .*chat template refuses .*no tools"),
+        (
+            [{"rol": "user", "content": "x"}],
+            TypeError,
+            r'conversations \(\[{"role": "user", .* got a mapping with rol, content',
+        ),
+        ({"role": "user", "content": "x"}, TypeError, "conversations .* got a mapping with role, content"),
+        ({"prompt": "x"}, TypeError, "prompts must be texts, .* got a mapping with prompt"),
+        ([{"role": "user"}], ValueError, 'has a "role" and a "content"; got'),
+        ([[5], [3] * 96], ValueError, r"prompt 1: prompt \(96 tokens\) \+ max_new_tokens"),
+        ([[3] * 97], ValueError, "shorten the prompt$"),
     ],
-    ids=lambda value: str(value)[:30],
+    ids=lambda value: value.__name__ if isinstance(value, type) else str(value)[:30],
 )
-def test_bad_prompts_are_refused_by_number(prompts, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        bass.generate(PAIR, prompts, max_new_tokens=2)
+def test_bad_prompts_are_refused_by_number(prompts, kind, message):
+    with forward_passes(*UNPROBED.models) as passes, pytest.raises(kind, match=message):
+        bass.generate(UNPROBED, prompts, max_new_tokens=2)
+    assert passes == []
+
+
+def test_texts_without_ids_and_with_ids_that_the_model_lacks_are_refused():
+    pair = bass.ModelPair(tiny_model(), tokenizer=byte_tokenizer())
+    for text, message in (("", "a prompt is empty"), ("é", "outside the target's vocabulary")):
+        with pytest.raises(ValueError, match=message):
+            bass.generate(pair, text)
 
 
 def test_conversation_needs_a_chat_template():

@@ -40,15 +40,13 @@ def test_quantized_activations_are_refused_in_float32(target):  # noqa: F811
 
 
 def test_quantized_models_are_verified_in_float32(target):  # noqa: F811
-    report = exactness.verify(
-        bass.load_pair(target, quantization_config=WEIGHTS), samples=1000, max_new_tokens=6, compile="off"
-    )
+    pair = bass.load_pair(target, quantization_config=WEIGHTS)
+    report = exactness.verify(pair, samples=1000, max_new_tokens=6, compile="off")
     assert report.passed and [check.name for check in report.checks][1:] == ["sampled law", "coupled identity"]
 
 
 def test_quantized_models_are_cast_by_nobody(target):  # noqa: F811
     pair = bass.load_pair(target, quantization_config=WEIGHTS, dtype="bfloat16")
-    with pytest.raises(
-        ValueError, match=r"this needs float32, and quantized models cannot be cast: load .*dtype='float"
-    ):
+    words = r"this needs float32, and quantized models cannot be cast: load .*dtype='float"
+    with pytest.raises(ValueError, match=words):
         exactness.verify(pair)

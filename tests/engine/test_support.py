@@ -2,7 +2,6 @@
 
 import ast
 import copy
-import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -12,22 +11,16 @@ import pytest
 import torch
 from accelerate import cpu_offload, dispatch_model
 from decoded import PROMPTS, by_transformers, greedy
-from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
+from test_loading import draft, put_into_hub, save, target  # noqa: F401, pytest finds fixtures by name
 from tiny import BYTES, tiny_model, with_adapter
 
 import bass_core as bass
-from bass_core.loading import checkpoints
 from bass_core.loading.checkpoints import place
 from bass_core.model import probe
 from bass_core.model.transformers_internals import in_dtype
 from bass_lab import pairs
 from bass_lab.named_pairs import named_pair
 from bass_lab.synthetic_acceptance import SyntheticAcceptance
-
-PROMPT_TUNING = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-
-
-# --- the table ------------------------------------------------------------------------------------
 
 
 def test_outcomes_of_the_table_are_those_of_its_tests():
@@ -38,9 +31,6 @@ def test_outcomes_of_the_table_are_those_of_its_tests():
     for line, outcome, _, test in rows:
         calls = [ast.unparse(each.func) for each in ast.walk(shown[test.strip("`")]) if isinstance(each, ast.Call)]
         assert outcome == ("refused" if "pytest.raises" in calls else "works"), line
-
-
-# --- devices --------------------------------------------------------------------------------------
 
 
 def gpus(monkeypatch, count: int) -> None:
@@ -117,27 +107,20 @@ WAYS = (
 )  # fmt: skip
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("ngram", "suffix", "target:int4")]
+OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("ngram", "suffix", "target:int4", "encoder_decoder")]
 
 
 @pytest.mark.parametrize("name", [None, "feature_head", *OTHERS])
 def test_default_device_of_torch_is_not_used(name):
     """A notebook may have set it to a GPU while models and ids are on a CPU."""
     options = [{"max_new_tokens": 4} | way for way in (WAYS[1:3] if name else WAYS)]
+    role = "target" if name == "encoder_decoder" else "draft"
     with torch.device("meta"):
-        pair = bass.load_pair(draft=name, device="cpu")
+        pair = bass.load_pair(**{role: name}, device="cpu")
         found = [bass.generate(pair, PROMPTS, **each).texts for each in options]
+        padded = {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
+        bass.generate(pair, padded, max_new_tokens=4)
     assert found[:2] == [bass.generate(pair, PROMPTS, **each).texts for each in options[:2]]
-
-
-@pytest.mark.ci
-def test_default_device_of_torch_is_not_used_for_sources():
-    with torch.device("meta"):
-        pair = bass.load_pair("encoder_decoder", device="cpu")
-        found = bass.generate(pair, PROMPTS, max_new_tokens=6).texts
-        encoding = {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
-        bass.generate(pair, encoding, max_new_tokens=6)
-    assert found == bass.generate(pair, PROMPTS, max_new_tokens=6).texts
 
 
 def placed(model, **devices):
@@ -175,28 +158,17 @@ def test_model_that_accelerate_offloads_is_refused(role, to, tmp_path):
         bass.ModelPair(**{"target": tiny_model(vocab_size=BYTES), role: model})
 
 
-# --- dtypes, revisions, folders -------------------------------------------------------------------
-
-
 def test_torch_dtype_is_dtype(target, draft):  # noqa: F811
     for given in ({"torch_dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16, "dtype": "bfloat16"}):
         assert {model.dtype for model in bass.load_pair(target, draft, **given).models} == {torch.bfloat16}
 
 
-def test_dtype_and_torch_dtype_that_differ_are_refused(target):  # noqa: F811
-    with pytest.raises(ValueError, match="dtype=float32 and torch_dtype=bfloat16 name the same thing and differ"):
-        bass.load_pair(target, dtype="float32", torch_dtype="bfloat16")
-
-
 def test_revision_is_that_of_the_model_it_is_given_for(target, draft, tmp_path, monkeypatch):  # noqa: F811
     """The hub's cache holds two revisions of each of two models."""
-    hub, main, other = tmp_path / "hub", "a" * 40, "b" * 40
-    for name, folders in (("target", (target, draft)), ("draft", (draft, target))):
-        for commit, folder in zip((main, other), folders, strict=True):
-            shutil.copytree(folder, hub / f"models--owner--{name}/snapshots/{commit}")
-        (hub / f"models--owner--{name}/refs").mkdir()
-        (hub / f"models--owner--{name}/refs/main").write_text(main)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+    other = "b" * 40
+    put_into_hub(tmp_path / "hub", "target", **{"a" * 40: target, other: draft})
+    put_into_hub(tmp_path / "hub", "draft", **{"a" * 40: draft, other: target})
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     first, second = (bass.load_pair(each).target.lm_head.weight.sum().item() for each in (target, draft))
     for given, sums in (
         ({}, [first, second]),
@@ -207,33 +179,32 @@ def test_revision_is_that_of_the_model_it_is_given_for(target, draft, tmp_path, 
         assert [model.lm_head.weight.sum().item() for model in pair.models] == sums
 
 
-def test_revision_of_a_folder_is_refused(target, draft):  # noqa: F811
-    for given in ({"revision": "v1"}, {"draft_revision": "v1"}):
-        with pytest.raises(ValueError, match="is a folder, which has no revisions; leave out revision='v1'"):
-            bass.load_pair(target, draft, **given)
-    with pytest.raises(ValueError, match="draft_revision='v1' is of a draft on the hub; got draft=None"):
-        bass.load_pair(target, draft_revision="v1")
-    with pytest.raises(ValueError, match="weights='dummy' are made, not read: leave out revision"):
-        named_pair(target, weights="dummy", revision="v1")
+DTYPES = {"dtype": "float32", "torch_dtype": "bfloat16"}
+UNREADABLE = [
+    ("no-owner/no-model", {}, r"'no-owner/no-model': there is no such folder here, and from the hub: .+\Z"),
+    *((name, {}, f"'{name}': no such folder") for name in ("/nope", "../nope", "~/nope", "no/such/folder", "nope/")),
+    (Path("nope"), {}, "cannot load 'nope': no such folder"),
+    ("model.safetensors", {}, r"model\.safetensors': it is a file; name the folder"),
+    ("", {"revision": "v1"}, "is a folder, which has no revisions; leave out revision='v1'"),
+    ("", {"draft": "", "draft_revision": "v1"}, "is a folder, which has no revisions; leave out revision='v1'"),
+    ("", {"draft_revision": "v1"}, "draft_revision='v1' is of a draft on the hub; got draft=None"),
+    ("", {"weights": "dummy", "revision": "v1"}, "weights='dummy' are made, not read: leave out revision"),
+    ("", DTYPES, "dtype=float32 and torch_dtype=bfloat16 name the same thing and differ"),
+]
 
 
-def test_path_that_is_not_there_is_refused_as_that(monkeypatch):
-    monkeypatch.setattr(
-        "bass_core.loading.checkpoints.cached_file", lambda *args, **kwargs: pytest.fail("the hub was asked")
-    )
-    for name in ("/nope", "../nope", "~/nope", "no/such/folder", "nope/", Path("nope")):
-        with pytest.raises(ValueError, match=f"cannot load '{name}': no such folder"):
-            bass.load_pair(name)
-
-
-def test_file_instead_of_its_folder_is_refused(target):  # noqa: F811
-    with pytest.raises(ValueError, match=r"model\.safetensors': it is a file; name the folder"):
-        bass.load_pair(target / "model.safetensors")
-
-
-def test_name_that_is_nowhere_is_refused_in_one_line_that_says_both():
-    with pytest.raises(ValueError, match=r"'no-owner/no-model': there is no such folder here, and from the hub: .+\Z"):
-        bass.load_pair("no-owner/no-model")
+@pytest.mark.parametrize(("name", "options", "message"), UNREADABLE, ids=str)
+def test_unreadable_name_is_refused(target, name, options, message, monkeypatch):  # noqa: F811
+    """The empty name is the target's folder."""
+    if name in ("", "model.safetensors"):
+        name = target / name
+    if "draft" in options:
+        options = options | {"draft": target}
+    if name != "no-owner/no-model":
+        asks = "bass_core.loading.checkpoints.cached_file"
+        monkeypatch.setattr(asks, lambda *args, **options: pytest.fail("the hub was asked"))
+    with pytest.raises(ValueError, match=message):
+        named_pair(name, **options)
 
 
 def test_copy_in_full_precision_has_no_flash_attention():
@@ -244,15 +215,6 @@ def test_copy_in_full_precision_has_no_flash_attention():
     assert pairs.in_dtype(bass.ModelPair(model), torch.float32).target.config._attn_implementation == "sdpa"
     assert probe.resolve(model) == "pad"
     assert model.config._attn_implementation == "flash_attention_2" and model.dtype == torch.bfloat16
-
-
-def test_nan_in_eight_bits_is_found():
-    for number in (1.5, float("nan")):
-        found = checkpoints._is_finite(torch.tensor([2.0, number]).to(torch.float8_e4m3fn))
-        assert found == (number == number)
-
-
-# --- adapters -------------------------------------------------------------------------------------
 
 
 def test_peft_model_is_decoded_with_its_adapter():
@@ -271,20 +233,16 @@ def test_loaded_adapter_is_decoded(tmp_path):
 
 
 def test_adapter_outside_of_the_layers_is_refused():
+    ids, config = PROMPTS[0][None], peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(ValueError, match="draft is a PeftModelForCausalLM with a PROMPT_TUNING adapter"):
-        bass.ModelPair(tiny_model(vocab_size=BYTES), with_adapter(PROMPT_TUNING))
-
-
-def test_adapter_outside_of_the_layers_is_refused_in_generate():
-    ids = PROMPTS[0][None]
+        bass.ModelPair(tiny_model(vocab_size=BYTES), with_adapter(config))
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "draft_model": "ngram"}
     with pytest.raises(ValueError, match="gets its inputs from a PeftModelForCausalLM"):
-        with_adapter(PROMPT_TUNING).generate(input_ids=ids, custom_generate=bass.bass_generate, **options)
+        with_adapter(config).generate(input_ids=ids, custom_generate=bass.bass_generate, **options)
 
 
 def test_folder_of_an_adapter_is_refused(tmp_path):
     with_adapter().save_pretrained(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"it holds an adapter \(adapter_config\.json\); load the model that it is for"
-    ):
+    words = r"it holds an adapter \(adapter_config\.json\); load the model that it is for"
+    with pytest.raises(ValueError, match=words):
         bass.load_pair(tmp_path)

@@ -3,17 +3,17 @@
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
+import decoded
 import pytest
 import torch
+from decoded import by_transformers as alone
 from readers import tiny_reader
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from tiny import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, BartForConditionalGeneration
 
 import bass_core as bass
 from bass_core.model import probe
 from bass_core.model.architectures import switch
-
-PROMPTS = ragged_prompts(3, 9, 5)
 
 
 def fresh(**options):
@@ -21,22 +21,13 @@ def fresh(**options):
 
 
 def greedy(model, draft=None) -> list[list[int]]:
-    options = {"max_new_tokens": 8, "draft_length": 3, "eos_token_id": ()}
-    return [row.tolist() for row in bass.generate(bass.ModelPair(model, draft), PROMPTS, **options).sequences]
-
-
-def alone(model) -> list[list[int]]:
-    return [greedy_alone(model, prompt, 8).tolist() for prompt in PROMPTS]
-
-
-def use_layer_of_another_model(model):
-    model.model.layers[1] = fresh(seed=1).model.layers[1]
+    return decoded.greedy(bass.ModelPair(model, draft))
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        use_layer_of_another_model,
+        lambda model: model.model.layers.__setitem__(1, fresh(seed=1).model.layers[1]),
         lambda model: model.to(torch.float64),
         lambda model: model.set_attn_implementation("eager"),
     ],
@@ -112,6 +103,11 @@ def state_of(model) -> dict:
     return tables | inner
 
 
+def of_kind(kind: str, **options):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=97, **sizes, **options)).eval()
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -122,9 +118,7 @@ def state_of(model) -> dict:
     ids=["BigBird", "dynamic rope", "phi3"],
 )
 def test_probe_leaves_the_model_as_it_was(kind, options):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    config = AutoConfig.for_model(kind, vocab_size=97, max_position_embeddings=2048, **sizes, **options)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = of_kind(kind, max_position_embeddings=2048, **options)
     before, buffers = state_of(model), [buffer.clone() for buffer in model.buffers()]
     for path in ("pad", "eager"):
         complaint = probe.probe(model, path)
@@ -136,11 +130,9 @@ def test_probe_leaves_the_model_as_it_was(kind, options):
 
 
 def test_model_that_changes_its_attention_with_the_length_of_a_text_is_refused():
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("big_bird", vocab_size=97, is_decoder=True, **sizes))
     changes = r"changes BigBirdModel.attention_type from 'block_sparse' to 'original_full'; set it before decoding"
     with pytest.raises(ValueError, match=changes):
-        greedy(model.eval())
+        greedy(of_kind("big_bird", is_decoder=True))
 
 
 def test_session_opens_while_another_decodes_the_same_model():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from decoded import by_transformers, greedy
 from test_loading import draft, save, target  # noqa: F401, pytest finds fixtures by name
-from tiny import feature_head, greedy_alone, ragged_prompts, tiny_model, with_adapter
+from tiny import BYTES, assert_greedy, feature_head, ragged_prompts, tiny_model, with_adapter
 
 import bass_core as bass
 from bass_core.gpu import fused_projections
@@ -19,44 +19,32 @@ from bass_core.loading.quantization import (
     dequantized,
     kind_of,
     parameter_count,
-    quantized,
 )
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import verify
 from bass_lab.named_pairs import named_pair
 from bass_lab.texts.prompt_sets import prompt_set
 
-SHAPES = [(5, 32), (3, 560), (7, 33), (1, 1)]
-
 
 def weights(rows: int, columns: int, dtype: str = "float32") -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(getattr(torch, dtype))
 
 
-def off(kind: str, weight: torch.Tensor) -> torch.Tensor:
-    """The distance of each weight from the value of its code."""
-    codes = KINDS[kind](weight)
-    return (dequantized(*codes, weight.shape[1]).float() - weight.float()).abs()
-
-
-# --- codes ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_int8_is_within_half_a_step_of_each_weight(shape):
+@pytest.mark.parametrize("shape", [(5, 32), (3, 560), (7, 33), (1, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_within_half_a_step_of_each_weight(kind, shape):
+    """INT4: a whole step at the end of the range that has one code less."""
     weight = weights(*shape)
-    assert (off("int8", weight) <= weight.abs().amax(1, keepdim=True) / 127 * 0.501).all()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_int4_is_within_half_a_step_of_each_weight(shape):
-    """A whole step at the end of the range that has one code less."""
-    weight = weights(*shape)
-    for group, error in zip(weight.split(GROUP, 1), off("int4", weight).split(GROUP, 1), strict=True):
-        extreme = group.gather(1, group.abs().argmax(1, keepdim=True))
+    error = (dequantized(*KINDS[kind](weight), shape[1]) - weight).abs()
+    if kind == "int8":
+        assert (error <= weight.abs().amax(1, keepdim=True) / 127 * 0.501).all()
+        return
+    for group, off in zip(weight.split(GROUP, 1), error.split(GROUP, 1), strict=True):
+        largest = group.abs().argmax(1, keepdim=True)
+        extreme = group.gather(1, largest)
         step = extreme.abs() / 8
-        assert (error <= step * torch.where(group / extreme < -7 / 8, 1.001, 0.501)).all()
-        assert (error.gather(1, group.abs().argmax(1, keepdim=True)) <= 1e-6 * step).all()  # the largest is exact
+        assert (off <= step * torch.where(group / extreme < -7 / 8, 1.001, 0.501)).all()
+        assert (off.gather(1, largest) <= 1e-6 * step).all()  # the largest is exact
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,13 +58,8 @@ def test_zeros_stay_zeros_and_scales_have_the_models_dtype(kind, dtype):
 
 
 def test_two_int4_codes_share_a_byte():
-    sizes = [
-        KINDS[kind](weights(6, columns)).weight.nbytes for kind, columns in (("int8", 64), ("int4", 64), ("int4", 65))
-    ]
-    assert sizes == [6 * 64, 6 * 32, 6 * 48]  # the last group is padded
-
-
-# --- models ---------------------------------------------------------------------------------------
+    for kind, columns, size in (("int8", 64, 6 * 64), ("int4", 64, 6 * 32), ("int4", 65, 6 * 48)):  # padded
+        assert KINDS[kind](weights(6, columns)).weight.nbytes == size
 
 
 @pytest.mark.parametrize(
@@ -88,8 +71,7 @@ def test_batched_text_is_that_of_the_quantized_model_alone(architecture, kind, d
     prompts = ragged_prompts(3, 9, 12)
     options = {"max_new_tokens": 8, "draft_length": draft_length, "eos_token_id": ()}
     out = bass.generate(bass.ModelPair(model, tiny_model(seed=1)), prompts, **options)
-    for prompt, sequence in zip(prompts, out.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(model, prompt, 8).tolist()
+    assert_greedy(out, model, prompts, 8)
 
 
 def test_model_computes_with_the_values_of_its_codes():
@@ -108,22 +90,17 @@ def test_model_computes_with_the_values_of_its_codes():
 def test_quantized_copy_shares_all_other_weights():
     full = tiny_model(tie_word_embeddings=True)
     before, model = fingerprint(full), bass.quantized(full, "int4")
+    there = bass.quantized(full, "int4", "meta")
     assert fingerprint(full) == before != fingerprint(model)
-    assert kind_of(full) is None and kind_of(model) == "int4"
+    assert (kind_of(full), kind_of(model), kind_of(there)) == (None, "int4", "int4")
     assert model.get_input_embeddings().weight is full.get_input_embeddings().weight
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    for each in (model, there):
+        assert each.get_output_embeddings().weight is each.get_input_embeddings().weight
     assert model.config is not full.config
     assert parameter_count(model) == full.num_parameters()
     assert model.get_memory_footprint() < full.get_memory_footprint() / 2
-
-
-def test_quantized_copy_on_another_device_leaves_the_full_model():
-    full = tiny_model(tie_word_embeddings=True)
-    copied = bass.quantized(full, "int4", "meta")
-    assert {each.device.type for each in (*copied.parameters(), *copied.buffers())} == {"meta"}
-    assert {each.device.type for each in (*full.parameters(), *full.buffers())} == {"cpu"}
-    assert copied.get_output_embeddings().weight is copied.get_input_embeddings().weight
-    assert kind_of(copied) == "int4" and kind_of(full) is None
+    for each, device in ((there, "meta"), (full, "cpu")):
+        assert {tensor.device.type for tensor in (*each.parameters(), *each.buffers())} == {device}
 
 
 def test_quantized_copy_keeps_its_biases_where_the_full_models_weights_move():
@@ -156,9 +133,6 @@ def test_quantized_draft_keeps_the_distribution():
     assert report.passed, report
 
 
-# --- pairs ----------------------------------------------------------------------------------------
-
-
 def test_models_are_quantized_by_role(target, draft):  # noqa: F811
     def kinds(**options):
         pair = bass.load_pair(target, draft, **options)
@@ -183,21 +157,16 @@ def test_held_pair_is_quantized_as_a_loaded_one(target, draft):  # noqa: F811
 
 def test_weights_to_be_quantized_are_read_to_the_host(monkeypatch, target, draft):  # noqa: F811
     """Only their codes go to the device."""
-    read, moved, load_model = {}, [], model_pair.load_model
+    read, load_model = {}, model_pair.load_model
 
     def reading(name, *args, **options):
         read[name] = options["device"].type
         return load_model(name, *args, **options)
 
-    def quantizing(model, kind, device):
-        moved.append(device.type)
-        return quantized(model, kind, device)
-
     monkeypatch.setattr(model_pair, "load_model", reading)
-    monkeypatch.setattr(model_pair, "quantized", quantizing)
     monkeypatch.setattr(model_pair, "ModelPair", lambda **parts: parts)
     pair = bass.load_pair(target, draft, device="meta", quantize={"target": "int8"})
-    assert read == {target: "cpu", draft: "meta"} and moved == ["meta"]
+    assert read == {target: "cpu", draft: "meta"}
     assert {each.device.type for role in ("target", "draft") for each in pair[role].parameters()} == {"meta"}
 
 
@@ -220,24 +189,32 @@ def test_dummy_weights_are_quantized():
     assert (kind_of(pair.target), kind_of(pair.draft), pair.synthetic) == ("int8", "int4", True)
 
 
-# --- refusals -------------------------------------------------------------------------------------
+NOWHERE, MODEL = "no-owner/no-model", tiny_model(vocab_size=BYTES)
+WITH_HEAD = bass.ModelPair(MODEL, bass.FeatureDrafter(feature_head(MODEL)))
+REFUSED = [  # a call that takes the folder of a target, and words of the error
+    *(
+        (lambda _, wrong=wrong: bass.load_pair(NOWHERE, quantize=wrong), "must be one of int8, int4, or by role")
+        for wrong in ("int3", "", {}, {"draft": ["int4"]}, {"drafts": "int4"}, {"draft": None}, 8, True)
+    ),
+    (lambda _: bass.quantized(MODEL, "fp8"), "must be one of int8, int4; got 'fp8'"),
+    (lambda _: bass.quantized(bass.quantized(MODEL, "int8"), "int8"), r"LlamaForCausalLM is quantized already \(int8"),
+    (lambda folder: bass.load_pair(folder, quantize="int8", quantization_config=object()), "both say how the target"),
+    (lambda folder: bass.load_pair(folder, draft="target:int4", quantize="int8"), "'target:int4' is quantized already"),
+    (lambda folder: bass.load_pair(folder, quantize={"draft": "int4"}), "what drafts is a NgramDrafter"),
+    (lambda _: bass.load_pair(NOWHERE, "suffix", quantize={"draft": "int4"}), "what drafts is a SuffixDrafter"),
+    (lambda _: WITH_HEAD.quantized({"draft": "int4"}), "what drafts is a FeatureDrafter"),
+    (lambda _: bass.quantized(with_adapter().get_base_model(), "int8"), "has an adapter: merge it first"),
+    (
+        lambda folder: bass.load_pair(save(folder, bass.quantized(MODEL, "int8"))),
+        "weight is stored as I8; weights are floating-point numbers",
+    ),
+]
 
 
-def test_unknown_kind_is_refused_before_anything_is_read():
-    for wrong in ("int3", "", {}, {"draft": ["int4"]}, {"drafts": "int4"}, {"draft": None}, 8, True):
-        with pytest.raises(ValueError, match="quantize must be one of int8, int4, or by role"):
-            bass.load_pair("no-owner/no-model", quantize=wrong)
-    with pytest.raises(ValueError, match="must be one of int8, int4; got 'fp8'"):
-        bass.quantized(tiny_model(), "fp8")
-
-
-def test_model_is_quantized_once(target):  # noqa: F811
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM is quantized already \(int8\)"):
-        bass.quantized(bass.quantized(tiny_model(), "int8"), "int8")
-    with pytest.raises(ValueError, match="both say how the target is quantized"):
-        bass.load_pair(target, quantize="int8", quantization_config=object())
-    with pytest.raises(ValueError, match="draft='target:int4' is quantized already"):
-        bass.load_pair(target, draft="target:int4", quantize="int8")
+@pytest.mark.parametrize(("call", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_unfit_quantization_is_refused(target, call, message):  # noqa: F811
+    with pytest.raises(ValueError, match=message):
+        call(target)
 
 
 def test_model_of_a_gguf_file_is_quantized_as_a_full_one():
@@ -248,24 +225,3 @@ def test_model_of_a_gguf_file_is_quantized_as_a_full_one():
     model.quantization_method = "bitsandbytes"
     with pytest.raises(ValueError, match="quantized already"):
         bass.quantized(model, "int8")
-
-
-def test_draft_without_a_model_is_refused(target):  # noqa: F811
-    with pytest.raises(ValueError, match="what drafts is a NgramDrafter"):
-        bass.load_pair(target, quantize={"draft": "int4"})
-    with pytest.raises(ValueError, match="what drafts is a SuffixDrafter"):  # before anything is read
-        bass.load_pair("no-owner/no-model", draft="suffix", quantize={"draft": "int4"})
-    pair = bass.ModelPair(tiny_model(), bass.FeatureDrafter(feature_head(tiny_model())))
-    with pytest.raises(ValueError, match="what drafts is a FeatureDrafter"):
-        pair.quantized({"draft": "int4"})
-
-
-def test_quantizing_a_model_with_an_adapter_is_refused():
-    with pytest.raises(ValueError, match="has an adapter: merge it first"):
-        bass.quantized(with_adapter().get_base_model(), "int8")
-
-
-def test_saved_integer_weights_are_refused(tmp_path):
-    folder = save(tmp_path / "saved", bass.quantized(tiny_model(vocab_size=259), "int8"))
-    with pytest.raises(ValueError, match=r"weight is stored as I8; weights are floating-point numbers"):
-        bass.load_pair(folder)

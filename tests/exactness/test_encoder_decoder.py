@@ -1,9 +1,12 @@
 """Encoder-decoder targets: a batch of sources of different lengths gives the text of each source alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from readers import HEARS, OPTIONS, START, alone, given, sources, tiny_reader
 from sessions import run_to_the_end
+from stale import poison_stale_slots
 from tiny import tiny_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, GenerationMixin
@@ -11,7 +14,6 @@ from trial_policies import PerRow
 
 import bass_core as bass
 import bass_lab as lab
-from bass_core.model.runner import Runner
 from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.oracle import Oracle
@@ -31,12 +33,13 @@ def pair_of(kind: str, dtype: str = "float32", draft: str = "model") -> bass.Mod
     return bass.ModelPair(tiny_reader(kind, dtype), DRAFTS[draft](kind, dtype))
 
 
-def assert_identical(kind: str, dtype: str = "float32", draft: str = "model", **options) -> bass.Generation:
-    pair, read = pair_of(kind, dtype, draft), sources(kind, *LENGTHS)
-    out = bass.generate(pair, read, max_new_tokens=NEW, **({"draft_length": 4, "max_batch_size": 3} | options))
-    expected = [alone(pair.target, each, NEW) for each in read]
+def assert_identical(pair: bass.ModelPair, kind: str, lengths=LENGTHS, samples=1, **options) -> bass.Generation:
+    """Decode sources, and compare with transformers' text of each source alone."""
+    read = sources(kind, *lengths)
+    out = bass.generate(pair, read, max_new_tokens=NEW, num_return_sequences=samples, **options)
+    changes = {name: value for name, value in options.items() if name == "repetition_penalty"}
+    expected = [alone(pair.target, each, NEW, **changes) for each in read for _ in range(samples)]
     assert [sequence.tolist() for sequence in out.sequences] == expected
-    assert len(set(map(tuple, expected))) > len(read) / 2  # the text depends on the source
     return out
 
 
@@ -53,24 +56,24 @@ OTHERS = [pytest.param(kind, "float32", "model", 4, "pad", marks=pytest.mark.slo
 @pytest.mark.parametrize(("kind", "dtype", "draft", "length", "path"), FEW + OTHERS)
 def test_greedy_text_is_that_of_the_source_alone(kind, dtype, draft, length, path):
     """Five sources in three slots: rows wait and take the slots of rows with other sources."""
-    out = assert_identical(kind, dtype, draft, draft_length=length, attention=path)
+    options = {"draft_length": length, "max_batch_size": 3, "attention": path}
+    out = assert_identical(pair_of(kind, dtype, draft), kind, **options)
+    assert len({tuple(sequence.tolist()) for sequence in out.sequences}) > 2  # the text depends on the source
     assert out.trace.meta["attention"] == path
     if draft == "model":
         assert 0.05 < out.trace.summary()["alpha"] < 1  # drafts were both accepted and rejected
 
 
 def test_repetition_penalty_counts_the_text_and_not_the_source():
-    pair, read = pair_of("t5"), sources("t5", *LENGTHS)
-    out = bass.generate(pair, read, max_new_tokens=NEW, repetition_penalty=1.7)
-    expected = [alone(pair.target, each, NEW, repetition_penalty=1.7) for each in read]
-    assert [sequence.tolist() for sequence in out.sequences] == expected
+    assert_identical(pair_of("t5"), "t5", repetition_penalty=1.7)
 
 
 def test_samples_of_one_source_share_its_encoding():
-    pair, read = pair_of("bart"), sources("bart", 7, 5)
-    out = bass.generate(pair, read, num_return_sequences=3, max_new_tokens=NEW, max_batch_size=2)
-    expected = [alone(pair.target, each, NEW) for each in read for _ in range(3)]
-    assert [sequence.tolist() for sequence in out.sequences] == expected
+    assert_identical(pair_of("bart"), "bart", (7, 5), samples=3, max_batch_size=2)
+
+
+def test_integer_weights():
+    assert_identical(pair_of("t5").quantized("int8"), "t5", draft_length=3)
 
 
 def test_rows_join_and_leave_a_session():
@@ -104,9 +107,6 @@ def test_sampled_text_has_the_targets_distribution():
     assert total_variation(Oracle().laws(run), expected) < EXACT
 
 
-# --- options of a generation config ------------------------------------------------------------------
-
-
 def asked(monkeypatch, kind: str, **options) -> bass.ModelPair:
     pair = pair_of(kind)
     for name, value in options.items():
@@ -124,14 +124,11 @@ def test_forced_first_token(monkeypatch):
     ("kind", "option"), [("marian", "bad_words_ids"), ("whisper", "suppress_tokens"), ("t5", "begin_suppress_tokens")]
 )
 def test_suppressed_ids_never_occur(monkeypatch, kind, option):
-    model, read = tiny_reader(kind), sources(kind, *LENGTHS)
-    common = [alone(model, each, NEW)[0] for each in read]
+    model = tiny_reader(kind)
+    common = [alone(model, each, NEW)[0] for each in sources(kind, *LENGTHS)]
     ids = [[each] for each in common] if option == "bad_words_ids" else common
-    pair = asked(monkeypatch, kind, **{option: ids})
-    out = bass.generate(pair, read, max_new_tokens=NEW, draft_length=3)
-    expected = [alone(pair.target, each, NEW) for each in read]
-    assert [sequence.tolist() for sequence in out.sequences] == expected
-    assert expected[0][0] != common[0]
+    out = assert_identical(asked(monkeypatch, kind, **{option: ids}), kind, draft_length=3)
+    assert out.sequences[0][0] != common[0]
 
 
 def test_caller_gives_the_first_tokens_of_a_text():
@@ -144,7 +141,7 @@ def test_caller_gives_the_first_tokens_of_a_text():
         assert sequence.tolist() == expected[len(begin) - 1 :]
 
 
-# --- custom_generate -----------------------------------------------------------------------------------
+OURS = {"custom_generate": bass.bass_generate, "draft_length": 3}
 
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])
@@ -154,8 +151,7 @@ def test_custom_generate_is_generate(monkeypatch, kind):
     options = {pair.target.main_input_name: batch, "max_new_tokens": NEW, "do_sample": False}
     if kind not in HEARS:
         options["attention_mask"] = (batch != 0).long()
-    expected = GenerationMixin.generate(pair.target, **options)
-    ours = {"custom_generate": bass.bass_generate, "draft_model": pair.draft, "draft_length": 3}
+    expected, ours = GenerationMixin.generate(pair.target, **options), OURS | {"draft_model": pair.draft}
     assert torch.equal(GenerationMixin.generate(pair.target, **options, **ours), expected)
     sampled = options | ours | {"do_sample": True, "num_return_sequences": 2, "forced_bos_token_id": None}
     assert GenerationMixin.generate(pair.target, **sampled).shape == (2 * len(read), NEW + 1)
@@ -167,21 +163,10 @@ def test_forced_eos_replaces_an_eos_at_the_last_place():
     text = pair.target.generate(**options)[0, 1:].tolist()
     last = max(index for index, token in enumerate(text) if token not in text[:index])
     options |= {"max_new_tokens": last + 1, "eos_token_id": [text[last], 3], "forced_eos_token_id": [3]}
-    ours = {"custom_generate": bass.bass_generate, "draft_model": pair.draft, "draft_length": 3}
-    expected = pair.target.generate(**options)
-    assert expected[0, -1] == 3 and torch.equal(pair.target.generate(**options, **ours), expected)
+    expected, options["draft_model"] = pair.target.generate(**options), pair.draft
+    assert expected[0, -1] == 3 and torch.equal(pair.target.generate(**options, **OURS), expected)
     with pytest.raises(ValueError, match=r"forced_eos_token_id=\[3, 4\]: give one id, or do_sample=False"):
-        pair.target.generate(**options | {"do_sample": True, "forced_eos_token_id": [3, 4]}, **ours)
-
-
-class Heard(list):
-    """A streamer that keeps all tokens."""
-
-    def put(self, value):
-        self += value.flatten().tolist()
-
-    def end(self):
-        self.append("end")
+        pair.target.generate(**options | {"do_sample": True, "forced_eos_token_id": [3, 4]}, **OURS)
 
 
 @pytest.mark.parametrize(
@@ -193,39 +178,25 @@ class Heard(list):
     ],
 )
 def test_streamer_receives_forced_tokens(kind, forced):
+    heard = []
+    streamer = SimpleNamespace(put=lambda value: heard.extend(value.flatten().tolist()), end=lambda: heard.append(-1))
     pair, (read,) = pair_of(kind), sources(kind, 9)
     options = given(pair.target, read) | {"max_new_tokens": NEW, "do_sample": False} | forced
-    expected, heard = pair.target.generate(**options)[0].tolist(), Heard()
-    ours = {"custom_generate": bass.bass_generate, "draft_model": pair.draft, "draft_length": 3, "streamer": heard}
-    assert pair.target.generate(**options, **ours)[0].tolist() == expected
-    assert heard == [*expected, "end"]
-
-
-# --- stale memory --------------------------------------------------------------------------------------
+    expected = pair.target.generate(**options)[0].tolist()
+    options |= {"draft_model": pair.draft, "streamer": streamer}
+    assert pair.target.generate(**options, **OURS)[0].tolist() == expected
+    assert heard == [*expected, -1]
 
 
 def test_stale_slots_never_matter():
-    """All slots beyond a text or a source hold 1e4 before every step."""
     pair, read = pair_of("t5"), sources("t5", *LENGTHS)
     with bass.Session(pair, max_batch_size=3, draft_length=3) as session:
         handles = [session.submit(each, max_new_tokens=NEW) for each in read]
         while not session.idle:
             session.step()
-            poison(session.target, session.rows)
-            poison(session.drafter.runner, session.rows)
+            poison_stale_slots(session)
         found = [session.result(handle).sequence.tolist() for handle in handles]
     assert found == [alone(pair.target, each, NEW) for each in read]
-
-
-@torch.inference_mode()
-def poison(runner: Runner, rows) -> None:
-    cache, live = runner.cache, len(rows.live)
-    for place in range(cache.max_rows):
-        kept = int(rows.lengths_host[place]) - 1 if place < live else 0
-        for buffer in cache.buffers():
-            buffer[place, :, kept:] = 1e4
-        for buffer in runner.sources.buffers():
-            buffer[place, :, runner.sources.lengths[place] if place < live else 0 :] = 1e4
 
 
 @pytest.mark.slow
@@ -234,9 +205,6 @@ def test_verify_passes(kind):
     report = lab.verify(pair_of(kind), max_new_tokens=12, samples=1000)
     assert report.passed
     assert ("sounds" if kind in HEARS else "prompts of") in report.checks[0].tested
-
-
-# --- refusals ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -283,7 +251,10 @@ BEAMS = GenerationConfig(num_beams=4)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: bass.generate(pair_of("t5"), sources("t5", 3), generation_config=BEAMS), "num_beams=4"),
+        (
+            lambda: bass.generate(pair_of("t5"), sources("t5", 3), generation_config=BEAMS),
+            "num_beams=4",
+        ),
         (lambda: bass.ModelPair(tiny_reader("t5"), tiny_model()), "take a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_model(), tiny_reader("t5")), "take a draft of the target's kind"),
         (lambda: bass.ModelPair(tiny_reader("whisper"), tiny_reader("bart")), "take a draft of the target's kind"),
@@ -304,9 +275,3 @@ def test_model_without_a_start_token_is_refused(monkeypatch):
     monkeypatch.setattr(pair.target.config, "decoder_start_token_id", None)
     with pytest.raises(ValueError, match="decoder_start_token_id"):
         bass.generate(pair, sources("t5", 3))
-
-
-def test_integer_weights():
-    pair, read = pair_of("t5").quantized("int8"), sources("t5", *LENGTHS)
-    out = bass.generate(pair, read, max_new_tokens=NEW, draft_length=3)
-    assert [sequence.tolist() for sequence in out.sequences] == [alone(pair.target, each, NEW) for each in read]

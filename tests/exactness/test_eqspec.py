@@ -14,13 +14,13 @@ from bass_core.model.runner import Runner
 from bass_core.model.transformers_internals import CACHE
 
 PROMPTS = ragged_prompts(5, 11, 3, 17)
+PAIR = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
 
 
 @pytest.fixture
 def session():
     """A running session whose rows accept different numbers of tokens."""
-    pair = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
-    with bass.Session(pair, max_batch_size=4, draft_length=3, eos_token_id=()) as session:
+    with bass.Session(PAIR, max_batch_size=4, draft_length=3, eos_token_id=()) as session:
         for prompt in PROMPTS:
             session.submit(prompt, max_new_tokens=30)
         session.step()
@@ -92,8 +92,7 @@ def test_padding_does_not_accumulate(session, passes):
         longest = int(session.rows.lengths.max())
         passes.clear()
         session.step()
-        assert all(current.extent <= longest + 3 for _, _, current in passes)
-        assert all(ids.shape[1] <= 4 for _, ids, _ in passes)
+        assert all(current.extent <= longest + 3 and ids.shape[1] <= 4 for _, ids, current in passes)
 
 
 def test_bonus_token_enters_both_caches():
@@ -110,13 +109,11 @@ def test_bonus_token_enters_both_caches():
 @pytest.mark.parametrize("policy", [3, Alternating(k=3, zeros=5)], ids=["always", "after regular steps"])
 def test_draft_has_read_the_whole_row(policy):
     """q equals the distribution of a draft model that has read the whole row."""
-    pair = bass.ModelPair(tiny_model(dtype="float64"), tiny_model(dtype="float64", noise=0.1))
-    out = bass.generate(
-        pair, PROMPTS, draft_length=policy, max_new_tokens=40, temperature=0.8, eos_token_id=(), trace="tokens"
-    )
+    options = {"draft_length": policy, "max_new_tokens": 40, "temperature": 0.8, "eos_token_id": (), "trace": "tokens"}
+    out = bass.generate(PAIR, PROMPTS, **options)
     checked = 0
     for row, (prompt, sequence) in enumerate(zip(PROMPTS, out.sequences, strict=True)):
-        logits = pair.draft(torch.cat([prompt, sequence])[None]).logits[0]
+        logits = PAIR.draft(torch.cat([prompt, sequence])[None]).logits[0]
         accepted = out.trace.tokens[(out.trace.tokens.row == row) & (out.trace.tokens.kind == "accepted")]
         for position, token, q in zip(accepted.position, accepted.token, accepted.q, strict=True):
             assert q == pytest.approx((logits[position - 1] / 0.8).softmax(-1)[token].item(), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Every kind of decoder that transformers registers is decoded exactly or refused, as the table in docs/MODELS.md says.
+"""Every kind that transformers registers is decoded exactly or refused, as the tables in docs/MODELS.md say.
 
 `make test` decodes a kind of each outcome and path; the others are slow tests.
 """
@@ -9,16 +9,11 @@ import faults
 import kinds
 import models_page
 import pytest
+import reading_kinds
 import torch
 import transformers
 
 from bass_core.model import probe
-
-TABLE = {row[0]: kinds.Finding(**dict(zip(kinds.COLUMNS, row, strict=True))) for row in models_page.rows("kinds")}
-FEW = (
-    "big_bird",  # exact on the path "eager"; tests/exactness/test_greedy_identity.py decodes others
-    "mamba", "bloom", "camembert",  # refused: for a state, for an error, for logits that differ
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -34,19 +29,35 @@ def without_numbers(reason: str) -> str:
     return re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "#", reason)
 
 
+def table_of(section: str, columns) -> dict[str, kinds.Finding]:
+    rows = models_page.rows(section)
+    return {row[0]: kinds.Finding(**dict(zip(columns, row, strict=True))) for row in rows}
+
+
+TABLE = table_of("kinds", kinds.COLUMNS)
+READING = table_of("reading kinds", reading_kinds.COLUMNS)
+# Exact on the path "eager" (test_greedy_identity.py and test_encoder_decoder.py decode others), and refused: for a
+# state, for an error, for logits that differ, for an encoder.
+FEW = ("big_bird", "mamba", "bloom", "camembert", "led")
+CASES = [(module, kind) for module, table in ((kinds, TABLE), (reading_kinds, READING)) for kind in table]
+
+
 @pytest.mark.parametrize(
-    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in TABLE]
+    ("module", "kind"),
+    [pytest.param(*each, id=each[1], marks=[pytest.mark.slow] * (each[1] not in FEW)) for each in CASES],
 )
-def test_kind_is_as_in_the_table(kind):
-    found, said = kinds.find(kind), TABLE[kind]
+def test_kind_is_as_in_the_table(module, kind):
+    found, said = module.find(kind), (TABLE if module is kinds else READING)[kind]
     assert (found.outcome, found.path, found.longrope) == (said.outcome, said.path, said.longrope)
     assert without_numbers(found.reason) == without_numbers(said.reason)
 
 
-def test_table_is_complete_and_has_no_wrong_kind():
-    assert list(TABLE) == list(kinds.kinds())
+def test_tables_are_complete_and_have_no_wrong_kind():
+    assert (list(TABLE), list(READING)) == (list(kinds.kinds()), list(reading_kinds.kinds()))
     assert kinds.summary(list(TABLE.values())) in models_page.section("kinds")
-    outcomes = {finding.kind: f"{finding.outcome} {finding.longrope}" for finding in TABLE.values()}
+    assert kinds.counts(list(READING.values())) in models_page.section("reading kinds")
+    findings = [*TABLE.values(), *READING.values()]
+    outcomes = {finding.kind: f"{finding.outcome} {finding.longrope}" for finding in findings}
     assert not {kind: outcome for kind, outcome in outcomes.items() if "wrong" in outcome or "crashes" in outcome}
     assert {kind for kind, finding in TABLE.items() if finding.outcome == "not tiny"} == set(kinds.NOT_TINY)
 

@@ -89,15 +89,12 @@ def test_recorded_steps_before_and_after_a_row_with_own_options(monkeypatch):
         assert session.result(handle).sequence.tolist() == alone(row, PROMPTS[row], new, **way).sequence.tolist()
 
 
-# --- samples --------------------------------------------------------------------------------------
-
 SEEDED = [way | {"seed": 5 + index % 2, "sample": index // 2} for index, way in enumerate(WAYS)]
 
 
 def seeded_alone(index: int, **options) -> list[int]:
     """The text of a seeded row in a session of its own, with another row number."""
     session = session_over(max_batch_size=1, **options)
-    session.submit(PROMPTS[index], max_new_tokens=0)
     handle = session.submit(PROMPTS[index], max_new_tokens=NEW, row=99, **SEEDED[index])
     run_to_the_end(session)
     return session.result(handle).sequence.tolist()
@@ -115,21 +112,14 @@ def test_seeded_samples_are_as_in_a_session_of_their_own(monkeypatch, rule, comp
 
 
 def test_seed_and_sample_name_the_text():
-    session = session_over(max_batch_size=6, temperature=0.9)
-    named = [(7, 0), (7, 0), (7, 1), (8, 0)]
-    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, seed=seed, sample=sample) for seed, sample in named]
-    assert [row.row for row in rows] == [0, 1, 2, 3]
+    """The default sample is the row's number."""
+    session = session_over(max_batch_size=6, temperature=0.9, seed=4)
+    own = [{"row": 6}, {"sample": 6}, *({"seed": seed, "sample": n} for seed, n in ((7, 0), (7, 0), (7, 1), (8, 0)))]
+    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, **each) for each in own]
     run_to_the_end(session)
-    texts = [tuple(session.result(row).sequence.tolist()) for row in rows]
-    assert texts[0] == texts[1] and len(set(texts)) == 3
-
-
-def test_row_number_is_the_default_sample():
-    session = session_over(temperature=0.9, seed=4)
-    rows = [session.submit(PROMPTS[0], max_new_tokens=NEW, **own) for own in ({"row": 6}, {"sample": 6})]
-    run_to_the_end(session)
-    first, second = (session.result(row).sequence.tolist() for row in rows)
-    assert first == second == alone(6, PROMPTS[0], NEW, temperature=0.9, seed=4).sequence.tolist()
+    texts = [session.result(row).sequence.tolist() for row in rows]
+    assert texts[0] == texts[1] == alone(6, PROMPTS[0], NEW, temperature=0.9, seed=4).sequence.tolist()
+    assert texts[2] == texts[3] and len(set(map(tuple, texts))) == 4
 
 
 LAWS = [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 2}, {"temperature": 1.3, "repetition_penalty": 1.5}]
@@ -162,23 +152,3 @@ def test_trace_names_the_rule_once_a_row_is_sampled():
     assert session.trace.meta["verification"] == "greedy"
     session.submit(PROMPTS[0], max_new_tokens=NEW, temperature=0.8)
     assert session.trace.meta["verification"] == "token"
-
-
-@pytest.mark.parametrize(
-    ("way", "error"),
-    [
-        ({"sample": -1}, "sample must"),
-        ({"sample": 1.5}, "sample must"),
-        ({"sample": 2**64}, "sample must"),
-        ({"temperature": -1}, "temperature must be a finite number >= 0"),
-        ({"temperature": "hot"}, "temperature must be a finite number"),
-        ({"top_p": 0}, "top_p must be in"),
-        ({"top_k": 2.5}, "top_k must be an integer"),
-    ],
-    ids=str,
-)
-def test_refused_row_takes_no_number(way, error):
-    session = session_over()
-    with pytest.raises((ValueError, TypeError), match=error):
-        session.submit(PROMPTS[0], max_new_tokens=NEW, **way)
-    assert session.submit(PROMPTS[0], max_new_tokens=NEW).row == 0

@@ -23,20 +23,13 @@ def test_healthy_model_passes():
     assert report.passed, report.table().to_string()
 
 
-def exact_checks(checks: str) -> list[str]:
-    """The checks without rounding, which differs between machines."""
-    return [check for check in checks.split(", ") if "bfloat16" not in check]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", faults.FAULTS)
 def test_verify_finds_the_fault_without_the_probe(fault):
-    _, by_probe, checks = faults.found(fault)
+    (_, by_probe, checks), (_, listed_probe, listed) = faults.found(fault), TABLE[fault]
+    exact, listed = ({check for check in each.split(", ") if "bfloat16" not in check} for each in (checks, listed))
     assert checks != "none"
-    assert (by_probe, exact_checks(checks)) == (TABLE[fault][1], exact_checks(TABLE[fault][2]))
-
-
-# --- windows and switches that a configuration names ----------------------------------------------
+    assert (by_probe, exact) == (listed_probe, listed)  # rounding differs between machines
 
 
 @pytest.fixture
@@ -49,8 +42,7 @@ def greedy_check(monkeypatch):
 
 def test_fault_beyond_a_named_switch_is_found(greedy_check):
     """The fault begins at 250 tokens, beyond all other prompts of the checks."""
-    model = faults.log_scaling(beyond=250)
-    assert greedy_check(model).passed
+    assert greedy_check(faults.log_scaling(beyond=250)).passed
     model = faults.log_scaling(beyond=250)
     model.config.floor_scale = 250
     check = greedy_check(model)

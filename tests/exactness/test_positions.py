@@ -2,21 +2,17 @@
 
 import pytest
 from sessions import run_to_the_end
-from tiny import CONTEXT, greedy_alone, ragged_prompts, tiny_model
+from tiny import CONTEXT, assert_greedy, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import PerRow
 
 import bass_core as bass
 from bass_core.model import probe
 
 SWITCH = 16
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": CONTEXT / SWITCH,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [2.0, 4.0, 8.0, 16.0],
-    "original_max_position_embeddings": SWITCH,
-}
+ROPE = {"rope_theta": 10000.0, "factor": CONTEXT / SWITCH, "original_max_position_embeddings": SWITCH}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]}
+LONGROPE = ROPE | FACTORS | {"rope_type": "longrope"}
+YARN = ROPE | {"rope_type": "yarn", "llama_4_scaling_beta": 0.5}
 BEFORE, CROSSING, BEYOND = 3, SWITCH - 5, SWITCH + 4  # lengths of prompts that get 10 more tokens
 NEW = 10
 
@@ -40,8 +36,7 @@ def phi3() -> bass.ModelPair:
 def assert_rows_are_as_alone(pair: bass.ModelPair, *lengths: int, **options) -> None:
     prompts = ragged_prompts(*lengths)
     out = bass.generate(pair, prompts, max_new_tokens=NEW, eos_token_id=(), **options)
-    for prompt, sequence in zip(prompts, out.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(pair.target, prompt, NEW).tolist()
+    assert_greedy(out, pair.target, prompts, NEW)
 
 
 @pytest.mark.parametrize(
@@ -82,15 +77,6 @@ def test_longrope_of_prompts_that_are_read_in_chunks(models):
         run_to_the_end(session)
         for prompt, handle in zip(prompts, handles, strict=True):
             assert session.result(handle).sequence.tolist() == greedy_alone(pair.target, prompt, NEW).tolist()
-
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": CONTEXT / SWITCH,
-    "original_max_position_embeddings": SWITCH,
-    "llama_4_scaling_beta": 0.5,
-}
 
 
 @pytest.mark.parametrize(

@@ -35,14 +35,15 @@ def test_every_part_of_the_key_changes_the_numbers():
 def test_step_keys_give_the_numbers_of_single_keys():
     key = keys()
     step = randomness.StepKeys(key.stream, key.counter, slots=5)
-    accepts = Key(key.stream, key.counter, Purpose.ACCEPT, torch.arange(3))
-    assert torch.equal(randomness.uniform(step.accept(torch.arange(3))), randomness.uniform(accepts))
-    target = Key(key.stream, key.counter, Purpose.TARGET)
-    assert torch.equal(randomness.uniform(step.target()), randomness.uniform(target))
-    for slot in range(5):
-        alone = Key(key.stream, key.counter, Purpose.DRAFT, slot)
-        assert torch.equal(randomness.uniform(step.draft(slot)), randomness.uniform(alone))
-        assert torch.equal(randomness.uniform(alone), randomness.uniform(key)[:, slot])
+    pairs = [
+        (step.accept(torch.arange(3)), Key(key.stream, key.counter, Purpose.ACCEPT, torch.arange(3))),
+        (step.target(), Key(key.stream, key.counter, Purpose.TARGET)),
+        *((step.draft(slot), Key(key.stream, key.counter, Purpose.DRAFT, slot)) for slot in range(5)),
+    ]
+    for of_step, alone in pairs:
+        assert torch.equal(randomness.uniform(of_step), randomness.uniform(alone))
+    drafts = torch.stack([randomness.uniform(step.draft(slot)) for slot in range(5)], 1)
+    assert torch.equal(drafts, randomness.uniform(key))
 
 
 def test_constants_of_recorded_steps_keep_their_address():

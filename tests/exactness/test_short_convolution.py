@@ -6,6 +6,7 @@ import kinds
 import pytest
 import torch
 from sessions import run_to_the_end
+from stale import poison_stale_slots
 from tiny import greedy_alone, ragged_prompts
 from transformers import GenerationConfig, PreTrainedModel
 from trial_policies import PerRow
@@ -88,11 +89,7 @@ def test_stale_slots_never_matter():
         handles = [session.submit(prompt, max_new_tokens=NEW) for prompt in PROMPTS]
         while not session.idle:
             session.step()
-            with torch.inference_mode():
-                for place in range(3):
-                    kept = int(session.rows.lengths_host[place]) - 1 if place < len(session.rows.live) else 0
-                    for buffer in session.target.cache.buffers():
-                        buffer[place, :, kept:] = 1e4
+            poison_stale_slots(session)
         assert [session.result(handle).sequence.tolist() for handle in handles] == alone()
 
 

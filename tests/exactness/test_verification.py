@@ -46,14 +46,9 @@ def test_values_beyond_a_rows_length_never_matter(rule, laws):
     lengths = torch.arange(B) % (K + 1)
     outcome = rule(drafted, lengths, q, p, keys)
     assert (outcome.accepted <= lengths).all()
-    beyond = torch.arange(K) >= lengths[:, None]
-    garbage = rule(
-        drafted.masked_fill(beyond, 0),
-        lengths,
-        q.masked_fill(beyond[..., None], torch.nan),
-        p.masked_fill(torch.nn.functional.pad(beyond, (1, 0))[..., None], torch.nan),
-        keys,
-    )
+    beyond = torch.arange(K + 1) > lengths[:, None]
+    drafted, q = drafted.masked_fill(beyond[:, 1:], 0), q.masked_fill(beyond[:, 1:, None], torch.nan)
+    garbage = rule(drafted, lengths, q, p.masked_fill(beyond[..., None], torch.nan), keys)
     assert torch.equal(outcome.accepted, garbage.accepted)
     assert torch.equal(outcome.next_token, garbage.next_token)
 

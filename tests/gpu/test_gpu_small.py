@@ -7,9 +7,12 @@ import pytest
 import torch
 from kernel_cases import TOLERANCE, case, error, fuzz
 from kernel_steps import committing
-from test_gpu_attention import assert_written_as_by_the_reference
-from test_gpu_skinny import assert_multiplied_as_by_the_reference
-from test_gpu_verification import assert_agrees, step
+from test_gpu_kernels import (
+    assert_agrees,
+    assert_multiplied_as_by_the_reference,
+    assert_written_as_by_the_reference,
+    step,
+)
 from test_kernel_draw import keys
 from test_kernel_skinny import FORMS, activations, codes
 from test_kernel_verification import COMMITS

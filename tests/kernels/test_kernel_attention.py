@@ -14,7 +14,6 @@ from bass_kernels import launching, make_plan, pad_attention, plan, ragged_atten
 
 pytestmark = pytest.mark.interpreted
 slow, ci = pytest.mark.slow, pytest.mark.ci
-IN_CI = [pytest.param(each, marks=ci) for each in (torch.float16, torch.float64)]
 
 
 def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> None:
@@ -22,7 +21,11 @@ def assert_agrees(found: torch.Tensor, arguments: Case, described: str = "") -> 
 
 
 @pytest.mark.parametrize("part", [slice(0, None, 8), pytest.param(slice(24), marks=slow)], ids=["few", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *IN_CI], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, *(pytest.param(each, marks=ci) for each in (torch.float16, torch.float64))],
+    ids=str,
+)
 def test_ragged_attention_equals_the_reference_over_poisoned_memory(dtype, part):
     for described, arguments in list(fuzz(24, dtype))[part]:
         for deterministic in (False, True) if dtype == torch.float32 else (False,):
@@ -88,12 +91,14 @@ def test_any_strides_will_do(strides):
 
 @pytest.mark.parametrize(("most_items", "expected"), [(4, [1, 1, 1, 1]), (6, [3, 1, 1, 1]), (40, [13, 2, 5, 1])])
 def test_any_split_equals_no_split(monkeypatch, most_items, expected):
+    """A plan for fewer pieces than rows have is that of a CUDA graph captured over a narrower cache."""
     monkeypatch.setattr(plan, "most_items", lambda *_: most_items)
     monkeypatch.setattr(plan, "multiprocessors", lambda device: 1000)  # room for all: the smallest chunk wins
     arguments = case([400, 37, 130, 0], 3, kv_heads=1)
     assert make_plan(*arguments[:2], *arguments[3:5]).rows[:, 1].tolist() == expected
-    with poisoned_memory():
-        assert_agrees(ragged_attention(*arguments.arguments), arguments)
+    for deterministic in (False, True):
+        with poisoned_memory():
+            assert_agrees(ragged_attention(*arguments.arguments, deterministic=deterministic), arguments)
 
 
 @pytest.mark.parametrize(
@@ -102,29 +107,28 @@ def test_any_split_equals_no_split(monkeypatch, most_items, expected):
 def test_one_plan_serves_passes_while_rows_grow(flags, monkeypatch):
     """As in a draft phase: two tokens, then one at a time. The third row rests after the first pass."""
     monkeypatch.setattr(plan, "CHUNK", 64)
-    drafts, lengths = 3, [191, 2, 130, 64]  # the first crosses a chunk's end, and fills the cache
-    full = case([length + drafts - 1 for length in lengths], 2)
+    drafts, lengths, deterministic = 3, [191, 2, 130, 64], "deterministic" in flags
+    full = case([length + drafts - 1 for length in lengths], 2)  # the first crosses a chunk's end, and fills the cache
     first = torch.tensor(lengths) - 2
-    tile = plan.Tile(*make_plan(*full[:2], *full[3:5], deterministic="deterministic" in flags).tile)
-    options = {"window": flags.get("sliding_window", 0), "deterministic": "deterministic" in flags}
-    sizes = {"query_length": 2, "kv_heads": 2, "width": 194, "tile": tile, "group": 2, "span": drafts + 1}
+    tile = plan.Tile(*make_plan(*full[:2], *full[3:5], deterministic=deterministic).tile)
+    options = {"window": flags.get("sliding_window", 0), "deterministic": deterministic, "span": drafts + 1}
     with poisoned_memory():
-        work = plan.make_plan(first, first + drafts + 1, **sizes, **options)
+        ends = first + drafts + 1
+        work = plan.make_plan(first, ends, query_length=2, kv_heads=2, width=194, tile=tile, group=2, **options)
     assert (work.rows[:, 1].max() > 1) == ("sliding_window" not in flags)  # so few keys are not cut
     for slot in range(drafts):
         starts = first + (0 if slot == 0 else slot + 1) * (torch.arange(4) != 2)
-        counts = torch.full((4,), 2 if slot == 0 else 1)
-        counts[2] = 2 if slot == 0 else 0
-        arguments = full._replace(starts=starts, kv_lengths=starts + counts, query=full.query[:, :, : 2 - (slot > 0)])
-        for row, length in enumerate(arguments.kv_lengths.tolist()):
-            arguments = arguments._replace(key=arguments.key.clone(), value=arguments.value.clone())
-            arguments.key[row, :, length:] = arguments.value[row, :, length:] = torch.nan
+        counts = torch.tensor([2, 2, 2, 2] if slot == 0 else [1, 1, 0, 1])
+        key, value = full.key.clone(), full.value.clone()
+        for row, length in enumerate((starts + counts).tolist()):
+            key[row, :, length:] = value[row, :, length:] = torch.nan
+        query = full.query[:, :, : 2 - (slot > 0)]
+        arguments = Case(query, key, value, starts, starts + counts, {**flags})
         with poisoned_memory():
             found = ragged_attention(*arguments.arguments, **flags, plan=work)
-        expected = {name: value for name, value in flags.items() if name != "deterministic"}
-        assert_agrees(found, arguments._replace(flags=expected))
-        if "deterministic" in flags:
+        if arguments.flags.pop("deterministic", False):
             assert torch.equal(found, ragged_attention(*arguments.arguments, **flags))
+        assert_agrees(found, arguments)
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(500, marks=ci)])
@@ -190,67 +194,50 @@ def test_plan_lists_every_key_once_longest_rows_first(batch, window, determinist
     kv_lengths = torch.randint(0, 3000, (batch,), generator=generator)
     starts = kv_lengths - torch.randint(0, 6, (batch,), generator=generator).clamp(max=kv_lengths)
     query, key = torch.empty(batch, 4, 5, 64), torch.empty(batch, 2, 3000, 64)
-    options = {"sliding_window": window, "deterministic": deterministic}
     with poisoned_memory():
-        found = make_plan(query, key, starts, kv_lengths, **options)
-    pieces = [item for item in found.items.tolist() if item[0] >= 0]
+        found = make_plan(query, key, starts, kv_lengths, sliding_window=window, deterministic=deterministic)
+    pieces, block, needed = found.items[: int((found.items[:, 0] >= 0).sum())], found.tile.block_n, {}
     assert found.items[len(pieces) :, 0].eq(-1).all()
-    first = {}
     for row, (start, length) in enumerate(zip(starts.tolist(), kv_lengths.tolist(), strict=True)):
-        mine = [item for item in pieces if item[0] == row]
-        first_split, count = found.rows[row].tolist()
-        assert count == len(mine) and pieces[first_split : first_split + count] == mine
-        assert [item[3] for item in mine] == ([-1] if count == 1 else list(range(first_split, first_split + count)))
-        wanted = 0 if window is None else max(start - window + 1, 0) // found.tile.block_n * found.tile.block_n
-        wanted = (wanted, length) if start < length else (0, 0)
-        assert [item[1] for item in mine] == [wanted[0], *(item[2] for item in mine[:-1])] and mine[-1][2] == wanted[1]
-        assert all(item[1] % found.tile.block_n == 0 for item in mine)
-        if deterministic:
-            assert all(item[2] % plan.CHUNK == 0 for item in mine[:-1])
-        first[row] = (first_split, wanted[1] - wanted[0])
-    keys = [needed for _, needed in sorted(first.values())]
-    assert keys == sorted(keys, reverse=True)
+        first, count = found.rows[row].tolist()
+        mine = pieces[first : first + count]
+        assert mine[:, 0].eq(row).all() and count == pieces[:, 0].eq(row).sum()
+        assert mine[:, 3].tolist() == ([-1] if count == 1 else [*range(first, first + count)])
+        begin = 0 if window is None else max(start - window + 1, 0) // block * block
+        begin, end = (begin, length) if start < length else (0, 0)
+        assert [*mine[:, 1].tolist(), end] == [begin, *mine[:, 2].tolist()]
+        assert not (mine[:, 1] % block).any() and not (deterministic and (mine[:-1, 2] % plan.CHUNK).any())
+        needed[first] = end - begin
+    assert [needed[first] for first in sorted(needed)] == sorted(needed.values(), reverse=True)
 
 
-@pytest.mark.parametrize("kv_lengths", [[2048] * 8, [8192, *[512] * 7], [5000, 3000, 1, 0]])
-def test_plan_takes_the_chunk_that_costs_least(kv_lengths):
-    kv = torch.tensor(kv_lengths)
-    query, key = torch.empty(len(kv), 8, 5, 64), torch.empty(len(kv), 2, 8192, 64)
-    found = make_plan(query, key, kv - 5, kv)
-    programs, slots = 2 * 2, plan.multiprocessors(kv.device) * found.tile.programs  # KV heads x blocks of rows
-    sizes = [blocks * found.tile.block_n for blocks in (2, 3, *(m * 2**e for e in range(12) for m in (4, 5, 6, 7)))]
-
-    def cost(chunk):
-        pieces = [max(1, -(-n // chunk)) if n >= 5 else 1 for n in kv_lengths]
-        waves = -(-sum(pieces) * programs // slots)
-        reduce = plan.REDUCE if max(pieces) > 1 else 0
-        return (
-            waves * (min(chunk, max(kv_lengths)) + plan.OVERHEAD) + reduce if sum(pieces) <= len(found.items) else 1e9
-        )
-
-    best = min(sizes, key=cost)
-    assert found.rows[:, 1].tolist() == [max(1, -(-n // best)) if n >= 5 else 1 for n in kv_lengths]
+@pytest.mark.parametrize(
+    ("kv_lengths", "pieces"),
+    [
+        ([2048] * 8, [7] * 8),
+        ([8192, *[512] * 7], [26, *[2] * 7]),
+        ([5000, 3000, 1, 0], [16, 10, 1, 1]),
+    ],
+)
+def test_plan_takes_the_chunk_that_costs_least(kv_lengths, pieces):
+    """In waves of programs over the eight multiprocessors that the interpreter counts."""
+    kv, (query, key) = torch.tensor(kv_lengths), (torch.empty(len(kv_lengths), heads, 8192, 64) for heads in (8, 2))
+    assert make_plan(query[:, :, :5], key, kv - 5, kv).rows[:, 1].tolist() == pieces
 
 
-def test_long_prefill_is_not_split():
-    query, key = torch.empty(4, 8, 600, 64), torch.empty(4, 8, 4096, 64)
-    kv = torch.tensor([600, 20, 300, 599])
-    assert not make_plan(query, key, kv - 600, kv).may_split
-    query, key = torch.empty(1, 2, 600, 64), torch.empty(1, 2, 4096, 64)
-    kv = torch.tensor([4000])
-    deterministic = {"deterministic": True}  # partial results of a long prompt would fill the memory
-    assert not make_plan(query, key, kv - 600, kv, **deterministic).may_split
-    narrow = key[:, :, :300]  # the same kernel for every width, since bits depend on the kernel
-    assert make_plan(query[:, :, :64], key, kv - 64, kv, **deterministic).may_split
-    assert make_plan(query[:, :, :64], narrow, kv - 3800, kv - 3740, **deterministic).may_split
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_rows_longer_than_the_plan_lose_no_key(monkeypatch, deterministic):
-    monkeypatch.setattr(plan, "most_items", lambda *_: 4)  # as in a CUDA graph captured over a narrower cache
-    arguments = case([800, 20, 300])
-    found = ragged_attention(*arguments.arguments, deterministic=deterministic)
-    assert_agrees(found, arguments)
+@pytest.mark.parametrize(
+    ("deterministic", "heads", "queries", "width", "starts", "kv_lengths", "may_split"),
+    [
+        (False, 8, 600, 4096, [0, -580, -300, -1], [600, 20, 300, 599], False),
+        (True, 2, 600, 4096, [3400], [4000], False),  # partial results of a long prompt would fill the memory
+        (True, 2, 64, 4096, [3936], [4000], True),
+        (True, 2, 64, 300, [200], [260], True),  # the same kernel for every width, since bits depend on the kernel
+    ],
+)
+def test_long_prefill_is_not_split(deterministic, heads, queries, width, starts, kv_lengths, may_split):
+    query, key = (torch.empty(len(starts), heads, length, 64) for length in (queries, width))
+    starts, kv_lengths = torch.tensor(starts), torch.tensor(kv_lengths)
+    assert make_plan(query, key, starts, kv_lengths, deterministic=deterministic).may_split == may_split
 
 
 def test_every_launch_is_on_the_tensors_device(monkeypatch):
@@ -265,20 +252,16 @@ def test_every_launch_is_on_the_tensors_device(monkeypatch):
         inside.pop()
 
     def launch(self, *args, **kwargs):
-        if not inside:
-            outside.append(self.fn.__name__)
+        outside.extend([self.fn.__name__] * (not inside))
         return execute(self, *args, **kwargs)
 
     monkeypatch.setattr(launching, "on", on)
     monkeypatch.setattr(GridExecutor, "__call__", launch)
-    arguments = case([300, 20])
+    arguments, cache, states = case([300, 20]), torch.zeros(2, 2, 4, 16), torch.ones(2, 2, 1, 16)
     ragged_attention(*arguments.arguments)
     pad_attention(*arguments.filled(0.0).arguments, extent=300)
     split_attention(*arguments.arguments, lengths=[300, 20])
-    cache = torch.zeros(2, 2, 4, 16)
-    bass_kernels.write_kv(
-        torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), cache, cache.clone(), torch.ones(2, 1).long()
-    )
+    bass_kernels.write_kv(states, states, cache, cache.clone(), torch.ones(2, 1).long())
     assert not outside
 
 
@@ -336,17 +319,14 @@ def test_offsets_may_exceed_32_bits():
         ({"query": torch.zeros(2, 4, 5, 300)}, "the head dimension must be at most 256, got 300"),
         ({"flags": {"softcap": 0.0}}, "softcap must be above 0, or None, got 0.0"),
         ({"flags": {"sliding_window": 0}}, "sliding_window must be at least 1, or None, got 0"),
+        ({"flags": {"extent": 44}}, "extent must be at most the 43 slots"),
+        ({"flags": {"lengths": [40]}}, "lengths must be the 2 rows' KV lengths"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_unfit_arguments_are_refused(change, message):
     arguments = case([40, 9])._replace(**change)
+    functions = {"extent": pad_attention, "lengths": split_attention}
+    function = functions.get(next(iter(arguments.flags), ""), ragged_attention)
     with pytest.raises(ValueError, match=message):
-        ragged_attention(*arguments.arguments, **arguments.flags)
-
-
-def test_extent_and_lengths_are_checked():
-    with pytest.raises(ValueError, match="extent must be at most the 43 slots"):
-        pad_attention(*case([40, 9]).arguments, extent=44)
-    with pytest.raises(ValueError, match="lengths must be the 2 rows' KV lengths"):
-        split_attention(*case([40, 9]).arguments, lengths=[40])
+        function(*arguments.arguments, **arguments.flags)

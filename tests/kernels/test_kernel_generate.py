@@ -5,9 +5,13 @@ import math
 import pytest
 import torch
 import transformers
-from tiny import greedy_alone, ragged_prompts, tiny_model
+from kernel_launches import counted
+from recording import use_fixed_steps, use_on_cpu
+from tiny import assert_greedy, greedy_alone, ragged_prompts, tiny_model
 
 import bass_core as bass
+from bass_core.gpu import compiled_layers
+from bass_core.gpu.graph_step import GraphStep
 from bass_core.model import kernel_ops
 from bass_core.model.runner import Runner
 
@@ -36,37 +40,31 @@ def same(first, second) -> bool:
     return all(map(torch.equal, first.sequences, second.sequences))
 
 
-def assert_greedy(found, model, prompts=PROMPTS, new=4, **options) -> None:
-    """Every sequence is transformers' greedy text."""
-    for prompt, sequence in zip(prompts, found.sequences, strict=True):
-        assert sequence.tolist() == greedy_alone(model, prompt, new, **options).tolist()
-
-
 @pytest.mark.parametrize(
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "gpt2"))]
 )
 def test_ragged_text_is_that_of_transformers(architecture):
     models = pair(architecture)
     ragged = generate(models, attention="ragged")
-    assert ragged.trace.summary()["attention"] == "ragged"
-    assert_greedy(ragged, models.target)
+    assert ragged.trace.meta["attention"] == "ragged"
+    assert_greedy(ragged, models.target, PROMPTS, 4)
 
 
 @pytest.mark.ci
-def test_keys_wider_than_values_are_written_by_the_kernel_and_read_by_plain_torch():
-    models = pair("deepseek_v3")
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (lambda: pair("deepseek_v3"), "key and value must be"),  # keys wider than values
+        (lambda: pair("gemma2", head_dim=320, num_hidden_layers=1), "dimension must be at most 256, got 320"),
+    ],
+    ids=["deepseek_v3", "wide heads"],
+)
+def test_keys_that_the_kernels_cannot_read_are_read_by_plain_torch(models, message):
+    models = models()
     out = generate(models)
-    assert out.trace.summary()["attention"] == "pad"
-    assert_greedy(out, models.target)
-    with pytest.raises(ValueError, match="key and value must be"):
-        generate(models, attention="ragged")
-
-
-@pytest.mark.ci
-def test_heads_too_wide_for_the_kernels_use_plain_torch():
-    models = bass.ModelPair(tiny_model("gemma2", head_dim=320, num_hidden_layers=1))
-    assert generate(models, max_new_tokens=2).trace.summary()["attention"] == "pad"
-    with pytest.raises(ValueError, match="the head dimension must be at most 256, got 320"):
+    assert out.trace.meta["attention"] == "pad"
+    assert_greedy(out, models.target, PROMPTS, 4)
+    with pytest.raises(ValueError, match=message):
         generate(models, attention="ragged")
 
 
@@ -83,7 +81,7 @@ def test_layers_that_go_on_with_the_last_token_alone_are_decoded_right():
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Gemma4ForCausalLM(config).eval()
-    assert_greedy(generate(bass.ModelPair(model), PROMPTS[:2]), model, PROMPTS[:2])
+    assert_greedy(generate(bass.ModelPair(model), PROMPTS[:2]), model, PROMPTS[:2], 4)
 
 
 @pytest.mark.ci
@@ -122,7 +120,7 @@ def test_rows_that_finish_early_leave_and_waiting_rows_come():
     prompts = ragged_prompts(5, 11, 3, 8)
     models = pair()
     out = generate(models, prompts, attention="ragged", max_batch_size=2, eos_token_id=17)
-    assert_greedy(out, models.target, prompts, eos=17)
+    assert_greedy(out, models.target, prompts, 4, eos=17)
 
 
 @pytest.mark.ci
@@ -147,20 +145,53 @@ def test_nan_ends_its_row_alone(monkeypatch):
 
 
 def test_deterministic_algorithms_reach_the_kernel(monkeypatch):
-    seen, ragged = [], kernel_ops.load().ragged_attention
-    monkeypatch.setattr(
-        kernel_ops.load(),
-        "ragged_attention",
-        lambda *args, **kw: seen.append(kw["deterministic"]) or ragged(*args, **kw),
-    )
-    models = pair()
-    generate(models, PROMPTS[:1], attention="ragged", max_new_tokens=2)
-    assert seen and not any(seen)
-    seen.clear()
-    torch.use_deterministic_algorithms(True)
+    seen, kernels, models = [], kernel_ops.load(), pair()
+    ragged = kernels.ragged_attention
+
+    def recorded(*args, **options):
+        seen.append(options["deterministic"])
+        return ragged(*args, **options)
+
+    monkeypatch.setattr(kernels, "ragged_attention", recorded)
     try:
-        out = generate(models, PROMPTS[:1], attention="ragged", max_new_tokens=2)
+        for deterministic in (False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            out = generate(models, PROMPTS[:1], attention="ragged", max_new_tokens=2)
+            assert set(seen) == {deterministic}
+            seen.clear()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert seen and all(seen)
-    assert_greedy(out, models.target, PROMPTS[:1], new=2)
+    assert_greedy(out, models.target, PROMPTS[:1], 2)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param("graphs", marks=pytest.mark.ci), pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_kernels_stay_whole_in_recordings_and_in_compiled_code(monkeypatch, way):
+    """Ragged attention with its work list, the write into the cache and fused verification, each one operator."""
+    use_on_cpu(monkeypatch)
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_layers, "_compiled", {})
+    options = {"max_new_tokens": 3, "draft_length": 1, "temperature": 0.8, "attention": "ragged"}
+    expected, found = (generate(prompts=PROMPTS[:2], compile=how, **options) for how in ("off", way))
+    assert same(found, expected)
+    assert (found.trace.meta["attention"], found.trace.meta["kernels"]) == ("ragged", "triton")
+
+
+@pytest.mark.slow
+def test_the_passes_of_a_draft_phase_share_a_plan(monkeypatch):
+    models, found, run = pair(num_hidden_layers=2), {}, GraphStep._run
+    options = {"prompts": ragged_prompts(5, 70), "max_new_tokens": 9, "draft_length": 3, "attention": "ragged"}
+    expected = generate(models, **options)
+
+    def counting(self, key, function):
+        with counted() as launches:
+            result = run(self, key, function)
+        found[key[0], key[2]] = launches["around"]["_plan"], launches["model"]["_attend_pieces"]
+        return result
+
+    use_fixed_steps(monkeypatch)
+    monkeypatch.setattr(GraphStep, "_run", counting)
+    assert same(generate(models, **options), expected)
+    assert found["draft", 3] == (1, 3 * 2)
+    assert found["verify", 3] == (1, 2)

@@ -111,21 +111,6 @@ def test_full_precision_does_not_round():
         assert error(found, reference.skinny_linear(x, weights)) < TOLERANCE[torch.float32]
 
 
-def test_scales_of_zero_are_rows_of_zero():
-    weights = codes(8, 64, packed=True, group=32)
-    weights.scale.zero_()
-    assert (bass_kernels.skinny_linear(activations(3, 64), weights) == 0).all()
-
-
-def test_every_byte_is_two_signed_numbers():
-    weight = torch.arange(256, dtype=torch.uint8).view(16, 16)
-    x = torch.eye(32, dtype=torch.float16)
-    found = bass_kernels.skinny_linear(x, Codes(weight, torch.ones(16, 1, dtype=torch.float16)))
-    low, high = weight.long() & 15, weight.long() >> 4
-    numbers = torch.cat([low, high], 1)
-    assert torch.equal(found.T.long(), numbers - 16 * (numbers > 7))
-
-
 def test_weights_of_bass_core_have_its_meaning():
     weight, x = torch.randn(40, 90), activations(4, 90, torch.float32)
     for kind, group in (("int8", None), ("int4", 32)):
@@ -160,18 +145,13 @@ def test_narrow_outputs_are_cut_and_wide_ones_are_not():
 @pytest.mark.parametrize("ptx, dtype", [(skinny.BFLOAT16, torch.bfloat16), (skinny.FLOAT16, torch.float16)], ids=str)
 def test_ptx_unpacks_every_byte(ptx, dtype):
     """The interpreter cannot run PTX. `by_hand` does."""
-    scales = torch.rand(64, 4).to(dtype)
-    found = np.array([by_hand(ptx.value, word, pair_bits(scale)) for word, scale in zip(words(), scales, strict=True)])
+    scales, words = torch.rand(64, 4).to(dtype), np.arange(256, dtype=np.uint8).view(np.uint32).tolist()
+    found = np.array([by_hand(ptx.value, word, pair_bits(scale)) for word, scale in zip(words, scales, strict=True)])
     low, high = found[:, :2].reshape(-1), found[:, 2:].reshape(-1)
     codes = torch.arange(256).to(torch.uint8).view(torch.int8)
     for bits, wanted in ((low, codes << 4 >> 4), (high, codes >> 4)):
         numbers = torch.from_numpy(bits.astype(np.uint32).view(np.int16).copy()).view(dtype)
         assert torch.equal(numbers, (wanted.float() * scales.flatten().float()).to(dtype))
-
-
-def words() -> list[int]:
-    """All bytes, four to a register."""
-    return np.arange(256, dtype=np.uint8).view(np.uint32).tolist()
 
 
 def pair_bits(numbers: torch.Tensor) -> list[int]:
@@ -181,11 +161,10 @@ def pair_bits(numbers: torch.Tensor) -> list[int]:
 def by_hand(ptx: str, word: int, scales: list[int]) -> list[int]:
     """Run the PTX. Return registers $0 to $3."""
     registers = {"$4": word, "$5": scales[0], "$6": scales[1]}
-    value = lambda name: registers[name] if name in registers else int(name, 0)  # noqa: E731
     for line in re.findall(r"(?<=[\s;])((?:mov|prmt|shr|lop3|fma)[^;]*);", ptx):
         operator, operands = line.split(" ", 1)
         to, *names = [name.strip() for name in operands.split(",")]
-        given, kind = [value(name) for name in names], operator.rpartition(".")[2]
+        given = [registers[name] if name in registers else int(name, 0) for name in names]
         match operator.partition(".")[0]:
             case "mov":
                 (result,) = given
@@ -195,22 +174,16 @@ def by_hand(ptx: str, word: int, scales: list[int]) -> list[int]:
             case "shr":
                 result = given[0] >> given[1]
             case "lop3":
-                truth = given[3]
-                result = sum((truth >> (4 * _bit(given[0], at) + 2 * _bit(given[1], at) + _bit(given[2], at)) & 1) << at
-                             for at in range(32))  # fmt: skip
+                a, b, c, truth = given
+                places = [4 * (a >> at & 1) + 2 * (b >> at & 1) + (c >> at & 1) for at in range(32)]
+                result = sum((truth >> place & 1) << at for at, place in enumerate(places))
             case "fma":
-                dtype = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
-                a, b, c = (
-                    torch.tensor([bits & 0xFFFF, bits >> 16], dtype=torch.int32).to(torch.int16).view(dtype).double()
-                    for bits in given
-                )
+                dtype = torch.bfloat16 if operator.endswith("bf16x2") else torch.float16
+                halves = np.array(given, np.uint32).view(np.int16).reshape(3, 2)
+                a, b, c = torch.from_numpy(halves).view(dtype).double()
                 (result,) = pair_bits((a * b + c).to(dtype))
         registers[to] = result
     return [registers[f"${at}"] for at in range(4)]
-
-
-def _bit(number: int, at: int) -> int:
-    return number >> at & 1
 
 
 @pytest.mark.parametrize(

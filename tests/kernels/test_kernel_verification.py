@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from kernel_cases import poisoned_memory
 from kernel_launches import counted
 from kernel_steps import committing, differing, law, step
 
@@ -14,13 +15,12 @@ from bass_kernels import RowMemory, commit, reference, verify
 from bass_kernels import fused_verification as kernels
 from bass_kernels.uniform import uniform
 
-LARGEST_UNIFORM = 1 - 2.0**-52
 BLOCK = 1024
 pytestmark = [
     pytest.mark.interpreted,
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),  # numpy's, where NaN is meant
 ]
-VOCABULARIES = [1, 37, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1]
+VOCABULARIES, REAL = [1, 37, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1], 2 * kernels.BLOCK
 
 
 @pytest.fixture(autouse=True)
@@ -61,20 +61,13 @@ def disagreements(found, expected, arguments):
     return int(differing.sum())
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, rows=slice(None)):
     for name, ours, theirs in zip(found._fields, found, expected, strict=True):
-        assert torch.equal(ours, theirs), name
+        assert torch.equal(ours[rows], theirs[rows]), name
 
 
-def rows_of(result, rows):
-    return kernels.VerifyOutput(*(field[rows] for field in result))
-
-
-DTYPES, DRAFTS, TEMPERATURES = (
-    [torch.float32, torch.float16, torch.bfloat16],
-    ["softmax", "equal", "certain"],
-    [0, 0.2, 1, 1.7, 1e-7],
-)
+DTYPES, DRAFTS = [torch.float32, torch.float16, torch.bfloat16], ["softmax", "equal", "certain"]
+TEMPERATURES = [0, 0.2, 1, 1.7, 1e-7]
 # Every dtype and every draft at every temperature, and every dtype with every draft.
 PAIRS = [(DTYPES[at % 3], TEMPERATURES[at % 5], DRAFTS[(at + at // 5) % 3]) for at in range(15)]
 
@@ -94,15 +87,10 @@ def test_decisions_are_those_of_bass_core(dtype, temperature, draft):
     assert different == 0  # none of these seeds comes within 1e-6 of a boundary
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_decisions_agree_at_the_edges_of_blocks(vocabulary):
+@pytest.mark.parametrize(("vocabulary", "block"), [*((each, BLOCK) for each in VOCABULARIES), (REAL + 1, REAL // 2)])
+def test_decisions_agree_at_the_edges_of_blocks(vocabulary, block, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK", block)
     arguments, keys = step(3, 2, vocabulary, temperature=0.7, seed=vocabulary)
-    assert disagreements(verify(*arguments), decided_by_bass_core(arguments, keys, torch.float64), arguments) == 0
-
-
-def test_decisions_agree_with_blocks_of_the_real_size(monkeypatch):
-    monkeypatch.undo()
-    arguments, keys = step(2, 2, 2 * kernels.BLOCK + 1, temperature=0.9)
     assert disagreements(verify(*arguments), decided_by_bass_core(arguments, keys, torch.float64), arguments) == 0
 
 
@@ -122,7 +110,7 @@ def test_tokens_log_probabilities_and_lengths(temperature, dtype):
     assert [field.dtype for field in found] == [torch.int64] * 3 + [torch.float32, torch.bool, torch.int64]
 
 
-@pytest.mark.parametrize("uniform", [0.0, LARGEST_UNIFORM])
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-52])
 @pytest.mark.parametrize("draft", ["softmax", pytest.param("certain", marks=pytest.mark.ci)])
 def test_extreme_uniform_numbers_never_return_an_impossible_id(draft, uniform):
     (logits, drafted, submitted, q, u, v, committed, _), _ = step(5, 2, 2500, draft=draft, seed=3)
@@ -132,7 +120,7 @@ def test_extreme_uniform_numbers_never_return_an_impossible_id(draft, uniform):
     if q is not None:
         q[..., :1120] += 0.5  # the residual begins at 1120 at the earliest
     p, rows = law(logits.double(), 1.0), torch.arange(5)
-    for acceptance in (0.0, LARGEST_UNIFORM):
+    for acceptance in (0.0, 1 - 2.0**-52):
         found = verify(logits, drafted, submitted, q, u.fill_(acceptance), v.fill_(uniform), committed, 1.0)
         assert (p[rows, found.accepted, found.next_token] > 0).all()
         rejected = rows[found.accepted < submitted]
@@ -182,11 +170,8 @@ def test_uniform_number_at_the_boundary_rejects():
 
 @pytest.mark.parametrize("temperature", [1e-7, 5e-324])
 def test_very_small_temperatures_choose_the_argmax(temperature):
-    (logits, drafted, submitted, q, u, v, committed, _), _ = step(4, 2, 1500)
-    logits *= 1e4
-    found = verify(logits, drafted, submitted, q, u, v, committed, temperature)
-    greedy = verify(logits, drafted, submitted, q, u, v, committed, 0)
-    assert_same(found, greedy)
+    (logits, *arguments, _), _ = step(4, 2, 1500)
+    assert_same(verify(1e4 * logits, *arguments, temperature), verify(1e4 * logits, *arguments, 0))
 
 
 @pytest.mark.parametrize(("temperature", "draft"), [(0, "certain"), (0.7, "softmax")])
@@ -195,16 +180,10 @@ def test_slots_that_a_row_did_not_submit_never_matter(draft, temperature):
     logits, drafted, submitted, q, u, *rest = arguments
     beyond = torch.arange(4) > submitted[:, None]
     assert beyond.any()
-    unsubmitted = torch.arange(3) >= submitted[:, None]
-    garbage = verify(
-        logits.masked_fill(beyond[..., None], torch.nan),
-        drafted,
-        submitted,
-        q if q is None else q.masked_fill(unsubmitted[..., None], torch.nan),
-        u.masked_fill(unsubmitted, torch.nan),
-        *rest,
-    )
-    assert_same(garbage, verify(*arguments))
+    unsubmitted, expected = torch.arange(3) >= submitted[:, None], verify(*arguments)
+    logits, u = logits.masked_fill(beyond[..., None], torch.nan), u.masked_fill(unsubmitted, torch.nan)
+    q = q if q is None else q.masked_fill(unsubmitted[..., None], torch.nan)
+    assert_same(verify(logits, drafted, submitted, q, u, *rest), expected)
 
 
 @pytest.mark.parametrize(
@@ -220,8 +199,7 @@ def test_slot_without_numbers_clears_finite_of_its_row_alone(temperature, fault)
     logits[2, 1, 1200 if fault.startswith("one") else slice(None)] = value
     found = verify(*arguments)
     assert found.finite.tolist() == [True, True, False, True]
-    others = [0, 1, 3]
-    assert_same(rows_of(found, others), rows_of(sound, others))
+    assert_same(found, sound, rows=[0, 1, 3])
     assert 0 <= found.accepted[2] <= 2
     assert 0 <= found.next_token[2] < 1500
     assert torch.equal(found.finite, reference.verify(*arguments).finite)
@@ -232,45 +210,27 @@ def test_draft_without_numbers_disturbs_no_other_row():
     sound = verify(*arguments)
     arguments[3][3] = torch.nan
     found = verify(*arguments)
-    assert_same(rows_of(found, slice(3)), rows_of(sound, slice(3)))
+    assert_same(found, sound, rows=slice(3))
     assert found.accepted[3] == 0 and 0 <= found.next_token[3] < 1500
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
-def test_everything_read_was_written_before(temperature, monkeypatch):
+def test_everything_read_was_written_before(temperature):
     arguments, _ = step(4, 3, 1100, temperature=temperature, seed=8)
     clean = verify(*arguments)
-    empty = torch.empty
-
-    def filled_with(number, integer, truth):
-        def poisoned(*args, dtype, **options):
-            limits = None if dtype.is_floating_point or dtype == torch.bool else torch.iinfo(dtype)
-            value = getattr(limits, integer) if limits else truth if dtype == torch.bool else number
-            return empty(*args, dtype=dtype, **options).fill_(value)
-
-        return poisoned
-
     for poison in ((torch.nan, "min", True), (1e30, "max", False)):
-        monkeypatch.setattr(torch, "empty", filled_with(*poison))
-        assert_same(verify(*arguments), clean)
+        with poisoned_memory(*poison):
+            assert_same(verify(*arguments), clean)
 
 
 def test_strides_do_not_matter():
-    (logits, drafted, submitted, q, u, v, committed, temperature), _ = step(3, 4, 1100, temperature=0.7, seed=10)
-    expected = verify(logits, drafted, submitted, q, u, v, committed, temperature)
+    arguments, _ = step(3, 4, 1100, temperature=0.7, seed=10)
+    logits, drafted, submitted, q, u, *rest = arguments
     wider = torch.full((5, 3, 1200), torch.nan)
     wider[..., 7:1107] = logits.transpose(0, 1)
-    found = verify(
-        wider[..., 7:1107].transpose(0, 1),
-        drafted.t().contiguous().t(),
-        submitted.repeat_interleave(2)[::2],
-        q.transpose(0, 1).contiguous().transpose(0, 1),
-        u.t().contiguous().t(),
-        v,
-        committed,
-        temperature,
-    )
-    assert_same(found, expected)
+    q, drafted, u = (each.transpose(0, 1).contiguous().transpose(0, 1) for each in (q, drafted, u))
+    logits, submitted = wider[..., 7:1107].transpose(0, 1), submitted.repeat_interleave(2)[::2]
+    assert_same(verify(logits, drafted, submitted, q, u, *rest), verify(*arguments))
 
 
 def test_unfit_arguments_are_refused():
@@ -281,9 +241,6 @@ def test_unfit_arguments_are_refused():
         verify(logits.transpose(1, 2).contiguous().transpose(1, 2), drafted, submitted, q, *rest)
     with pytest.raises(ValueError, match="q must be float32 with 40 ids"):
         verify(logits, drafted, submitted, q[..., :39], *rest)
-
-
-# --- with the rows ---------------------------------------------------------------------------------
 
 
 @triton.jit

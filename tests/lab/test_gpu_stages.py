@@ -56,7 +56,7 @@ def test_a_rehearsal_writes_every_file_that_stages_name(tmp_path, capfd, sanitiz
 
 def test_commands_of_stages():
     files = [Path(name) for name in stages.STAGES["tests"].command("", "", True) if name.endswith(".py")]
-    assert {"test_gpu_steps.py", "test_gpu_attention.py"} <= {file.name for file in files}
+    assert {"test_gpu_steps.py", "test_gpu_kernels.py"} <= {file.name for file in files}
     assert all((records.ROOT / file).exists() for file in files)
     # a short stage keeps half of its time for measuring
     for seconds, begins in ((460, 330), (150, 75), (30, 15)):

@@ -115,9 +115,9 @@ def test_path_eager_is_never_packed():
 def test_probe_takes_packed_passes(monkeypatch):
     """A model with a wrong packed pass gets another path."""
     model = tiny_model(seed=77)
-    original = attention.Pass.unpack
+    original = Pass.unpack
     monkeypatch.setattr(
-        attention.Pass, "unpack", lambda self, x: original(self, x) if self.packed is None else 0 * original(self, x)
+        Pass, "unpack", lambda self, x: original(self, x) if self.packed is None else 0 * original(self, x)
     )
     assert "off by" in probe.probe(model, "pad")
     assert probe.resolve(model) == "eager"

@@ -139,14 +139,16 @@ def fuzz(count: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> 
 
 
 @contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Memory from torch.empty and new_empty holds NaN, or the smallest integer, as it may on a GPU."""
+def poisoned_memory(number: float = math.nan, integer: str = "min", truth: bool = True) -> Iterator[None]:
+    """Memory from torch.empty and new_empty holds this number, this limit of integers or this truth value."""
 
     def poisoned(allocate):
         def allocation(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
             kind = tensor.dtype
-            return tensor.fill_(math.nan if kind.is_floating_point else (kind == torch.bool) or torch.iinfo(kind).min)
+            if kind.is_floating_point or kind == torch.bool:
+                return tensor.fill_(truth if kind == torch.bool else number)
+            return tensor.fill_(getattr(torch.iinfo(kind), integer))
 
         return allocation
 

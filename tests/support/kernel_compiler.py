@@ -1,8 +1,13 @@
-"""Compile launches for a GPU on a machine that has none, and read registers, shared memory and machine code.
+"""Compile launches for a GPU on a machine that has none, and read what came out.
 
-`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel, without TRITON_INTERPRET. `few` behind it
-compiles one launch of each kind; of GPUs other than sm_90 all launches around attention, in float16.
+A stand-in driver names the GPU to compile for; the launchers are then called as they are, with tensors that have shapes
+and no memory, and every launch is a compilation. Registers, shared memory and machine code are read with the tools that
+triton brings. Run as a program (in a process of its own, without TRITON_INTERPRET, under which nothing compiles):
+`python tests/support/kernel_compiler.py 90` prints one JSON line per kernel. `few` behind it compiles one launch of
+each kind; of GPUs other than sm_90 all launches around attention, in float16, which older GPUs have, too.
 """
+
+from __future__ import annotations
 
 import functools
 import itertools
@@ -17,19 +22,16 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
-class StandIn(DriverBase):
+class StandIn:
+    """A driver of a GPU that is not there: as much of one as a compilation asks for."""
+
     def __init__(self, capability: int):
         self.capability = capability
-
-    @classmethod
-    def is_active(cls):
-        return True
 
     def get_current_target(self):
         return GPUTarget("cuda", self.capability, 32)
@@ -40,29 +42,9 @@ class StandIn(DriverBase):
     def get_current_stream(self, device):
         return 0
 
-    def set_current_device(self, device):
-        pass
-
-    def get_active_torch_device(self):
-        return torch.device("cpu")
-
-    def get_device_interface(self):
-        return torch.cuda
-
-    def map_python_to_cpp_type(self, ty):
-        return ty
-
-    def get_benchmarker(self):
-        return None
-
-    def get_empty_cache_for_benchmark(self):
-        return None
-
-    def clear_cache(self, cache):
-        pass
-
 
 def compiled_launches(call: Callable[[], object]) -> list:
+    """The kernels that `call` launches, compiled and not run."""
     found = []
 
     def compile_only(kernel, grid):
@@ -155,6 +137,7 @@ def attend(
     head_dim, query_length, dtype="bfloat16", batch=8, group=4, kv_heads=8, function="ragged", sinks=False,
     prompt=False, **flags,
 ):  # fmt: skip
+    """A launcher with tensors of these shapes on the device "meta". prompt: of a batch that is not split."""
     import bass_kernels
 
     batch = 64 if prompt else batch
@@ -206,11 +189,13 @@ def products() -> Iterator[dict]:
 
 
 def few_products(half: str) -> Iterator[dict]:
+    """INT8 cut along K, and packed INT4 whose gated product is fused."""
     yield {"packed": False, "group": None, "rows": 8, "columns": 1024, "half": half}
     yield {"packed": True, "group": 32, "rows": 8, "gated": True, "half": half}
 
 
 def multiply(packed, group, rows, gated=False, columns=4096, inputs=4096, half="bfloat16") -> None:
+    """`skinny_linear` with tensors of these shapes on the device "meta"."""
     import bass_kernels
 
     make = functools.partial(torch.empty, device="meta")
@@ -222,6 +207,7 @@ def multiply(packed, group, rows, gated=False, columns=4096, inputs=4096, half="
 
 
 def tile_of(head_dim, query_length, dtype="bfloat16", group=4, deterministic=False, **_) -> dict:
+    """The tile that `attend` gets with these arguments."""
     from bass_kernels import tiles
 
     return tiles.choose(query_length * group, head_dim, getattr(torch, dtype), deterministic)._asdict()

@@ -119,15 +119,24 @@ def ragged_prompts(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def greedy_alone(model: PreTrainedModel, prompt: torch.Tensor, new: int, eos: int | None = None) -> torch.Tensor:
+def greedy_alone(
+    model: PreTrainedModel, prompt: torch.Tensor, new: int, eos: int | None = None, **options
+) -> torch.Tensor:
     """transformers' own greedy decoding of one prompt: the generated ids."""
-    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0, **options)
     before, model.generation_config = model.generation_config, GenerationConfig()  # or its own EOS would fill in
     try:
         out = model.generate(prompt[None], attention_mask=torch.ones_like(prompt)[None], generation_config=config)
     finally:
         model.generation_config = before
     return out[0, len(prompt) :]
+
+
+def assert_greedy(out, model: PreTrainedModel, prompts: list[torch.Tensor], new: int, **options) -> None:
+    """Every sequence of a generation is transformers' greedy text."""
+    for prompt, sequence in zip(prompts, out.sequences, strict=True):
+        expected = greedy_alone(model, prompt.to(model.device), new, **options)
+        assert sequence.tolist() == expected.tolist()
 
 
 def byte_tokenizer(swap: tuple[int, int] | None = None) -> PreTrainedTokenizerFast:
