@@ -38,65 +38,33 @@ def gpus(monkeypatch, count: int) -> None:
         monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
 
 
-@pytest.mark.parametrize(
-    ("device_map", "weights"),
-    [
-        ("cpu", "hub"),
-        (torch.device("cpu"), "dummy"),
-        ({"": "cpu"}, "dummy"),
-        ({"model": "cpu", "lm_head": "cpu"}, "hub"),
-    ],
-    ids=str,
-)
-def test_device_map_of_one_device_is_that_device(target, device_map, weights, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize(("device", "weights"), [("cpu", "hub"), (torch.device("cpu"), "dummy")], ids=str)
+def test_device_is_the_requested_one(target, device, weights, monkeypatch):  # noqa: F811
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # the default device would be the GPU
-    assert named_pair(target, device_map=device_map, weights=weights, dtype="float32").device == torch.device("cpu")
-
-
-def test_device_map_auto_is_the_one_device(target):  # noqa: F811
-    for device_map in ("auto", "balanced", "sequential"):
-        assert bass.load_pair(target, device_map=device_map).device == bass.load_pair(target).device
-
-
-DIFFER = r"device=.* and device_map=.* name the same thing and differ"
-SEVERAL = r"device_map=.* names (2|0) devices, and a pair is on one: write device_map="
-OFFLOADS = r"offloads weights.*write device_map='cuda:0'.*quantization_config"
+    assert named_pair(target, device=device, weights=weights, dtype="float32").device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("gpu_count", "options", "message"),
+    ("gpu_count", "device", "message"),
     [
-        (2, {"device_map": "auto"}, r"'auto' spreads a model over 2 GPUs, .* write device_map='cuda:0'"),
-        (2, {"device_map": {"model": 0, "lm_head": "cuda:1"}}, SEVERAL),
-        (2, {"device_map": {}}, SEVERAL),
-        (2, {"device_map": "disk"}, OFFLOADS),
-        (2, {"device_map": {"model": "cpu", "lm_head": "disk"}}, OFFLOADS),
-        (2, {"device_map": {"model": 0, "lm_head": "cpu"}}, OFFLOADS),
-        (2, {"device": "cpu", "device_map": 0}, DIFFER),
-        (2, {"device": "cuda:1", "device_map": {"": "cpu"}}, DIFFER),
-        (2, {"device": "gpu0"}, r"device must be a device such as 'cuda:0', 'cpu' or 0; got"),
-        (2, {"device_map": {"": None}}, r"device_map must be a device such as 'cuda:0', 'cpu' or 0; got"),
-        (0, {"device": "cuda"}, r"device is cuda, and torch finds no GPU here"),
-        (0, {"device_map": {"": 1}}, r"device is cuda:1, and torch finds no GPU here"),
-        (2, {"device": 2}, r"device is cuda:2, and torch finds 2 here, from cuda:0 on"),
-        (2, {"device_map": {"": 2}}, r"device is cuda:2, and torch finds 2 here, from cuda:0 on"),
-        (0, {"device": "mps"}, r"device is mps, which has no float64; verification needs it.*device='cpu'"),
-        (0, {"device_map": {"": "mps"}}, r"device is mps, which has no float64; verification needs it.*device='cpu'"),
+        (2, "gpu0", r"device must be a device such as 'cuda:0', 'cpu' or 0; got"),
+        (2, {"": 0}, r"device must be a device such as 'cuda:0', 'cpu' or 0; got"),
+        (0, "cuda", r"device is cuda, and torch finds no GPU here"),
+        (2, 2, r"device is cuda:2, and torch finds 2 here, from cuda:0 on"),
+        (0, "mps", r"device is mps, which has no float64; verification needs it.*device='cpu'"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("weights", ["hub", "dummy"])
-def test_device_is_refused_before_anything_is_read(gpu_count, options, message, weights, monkeypatch):
+def test_device_is_refused_before_anything_is_read(gpu_count, device, message, weights, monkeypatch):
     gpus(monkeypatch, gpu_count)
     with pytest.raises(ValueError, match=message):
-        named_pair("nowhere/at-all", **options, weights=weights)
+        named_pair("nowhere/at-all", device=device, weights=weights)
 
 
 def test_current_gpu_is_the_same_by_its_number(monkeypatch):
     gpus(monkeypatch, 2)
-    assert place("cuda", None, {"": 1})[0] == place("cuda", None)[0] == torch.device("cuda:1")
-    with pytest.raises(ValueError, match="device=cuda:1 and device_map=cuda:0 name the same thing and differ"):
-        place("cuda", None, 0)
+    assert place(1, None)[0] == place("cuda", None)[0] == torch.device("cuda:1")
 
 
 WAYS = (
@@ -154,13 +122,8 @@ def test_model_that_accelerate_offloads_is_refused(role, to, tmp_path):
         model = cpu_offload(model, execution_device=torch.device("cpu"))
     else:
         model = dispatch_model(model, {"model": "cpu", "lm_head": "disk"}, main_device="cpu", offload_dir=tmp_path)
-    with pytest.raises(ValueError, match=f"{role} LlamaForCausalLM is offloaded by accelerate; .*device_map='cuda:0'"):
+    with pytest.raises(ValueError, match=f"{role} LlamaForCausalLM is offloaded by accelerate; .*device='cuda:0'"):
         bass.ModelPair(**{"target": tiny_model(vocab_size=BYTES), role: model})
-
-
-def test_torch_dtype_is_dtype(target, draft):  # noqa: F811
-    for given in ({"torch_dtype": "bfloat16"}, {"torch_dtype": torch.bfloat16, "dtype": "bfloat16"}):
-        assert {model.dtype for model in bass.load_pair(target, draft, **given).models} == {torch.bfloat16}
 
 
 def test_revision_is_that_of_the_model_it_is_given_for(target, draft, tmp_path, monkeypatch):  # noqa: F811
@@ -179,7 +142,6 @@ def test_revision_is_that_of_the_model_it_is_given_for(target, draft, tmp_path, 
         assert [model.lm_head.weight.sum().item() for model in pair.models] == sums
 
 
-DTYPES = {"dtype": "float32", "torch_dtype": "bfloat16"}
 UNREADABLE = [
     ("no-owner/no-model", {}, r"'no-owner/no-model': there is no such folder here, and from the hub: .+\Z"),
     *((name, {}, f"'{name}': no such folder") for name in ("/nope", "../nope", "~/nope", "no/such/folder", "nope/")),
@@ -189,7 +151,6 @@ UNREADABLE = [
     ("", {"draft": "", "draft_revision": "v1"}, "is a folder, which has no revisions; leave out revision='v1'"),
     ("", {"draft_revision": "v1"}, "draft_revision='v1' is of a draft on the hub; got draft=None"),
     ("", {"weights": "dummy", "revision": "v1"}, "weights='dummy' are made, not read: leave out revision"),
-    ("", DTYPES, "dtype=float32 and torch_dtype=bfloat16 name the same thing and differ"),
 ]
 
 

@@ -8,7 +8,8 @@ from tiny import ragged_prompts, tiny_model
 from trial_policies import PerRow
 
 import bass_core as bass
-from bass_core.model import attention, probe
+from bass_core.model import probe
+from bass_core.model.forward_pass import Pass
 from bass_core.model.runner import Runner, packs
 
 
