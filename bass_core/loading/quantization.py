@@ -25,7 +25,7 @@ from bass_core.model.kernel_ops import GROUP, dequantized
 from bass_core.model.transformers_internals import is_quantized
 
 
-class Codes(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """weight: int8 [N, K] with scale [N, 1]; or uint8 [N, 16 · groups] with scale [N, groups], two in a byte: the first
     16 of a group of 32 inputs in the low halves, the other 16 in the high ones."""
 
@@ -33,19 +33,19 @@ class Codes(NamedTuple):
     scale: Tensor
 
 
-def int8(weight: Tensor) -> Codes:
+def int8(weight: Tensor) -> QuantizedWeight:
     """Weights [N, K] rounded to -127 … 127 times a scale per output."""
     scale = (weight.abs().amax(1, keepdim=True).float() / 127).to(weight.dtype)
-    return Codes(_rounded(weight, scale, -127, 127), scale)
+    return QuantizedWeight(_rounded(weight, scale, -127, 127), scale)
 
 
-def int4(weight: Tensor) -> Codes:
+def int4(weight: Tensor) -> QuantizedWeight:
     """Weights [N, K] rounded to -8 … 7 times a scale per output and group of inputs, packed."""
     groups = F.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))  # [N, groups, 32]
     extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     codes = _rounded(groups, extreme / -8, -8, 7)
     low, high = codes.chunk(2, 2)
-    return Codes((low & 15 | high << 4).flatten(1).view(torch.uint8), (extreme / -8)[..., 0])
+    return QuantizedWeight((low & 15 | high << 4).flatten(1).view(torch.uint8), (extreme / -8)[..., 0])
 
 
 def _rounded(weight: Tensor, scale: Tensor, least: int, most: int) -> Tensor:

@@ -186,7 +186,7 @@ def dequantized(weight: Tensor, scale: Tensor, inputs: int) -> Tensor:
 
 @torch.library.custom_op("bass::quantized_linear", mutates_args=())
 def quantized_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., K] times `quantization.Codes`: [..., N]. Few rows of half precision go through
+    """x [..., K] times `quantization.QuantizedWeight`: [..., N]. Few rows of half precision go through
     `bass_kernels.skinny_linear`, which reads the codes as they are; for more, whose time is operations, the weights are
     made in full."""
     rows = x.reshape(-1, x.shape[-1])

@@ -66,7 +66,7 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document, and
 UsageError = typer.BadParameter.__base__
 
 
-class Program(TyperGroup):
+class CommandLine(TyperGroup):
     """All commands. Here alone errors of the user, of the system and of a model become one line and exit code 2."""
 
     def make_context(self, *arguments, **options) -> typer.Context:

@@ -11,7 +11,7 @@ import typer
 from bass_lab.cli import checks, common, decoding, lessons, load, measuring, serving, sweep
 
 app = typer.Typer(
-    cls=common.Program,
+    cls=common.CommandLine,
     no_args_is_help=True,
     rich_markup_mode=None,  # plain help: more room in 80 columns, and the same in a pipe
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -34,10 +34,10 @@ from bass_lab.gpu.command import DeviceLost, Lines
 from bass_lab.measure import records
 from bass_lab.measure.benchmark import greedy_alone
 from bass_lab.measure.modelled_costs import modelled_costs
-from bass_lab.measure.plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, Way, plan
+from bass_lab.measure.plan import DRY, PEER, PEERS, PROBE, REGULAR, Group, PlannedMethod, plan
 from bass_lab.measure.ratios import Ratio, counted_repeats
 from bass_lab.measure.repeated_way import Repeat, RepeatedWay
-from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, Workload, measure_device, utilisation
+from bass_lab.measure.roofline import A100_BANDWIDTH, Device, Roofline, StepWork, measure_device, utilisation
 from bass_lab.named_pairs import named_pair
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -105,7 +105,7 @@ class GpuBenchmark:
 
         Raises `DeviceLost` after such a reason if nothing more can be measured.
         """
-        work = Workload.of(pair.target), None if pair.draft is None else Workload.of(pair.draft)
+        work = StepWork.of(pair.target), None if pair.draft is None else StepWork.of(pair.draft)
         prompts = prompts_of(pair, group.batch, self.context, self.spread)
         cost = regular = None
         try:
@@ -139,7 +139,7 @@ class GpuBenchmark:
                 regular.close()
 
     def _costs(
-        self, pair: ModelPair, prompts: Sequence[Tensor], work: tuple[Workload, Workload | None], regular: RepeatedWay
+        self, pair: ModelPair, prompts: Sequence[Tensor], work: tuple[StepWork, StepWork | None], regular: RepeatedWay
     ) -> CostModel:
         """The roofline's, and what regular steps and those of `PROBE` take beyond it: with neither could a best length
         be told."""
@@ -153,7 +153,9 @@ class GpuBenchmark:
             runs.close()
         return modelled_costs(*bounds, **beyond(modelled_costs(*bounds), _one_after_the_other(found)))
 
-    def _runs(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel | None = None) -> RepeatedWay:
+    def _runs(
+        self, pair: ModelPair, way: PlannedMethod, prompts: Sequence[Tensor], cost: CostModel | None = None
+    ) -> RepeatedWay:
         """The way as this device can go it: a dry run on a CPU has neither kernels nor graphs."""
         if pair.device.type != "cuda" and way.method != "transformers":
             way = replace(way, attention="pad" if way.attention == "ragged" else way.attention, compile="off")
@@ -174,7 +176,7 @@ class GpuBenchmark:
         runs: RepeatedWay,
         pairs: Sequence[tuple[Repeat, Repeat]],
         disturbed: int,
-        work: tuple[Workload, Workload | None],
+        work: tuple[StepWork, StepWork | None],
     ) -> dict:
         way, batch = runs.way, len(runs.prompts)
         done = [ours for ours, _ in pairs]
@@ -287,7 +289,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if fine and not failed else 1
 
 
-def _left(group: Group, lines: Lines) -> tuple[Way, ...]:
+def _left(group: Group, lines: Lines) -> tuple[PlannedMethod, ...]:
     """What a run that is resumed has not measured."""
     asked = {"shape": group.shape, "batch": group.batch}
     return tuple(way for way in group.ways if not lines.has(**asked, way=str(way)))
@@ -363,7 +365,7 @@ def paper_at(bandwidth: float) -> tuple[float, float]:
 def bounds(pair: ModelPair, group: Group, benchmark: GpuBenchmark) -> str:
     """What the bytes alone allow, and the paper's figure where bytes are all that counts."""
     keys, bandwidth = benchmark.context + benchmark.new / 2, benchmark.device.bandwidth
-    roof = 1e3 * Roofline(Workload.of(pair.target), benchmark.device).seconds(group.batch, 1, keys)
+    roof = 1e3 * Roofline(StepWork.of(pair.target), benchmark.device).seconds(group.batch, 1, keys)
     text = f"roofline of regular decoding at the measured bandwidth: {roof:.2f} ms per token"
     if group.shape == "paper-7.8b" and group.batch == 8:
         low, high = paper_at(bandwidth)

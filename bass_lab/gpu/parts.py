@@ -34,7 +34,7 @@ WATCHED = 120  # seconds for a test under compute-sanitizer
 SANITIZER = ["compute-sanitizer", "--launch-timeout", str(WATCHED // 2), "--show-backtrace", "no", "--tool"]
 
 
-class Part(Lines):
+class PartFile(Lines):
     """A file of JSON lines, one per case. failed: cases of this run."""
 
     def __init__(self, file: Path):
@@ -56,9 +56,9 @@ class Part(Lines):
         print(json.dumps(self.add(line), ensure_ascii=False)[:2000], flush=True)
 
 
-def check(folder: Path, rehearse: bool) -> Part:
+def check(folder: Path, rehearse: bool) -> PartFile:
     """`bass verify` of the embedded pair, with steps recorded, compiled, and both."""
-    pair, part = bass.load_pair(), Part(folder / "exactness.jsonl")
+    pair, part = bass.load_pair(), PartFile(folder / "exactness.jsonl")
     fewer = {"samples": 1000, "max_new_tokens": 8} if rehearse else {"samples": 2000, "max_new_tokens": 24}
     for way in ("off", "compiled") if rehearse else ("graphs", "compiled+graphs"):
 
@@ -70,9 +70,9 @@ def check(folder: Path, rehearse: bool) -> Part:
     return part
 
 
-def costs(folder: Path, rehearse: bool) -> Part:
+def costs(folder: Path, rehearse: bool) -> PartFile:
     """Costs of the embedded pair's steps, predicted decode times beside real ones, a timeline, recorded acceptance."""
-    pair, part = bass.load_pair(), Part(folder / "costs_check.jsonl")
+    pair, part = bass.load_pair(), PartFile(folder / "costs_check.jsonl")
     file, profiled, acceptance = (folder / name for name in ("costs.json", "timeline.json.gz", "acceptance.npz"))
     batches = (1, 2) if rehearse else (1, 2, 4, 8, 16, 32)
 
@@ -118,12 +118,12 @@ def timeline(session: bass.Session, prompts: Sequence, max_new_tokens: int) -> P
     return found
 
 
-def sanitized(folder: Path, rehearse: bool) -> Part:
+def sanitized(folder: Path, rehearse: bool) -> PartFile:
     """Every kernel on small shapes, watched for wrong memory accesses and for races between threads.
 
     First all of them without a watcher, which compiles what the others use; if one fails there, that is all.
     """
-    part, file = Part(folder / "sanitizers.jsonl"), records.ROOT / "tests/gpu/test_gpu_small.py"
+    part, file = PartFile(folder / "sanitizers.jsonl"), records.ROOT / "tests/gpu/test_gpu_small.py"
     tests = re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)
     # Out of a pool an access behind a tensor's end would meet the next tensor.
     surroundings = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -159,11 +159,11 @@ def sanitized(folder: Path, rehearse: bool) -> Part:
     return part
 
 
-def lessons(folder: Path, rehearse: bool) -> Part:
+def lessons(folder: Path, rehearse: bool) -> PartFile:
     """Every lesson by papermill, or the first alone."""
     import papermill
 
-    part = Part(folder / "notebooks.jsonl")
+    part = PartFile(folder / "notebooks.jsonl")
     found = sorted((records.ROOT / "notebooks").glob("*.ipynb"))
     for lesson in found[:1] if rehearse else found:
 

@@ -29,7 +29,7 @@ from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.gpu.recorded import GpuRecord
 from bass_lab.measure import benchmark
-from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Workload
+from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, StepWork
 from bass_lab.pairs import require_draft_model
 from bass_lab.show import token_views
 
@@ -68,7 +68,7 @@ def measured_costs(
     return pd.DataFrame({"n": found.drafted + 1, "target_ms": found.verify_ms, "draft_ms": draft_ms})
 
 
-def roofline_ms(work: Workload, rows: int, n: int, context: int) -> float:
+def roofline_ms(work: StepWork, rows: int, n: int, context: int) -> float:
     """Milliseconds below which no bf16 pass over n new tokens of each row gets on an H100: the larger of two times.
 
     Reading the weights once and every row's keys and values once at peak bandwidth; all products at peak rate. Launches

@@ -13,7 +13,7 @@ import ipywidgets
 import pandas as pd
 import plotly.graph_objects as go
 
-from bass_lab.measure.roofline import Device, Workload
+from bass_lab.measure.roofline import Device, StepWork
 from bass_lab.show.live_figures import live, slider
 from bass_lab.show.looks import CURVES, LOOKS, bars, curve, empty_figure, panels
 
@@ -146,7 +146,7 @@ def spread_chart(
     return figure.update_xaxes(title="spread of the KV lengths (equal mean)").update_yaxes(rangemode="tozero")
 
 
-def floor_table(models: Mapping[str, Workload], kv_lengths: Sequence[int], batch: int, device: Device) -> pd.DataFrame:
+def floor_table(models: Mapping[str, StepWork], kv_lengths: Sequence[int], batch: int, device: Device) -> pd.DataFrame:
     """Per model and KV length: megabytes of keys and values per layer, the least time for them in µs, and attention's
     share of the bytes of a decode step."""
     lines = []
@@ -176,7 +176,7 @@ def share_chart(table: pd.DataFrame) -> go.Figure:
     return figure.update_yaxes(tickformat=".0%", title="share of bytes read", range=[0, 1])
 
 
-def roofline(models: Mapping[str, Workload], query_lengths: Sequence[int], device: Device) -> go.Figure:
+def roofline(models: Mapping[str, StepWork], query_lengths: Sequence[int], device: Device) -> go.Figure:
     """Attainable flop/s over flop per byte, with bf16 attention of each model at these query lengths marked."""
     title = f"Roofline of one {device.name}: ridge at {device.ridge:.0f} flop per byte"
     figure = empty_figure(title, "flop per byte read = query length × group", "Tflop/s at most", height=450)

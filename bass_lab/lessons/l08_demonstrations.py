@@ -15,7 +15,7 @@ from bass_core.generation import generate
 from bass_core.loading.model_pair import ModelPair
 from bass_lab.gpu.decoding import CONTEXT, NEW, PAPER_MS
 from bass_lab.gpu.recorded import GpuRecord
-from bass_lab.measure.roofline import H100, Device, Roofline, Workload, utilisation
+from bass_lab.measure.roofline import H100, Device, Roofline, StepWork, utilisation
 from bass_lab.named_pairs import SHAPES, named_config
 
 PAPER = {  # arXiv 2404.15778, abstract
@@ -122,7 +122,7 @@ def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
     Columns: batch, way, source ("measured", "roofline" or "the paper"), method, device, dtype, synthetic, ms (per token
     of a row, mean), tokens/s, over regular, bandwidth (used, as a share of a copy's), exact (of the embedded pair).
     """
-    device, work = gpu_of(record), Workload.of(named_config(SHAPES[SHAPE].target, SHAPE), torch.bfloat16)
+    device, work = gpu_of(record), StepWork.of(named_config(SHAPES[SHAPE].target, SHAPE), torch.bfloat16)
     measured = (
         [] if record is None else [_measured(line) for line in record.content.query("shape == @SHAPE").itertuples()]
     )

@@ -22,7 +22,7 @@ from bass_lab.kept_session import KeptSession
 from bass_lab.lessons.l10_lossy import lossy
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
 from bass_lab.measure.ratios import Ratio
-from bass_lab.measure.roofline import H100, Roofline, Workload
+from bass_lab.measure.roofline import H100, Roofline, StepWork
 from bass_lab.named_pairs import SHAPES, named_config
 from bass_lab.study.written import Written
 
@@ -173,7 +173,7 @@ def _means(sums: np.ndarray, texts: Sequence[Tensor]) -> tuple[np.ndarray, np.nd
 
 
 @dataclass(frozen=True)
-class Way:
+class Variant:
     """One way to decode. epsilon: of the lossy rule; None is the exact one. draft_length: 0 is regular decoding."""
 
     pair: ModelPair
@@ -186,21 +186,21 @@ class Way:
         return kind_of(self.pair.target) is None and self.epsilon is None
 
 
-def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Way]:
+def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Variant]:
     """The ways that the lesson compares, by name."""
     return {
-        "regular": Way(pair, 0),
-        "draft": Way(pair, draft_length),
-        "draft int8": Way(pair.quantized({"draft": "int8"}), draft_length),
-        "draft int4": Way(pair.quantized({"draft": "int4"}), draft_length),
-        "own int4 copy drafts": Way(replace(pair, draft=quantized(pair.target, "int4")), draft_length),
-        "target int8": Way(pair.quantized({"target": "int8"}), draft_length),
-        "target int4": Way(pair.quantized({"target": "int4"}), draft_length),
-        f"lossy, ε = {epsilon}": Way(pair, draft_length, epsilon),
+        "regular": Variant(pair, 0),
+        "draft": Variant(pair, draft_length),
+        "draft int8": Variant(pair.quantized({"draft": "int8"}), draft_length),
+        "draft int4": Variant(pair.quantized({"draft": "int4"}), draft_length),
+        "own int4 copy drafts": Variant(replace(pair, draft=quantized(pair.target, "int4")), draft_length),
+        "target int8": Variant(pair.quantized({"target": "int8"}), draft_length),
+        "target int4": Variant(pair.quantized({"target": "int4"}), draft_length),
+        f"lossy, ε = {epsilon}": Variant(pair, draft_length, epsilon),
     }
 
 
-def timed(ways: Mapping[str, Way], prompts: Sequence[str], *, repeats: int, **options) -> pd.DataFrame:
+def timed(ways: Mapping[str, Variant], prompts: Sequence[str], *, repeats: int, **options) -> pd.DataFrame:
     """A line per way: ms between two tokens of a row (median over repeats, which take turns after one that warms up),
     the speed over the first way as median of paired ratios with its 95% interval, tokens per step, α. Times are those
     of decode steps; rows do not stop on EOS. options: as in `generate`."""
@@ -227,7 +227,7 @@ def timed(ways: Mapping[str, Way], prompts: Sequence[str], *, repeats: int, **op
     return found.join(pd.DataFrame.from_dict(ratios, orient="index", columns=["speed", "low", "high"]))
 
 
-def passed(ways: Mapping[str, Way], problems: Sequence[Problem], *, samples: int, seed: int) -> pd.DataFrame:
+def passed(ways: Mapping[str, Variant], problems: Sequence[Problem], *, samples: int, seed: int) -> pd.DataFrame:
     """A line per way: pass@1 with its 95% interval, and the paired difference from the first way (change, from, to).
 
     Programs run in the sandbox; all ways are given the same random numbers.
@@ -256,7 +256,7 @@ def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool =
     drafts = "target" if own_copy else "draft"
 
     def roofline(role: str, kind: str) -> Roofline:
-        work = Workload.of(named_config(getattr(SHAPES["paper-7.8b"], role), role), torch.bfloat16)
+        work = StepWork.of(named_config(getattr(SHAPES["paper-7.8b"], role), role), torch.bfloat16)
         size = table.loc[(role, kind), "a pass, MB"]
         return Roofline(replace(work, weights=round(1e6 * size / work.element)), device)
 
@@ -270,7 +270,9 @@ def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool =
     )
 
 
-def on_h100(table: pd.DataFrame, found: pd.DataFrame, ways: Mapping[str, Way], batch: int, kv: int = 512) -> pd.Series:
+def on_h100(
+    table: pd.DataFrame, found: pd.DataFrame, ways: Mapping[str, Variant], batch: int, kv: int = 512
+) -> pd.Series:
     """MODELLED ms between two tokens of a row on an H100: a step of the paper's models by the roofline, divided by the
     tokens per step that were measured here (`timed`)."""
     lines = {}
@@ -282,7 +284,9 @@ def on_h100(table: pd.DataFrame, found: pd.DataFrame, ways: Mapping[str, Way], b
     return pd.Series(lines, name="H100 (modelled), ms")
 
 
-def recorded_ms(cost: CostModel, found: pd.DataFrame, ways: Mapping[str, Way], batch: int, kv: int = 256) -> pd.Series:
+def recorded_ms(
+    cost: CostModel, found: pd.DataFrame, ways: Mapping[str, Variant], batch: int, kv: int = 256
+) -> pd.Series:
     """ms between two tokens of a row by costs that a GPU recorded of the embedded pair: of the ways with full weights
     and its own draft, since passes of others are not among them."""
     known = {"regular", "draft"} | {name for name, way in ways.items() if way.epsilon is not None}

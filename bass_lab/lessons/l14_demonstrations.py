@@ -25,7 +25,7 @@ from bass_core.policies.costs import CostModel
 from bass_core.policies.protocol import DraftLengthPolicy
 from bass_lab.evaluation import Evaluation
 from bass_lab.measure.modelled_costs import OVERHEAD, SHARE, modelled_costs
-from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Device, Roofline, Workload, utilisation
+from bass_lab.measure.roofline import A100_BANDWIDTH, DRAFT_310M, TARGET_8B, Device, Roofline, StepWork, utilisation
 from bass_lab.named_pairs import SHAPES, named_config
 from bass_lab.study import simulator
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -131,19 +131,19 @@ PAPER_PAIR = TARGET_8B, DRAFT_310M
 LAUNCH = 5e-4  # seconds of a pass of the target, as in `modelled_h100`; the draft's take a fifth
 
 
-def modelled_pair(name: str) -> tuple[Workload, Workload]:
+def modelled_pair(name: str) -> tuple[StepWork, StepWork]:
     """Target and draft of one of `SHAPES`, counted in float16 or bfloat16."""
     return tuple(
-        Workload.of(named_config(config, name), torch.float16) for config in (SHAPES[name].target, SHAPES[name].draft)
+        StepWork.of(named_config(config, name), torch.float16) for config in (SHAPES[name].target, SHAPES[name].draft)
     )
 
 
-def in_bytes(works: Sequence[Workload], element: int) -> tuple[Workload, ...]:
+def in_bytes(works: Sequence[StepWork], element: int) -> tuple[StepWork, ...]:
     """The same models with elements of so many bytes: weights and cache alike."""
     return tuple(replace(work, element=element) for work in works)
 
 
-def costs_on(device: Device, works: Sequence[Workload] = PAPER_PAIR) -> CostModel:
+def costs_on(device: Device, works: Sequence[StepWork] = PAPER_PAIR) -> CostModel:
     """Modelled, not measured: the roofline at `SHARE` of the data sheet, with launches and overhead on top."""
     reached = replace(device, bandwidth=SHARE * device.bandwidth, flops=SHARE * device.flops)
     rooflines = [Roofline(work, reached) for work in works]
@@ -212,7 +212,7 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, gro
     return two_products(packed, key, value, 0.0 if bias is None else bias, scaling).view(*query.shape[:3], -1)
 
 
-def attention_bytes(lengths: Sequence[int], queries: int, work: Workload) -> pd.DataFrame:
+def attention_bytes(lengths: Sequence[int], queries: int, work: StepWork) -> pd.DataFrame:
     """What a layer's attention launches and moves on a GPU for rows of these KV lengths, counted: a line per way.
 
     products: launches of QKᵀ and PV (fused: of both at once). MB: keys and values once; where the products are apart,
@@ -278,7 +278,7 @@ def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:
 
 
 def modelled_lines(
-    works: Sequence[Workload], trace: AcceptanceTrace, batches: Sequence[int], k: int, **options
+    works: Sequence[StepWork], trace: AcceptanceTrace, batches: Sequence[int], k: int, **options
 ) -> list:
     """The same for models that are not here, on an A100, modelled: batch × precision, no quality."""
     lines = []

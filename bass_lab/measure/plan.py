@@ -14,7 +14,7 @@ POLICIES = {"algorithm 1": lambda cost: BassHeuristic(), "goodput": Goodput}
 
 
 @dataclass(frozen=True)
-class Way:
+class PlannedMethod:
     """One way to decode. draft: 0, k, a name of `POLICIES`, or "best", the fixed length that the costs favour."""
 
     method: str
@@ -30,15 +30,15 @@ class Group:
 
     shape: str
     batch: int
-    ways: tuple[Way, ...]
+    ways: tuple[PlannedMethod, ...]
 
 
-REGULAR = Way("regular")
-PEER = Way("transformers", attention="sdpa", compile="static cache")
+REGULAR = PlannedMethod("regular")
+PEER = PlannedMethod("transformers", attention="sdpa", compile="static cache")
 
 
-def batched(alpha: float, draft: int | str = "best", **changes) -> Way:
-    return Way("batched", draft, alpha, **changes)
+def batched(alpha: float, draft: int | str = "best", **changes) -> PlannedMethod:
+    return PlannedMethod("batched", draft, alpha, **changes)
 
 
 PROBE = batched(0.8, 5)  # from whose steps the costs are taken
@@ -53,9 +53,9 @@ def plan(quick: bool) -> list[Group]:
         batched(0.8, attention="pad"),
         batched(0.8, attention="split", compile="off"),
         batched(0.8, compile="off"),
-        Way("regular", compile="graphs"),
-        Way("regular", compile="compiled"),
-        Way("single", "best", 0.8),
+        PlannedMethod("regular", compile="graphs"),
+        PlannedMethod("regular", compile="compiled"),
+        PlannedMethod("single", "best", 0.8),
         batched(0.7),
         batched(0.9),
         batched(0.8, "algorithm 1"),
@@ -72,10 +72,10 @@ def plan(quick: bool) -> list[Group]:
 
 
 PEERS = [Group("paper-7.8b", batch, (PEER,)) for batch in (8, 32)]
-DRY = Group("embedded", 2, (REGULAR, batched(0.8), PEER, batched(0.8, "goodput"), Way("single", "best", 0.8)))
+DRY = Group("embedded", 2, (REGULAR, batched(0.8), PEER, batched(0.8, "goodput"), PlannedMethod("single", "best", 0.8)))
 
 
-def policy_of(way: Way, batch: int, cost: CostModel | None, keys: float) -> int | DraftLengthPolicy:
+def policy_of(way: PlannedMethod, batch: int, cost: CostModel | None, keys: float) -> int | DraftLengthPolicy:
     """What a session gets as its draft length. cost: None will do for a fixed length; keys: of a row."""
     if way.draft == "best":
         rows = 1 if way.method == "single" else batch

@@ -19,7 +19,7 @@ from bass_core.policies.costs import CostModel
 from bass_core.session import Session
 from bass_lab.kept_session import HasSession
 from bass_lab.measure.clocks import Clock
-from bass_lab.measure.plan import Way, policy_of
+from bass_lab.measure.plan import PlannedMethod, policy_of
 from bass_lab.measure.ratios import counted_repeats
 from bass_lab.measure.timed_runs import transformers_generate
 from bass_lab.synthetic_acceptance import SyntheticAcceptance
@@ -40,7 +40,9 @@ class Repeat(NamedTuple):
 class RepeatedWay(HasSession):
     """A way that decodes the same prompts again and again; a session of ours keeps its caches and recordings."""
 
-    def __init__(self, pair: ModelPair, way: Way, prompts: Sequence[Tensor], cost: CostModel | None, new: int):
+    def __init__(
+        self, pair: ModelPair, way: PlannedMethod, prompts: Sequence[Tensor], cost: CostModel | None, new: int
+    ):
         """cost: of the policies that go by it, and of the best fixed length."""
         self.pair, self.way, self.prompts, self.new = pair, way, prompts, new
         policy = policy_of(way, len(prompts), cost, sum(map(len, prompts)) / len(prompts) + new / 2)

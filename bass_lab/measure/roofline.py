@@ -1,6 +1,6 @@
 """What a forward pass has to do, the least time in which a device can do it, and how much of a device a run used.
 
-`Workload` counts a model's bytes and floating-point operations from its shapes; `Device` holds two peaks measured here,
+`StepWork` counts a model's bytes and floating-point operations from its shapes; `Device` holds two peaks measured here,
 a copy's bandwidth and a matrix product's rate. `Roofline` puts them together: a pass takes at least the time of its
 bytes and at least the time of its operations. Counts and bounds, never predictions: launches and Python come on top.
 `utilisation` divides what the passes of a run had to do by what the device could have done meanwhile.
@@ -25,7 +25,7 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # what confi
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWork:
     """What one pass of a model reads and computes. Sizes in elements, `element` in bytes; arguments may be arrays.
 
     weights: parameters that every pass reads; tables of which a pass looks up a few lines (embeddings) are left out.
@@ -41,7 +41,7 @@ class Workload:
     element: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype | None = None) -> Workload:
+    def of(cls, model: PreTrainedModel | PreTrainedConfig, dtype: torch.dtype | None = None) -> StepWork:
         """Counted from a model, or from a config (no weights are made). dtype: None for the model's own.
 
         Raises ValueError for mixtures of experts, of which a pass reads what its tokens are sent to.
@@ -127,7 +127,7 @@ class Device:
 class Roofline:
     """The least time of a model's passes on a device."""
 
-    work: Workload
+    work: StepWork
     device: Device
 
     def seconds(self, batch: Number, query_length: Number, kv_length: Number) -> Number:
@@ -143,12 +143,12 @@ class Roofline:
 # From data sheets, models in bf16. The paper's are the 7.8B target and its 310M draft (4 layers × 2048).
 A100_BANDWIDTH = (1.55e12, 2.0e12)  # of the 40 GB and the 80 GB variant; the paper does not say which it used
 H100 = Device("NVIDIA H100 80GB HBM3 (data sheet)", bandwidth=3.35e12, flops=989e12)
-TARGET_8B = Workload(int(7.8e9), int(7.8e9), layers=32, heads=32, kv_heads=32, head_dim=128, element=2)
-DRAFT_310M = Workload(int(310e6), int(310e6), layers=4, heads=16, kv_heads=16, head_dim=128, element=2)
+TARGET_8B = StepWork(int(7.8e9), int(7.8e9), layers=32, heads=32, kv_heads=32, head_dim=128, element=2)
+DRAFT_310M = StepWork(int(310e6), int(310e6), layers=4, heads=16, kv_heads=16, head_dim=128, element=2)
 MODELS = {  # the targets whose attention is looked at
-    "Llama-8B": Workload(int(8.03e9), int(8.03e9), layers=32, heads=32, kv_heads=8, head_dim=128, element=2),
+    "Llama-8B": StepWork(int(8.03e9), int(8.03e9), layers=32, heads=32, kv_heads=8, head_dim=128, element=2),
     "MHA-7.8B": TARGET_8B,
-    "OPT-13B": Workload(int(12.85e9), int(12.85e9), layers=40, heads=40, kv_heads=40, head_dim=128, element=2),
+    "OPT-13B": StepWork(int(12.85e9), int(12.85e9), layers=40, heads=40, kv_heads=40, head_dim=128, element=2),
 }
 
 
@@ -163,7 +163,7 @@ class Utilisation:
     bandwidth: float
 
 
-def utilisation(steps: pd.DataFrame, target: Workload, draft: Workload | None, device: Device) -> Utilisation:
+def utilisation(steps: pd.DataFrame, target: StepWork, draft: StepWork | None, device: Device) -> Utilisation:
     """How much of a device a run used while it decoded. The paper names GPU utilisation; the definitions are ours.
 
     All are over the time of the decode steps (draft, verify and other; prefill and what happens between steps are left
@@ -205,7 +205,7 @@ def _draft_passes(decode: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"step": rows.step, "pass": index, "tokens": tokens, "cached": rows.kv_length + index - tokens})
 
 
-def _done(work: Workload, rows: pd.DataFrame) -> tuple[float, float]:
+def _done(work: StepWork, rows: pd.DataFrame) -> tuple[float, float]:
     """Operations and bytes of passes that are given as in `_draft_passes`."""
     keys = rows.cached + (rows.tokens + 1) / 2  # the first new token attends to one more than are cached, and so on
     passes = rows.groupby(["step", "pass"]).agg(

@@ -55,7 +55,7 @@ def _sizes(width: int, encoder: int, decoder: int, heads: int) -> dict[str, int]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ReaderRecipe:
     """What is trained, on what, for how long. The defaults are the embedded pair."""
 
     seed: int = 0
@@ -144,7 +144,7 @@ def encoded(functions: list[grammar.Function], tokenizer: PreTrainedTokenizerBas
     return sources, [[*body, tokenizer.eos_token_id] for body in bodies]
 
 
-def train(recipe: Recipe, folder: Path, work: Path = WORK) -> dict:
+def train(recipe: ReaderRecipe, folder: Path, work: Path = WORK) -> dict:
     """Train target and draft, write them to `folder`/target and `folder`/draft; returns the figures. `work` keeps
     unfinished and finished stages; a second call goes on from there."""
     torch.manual_seed(recipe.seed)
@@ -171,7 +171,7 @@ def train(recipe: Recipe, folder: Path, work: Path = WORK) -> dict:
 
 
 def _own_texts(
-    target: PreTrainedModel, functions: list, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, work: Path
+    target: PreTrainedModel, functions: list, tokenizer: PreTrainedTokenizerBase, recipe: ReaderRecipe, work: Path
 ) -> Pairs:
     """What the target writes of the first sources, kept in `work`/texts.pt: half nearly greedy, half as it is."""
     file = work / "texts.pt"
@@ -230,11 +230,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bass_lab.pair.encoder_decoder", description="Train the embedded encoder-decoder pair."
     )
-    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--seed", type=int, default=ReaderRecipe.seed)
     parser.add_argument("--output", type=Path, default=WORK / "trained", help="folder for the trained models")
     parser.add_argument("--work", type=Path, default=WORK, help="folder for unfinished stages")
     options = parser.parse_args()
-    report = train(Recipe(seed=options.seed), options.output, options.work)
+    report = train(ReaderRecipe(seed=options.seed), options.output, options.work)
     write_whole(options.output / "training.json", json.dumps(report, indent=1) + "\n")
     say(json.dumps(report, indent=1))
 

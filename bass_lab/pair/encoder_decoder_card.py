@@ -61,7 +61,7 @@ def measure(folder: Path) -> dict:
     return found | {"held_out": encoder_decoder.held_out_losses(pair, functions)}
 
 
-def card(figures: dict, trained: dict, recipe: encoder_decoder.Recipe) -> str:
+def card(figures: dict, trained: dict, recipe: encoder_decoder.ReaderRecipe) -> str:
     """The card's text."""
 
     def table(*rows: tuple) -> str:
@@ -107,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     trained = json.loads((options.trained / "training.json").read_text(encoding="utf-8"))
     figures = measure(options.trained)
-    text = card(figures, trained, encoder_decoder.Recipe(seed=trained["seed"]))
+    text = card(figures, trained, encoder_decoder.ReaderRecipe(seed=trained["seed"]))
     for name in ("target", "draft"):
         shutil.rmtree(options.output / name, ignore_errors=True)
         shutil.copytree(options.trained / name, options.output / name)

@@ -13,7 +13,7 @@ FONT = "font-family:ui-monospace,monospace"  # pages style <pre> themselves
 Mark = str | re.Pattern  # text that stands in a line, or an expression that matches in it
 
 
-class Source:
+class ShownSource:
     """Lines of a file, some of them marked; a cell that ends with it shows them.
 
     place: file, line numbers and name. lines: the code by line number, without the indentation that all lines share;
@@ -61,7 +61,7 @@ class Source:
 class Beside:
     """Sources next to each other, each under its title; below each other on a narrow page."""
 
-    def __init__(self, sources: Mapping[str, Source]):
+    def __init__(self, sources: Mapping[str, ShownSource]):
         self.sources = dict(sources)
 
     def __repr__(self) -> str:
@@ -75,7 +75,9 @@ class Beside:
         return f'<div style="display:flex;flex-wrap:wrap;gap:12px">{"".join(parts)}</div>'
 
 
-def show_source(thing: Callable | type, highlight: Mark | Sequence[Mark] = (), around: int | None = None) -> Source:
+def show_source(
+    thing: Callable | type, highlight: Mark | Sequence[Mark] = (), around: int | None = None
+) -> ShownSource:
     """The source of a function, method or class, under its decorators, with the lines marked that `highlight` names.
 
     highlight: a piece of text, a compiled regular expression, or several: every line is marked in which one of them is
@@ -94,7 +96,7 @@ def show_source(thing: Callable | type, highlight: Mark | Sequence[Mark] = (), a
         marked |= hits
     place = f"{_named(thing)}, lines {first} to {max(lines)}: {thing.__qualname__}"
     near = [number for number in lines if around is None or any(abs(number - mark) <= around for mark in marked)]
-    return Source(place, lines, marked, near)
+    return ShownSource(place, lines, marked, near)
 
 
 def _named(thing: Callable | type) -> str:

@@ -15,7 +15,7 @@ from bass_core.policies.costs import CostModel
 from bass_core.policies.protocol import FixedLength
 from bass_core.prompts import token_ids
 from bass_lab.measure.modelled_costs import best_fixed_length, predict
-from bass_lab.measure.plan import Way
+from bass_lab.measure.plan import PlannedMethod
 from bass_lab.measure.repeated_way import WARM_UPS, RepeatedWay
 from bass_lab.study.calibration import PROMPT, prompts_of
 from bass_lab.texts.prompt_sets import prompt_set
@@ -68,7 +68,9 @@ def check(
     with ExitStack() as stack:
         for batch, k in itertools.product(batches, draft_lengths):
             prompts = token_ids(pair, prompt_set("mini", batch)) if pair.tokenizer else prompts_of(batch, PROMPT)
-            way = RepeatedWay(pair, Way("batched", k, attention="auto", compile="auto"), prompts, None, max_new_tokens)
+            way = RepeatedWay(
+                pair, PlannedMethod("batched", k, attention="auto", compile="auto"), prompts, None, max_new_tokens
+            )
             way.session.policy = _Unforetold(k)
             stack.callback(way.close)
             ways[batch, k] = way

@@ -59,7 +59,7 @@ class Codes(NamedTuple):
     group: int | None = None
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     block_m: int
     block_n: int
     block_k: int
@@ -67,15 +67,15 @@ class Tile(NamedTuple):
     stages: int
 
 
-def choose(rows: int, packed: bool) -> Tile:
+def choose(rows: int, packed: bool) -> ProductTile:
     """The tile for so many rows. Bytes in flight decide for few rows (wide in K), registers for many."""
     block_m = power_of_two(rows, least=16)
     if block_m <= 32:
-        return Tile(block_m, 32, 256 if packed else 128, 2, 4)
-    return Tile(block_m, 64, 128 if packed else 64, 8, 3)  # with four warps 128 rows spill on sm_80
+        return ProductTile(block_m, 32, 256 if packed else 128, 2, 4)
+    return ProductTile(block_m, 64, 128 if packed else 64, 8, 3)  # with four warps 128 rows spill on sm_80
 
 
-def pieces(columns: int, inputs: int, tile: Tile) -> int:
+def pieces(columns: int, inputs: int, tile: ProductTile) -> int:
     """Into how many pieces K is cut, for enough warps: their loads are what hides the time that memory takes."""
     programs, blocks = triton.cdiv(columns, tile.block_n), triton.cdiv(inputs, tile.block_k)
     return max(1, min(WARPS // (programs * tile.warps), blocks // 4))

@@ -25,7 +25,7 @@ def ragged_case(**changes):
 
 
 def timed_line(ms=2.0, **changes):
-    outcome = measure.Outcome("sdpa-math", error=1e-7, timing=timing.Timing([print] * 20, print, samples=[ms]))
+    outcome = measure.KernelOutcome("sdpa-math", error=1e-7, timing=timing.Timing([print] * 20, print, samples=[ms]))
     here = {"device": "a", "driver": "", "torch": "2", "triton": "3", "flashinfer": None, "commit": ""}
     return report.line(cases.tiny_case(), outcome, 1e9, "cpu", 0, here) | changes
 

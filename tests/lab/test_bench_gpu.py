@@ -21,9 +21,9 @@ from bass_lab.gpu import decoding
 from bass_lab.measure import records, repeated_way
 from bass_lab.measure.clocks import Clock
 from bass_lab.measure.modelled_costs import modelled_costs
-from bass_lab.measure.plan import DRY, PEER, PEERS, REGULAR, USELESS, Way, batched, plan, policy_of
+from bass_lab.measure.plan import DRY, PEER, PEERS, REGULAR, USELESS, PlannedMethod, batched, plan, policy_of
 from bass_lab.measure.ratios import counted_repeats
-from bass_lab.measure.roofline import H100, Roofline, Workload
+from bass_lab.measure.roofline import H100, Roofline, StepWork
 from bass_lab.named_pairs import SHAPES, named_config
 
 METHODS = ["regular", "batched", "transformers", "batched", "single"]  # of the dry run
@@ -170,21 +170,21 @@ def test_plan_has_every_way_that_records_need(quick):
 
 
 def roofline_costs(**launches):
-    work = [Workload.of(named_config(shape, "")) for shape in (SHAPES["paper-7.8b"].target, SHAPES["paper-7.8b"].draft)]
+    work = [StepWork.of(named_config(shape, "")) for shape in (SHAPES["paper-7.8b"].target, SHAPES["paper-7.8b"].draft)]
     return modelled_costs(*(Roofline(each, H100) for each in work), **launches)
 
 
 def test_draft_length_policy_of_a_way():
     cost = roofline_costs()
     assert policy_of(REGULAR, 8, cost, 576) == 0
-    assert policy_of(Way("batched", 3, 0.8), 8, cost, 576) == 3
+    assert policy_of(PlannedMethod("batched", 3, 0.8), 8, cost, 576) == 3
     useless, right = (policy_of(batched(alpha, "goodput"), 8, cost, 576) for alpha in (USELESS, 0.8))
     assert isinstance(right, Goodput)
     assert useless.alphas.expected[0] < 0.2 < 5 < right.alphas.expected[0]  # as calibrated
     assert isinstance(policy_of(batched(0.8, "algorithm 1"), 8, cost, 576), BassHeuristic)
     best = [policy_of(batched(alpha), 8, cost, 576) for alpha in (0.7, 0.8, 0.9)]
     assert best == sorted(best) and len(set(best)) == 3
-    assert policy_of(Way("single", "best", 0.8), 32, cost, 576) == policy_of(batched(0.8), 1, cost, 576)
+    assert policy_of(PlannedMethod("single", "best", 0.8), 32, cost, 576) == policy_of(batched(0.8), 1, cost, 576)
 
 
 def test_costs_include_time_beyond_the_roofline():

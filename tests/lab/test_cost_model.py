@@ -7,11 +7,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bass_core as bass
 from bass_core.loop.trace import Trace
-from bass_lab.measure.roofline import Device, Roofline, Workload, utilisation
+from bass_lab.measure.roofline import Device, Roofline, StepWork, utilisation
 
 DEVICE = Device("made up", bandwidth=100.0, flops=1000.0)
-WORK = Workload(weights=1000, products=900, layers=2, heads=4, kv_heads=2, head_dim=8, element=2)
-DRAFT_WORK = Workload(weights=100, products=90, layers=1, heads=1, kv_heads=1, head_dim=1, element=2)
+WORK = StepWork(weights=1000, products=900, layers=2, heads=4, kv_heads=2, head_dim=8, element=2)
+DRAFT_WORK = StepWork(weights=100, products=90, layers=1, heads=1, kv_heads=1, head_dim=1, element=2)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def test_operations_equal_torchs_count(architecture):
     model = tiny_model(architecture)
     model.set_attn_implementation("eager")  # torch does not count fused attention
     ids = torch.randint(3, 20, (3, 6))
-    work = Workload.of(model)
+    work = StepWork.of(model)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids, use_cache=False)
     assert work.flops(3, 6, 6) == pytest.approx(counter.get_total_flops(), rel=0.02)
@@ -36,18 +36,18 @@ def test_weights_exclude_lookup_tables(architecture):
     tables = {id(p): p.numel() for m in model.modules() if isinstance(m, torch.nn.Embedding) for p in m.parameters()}
     head = id(model.get_output_embeddings().weight)
     looked_up = sum(size for table, size in tables.items() if table != head)
-    assert Workload.of(model).weights == sum(p.numel() for p in model.parameters()) - looked_up
+    assert StepWork.of(model).weights == sum(p.numel() for p in model.parameters()) - looked_up
     assert looked_up > 0 or head in tables
 
 
 def test_a_config_is_enough(pair):
-    assert Workload.of(pair.target.config, torch.float32) == Workload.of(pair.target)
-    assert Workload.of(pair.target.config, torch.bfloat16).element == 2
+    assert StepWork.of(pair.target.config, torch.float32) == StepWork.of(pair.target)
+    assert StepWork.of(pair.target.config, torch.bfloat16).element == 2
 
 
 def test_mixture_of_experts_is_refused():
     with pytest.raises(ValueError, match="mixture of experts"):
-        Workload.of(tiny_model("mixtral"))
+        StepWork.of(tiny_model("mixtral"))
 
 
 def test_a_pass_reads_weights_once_and_keys_of_every_row():
@@ -131,8 +131,8 @@ def test_passes_and_tokens_equal_the_engines(draft_length):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     options = {"max_new_tokens": 20, "draft_length": draft_length, "eos_token_id": ()}
     bass.generate(pair, ragged_prompts(7), **options)  # chooses the attention path
-    once = Workload(weights=1, products=1, layers=0, heads=0, kv_heads=0, head_dim=0, element=1)
-    nothing = Workload(weights=0, products=0, layers=0, heads=0, kv_heads=0, head_dim=0, element=1)
+    once = StepWork(weights=1, products=1, layers=0, heads=0, kv_heads=0, head_dim=0, element=1)
+    nothing = StepWork(weights=0, products=0, layers=0, heads=0, kv_heads=0, head_dim=0, element=1)
     with forward_passes(pair.target) as verified, forward_passes(pair.draft) as drafted:
         steps = bass.generate(pair, ragged_prompts(7), **options).trace.steps
     for passes, works in ((verified[1:], (once, nothing)), (drafted[1:], (nothing, once))):  # without the prefill

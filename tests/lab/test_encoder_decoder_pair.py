@@ -12,7 +12,7 @@ from bass_lab.pair.data_card import acceptance, share_passed
 from bass_lab.texts import grammar
 from bass_lab.texts.prompt_sets import prompt_set
 
-TINY = encoder_decoder.Recipe(
+TINY = encoder_decoder.ReaderRecipe(
     context=128,
     functions=60,
     batch_tokens=256,

@@ -159,13 +159,13 @@ def test_only_failed_cases_are_measured_again(tmp_path):
             raise error
         return {"value": 1}
 
-    part = parts.Part(file)
+    part = parts.PartFile(file)
     part.case("a", lambda: measured("a"))
     part.case("b", lambda: measured("b", ValueError("no")))
     part.case("c", lambda: {"verdict": "FAIL", "failed": "the verdict is not PASS"})
     assert part.failed == ["b", "c"]
     file.write_text(file.read_text() + '{"case": "d", "val')  # half a line of a killed stage is dropped
-    again = parts.Part(file)
+    again = parts.PartFile(file)
     for case in "abd":
         again.case(case, lambda case=case: measured(case))
     assert calls == ["a", "b", "b", "d"]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import bass_core as bass
 from bass_core.loading.model_pair import ASSETS
-from bass_lab.measure.roofline import Workload
+from bass_lab.measure.roofline import StepWork
 from bass_lab.named_pairs import SHAPES, named_config, named_pair
 from bass_lab.pairs import in_dtype, name_of
 
@@ -70,7 +70,7 @@ def test_sizes_are_the_published_ones(name, role, parameters, layers, heads, kv_
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(named_config(getattr(SHAPES[name], role), name))
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    work = Workload.of(model)
+    work = StepWork.of(model)
     assert (work.layers, work.heads, work.kv_heads, work.head_dim) == (layers, heads, kv_heads, head_dim)
     assert model.config.max_position_embeddings == context and work.element == 2
 

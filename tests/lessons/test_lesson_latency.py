@@ -4,7 +4,7 @@ import pytest
 
 from bass_lab.lessons import l08_demonstrations
 from bass_lab.measure import records
-from bass_lab.measure.roofline import Device, Roofline, Workload
+from bass_lab.measure.roofline import Device, Roofline, StepWork
 from bass_lab.texts.prompt_sets import prompt_set
 
 RECORD = records.SHIPPED / "embedded_cpu.jsonl"
@@ -31,7 +31,7 @@ def test_phases_cover_full_steps(phases):
 
 
 def test_bounds_follow_the_roofline(pair, phases):
-    roofline = Roofline(Workload.of(pair.target), DEVICE)
+    roofline = Roofline(StepWork.of(pair.target), DEVICE)
     bound = l08_demonstrations.bounds(phases, roofline)
     for line, phase in zip(bound.itertuples(), phases.itertuples(), strict=True):
         shape = line.batch, line.k + 1, phase.kv + line.k + 1

@@ -14,7 +14,7 @@ from bass_core.policies.costs import CostModel
 from bass_lab.gpu import decoding, stages
 from bass_lab.measure import records
 from bass_lab.measure.modelled_costs import modelled_costs
-from bass_lab.measure.plan import PEERS, Group, Way, plan
+from bass_lab.measure.plan import PEERS, Group, PlannedMethod, plan
 from bass_lab.measure.profiling import Profile
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
@@ -52,7 +52,7 @@ def decode_lines(groups: Iterable[Group], **changes) -> list[dict]:
     return [decode_line(group, way, **changes) for group in groups for way in group.ways]
 
 
-def decode_line(group: Group, way: Way, **changes) -> dict:
+def decode_line(group: Group, way: PlannedMethod, **changes) -> dict:
     """A line of `gpu.decoding`: every way takes its `MS`, a useless draft twice as many."""
     ms = MS[way.method] * (2 if way.alpha == 0.02 else 1)
     ratio = MS["regular"] / ms
@@ -102,7 +102,7 @@ def kernel_lines(clock: str = "cuda", **here) -> list[dict]:
             ms = 1e3 * case.kv_bytes(0) / (share * COPY) if share else 0.0
             taken = timing.Timing([print], print, samples=[ms])
             reason = None if share else "it does not run here"
-            outcome = measure.Outcome(kernel, error=1e-3, reason=reason, timing=taken if share else None)
+            outcome = measure.KernelOutcome(kernel, error=1e-3, reason=reason, timing=taken if share else None)
             found.append(report.line(case, outcome, COPY, clock, 0, environment))
     return found
 

@@ -14,7 +14,7 @@ import triton
 from bass_lab.gpu import command
 from bass_lab.gpu.command import DeviceLost, Lines
 from bass_lab.gpu.kernels import cases, report
-from bass_lab.gpu.kernels.measure import Outcome, measure
+from bass_lab.gpu.kernels.measure import KernelOutcome, measure
 from bass_lab.gpu.kernels.peers import OURS, PEERS
 from bass_lab.gpu.kernels.timing import Timer
 from bass_lab.measure.roofline import copy_bandwidth
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             outcomes = measure(case, options.kernels or list(PEERS), options.seed, timer)
         except DeviceLost as error:
-            outcomes, lost = [Outcome(error.by, f"broke the device: {error.reason}")], str(error)
+            outcomes, lost = [KernelOutcome(error.by, f"broke the device: {error.reason}")], str(error)
         how = copy, timer.device.type, options.seed, versions
         return report.attention_table(case, [lines.add(report.line(case, each, *how)) for each in outcomes])
 

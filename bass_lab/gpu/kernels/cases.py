@@ -11,7 +11,7 @@ from statistics import NormalDist
 import torch
 
 from bass_lab.measure import roofline
-from bass_lab.measure.roofline import Workload
+from bass_lab.measure.roofline import StepWork
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 QUERY_LENGTHS = (1, 5)
@@ -24,7 +24,7 @@ PAGE = 256  # slots come in whole pages, the smallest that the flash kernels of 
 
 MODELS = list(roofline.MODELS)
 # Of these, heads and layers count (a plan is made once for all layers); weights play no part. tiny: of a dry run.
-WORK = roofline.MODELS | {"tiny": Workload(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4)}
+WORK = roofline.MODELS | {"tiny": StepWork(0, 0, layers=2, heads=4, kv_heads=2, head_dim=16, element=4)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Case:
         )
 
     @property
-    def work(self) -> Workload:
+    def work(self) -> StepWork:
         """What the model's attention reads, in this case's dtype."""
         return replace(WORK[self.model], element=getattr(torch, self.dtype).itemsize)
 

@@ -23,7 +23,7 @@ TIMES = ("us", "us_plan_share", "gb_per_s", "percent_of_copy", "captured", "call
 
 
 @dataclass
-class Outcome:
+class KernelOutcome:
     """A kernel's times, or the reason why there are none. `shared`: of the work that layers divide."""
 
     kernel: str
@@ -47,22 +47,24 @@ class Outcome:
         return found | dict(zip(TIMES, times, strict=True))
 
 
-def measure(case: Case, kernels: Sequence[str], seed: int, timer: Timer) -> list[Outcome]:
+def measure(case: Case, kernels: Sequence[str], seed: int, timer: Timer) -> list[KernelOutcome]:
     """Outcomes of all kernels, timed in turn. Raises DeviceLost."""
     device = timer.device
     timer.new_case()
     sets = tensors.number_of_sets(case.kv_bytes(seed), device)
     if reason := _too_large(case, sets, device, seed):
-        return [Outcome(kernel, reason) for kernel in kernels]
+        return [KernelOutcome(kernel, reason) for kernel in kernels]
     try:
         inputs = tensors.make(case, device, seed, sets)
         wanted = tensors.expected(inputs)
     except torch.OutOfMemoryError as error:
-        return [Outcome(kernel, f"skipped: {_described(error, [])}") for kernel in kernels]
+        return [KernelOutcome(kernel, f"skipped: {_described(error, [])}") for kernel in kernels]
     return timed({kernel: partial(PEERS[kernel], inputs) for kernel in kernels}, timer, wanted)
 
 
-def timed(kernels: dict[str, Callable[[], Prepared]], timer: Timer, wanted: Tensor | None = None) -> list[Outcome]:
+def timed(
+    kernels: dict[str, Callable[[], Prepared]], timer: Timer, wanted: Tensor | None = None
+) -> list[KernelOutcome]:
     """Outcomes of all kernels, timed in turn. wanted: by all of them, in float64. Raises DeviceLost."""
     outcomes = [attempt(kernel, prepare, timer, wanted) for kernel, prepare in kernels.items()]
     try:
@@ -83,9 +85,9 @@ def _too_large(case: Case, sets: int, device: torch.device, seed: int) -> str | 
     return f"skipped: {sets} KV sets and copies of them take {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
 
 
-def attempt(kernel: str, prepare: Callable[[], Prepared], timer: Timer, wanted: Tensor | None = None) -> Outcome:
+def attempt(kernel: str, prepare: Callable[[], Prepared], timer: Timer, wanted: Tensor | None = None) -> KernelOutcome:
     """Check a kernel, called and replayed, and make it ready to be timed."""
-    outcome = Outcome(kernel)
+    outcome = KernelOutcome(kernel)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         try:
@@ -109,7 +111,7 @@ def attempt(kernel: str, prepare: Callable[[], Prepared], timer: Timer, wanted: 
     return outcome
 
 
-def _right(outcome: Outcome, out: Tensor, wanted: Tensor) -> bool:
+def _right(outcome: KernelOutcome, out: Tensor, wanted: Tensor) -> bool:
     error, allowed = tensors.relative_error(out, wanted), TOLERANCES[out.dtype]
     if error <= allowed:
         outcome.error = max(error, outcome.error or 0.0)

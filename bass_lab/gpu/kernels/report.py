@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 from bass_lab.gpu.kernels.cases import Case
-from bass_lab.gpu.kernels.measure import Outcome
+from bass_lab.gpu.kernels.measure import KernelOutcome
 from bass_lab.gpu.kernels.peers import OURS
 from bass_lab.measure import records
 
@@ -21,7 +21,7 @@ def of_case(case: Case) -> dict:
     return {name: getattr(case, name) for name in CASE}
 
 
-def line(case: Case, outcome: Outcome, copy: float, clock: str, seed: int, environment: dict) -> dict:
+def line(case: Case, outcome: KernelOutcome, copy: float, clock: str, seed: int, environment: dict) -> dict:
     """The record of one kernel. copy: bytes per second. clock: the kind of device that the times are of."""
     gb = case.kv_bytes(seed) / 1e9
     found = {"schema": "kernel", "kernel": outcome.kernel}
