@@ -109,8 +109,7 @@ class Session:
         self._step = 0
         self._turn = Exclusive()  # held by the step that runs now
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
-        self._closed = self._committing = False
-        self._ahead = False  # the device may have moved rows that the host has not
+        self._closed = self._committing = self._ahead = False  # ahead: of the host, the device may have moved rows
 
     def _about(self, paths: list[str], how: Execution) -> dict[str, object]:
         """Return what the trace says of the session."""
@@ -126,7 +125,7 @@ class Session:
             "policy": repr(self.policy),
         }
 
-    # --- rows come and go -------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------
 
     def submit(
         self,
@@ -323,9 +322,9 @@ class Session:
         """Admit waiting rows: one target and one draft pass over the new prompts, then every row's first token."""
         self.phases.enter("prefill")
         with self.batch.admission():
-            places, logits = self.batch.admit(starting)
+            batch_slots, logits = self.batch.admit(starting)
             self.phases.enter("commit")
-            context = self.device_step.context(places, 0)
+            context = self.device_step.context(batch_slots, 0)
             draft = Draft.none(context)
             self._ahead = True
             if len(self._not_first):
@@ -336,7 +335,7 @@ class Session:
         self.batch.long.prefilled()
         if self.rows.live:
             self.policy.start(self.rows.view())
-        return self._record("prefill", np.zeros(len(places), np.int64), context, draft, report.p, commit)
+        return self._record("prefill", np.zeros(len(batch_slots), np.int64), context, draft, report.p, commit)
 
     def _read_chunk(self) -> StepEvent:
         """A chunk of a long prompt, by the target and by what drafts."""
@@ -354,7 +353,7 @@ class Session:
         self.rows.fetch_ended()
         failed = self._failed_rows(context, found)
         self._committing = True
-        commit = self.rows.commit(context.places, found.tokens, found.accepted, draft.lengths_host, failed)
+        commit = self.rows.commit(context.batch_slots, found.tokens, found.accepted, draft.lengths_host, failed)
         self._committing = self._ahead = False
         return commit
 
@@ -366,7 +365,7 @@ class Session:
             index = int(failed.argmax())
             role, model = ("draft", self.pair.draft) if found.target_finite[index] else ("target", self.pair.target)
             foreign = "" if isinstance(model, PreTrainedModel) else "(or ids that the target does not have) "
-            row = self.rows.live[context.places[index]]
+            row = self.rows.live[context.batch_slots[index]]
             self._take_back()
             raise FloatingPointError(
                 f"{role} model {type(model).__name__} gave NaN or infinite logits {foreign}"

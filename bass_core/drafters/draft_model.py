@@ -49,35 +49,35 @@ class ModelDrafter(Drafter):
         mine.coupled, mine.show_q = setting.coupled, setting.show_q
         mine.vocabulary = setting.vocabulary  # the target's: ids beyond it are never drafted
         mine.draft_vocabulary = model.config.get_text_config().vocab_size
-        mine.cached = np.zeros(setting.max_rows, dtype=np.int64)  # valid positions per place
+        mine.cached = np.zeros(setting.max_rows, dtype=np.int64)  # valid positions per batch slot
         # Logits [B, V] of a pass over ids, starts, query lengths and starts on the host, where steps are captured.
         mine.captured = None
         return mine
 
-    def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
-        self.runner.read(sources, places)
+    def read_sources(self, sources: Sequence[Source], batch_slots: range, encoded: Encoded) -> None:
+        self.runner.read(sources, batch_slots)
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
-        self.runner.cache.clear(places)
-        self._feed_last(tokens, hidden, lengths, max(lengths), places)
-        self.cached[places.start : places.stop] = lengths
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], batch_slots: range, hidden: Tensor | None = None) -> None:
+        self.runner.cache.clear(batch_slots)
+        self._feed_last(tokens, hidden, lengths, max(lengths), batch_slots)
+        self.cached[batch_slots.start : batch_slots.stop] = lengths
 
-    def prefill_chunk(self, tokens: Tensor, chunk: range, place: int, hidden: Tensor | None = None) -> None:
-        places = range(place, place + 1)
+    def prefill_chunk(self, tokens: Tensor, chunk: range, batch_slot: int, hidden: Tensor | None = None) -> None:
+        batch_slots = range(batch_slot, batch_slot + 1)
         if chunk.start == 0:
-            self.runner.cache.clear(places)
-        self._feed_last(tokens, hidden, [chunk.stop], len(chunk), places, prompt=tokens.shape[1])
+            self.runner.cache.clear(batch_slots)
+        self._feed_last(tokens, hidden, [chunk.stop], len(chunk), batch_slots, prompt=tokens.shape[1])
 
-    def move_row(self, source: int, places: range) -> None:
-        self.runner.cache.move_row(source, places)
-        self.cached[places.start : places.stop] = self.cached[source]
+    def move_row(self, source: int, batch_slots: range) -> None:
+        self.runner.cache.move_row(source, batch_slots)
+        self.cached[batch_slots.start : batch_slots.stop] = self.cached[source]
 
-    def save_row(self, place: int, length: int) -> list[Tensor]:
-        return self.runner.cache.save_row(place, length)
+    def save_row(self, batch_slot: int, length: int) -> list[Tensor]:
+        return self.runner.cache.save_row(batch_slot, length)
 
-    def load_row(self, places: range, saved: list[Tensor], length: int) -> None:
-        self.runner.cache.load_row(places, saved)
-        self.cached[places.start : places.stop] = length
+    def load_row(self, batch_slots: range, saved: list[Tensor], length: int) -> None:
+        self.runner.cache.load_row(batch_slots, saved)
+        self.cached[batch_slots.start : batch_slots.stop] = length
 
     def capture_passes(self, captured: Callable[[Runner], Callable[..., Tensor]]) -> None:
         self.captured = captured(self.runner)
@@ -108,7 +108,7 @@ class ModelDrafter(Drafter):
         owner = next(each for each in type(self).__mro__ if {"draft", "draft_fixed"} & vars(each).keys())
         return "draft_fixed" in vars(owner)
 
-    def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
+    def draft_fixed(self, context: Context, lengths: Tensor, most: int, max_kv_length: int) -> Draft:
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before."""
         context = context._replace(keys=replace(context.keys, fused=self.runner.layers.fused))
@@ -120,7 +120,7 @@ class ModelDrafter(Drafter):
             ids, options = last if token is None else token[:, None], {"last_only": True, "phase": phase}
             features = self._features(context.hidden, starts[0], width) if token is None else self._own()
             fed = self.runner.feed(
-                self._known(ids), starts[slot], counts[slot], extent=extent, features=features, **options
+                self._known(ids), starts[slot], counts[slot], max_kv_length=max_kv_length, features=features, **options
             )
             return self._comparable(fed[:, -1])
 
@@ -202,7 +202,7 @@ class ModelDrafter(Drafter):
         hidden: Tensor | None,
         lengths: Sequence[int],
         count: int,
-        places: range,
+        batch_slots: range,
         prompt: int | None = None,
     ) -> Tensor:
         """Logits [B, V] after each row's last token, having fed its last `count` (`Runner.feed_last`)."""
@@ -210,7 +210,7 @@ class ModelDrafter(Drafter):
         if hidden is not None:
             starts = torch.as_tensor(lengths, device=tokens.device) - count
             features = self._features(hidden[: len(lengths)], starts, count)
-        return self.runner.feed_last(tokens, lengths, count, places, features, prompt)
+        return self.runner.feed_last(tokens, lengths, count, batch_slots, features, prompt)
 
     def _features(self, hidden: Tensor | None, starts: Tensor, width: int) -> Tensor | None:
         """What committed tokens at starts, starts + 1, … are fed with beside themselves: [B, width, H]."""
@@ -228,7 +228,7 @@ class ModelDrafter(Drafter):
         """Logits [B, V] after x_slot, for the rows that draft x_{slot + 1}."""
         # A row that stopped goes on as long as there is room for all, which takes the fewest operations; else it
         # repeats its last committed position and writes to the scratch slot. What it draws is ignored.
-        goes_on = int(context.lengths_host.max()) + slot <= self.runner.room
+        goes_on = int(context.lengths_host.max()) + slot <= self.runner.capacity
         active = (lengths > slot) | goes_on
         offset = active * (slot - 1)
         starts = context.lengths + (slot - 1 if active.all() else torch.as_tensor(offset, device=token.device))
@@ -295,8 +295,8 @@ def _is_tempered(context: Context) -> bool:
 
 def _last_tokens(tokens: Tensor, lengths: Tensor, count: int) -> Tensor:
     """The last `count` of each row's tokens: [B, count]."""
-    places = lengths[:, None] - count + torch.arange(count, device=lengths.device)
-    return tokens.gather(1, places.clamp(min=0))  # places of a fixed batch that nobody lives in have no tokens
+    positions = lengths[:, None] - count + torch.arange(count, device=lengths.device)
+    return tokens.gather(1, positions.clamp(min=0))  # batch slots without a row have no tokens
 
 
 def _passes(
@@ -309,7 +309,7 @@ def _passes(
     # Rows that rest stay where they are: further on, a context might have ended.
     starts = torch.where(first, committed - width, committed + drafting * (slots - 1))
     counts = drafting * (1 + first.long() * (width - 1))
-    # Whoever drafts nothing has no keys: places without a row would have all of theirs read.
+    # Whoever drafts nothing has no keys: batch slots without a row would have all of theirs read.
     ends = torch.where(lengths > 0, committed + (most - 1), committed - width)
     return _last_tokens(tokens, committed, width), starts, counts, ends
 

@@ -44,8 +44,8 @@ class NgramDrafter(Drafter):
         wanted = torch.minimum(torch.as_tensor(lengths, device=n.device), available)
         lengths_host = wanted.cpu().numpy()
         most = int(lengths_host.max())
-        places = (start + torch.arange(most, device=n.device)).clamp(max=tokens.shape[1] - 1)
-        return Draft.of(tokens.gather(1, places), lengths_host)
+        positions = (start + torch.arange(most, device=n.device)).clamp(max=tokens.shape[1] - 1)
+        return Draft.of(tokens.gather(1, positions), lengths_host)
 
 
 class SuffixDrafter(Drafter):
@@ -72,22 +72,22 @@ class SuffixDrafter(Drafter):
         # What followed each ending, and how often: lately, and before that.
         mine.followed: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
         mine.followed_before: dict[tuple[int, ...], Counter[int]] = {}
-        mine.read = np.zeros(setting.max_rows, np.int64)  # tokens of each place that are counted
+        mine.read = np.zeros(setting.max_rows, np.int64)  # tokens of each batch slot that are counted
         return mine
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
-        self.read[places.start : places.stop] = 0
-        for place, row, length in zip(places, tokens.cpu().numpy(), lengths, strict=True):
-            self._count(place, row[:length])  # before rows that share it have copies
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], batch_slots: range, hidden: Tensor | None = None) -> None:
+        self.read[batch_slots.start : batch_slots.stop] = 0
+        for batch_slot, row, length in zip(batch_slots, tokens.cpu().numpy(), lengths, strict=True):
+            self._count(batch_slot, row[:length])  # before rows that share it have copies
 
-    def move_row(self, source: int, places: range) -> None:
-        self.read[places.start : places.stop] = self.read[source]
+    def move_row(self, source: int, batch_slots: range) -> None:
+        self.read[batch_slots.start : batch_slots.stop] = self.read[source]
 
-    def load_row(self, places: range, saved: list[Tensor], length: int) -> None:
-        self.read[places.start : places.stop] = length  # its prompt is another row's, too
+    def load_row(self, batch_slots: range, saved: list[Tensor], length: int) -> None:
+        self.read[batch_slots.start : batch_slots.stop] = length  # its prompt is another row's, too
 
-    def ended(self, place: int, tokens: np.ndarray) -> None:
-        self._count(place, tokens)
+    def ended(self, batch_slot: int, tokens: np.ndarray) -> None:
+        self._count(batch_slot, tokens)
 
     def release(self) -> None:
         self.forget()
@@ -98,8 +98,8 @@ class SuffixDrafter(Drafter):
 
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         texts = [row[:length] for row, length in zip(context.tokens_host, context.lengths_host, strict=True)]
-        for place, text in zip(context.places, texts, strict=True):
-            self._count(place, text)
+        for batch_slot, text in zip(context.batch_slots, texts, strict=True):
+            self._count(batch_slot, text)
         found = [self._continuation(text, int(length)) for text, length in zip(texts, lengths, strict=True)]
         counts = np.array([len(tokens) for tokens in found])
         table = np.zeros((len(found), counts.max()), np.int64)
@@ -107,13 +107,13 @@ class SuffixDrafter(Drafter):
             line[: len(tokens)] = tokens
         return Draft.of(torch.from_numpy(table).to(context.tokens.device), counts)
 
-    def _count(self, place: int, text: np.ndarray) -> None:
+    def _count(self, batch_slot: int, text: np.ndarray) -> None:
         """Count what follows each ending, as far as this row was not read yet."""
-        first, tokens = int(self.read[place]), text.tolist()
+        first, tokens = int(self.read[batch_slot]), text.tolist()
         for at in range(max(first, 1), len(tokens)):
             for size in range(1, min(self.longest, at) + 1):
                 self.followed[tuple(tokens[at - size : at])][tokens[at]] += 1
-        self.read[place] = len(tokens)
+        self.read[batch_slot] = len(tokens)
         if len(self.followed) > KNOWN:
             self.followed, self.followed_before = defaultdict(Counter), self.followed
 

@@ -38,7 +38,7 @@ class Setting(NamedTuple):
 
     target: PreTrainedModel
     paths: list[str]  # attention paths of the target and of the drafter's own models
-    max_rows: int  # places; rows live in places 0, 1, …
+    max_rows: int  # batch slots; rows live in batch slots 0, 1, …
     vocabulary: int  # the target's
     coupled: bool = False  # coupled verification
     show_q: bool = False  # a trace wants the distributions also where verification does without
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
 class Context(NamedTuple):
     """Some rows of the batch as a step meets them (B rows, tokens from position 0)."""
 
-    places: range  # where the rows live
+    batch_slots: range  # where the rows live
     tokens: Tensor  # int64 [B, S]
     tokens_host: np.ndarray  # the same on the host, read-only
     lengths: Tensor  # int64 [B], committed tokens
@@ -182,37 +182,38 @@ class Drafter(ABC):
         """What drafts for one session: a copy, to which an extension gives what it keeps of rows."""
         return copy.copy(self)
 
-    def read_sources(self, sources: Sequence[Source], places: range, encoded: Encoded) -> None:
-        """Rows that read these sources begin in `places`; `prefill` follows. Said for encoder-decoder targets alone.
+    def read_sources(self, sources: Sequence[Source], batch_slots: range, encoded: Encoded) -> None:
+        """Rows that read these sources begin in `batch_slots`; `prefill` follows. Said for encoder-decoder targets
+        alone.
         encoded: what the target's encoder made of them."""
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], places: range, hidden: Tensor | None = None) -> None:
-        """Rows with these prompts now live in `places`. tokens int64 [B, S]; hidden [B, S, H]: as in `Context`, of all
-        of the prompt."""
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], batch_slots: range, hidden: Tensor | None = None) -> None:
+        """Rows with these prompts now live in `batch_slots`. tokens int64 [B, S]; hidden [B, S, H]: as in `Context`, of
+        all of the prompt."""
 
-    def prefill_chunk(self, tokens: Tensor, chunk: range, place: int, hidden: Tensor | None = None) -> None:
-        """A long prompt is read into `place` chunk by chunk, here the positions in `chunk`. After the last one comes
-        `save_row`, and rows start by `load_row`. An interrupt may have a chunk said again. Unless this is overridden,
-        all is read at the last chunk, by `prefill`. tokens int64 [1, P], all of the prompt; hidden [1, S, H]: as in
-        `prefill`, up to the chunk's end."""
+    def prefill_chunk(self, tokens: Tensor, chunk: range, batch_slot: int, hidden: Tensor | None = None) -> None:
+        """A long prompt is read into `batch_slot` chunk by chunk, here the positions in `chunk`. After the last one
+        comes `save_row`, and rows start by `load_row`. An interrupt may have a chunk said again. Unless this is
+        overridden, all is read at the last chunk, by `prefill`. tokens int64 [1, P], all of the prompt; hidden [1, S,
+        H]: as in `prefill`, up to the chunk's end."""
         if chunk.stop == tokens.shape[1]:
-            self.prefill(tokens, [tokens.shape[1]], range(place, place + 1), hidden)
+            self.prefill(tokens, [tokens.shape[1]], range(batch_slot, batch_slot + 1), hidden)
 
-    def move_row(self, source: int, places: range) -> None:
-        """The row at one place now (also) lives at others."""
+    def move_row(self, source: int, batch_slots: range) -> None:
+        """The row at one batch slot now (also) lives at others."""
 
-    def save_row(self, place: int, length: int) -> list[Tensor]:
+    def save_row(self, batch_slot: int, length: int) -> list[Tensor]:
         """What `load_row` needs to start another sample of this prompt."""
         return []
 
-    def load_row(self, places: range, saved: list[Tensor], length: int) -> None:
-        """A row of `length` saved positions now lives at `places`."""
+    def load_row(self, batch_slots: range, saved: list[Tensor], length: int) -> None:
+        """A row of `length` saved positions now lives at `batch_slots`."""
 
     @abstractmethod
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] >= 0 tokens for row b; some row wants one. policy: may want to be asked in between."""
 
-    def draft_fixed(self, context: Context, lengths: Tensor, most: int, extent: int) -> Draft:
+    def draft_fixed(self, context: Context, lengths: Tensor, most: int, max_kv_length: int) -> Draft:
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before. Only where `has_fixed`."""
         raise NotImplementedError
@@ -226,8 +227,9 @@ class Drafter(ABC):
     def committed(self, before: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Rows had `before` tokens, drafted so many and had that many of these accepted: each int [B]."""
 
-    def ended(self, place: int, tokens: np.ndarray) -> None:
-        """The row at that place has ended with these tokens, prompt included. An interrupt may have it said again."""
+    def ended(self, batch_slot: int, tokens: np.ndarray) -> None:
+        """The row at that batch slot has ended with these tokens, prompt included. An interrupt may have it said
+        again."""
 
     def forget(self) -> None:
         """No row lives, and those that come are to be drafted as in a new session: forget what others have taught."""

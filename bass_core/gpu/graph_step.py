@@ -29,8 +29,8 @@ NO_ROW = -1  # draft length of a batch slot without a row
 class GraphStep:
     """Steps as two captured functions.
 
-    Shapes are the batch rounded up to a power of two, the draft length and, on paths that need it, the extent of the
-    keys, rounded up to a multiple of 128. Each is captured once (module graphs). Batch slots without a row submit
+    Shapes are the batch rounded up to a power of two, the draft length and, on paths that need it, the maximum KV
+    length rounded up to a multiple of 128. Each is captured once (module graphs). Batch slots without a row submit
     nothing, write to the scratch slot and do not move; while a function is captured, all batch slots are such. Rows
     that near their end submit fewer drafts than were planned, in functions that are wide enough for more: new ones
     would take longer.
@@ -68,10 +68,10 @@ class GraphStep:
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """As `EagerStep.draft`."""
-        rows, slots, most = len(lengths), self.slots(len(lengths)), int(lengths.max())
+        rows, padded_rows, most = len(lengths), self.padded_rows(len(lengths)), int(lengths.max())
         whole = self.drafter.has_fixed and not policy.asks_while_drafting and self._is_uniform(context)
         if whole:
-            most = self._width(slots, most, int(planned.max()))
+            most = self._width(padded_rows, most, int(planned.max()))
         if self.drafts.reserve(most):
             self.graphs.clear()
         if not self.is_in_place:
@@ -81,20 +81,22 @@ class GraphStep:
         if lengths.any():
             self.drafts.all_finite = False
         if not whole and most > 0:
-            draft = self.eager.drafted(self.eager.context(context.places, most), lengths, policy)
+            draft = self.eager.drafted(self.eager.context(context.batch_slots, most), lengths, policy)
             self.drafts.store(draft)
             self.drafts.stage(self.rows, draft.lengths_host)
             return draft
         self.drafts.stage(self.rows, lengths)
         if lengths.any():
             self.drafter.catch_up(context, lengths, most)
-            extent = self.drafter.runners[0].extent(int((context.lengths_host + lengths).max()))
+            max_kv_length = self.drafter.runners[0].max_kv_length(int((context.lengths_host + lengths).max()))
 
             def draft_phase() -> None:
-                fixed = self.eager.context(range(slots), most)
-                self.drafts.store(self.drafter.draft_fixed(fixed, self.drafts.planned[:slots], most, extent))
+                fixed = self.eager.context(range(padded_rows), most)
+                self.drafts.store(
+                    self.drafter.draft_fixed(fixed, self.drafts.planned[:padded_rows], most, max_kv_length)
+                )
 
-            self._run(("draft", slots, most, extent), draft_phase)
+            self._run(("draft", padded_rows, most, max_kv_length), draft_phase)
         else:
             self.drafts.nothing_drafted()
         return self.drafts.view(rows, most, lengths)
@@ -102,40 +104,52 @@ class GraphStep:
     def verify(self, context: Context, draft: Draft) -> StepReport:
         """As `EagerStep.verify`."""
         rows, drafted = draft.tokens.shape
-        slots, extent = self.slots(rows), self.target.extent(int((context.lengths_host + draft.lengths_host).max()))
+        padded_rows, max_kv_length = (
+            self.padded_rows(rows),
+            self.target.max_kv_length(int((context.lengths_host + draft.lengths_host).max())),
+        )
         if not self._is_uniform(context):
-            logits = self._run(("target", slots, drafted, extent), lambda: self._target_pass(slots, drafted, extent))
+            logits = self._run(
+                ("target", padded_rows, drafted, max_kv_length),
+                lambda: self._target_pass(padded_rows, drafted, max_kv_length),
+            )
             self.phases.enter("commit")
             self.drafts.staged = self.replayed = None  # rows' ends move, and `planned` stays
-            return decide(self.rows, self.eager.context(context.places, drafted), draft, logits[:rows], self.options)
+            return decide(
+                self.rows, self.eager.context(context.batch_slots, drafted), draft, logits[:rows], self.options
+            )
         certain = draft.probs is None
 
         def verify_phase() -> Tensor:
-            fixed, planned = self.eager.context(range(slots), drafted), self.drafts.planned[:slots]
-            logits = self._target_pass(slots, drafted, extent)
-            report = decide(self.rows, fixed, self.drafts.view(slots, drafted, None, certain), logits, self.options)
-            left = self.rows.limits[:slots] - self.rows.lengths[:slots] - 1  # the last token is the target's own
+            fixed, planned = self.eager.context(range(padded_rows), drafted), self.drafts.planned[:padded_rows]
+            logits = self._target_pass(padded_rows, drafted, max_kv_length)
+            report = decide(
+                self.rows, fixed, self.drafts.view(padded_rows, drafted, None, certain), logits, self.options
+            )
+            left = (
+                self.rows.limits[:padded_rows] - self.rows.lengths[:padded_rows] - 1
+            )  # the last token is the target's own
             planned.copy_(torch.minimum(planned, left).clamp(min=NO_ROW))
             return report.packed
 
-        packed = self._run(("verify", slots, drafted, extent, certain), verify_phase)
+        packed = self._run(("verify", padded_rows, drafted, max_kv_length, certain), verify_phase)
         self.phases.enter("commit")
         return StepReport(packed[:rows])
 
-    def _target_pass(self, slots: int, drafted: int, extent: int) -> Tensor:
+    def _target_pass(self, padded_rows: int, drafted: int, max_kv_length: int) -> Tensor:
         """Target logits [B, K + 1, V]; nothing comes from the host."""
-        starts = self.rows.lengths[:slots] - 1
-        last = self.rows.tokens[:slots].gather(1, starts[:, None])
-        ids = torch.cat([last, self.drafts.tokens[:slots, :drafted]], dim=1)
-        return self.target.feed(ids, starts, self.drafts.planned[:slots] + 1, extent=extent)
+        starts = self.rows.lengths[:padded_rows] - 1
+        last = self.rows.tokens[:padded_rows].gather(1, starts[:, None])
+        ids = torch.cat([last, self.drafts.tokens[:padded_rows, :drafted]], dim=1)
+        return self.target.feed(ids, starts, self.drafts.planned[:padded_rows] + 1, max_kv_length=max_kv_length)
 
-    def _width(self, slots: int, submitted: int, planned: int) -> int:
+    def _width(self, padded_rows: int, submitted: int, planned: int) -> int:
         """Return the draft length that the step's functions have room for.
 
         That is what rows submit. Where these are fewer than were planned, it is the smallest width that was met before
         and is enough for them.
         """
-        known = self._widths[slots]
+        known = self._widths[padded_rows]
         width = min((width for width in known if submitted <= width <= planned), default=submitted)
         known.add(width)
         return width
@@ -147,8 +161,8 @@ class GraphStep:
 
     def _stands_on(self) -> tuple:
         """Key that invalidates captured functions: buffer addresses and attention paths."""
-        slots = [runner.cache.slots for runner in (self.target, *self.drafter.runners)]
-        return self.rows.capacity, slots, self.rows.seen is None, self.switched
+        padded_rows = [runner.cache.padded_rows for runner in (self.target, *self.drafter.runners)]
+        return self.rows.capacity, padded_rows, self.rows.seen is None, self.switched
 
     def _switches(self) -> tuple:
         """What others may switch between two steps: deterministic kernels, and adapters."""
@@ -167,8 +181,8 @@ class GraphStep:
         """Return True if all rows are sampled as the session says."""
         return context.params == self.rows.params
 
-    def slots(self, rows: int) -> int:
-        return fixed_slots(rows, self.rows.max_rows)
+    def padded_rows(self, rows: int) -> int:
+        return padded(rows, self.rows.max_rows)
 
     def take_back(self) -> None:
         self.drafts.staged = None
@@ -194,13 +208,13 @@ class StagedDrafts:
     """A step's drafts in fixed device memory, where the next phase finds them."""
 
     def __init__(self, rows: Rows):
-        slots, device = rows.max_rows, rows.device
+        padded_rows, device = rows.max_rows, rows.device
         # Drafts that each batch slot submits. A step leaves there what the next one submits if that plans as many.
-        self.planned = torch.full((slots,), NO_ROW, dtype=torch.int64, device=device)
+        self.planned = torch.full((padded_rows,), NO_ROW, dtype=torch.int64, device=device)
         self.staged: Staged | None = None  # what stands in `planned`, where the host knows it
-        self.finite = torch.ones(slots, dtype=torch.bool, device=device)
+        self.finite = torch.ones(padded_rows, dtype=torch.bool, device=device)
         self.all_finite = True  # as far as the host knows
-        self.tokens = torch.zeros(slots, 0, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(padded_rows, 0, dtype=torch.int64, device=device)
         self.probs: Tensor | None = None  # float [slots, K, V], once a draft has shown that it has such
 
     def reserve(self, most: int) -> bool:
@@ -256,10 +270,10 @@ class StagedDrafts:
         yield
         self._copy(staged)
 
-    def move(self, slots: Tensor) -> None:
+    def move(self, padded_rows: Tensor) -> None:
         """Rows have moved from these batch slots to the first ones."""
-        self.planned[: len(slots)] = self.planned[slots]
-        self.planned[len(slots) :] = NO_ROW
+        self.planned[: len(padded_rows)] = self.planned[padded_rows]
+        self.planned[len(padded_rows) :] = NO_ROW
 
 
 class CapturedPasses:
@@ -275,21 +289,21 @@ class CapturedPasses:
         most = self.runner.cache.max_rows
         if width not in self._inputs:
             self._inputs[width] = ids.new_zeros(most, width), starts.new_zeros(most), starts.new_zeros(most)
-        slots, extent = fixed_slots(rows, most), self.runner.extent(max(starts_host) + width)
-        fed, first, counts = (buffer[:slots] for buffer in self._inputs[width])
+        padded_rows, max_kv_length = padded(rows, most), self.runner.max_kv_length(max(starts_host) + width)
+        fed, first, counts = (buffer[:padded_rows] for buffer in self._inputs[width])
         fed[:rows], first[:rows] = ids, starts
         counts.zero_()
         counts[:rows] = torch.as_tensor(query_lengths, device=ids.device)
-        key = ("pass", slots, width, extent)
+        key = ("pass", padded_rows, width, max_kv_length)
 
         def fixed() -> Tensor:
-            return self.runner.feed(fed, first, counts, extent=extent, last_only=True)
+            return self.runner.feed(fed, first, counts, max_kv_length=max_kv_length, last_only=True)
 
         if self.graphs.due(key):
             self.graphs.record(key, fixed)
         return self.graphs.run(key, fixed)[:rows, -1]
 
 
-def fixed_slots(rows: int, most: int) -> int:
+def padded(rows: int, most: int) -> int:
     """Return the rows of a fixed pass: a power of two, since each number of them is another pass to capture."""
     return min(1 << (rows - 1).bit_length(), most)

@@ -30,7 +30,7 @@ class Batch:
         self._prompts: dict[tuple[int, ...], Prompt] = {}  # of rows that wait
         self._runners = [target, *drafter.runners]
         self._filled = False  # whether the caches have all of their memory
-        self.admitting = False  # whether the step that runs, or the last one, which failed, gives rows places
+        self.admitting = False  # whether the step that runs, or the last one, which failed, gives rows batch slots
 
     def submit(self, request: Request) -> None:
         """Queue a row; rows that wait for the same text share their prompt. Safe while a step runs elsewhere."""
@@ -81,7 +81,7 @@ class Batch:
     def starting(self) -> list[Request]:
         """Waiting rows that can start now, in the order in which they came."""
         if not self.rows.free:
-            return []  # nor is a prompt being read: a place is kept for it
+            return []  # nor is a prompt being read: a batch slot is kept for it
         return self.long.starting(self._waiting(), self.rows.free)
 
     def _waiting(self) -> list[Request]:
@@ -112,7 +112,7 @@ class Batch:
                         raise
 
     def admit(self, starting: list[Request]) -> tuple[range, Tensor]:
-        """Give these rows places. Returns the places and the target's logits after the prompts, [B, V]."""
+        """Give these rows batch slots. Returns the batch slots and the target's logits after the prompts, [B, V]."""
         rows, first, chosen = self.rows, len(self.rows.live), set(starting)
         later = [request for request in self._waiting() if request not in chosen]
         self._make_room(starting)
@@ -122,46 +122,46 @@ class Batch:
                 leaders.setdefault(request.prompt, request)
         leading = list(leaders.values())
         followers = [request for request in starting if leaders.get(request.prompt) is not request]
-        for place, request in enumerate(leading + followers, first):
-            rows.admit(request, place)
+        for batch_slot, request in enumerate(leading + followers, first):
+            rows.admit(request, batch_slot)
         if leading:
             self._prefill(leading, range(first, first + len(leading)))
-        place_of = {request.prompt: place for place, request in enumerate(leading, first)}
-        place = first + len(leading)
+        batch_slot_of = {request.prompt: batch_slot for batch_slot, request in enumerate(leading, first)}
+        batch_slot = first + len(leading)
         for prompt, samples in itertools.groupby(followers, lambda request: request.prompt):
-            places = range(place, place + len(list(samples)))
-            self._copy_prompt(prompt, places, place_of.get(prompt))
-            place = places.stop
+            batch_slots = range(batch_slot, batch_slot + len(list(samples)))
+            self._copy_prompt(prompt, batch_slots, batch_slot_of.get(prompt))
+            batch_slot = batch_slots.stop
         logits = torch.stack([request.prompt.logits for request in leading + followers])
         wanted = {request.prompt for request in later}
         for prompt in {request.prompt for request in starting}:
             if prompt not in wanted:
                 self._forget(prompt)
             elif prompt.saved is None:
-                source, length = place_of[prompt], len(prompt.ids)
+                source, length = batch_slot_of[prompt], len(prompt.ids)
                 prompt.saved = self.target.cache.save_row(source, length), self.drafter.save_row(source, length)
         rows.live += leading + followers
         return range(first, len(rows.live)), logits
 
-    def _prefill(self, leading: list[Request], places: range) -> None:
+    def _prefill(self, leading: list[Request], batch_slots: range) -> None:
         """One pass of each model over new prompts; the target's last logits stay with the prompts."""
-        tokens = self.rows.tokens[places.start : places.stop]
+        tokens = self.rows.tokens[batch_slots.start : batch_slots.stop]
         lengths = [len(request.prompt.ids) for request in leading]
-        self.target.cache.clear(places)
-        read_sources(self.target, self.drafter, [request.prompt for request in leading], places)
-        logits = self.target.feed_last(tokens, lengths, max(lengths), places)  # [B, V]
-        self.drafter.prefill(tokens, lengths, places, self.target.hidden(places))
+        self.target.cache.clear(batch_slots)
+        read_sources(self.target, self.drafter, [request.prompt for request in leading], batch_slots)
+        logits = self.target.feed_last(tokens, lengths, max(lengths), batch_slots)  # [B, V]
+        self.drafter.prefill(tokens, lengths, batch_slots, self.target.hidden(batch_slots))
         self._filled = True
         for request, row_logits in zip(leading, logits, strict=True):
             request.prompt.logits = row_logits
 
-    def _copy_prompt(self, prompt: Prompt, places: range, source: int | None) -> None:
-        """Write a prompt's cache rows to places: from another place, or from what was saved."""
+    def _copy_prompt(self, prompt: Prompt, batch_slots: range, source: int | None) -> None:
+        """Write a prompt's cache rows to batch slots: from another batch slot, or from what was saved."""
         if source is not None:
-            self._copy(source, places, len(prompt.ids))
+            self._copy(source, batch_slots, len(prompt.ids))
         else:
-            self.target.cache.load_row(places, prompt.saved[0])
-            self.drafter.load_row(places, prompt.saved[1], len(prompt.ids))
+            self.target.cache.load_row(batch_slots, prompt.saved[0])
+            self.drafter.load_row(batch_slots, prompt.saved[1], len(prompt.ids))
 
     def _forget(self, prompt: Prompt) -> None:
         """Drop what is kept of a prompt that no row waits for."""
@@ -170,22 +170,22 @@ class Batch:
             del self._prompts[prompt.key]
 
     def compact(self) -> None:
-        """Let the last live rows take the places of finished ones."""
+        """Let the last live rows take the batch slots of finished ones."""
         self.rows.drop_started()
         if self._prompts and not self.rows.waiting:  # what an interrupt within `end` may have left
             for prompt in list(self._prompts.values()):
                 self._forget(prompt)
-        for place, request in enumerate(self.rows.live):
+        for batch_slot, request in enumerate(self.rows.live):
             if request.finish_reason is not None:
-                self.drafter.ended(place, self.rows.tokens_host[place, : self.rows.lengths_host[place]])
+                self.drafter.ended(batch_slot, self.rows.tokens_host[batch_slot, : self.rows.lengths_host[batch_slot]])
         self.rows.compact(self._move)
 
     def _move(self, source: int, destination: int, length: int) -> None:
         self._copy(source, range(destination, destination + 1), length)
 
-    def _copy(self, source: int, places: range, length: int) -> None:
-        self.target.cache.move_row(source, places)
-        self.drafter.move_row(source, places)
+    def _copy(self, source: int, batch_slots: range, length: int) -> None:
+        self.target.cache.move_row(source, batch_slots)
+        self.drafter.move_row(source, batch_slots)
 
     def release(self) -> None:
         """Free all memory that depends on the models."""
@@ -198,11 +198,11 @@ class Batch:
         self._prompts.clear()
 
 
-def read_sources(target: Runner, drafter: Drafter, prompts: Sequence[Prompt], places: range) -> None:
-    """Target and drafter read the sources of prompts that begin in these places, if their models read any."""
+def read_sources(target: Runner, drafter: Drafter, prompts: Sequence[Prompt], batch_slots: range) -> None:
+    """Target and drafter read the sources of prompts that begin in these batch slots, if their models read any."""
     if target.sources is not None:
         sources = [prompt.source for prompt in prompts]
-        drafter.read_sources(sources, places, target.read(sources, places))
+        drafter.read_sources(sources, batch_slots, target.read(sources, batch_slots))
 
 
 class LongPrompts:
@@ -217,16 +217,16 @@ class LongPrompts:
         self._read = 0  # tokens of the prompt that were read
 
     def starting(self, waiting: Sequence[Request], free: int) -> list[Request]:
-        """Which of the waiting rows can start in `free` places: the first ones, but for those whose prompt is still to
-        be read. The first of these has its place kept, and is `request` from now on."""
+        """Which of the waiting rows can start in `free` batch slots: the first ones, but for those whose prompt is
+        still to be read. The first of these has its place kept, and is `request` from now on."""
         prompt = None if self.request is None else self.request.prompt
         same = (each for each in waiting if each.prompt is prompt and self._is_long(each.prompt))
         self.request = next(same, None)  # of its samples one that was not cancelled
         if self.request is None:
             self._read = 0
             self.request = next((each for each in waiting[:free] if self._is_long(each.prompt)), None)
-        places = free if self.request is None else free - 1
-        return [each for each in waiting if not self._is_long(each.prompt)][:places]
+        batch_slots = free if self.request is None else free - 1
+        return [each for each in waiting if not self._is_long(each.prompt)][:batch_slots]
 
     def _is_long(self, prompt: Prompt) -> bool:
         """Whether this prompt is still to be read in chunks."""
@@ -235,18 +235,18 @@ class LongPrompts:
     def read(self) -> range:
         """Read a chunk. Returns its positions. After the last one, the prompt has what its rows start from; an
         interrupted chunk is read again."""
-        prompt, place = self.request.prompt, self.rows.max_rows - 1
-        places, whole = range(place, place + 1), len(prompt.ids)
+        prompt, batch_slot = self.request.prompt, self.rows.max_rows - 1
+        batch_slots, whole = range(batch_slot, batch_slot + 1), len(prompt.ids)
         tokens = prompt.ids.to(self.rows.device)[None]  # [1, P]
         chunk = range(self._read, min(self._read + self.chunk, whole))
         if chunk.start == 0:
-            self.target.cache.clear(places)  # a row that failed leaves NaN, and kernels read whole blocks
-            read_sources(self.target, self.drafter, [prompt], places)
-        logits = self.target.feed_last(tokens, [chunk.stop], len(chunk), places, prompt=whole)
-        self.drafter.prefill_chunk(tokens, chunk, place, self.target.hidden(places))
+            self.target.cache.clear(batch_slots)  # a row that failed leaves NaN, and kernels read whole blocks
+            read_sources(self.target, self.drafter, [prompt], batch_slots)
+        logits = self.target.feed_last(tokens, [chunk.stop], len(chunk), batch_slots, prompt=whole)
+        self.drafter.prefill_chunk(tokens, chunk, batch_slot, self.target.hidden(batch_slots))
         if chunk.stop == whole:
             prompt.logits = logits[0]
-            prompt.saved = self.target.cache.save_row(place, whole), self.drafter.save_row(place, whole)
+            prompt.saved = self.target.cache.save_row(batch_slot, whole), self.drafter.save_row(batch_slot, whole)
             self.request = None
         self._read = chunk.stop
         self.turn = False

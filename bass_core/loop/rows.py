@@ -1,8 +1,8 @@
 """The rows of a batch: admitted, committed to, finished, cancelled, compacted.
 
-Everything a step needs lives in device tensors of one line per place (`tokens`, `lengths`, ...); the host keeps the
-same lengths, so that one small copy per step is all that crosses. Live rows occupy places 0..live-1: a finished row's
-place is taken by the last live row.
+Everything a step needs lives in device tensors of one line per batch slot (`tokens`, `lengths`, ...); the host keeps
+the same lengths, so that one small copy per step is all that crosses. Live rows occupy batch slots 0..live-1: a
+finished row's batch slot is taken by the last live row.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Result(NamedTuple):
 
 
 class Rows:
-    """Waiting and live rows. `max_rows` places of `capacity` positions (`grow` makes room before rows are admitted)."""
+    """Waiting and live rows. `max_rows` batch slots of `capacity` positions (`grow` makes room before rows are
+    admitted)."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Rows:
         params: SamplingParams,
         eos: Iterable[int],
     ):
-        """params: of places without a row, and of the rows that most steps are prepared for."""
+        """params: of batch slots without a row, and of the rows that most steps are prepared for."""
         self.max_rows, self.capacity, self.device = max_rows, 0, device
         self.vocabulary, self.params = vocabulary, params
         self.eos = np.array(sorted(eos), dtype=np.int64)
@@ -123,7 +124,7 @@ class Rows:
         self._leaving: list[Request] = []  # have ended since the last commit
         self.tokens = torch.zeros(max_rows, 1, dtype=torch.int64, device=device)  # the last column is scratch
         self.logprobs = torch.zeros(max_rows, 1, dtype=torch.float32, device=device)
-        # A place nobody has lived in yet looks like a row of one token: steps of fixed shapes pass over it, too.
+        # A batch slot nobody has lived in yet looks like a row of one token: steps of fixed shapes pass over it, too.
         self.lengths = torch.ones(max_rows, dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.lengths)
         self.streams = torch.zeros_like(self.lengths)
@@ -164,14 +165,14 @@ class Rows:
             remaining=self.limits_host[:b] - lengths,
         )
 
-    def context(self, places: range, most: int) -> Context:
-        """The rows in `places` as a step meets them that drafts up to `most` tokens."""
-        rows = slice(places.start, places.stop)
+    def context(self, batch_slots: range, most: int) -> Context:
+        """The rows in `batch_slots` as a step meets them that drafts up to `most` tokens."""
+        rows = slice(batch_slots.start, batch_slots.stop)
         tokens_host = self.tokens_host[rows, : self.capacity]
         tokens_host.flags.writeable = False  # drafters receive this view
         params = sampling.of_rows([request.params for request in self.live[rows]] or [self.params], self.device)
         return Context(
-            places,
+            batch_slots,
             self.tokens[rows, : self.capacity],
             tokens_host,
             self.lengths[rows],
@@ -181,35 +182,35 @@ class Rows:
             self.seen[rows] if params.needs_history else None,
         )
 
-    def memory(self, places: range) -> tuple[Tensor, ...]:
+    def memory(self, batch_slots: range) -> tuple[Tensor, ...]:
         """What a commit reads and changes of these rows: tokens, log-probabilities, lengths, steps, streams."""
-        rows = slice(places.start, places.stop)
+        rows = slice(batch_slots.start, batch_slots.stop)
         return tuple(t[rows] for t in (self.tokens, self.logprobs, self.lengths, self.steps, self.streams))
 
     # --- coming -----------------------------------------------------------------------------------
 
-    def admit(self, request: Request, place: int) -> None:
-        """Write a request's prompt into a place; the row is live once it stands in `live`."""
+    def admit(self, request: Request, batch_slot: int) -> None:
+        """Write a request's prompt into a batch slot; the row is live once it stands in `live`."""
         ids = request.prompt.ids
-        self.tokens[place, : len(ids)] = ids.to(self.device)
-        self.tokens_host[place, : len(ids)] = ids.numpy()
-        self.lengths[place] = self.lengths_host[place] = self.prompt_lengths[place] = len(ids)
-        self.steps[place] = self.steps_host[place] = 0
-        self.streams[place] = randomness.stream(request.seed, request.sample)
-        self.limits[place] = self.limits_host[place] = request.limit
+        self.tokens[batch_slot, : len(ids)] = ids.to(self.device)
+        self.tokens_host[batch_slot, : len(ids)] = ids.numpy()
+        self.lengths[batch_slot] = self.lengths_host[batch_slot] = self.prompt_lengths[batch_slot] = len(ids)
+        self.steps[batch_slot] = self.steps_host[batch_slot] = 0
+        self.streams[batch_slot] = randomness.stream(request.seed, request.sample)
+        self.limits[batch_slot] = self.limits_host[batch_slot] = request.limit
         if self.seen is None and request.params.needs_history:
             self.seen = torch.zeros(self.max_rows, self.vocabulary, dtype=torch.bool, device=self.device)
-            self._recall(range(place))
-        self._recall(range(place, place + 1))
+            self._recall(range(batch_slot))
+        self._recall(range(batch_slot, batch_slot + 1))
 
-    def _recall(self, places: range) -> None:
+    def _recall(self, batch_slots: range) -> None:
         """Which ids these rows have had, from their tokens."""
-        for place in places if self.seen is not None else ():
-            self.seen[place] = False
-            self.seen[place, self.tokens[place, : self.lengths_host[place]]] = True
+        for batch_slot in batch_slots if self.seen is not None else ():
+            self.seen[batch_slot] = False
+            self.seen[batch_slot, self.tokens[batch_slot, : self.lengths_host[batch_slot]]] = True
 
     def begin_anew(self) -> None:
-        """No room, and places that look as if nobody had lived there: steps of fixed shapes pass over them."""
+        """No room, and batch slots that look as if nobody had lived there: steps of fixed shapes pass over them."""
         self.lengths.fill_(1)
         self.lengths_host[:] = 0
         self.tokens, self.logprobs = self.tokens[:, :1].clone(), self.logprobs[:, :1].clone()
@@ -229,12 +230,12 @@ class Rows:
 
     # --- committing -------------------------------------------------------------------------------
 
-    def advance(self, places: range, verified: Verified, fine: Tensor) -> None:
-        """Append accepted tokens and the one after them to the rows in `places`, on the device alone.
+    def advance(self, batch_slots: range, verified: Verified, fine: Tensor) -> None:
+        """Append accepted tokens and the one after them to the rows in `batch_slots`, on the device alone.
 
         fine: bool [B]; the other rows stay as they are. `commit` follows on the host.
         """
-        rows = slice(places.start, places.stop)
+        rows = slice(batch_slots.start, batch_slots.stop)
         new, lengths = verified.tokens, self.lengths[rows]
         moved = (verified.accepted + 1) * fine
         at, kept = lengths[:, None], fine[:, None]
@@ -261,14 +262,14 @@ class Rows:
         self._recall(range(live))
 
     def commit(
-        self, places: range, new_host: np.ndarray, accepted: np.ndarray, drafted: np.ndarray, failed: np.ndarray
+        self, batch_slots: range, new_host: np.ndarray, accepted: np.ndarray, drafted: np.ndarray, failed: np.ndarray
     ) -> Commit:
         """The host's side of `advance`; ends rows that are done.
 
         new_host, accepted: verified.tokens [B, K + 1] and verified.accepted [B]. drafted: how many tokens rows
         submitted [B]. failed: bool [B], rows to end with reason "error", nothing of theirs committed.
         """
-        rows = slice(places.start, places.stop)
+        rows = slice(batch_slots.start, batch_slots.stop)
         accepted_host = np.where(failed, 0, accepted)
         emitted, reasons = self._ends(rows, new_host, np.where(failed, 0, accepted_host + 1))
         columns = np.arange(new_host.shape[1])
@@ -282,7 +283,7 @@ class Rows:
             request.drafted += tried
             request.accepted += kept
         for index, reason in reasons.items():
-            self._finish(places[index], reason)
+            self._finish(batch_slots[index], reason)
         return commit
 
     def fetch_ended(self) -> None:
@@ -304,8 +305,8 @@ class Rows:
         for index, request in enumerate(self.live[rows]):
             if request.stop_finder is None or counts[index] == 0:
                 continue
-            place, count = rows.start + index, int(counts[index])
-            generated = self.tokens_host[place, self.prompt_lengths[place] : self.lengths_host[place]]
+            batch_slot, count = rows.start + index, int(counts[index])
+            generated = self.tokens_host[batch_slot, self.prompt_lengths[batch_slot] : self.lengths_host[batch_slot]]
             kept = request.stop_finder.completed_at(generated, new[index, :count])
             if kept is not None and (kept < count or reasons.get(index) != "eos"):
                 counts[index], reasons[index] = kept, "stop"
@@ -320,13 +321,13 @@ class Rows:
             return tokens, logprobs()
         return request.tokens.copy(), request.logprobs.copy()
 
-    def _generated(self, place: int) -> tuple[np.ndarray, Fetched]:
-        start, end = self.prompt_lengths[place], self.lengths_host[place]
-        return self.tokens_host[place, start:end].copy(), Fetched(self.logprobs[place, start:end])
+    def _generated(self, batch_slot: int) -> tuple[np.ndarray, Fetched]:
+        start, end = self.prompt_lengths[batch_slot], self.lengths_host[batch_slot]
+        return self.tokens_host[batch_slot, start:end].copy(), Fetched(self.logprobs[batch_slot, start:end])
 
-    def _finish(self, place: int, reason: str) -> None:
-        request = self.live[place]
-        request.tokens, request.fetched = self._generated(place)
+    def _finish(self, batch_slot: int, reason: str) -> None:
+        request = self.live[batch_slot]
+        request.tokens, request.fetched = self._generated(batch_slot)
         request.finish_reason = reason
         self._leaving.append(request)
 
@@ -352,20 +353,21 @@ class Rows:
         return [request for request in with_deadline if now >= request.deadline]
 
     def compact(self, move_caches: Callable[[int, int, int], None]) -> None:
-        """Close the places of finished rows: the last live row moves in. `move_caches(from, to, committed tokens)`.
+        """Close the batch slots of finished rows: the last live row moves in. `move_caches(from, to, committed
+        tokens)`.
 
-        May be repeated after an interrupt: a place is copied over only while its row has finished.
+        May be repeated after an interrupt: a batch slot is copied over only while its row has finished.
         """
         if all(request.finish_reason is None for request in self.live):
             return
-        for place in reversed(range(len(self.live))):
-            if self.live[place].finish_reason is None:
+        for batch_slot in reversed(range(len(self.live))):
+            if self.live[batch_slot].finish_reason is None:
                 continue
             last = len(self.live) - 1
-            if place != last:
-                move_caches(last, place, int(self.lengths_host[last]))
-                self._move(last, place)
-                self.live[place] = self.live[last]
+            if batch_slot != last:
+                move_caches(last, batch_slot, int(self.lengths_host[last]))
+                self._move(last, batch_slot)
+                self.live[batch_slot] = self.live[last]
             self.live.pop()
 
     def _move(self, source: int, destination: int) -> None:

@@ -105,7 +105,7 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
     params, p, forced = context.params, None, options.forced
     if kernel_ops.can_fuse(logits, draft.probs) and options.is_fused(params):
         drafted = draft.tokens, draft.lengths, draft.probs, draft.finite
-        memory, chances = rows.memory(context.places), None if forced is None else forced.chances
+        memory, chances = rows.memory(context.batch_slots), None if forced is None else forced.chances
         return StepReport(
             kernel_ops.commit(logits, *drafted, *memory, chances, params.temperature, options.all_or_none)
         )
@@ -130,7 +130,7 @@ def decide(rows: Rows, context: Context, draft: Draft, logits: Tensor, options: 
         live = draft.lengths >= 0
     if options.all_or_none:
         fine = (fine if live is None else fine | ~live).all().expand_as(fine)
-    rows.advance(context.places, verified, fine if live is None else fine & live)
+    rows.advance(context.batch_slots, verified, fine if live is None else fine & live)
     return StepReport.of(verified, draft, p)
 
 
@@ -145,18 +145,18 @@ class EagerStep:
         self.rows, self.target, self.drafter, self.options, self.phases = rows, target, drafter, options, phases
         self.vocabulary = target.model.config.get_text_config().vocab_size
 
-    def context(self, places: range, most: int) -> Context:
-        """The rows in `places`, with the noise of their next `most` + 1 positions if verification is coupled."""
-        context = self.seen(places, most)
+    def context(self, batch_slots: range, most: int) -> Context:
+        """The rows in `batch_slots`, with the noise of their next `most` + 1 positions if verification is coupled."""
+        context = self.seen(batch_slots, most)
         if self.options.rule != "coupled" or context.params.greedy:
             return context
         slots = torch.arange(most + 1, device=context.lengths.device)
         noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
         return context._replace(noise=noise)
 
-    def seen(self, places: range, most: int) -> Context:
-        """The rows in `places`, and what drafters want to see of the target."""
-        return self.rows.context(places, most)._replace(hidden=self.target.hidden(places))
+    def seen(self, batch_slots: range, most: int) -> Context:
+        """The rows in `batch_slots`, and what drafters want to see of the target."""
+        return self.rows.context(batch_slots, most)._replace(hidden=self.target.hidden(batch_slots))
 
     def begin(self, rows: int, most: int) -> Context:
         """The live rows at the beginning of a step that drafts up to `most` tokens."""

@@ -101,7 +101,7 @@ def _at_computed_positions(module: nn.Module, width: int, dtype: torch.dtype) ->
     def at_positions(first: Tensor, *args, **kwargs) -> Tensor:
         if (current := current_pass()) is None:
             return forward(first, *args, **kwargs)
-        states = torch.zeros(1, current.extent, width, dtype=dtype, device=current.positions.device)
+        states = torch.zeros(1, current.max_kv_length, width, dtype=dtype, device=current.positions.device)
         found = forward(inputs_embeds=states)[0][current.pack(current.positions)]
         if padding is None or first.is_floating_point():
             return found
@@ -117,10 +117,12 @@ def _bias_by_row(module: nn.Module) -> Callable:
     def by_row(*args, **kwargs) -> Tensor:
         if (current := current_pass()) is None:
             return compute(*args, **kwargs)
-        device, extent = current.positions.device, current.extent
-        of_last = compute(1, extent, device=device, past_seen_tokens=extent - 1)  # [1, H, 1, extent], nearest last
-        by_distance = of_last[0, :, 0].flip(1).T  # [extent, H]
-        distances = current.positions[..., None] - torch.arange(extent, device=device)  # [B, Q, extent]
+        device, max_kv_length = current.positions.device, current.max_kv_length
+        of_last = compute(
+            1, max_kv_length, device=device, past_seen_tokens=max_kv_length - 1
+        )  # [1, H, 1, extent], nearest last
+        by_distance = of_last[0, :, 0].flip(1).T  # [max_kv_length, H]
+        distances = current.positions[..., None] - torch.arange(max_kv_length, device=device)  # [B, Q, max_kv_length]
         return by_distance[distances.clamp(min=0)].permute(0, 3, 1, 2)  # a mask hides what is later
 
     return by_row
@@ -191,7 +193,7 @@ def convolution_by_position(layer: nn.Module) -> Callable:
         inputs = cache.token_states(f"convolution {layer.layer_idx}")
         inputs.keep(gate * x)
         weight = layer.conv.weight[:, 0].T  # [L, H], the token's own input last
-        convolved = (_window(inputs.of(current.places), current, len(weight)) * weight).sum(2)
+        convolved = (_window(inputs.of(current.batch_slots), current, len(weight)) * weight).sum(2)
         if layer.conv.bias is not None:
             convolved = convolved + layer.conv.bias
         return layer.out_proj(after * current.pack(convolved))
@@ -201,6 +203,6 @@ def convolution_by_position(layer: nn.Module) -> Callable:
 
 def _window(inputs: Tensor, current: Pass, width: int) -> Tensor:
     """The inputs [B, slots, H] of each query's last `width` positions, its own last: [B, Q, width, H]."""
-    slots = current.positions[..., None] + torch.arange(1 - width, 1, device=inputs.device)  # [B, Q, width]
+    kv_slots = current.positions[..., None] + torch.arange(1 - width, 1, device=inputs.device)  # [B, Q, width]
     rows = torch.arange(len(inputs), device=inputs.device)[:, None, None]
-    return inputs[rows, slots.clamp(min=0)].masked_fill((slots < 0)[..., None], 0)
+    return inputs[rows, kv_slots.clamp(min=0)].masked_fill((kv_slots < 0)[..., None], 0)

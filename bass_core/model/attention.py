@@ -44,7 +44,9 @@ def pad_attention(module, query: Tensor, key: Tensor, value: Tensor, attention_m
     current = current_pass()
     if _kernels_take(current, key, value, kwargs):
         rows = current.starts, current.ends
-        return kernel_ops.pad_attention(query, key, value, *rows, extent=current.extent, **_flags(kwargs)), None
+        return kernel_ops.pad_attention(
+            query, key, value, *rows, max_kv_length=current.max_kv_length, **_flags(kwargs)
+        ), None
     group = _packed_heads(current, query, key, kwargs)
     out = _attend(query, key, value, _bias(current, query, group, kwargs), group, kwargs)
     return out.transpose(1, 2).contiguous(), None
@@ -95,7 +97,7 @@ def _work_list(
     """The ragged kernel's work list, for all layers of these shapes, and for all passes of a phase."""
     deterministic = torch.are_deterministic_algorithms_enabled()  # now, and not when the last pass was launched
     queries = current.positions.shape[1]
-    layers = heads, kv_heads, head_dim, queries, current.extent, dtype, window or 0, deterministic
+    layers = heads, kv_heads, head_dim, queries, current.max_kv_length, dtype, window or 0, deterministic
     if current.phase is None:
         return kernel_ops.plan(current.starts, current.ends, *layers, queries)
     ends, span, lists = current.phase
@@ -132,8 +134,8 @@ def _packed_heads(current: Pass, query: Tensor, key: Tensor, options: dict) -> i
 
 
 def _bias(current: Pass, query: Tensor, group: int, options: dict) -> Tensor | None:
-    """Additive mask [B, 1, group * Q, extent] in the query's dtype, built once per pass, window and group; None where
-    nothing is hidden. With the bias [B, H, Q, extent] of a model that has one by distance."""
+    """Additive mask [B, 1, group * Q, max_kv_length] in the query's dtype, built once per pass, window and group; None
+    where nothing is hidden. With the bias [B, H, Q, max_kv_length] of a model that has one by distance."""
     mask = _mask, options.get("sliding_window"), group, query.dtype
     by_distance = options.get("position_bias")
     return current.once(*mask) if by_distance is None else current.once(_sum, by_distance, mask)
@@ -145,8 +147,8 @@ def _sum(current: Pass, bias: Tensor, mask: tuple) -> Tensor:
 
 
 def _mask(current: Pass, window: int | None, group: int, dtype: torch.dtype) -> Tensor | None:
-    alike = current.kv_lengths is not None and min(current.kv_lengths) == current.extent
-    if alike and current.positions.shape[1] == 1 and (window is None or current.extent <= window):
+    alike = current.kv_lengths is not None and min(current.kv_lengths) == current.max_kv_length
+    if alike and current.positions.shape[1] == 1 and (window is None or current.max_kv_length <= window):
         return None  # one token each, after texts of one length: regular decoding of a single row, above all
     bias = torch.where(current.visible(window), 0.0, -torch.inf).to(dtype)[:, None]
     return bias.expand(-1, -1, group, -1) if bias.shape[2] == 1 else bias.repeat(1, 1, group, 1)

@@ -34,7 +34,8 @@ def free(tensors: Iterable[Tensor]) -> None:
 
 
 class RaggedLayer(CacheLayerMixin):
-    """One layer's keys and values, [places, heads, slots, head dimension]; the last slot is the scratch slot.
+    """One layer's keys and values, [batch slots, heads, KV slots, head dimension]; the last KV slot is the scratch
+    slot.
 
     Heads before slots: what one head reads lies in one piece, which CPUs read 1.6 times as fast.
     """
@@ -48,17 +49,17 @@ class RaggedLayer(CacheLayerMixin):
         self.cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows, slots, numbers = self.cache.max_rows, self.cache.slots, key_states.shape[1] * key_states.shape[3]
+        rows, kv_slots, numbers = self.cache.max_rows, self.cache.kv_slots, key_states.shape[1] * key_states.shape[3]
         self.cache.token_bytes = 2 * len(self.cache.layers) * numbers * key_states.element_size()
         self.keys, self.values = (
-            self.cache.allocate(states, (rows, states.shape[1], slots, states.shape[3]))
+            self.cache.allocate(states, (rows, states.shape[1], kv_slots, states.shape[3]))
             for states in (key_states, value_states)
         )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write the pass's keys and values [B, H, Q, D] (packed: [1, H, T, D]) to its slots; return what it may see,
-        [B, H, extent, D]."""
+        [B, H, max_kv_length, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         current = self.cache.current
@@ -67,32 +68,32 @@ class RaggedLayer(CacheLayerMixin):
                 current.unpack(states.transpose(1, 2)).transpose(1, 2) for states in (key_states, value_states)
             )
             states = key_states, value_states, self.keys, self.values
-            kernel_ops.write_kv(*states, current.slots, current.first_place)
+            kernel_ops.write_kv(*states, current.kv_slots, current.first_batch_slot)
         else:
             current.write(key_states, self.keys)
             current.write(value_states, self.values)
         # Numbers that the compiler may leave open: a range, it would take for a constant.
-        rows = slice(current.first_place, current.first_place + current.slots.shape[0])
-        keys, values = self.keys[rows, :, : current.extent], self.values[rows, :, : current.extent]
+        rows = slice(current.first_batch_slot, current.first_batch_slot + current.kv_slots.shape[0])
+        keys, values = self.keys[rows, :, : current.max_kv_length], self.values[rows, :, : current.max_kv_length]
         return (keys.contiguous(), values.contiguous()) if self.cache.contiguous else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.current.extent, 0
+        return self.cache.current.max_kv_length, 0
 
     def get_seq_length(self) -> int:
         # Models ask this only to invent position ids and masks; both are always passed to them.
         return 0
 
     def get_max_length(self) -> int:
-        return self.cache.slots
+        return self.cache.kv_slots
 
     def buffers(self) -> tuple[Tensor, Tensor] | tuple[()]:
         return (self.keys, self.values) if self.is_initialized else ()
 
 
 class TokenStates:
-    """Numbers of each token, [places, 1, slots, width], kept like keys and values: what a model's last layer has left,
-    for drafters that ask for it, or the inputs of a short convolution."""
+    """Numbers of each token, [batch slots, 1, KV slots, width], kept like keys and values: what a model's last layer
+    has left, for drafters that ask for it, or the inputs of a short convolution."""
 
     names = ("states",)
 
@@ -108,12 +109,12 @@ class TokenStates:
         """Write the pass's numbers [B, Q, H] (packed: [1, T, H]) to its slots."""
         states = states[:, None]
         if self.states is None:
-            self.states = self.cache.allocate(states, (self.cache.max_rows, 1, self.cache.slots, states.shape[-1]))
+            self.states = self.cache.allocate(states, (self.cache.max_rows, 1, self.cache.kv_slots, states.shape[-1]))
         self.cache.current.write(states, self.states)
 
-    def of(self, places: range) -> Tensor:
+    def of(self, batch_slots: range) -> Tensor:
         """[B, slots, width], of which those of a row's committed tokens, but for the last one, are there."""
-        return self.states[places.start : places.stop, 0]
+        return self.states[batch_slots.start : batch_slots.stop, 0]
 
     def buffers(self) -> tuple[Tensor, ...]:
         return () if self.states is None else (self.states,)
@@ -122,11 +123,11 @@ class TokenStates:
 class RowStore(Protocol):
     """What a model keeps of each row once, beside its tokens. Rows take it along when they move."""
 
-    def move_row(self, source: int, places: range) -> None: ...
+    def move_row(self, source: int, batch_slots: range) -> None: ...
 
-    def save_row(self, place: int) -> list[Tensor]: ...
+    def save_row(self, batch_slot: int) -> list[Tensor]: ...
 
-    def load_row(self, places: range, saved: list[Tensor]) -> None: ...
+    def load_row(self, batch_slots: range, saved: list[Tensor]) -> None: ...
 
     def release(self) -> None: ...
 
@@ -158,15 +159,15 @@ class RaggedCache(Cache):
         self.by_position: dict[str, TokenStates] = {}
         self.by_row: RowStore | None = None
         self.max_rows, self.contiguous = max_rows, contiguous
-        self.slots = capacity + 1  # + the scratch slot
+        self.kv_slots = capacity + 1  # + the scratch slot
         # Keys and values in all layers, of one position and of a row; known once a layer has shown its shape.
         self.token_bytes = self.row_bytes = 0
         self._device: torch.device | None = None  # known then, too
         self.current: Pass | None = None  # whose keys and values come next
 
     @property
-    def scratch_slot(self) -> int:
-        return self.slots - 1
+    def scratch_kv_slot(self) -> int:
+        return self.kv_slots - 1
 
     def allocate(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Zeroed buffer: a masked product reads masked values, and 0 x NaN from fresh memory would be NaN."""
@@ -183,7 +184,7 @@ class RaggedCache(Cache):
             return RuntimeError(f"the GPU cannot be used again by this process: restart the kernel ({text})")
         if not is_full(error):
             return error
-        per_row, positions = self.row_bytes, self.row_bytes // max(self.token_bytes, 1) or self.slots
+        per_row, positions = self.row_bytes, self.row_bytes // max(self.token_bytes, 1) or self.kv_slots
         message = f"out of memory: the KV cache takes {per_row / 1e9:.3g} GB per row of {positions} positions"
         message += f" and {self.max_rows} rows were wanted"
         if per_row and (unused := free_memory(self._device)) is not None:
@@ -199,20 +200,20 @@ class RaggedCache(Cache):
 
     def grow(self, capacity: int) -> None:
         """Make room for rows of `capacity` positions; what is stored stays where it is."""
-        if capacity < self.slots:
+        if capacity < self.kv_slots:
             return  # there is room: another cache of the batch may have failed to grow with this one
         grown = []  # all of them before any is put in place: running out of memory half-way must leave the cache whole
         for layer in (*self.layers, *self.by_position.values()):
             for name in layer.names if layer.is_initialized else ():
                 old = getattr(layer, name)
                 new = self.allocate(old, (self.max_rows, old.shape[1], capacity + 1, old.shape[3]))
-                new[:, :, : self.slots - 1] = old[:, :, :-1]
+                new[:, :, : self.kv_slots - 1] = old[:, :, :-1]
                 grown.append((layer, name, new))
 
         def put() -> None:
             for layer, name, new in grown:
                 setattr(layer, name, new)
-            self.slots = capacity + 1
+            self.kv_slots = capacity + 1
 
         with always(put):
             pass
@@ -223,33 +224,33 @@ class RaggedCache(Cache):
             self.by_position[name] = TokenStates(self)
         return self.by_position[name]
 
-    def move_row(self, source: int, places: range) -> None:
-        """Copy a row to other places, all layers at once."""
+    def move_row(self, source: int, batch_slots: range) -> None:
+        """Copy a row to other batch slots, all layers at once."""
         if buffers := self.buffers():
-            to = [buffer[place] for place in places for buffer in buffers]
-            torch._foreach_copy_(to, [buffer[source] for _ in places for buffer in buffers])
+            to = [buffer[batch_slot] for batch_slot in batch_slots for buffer in buffers]
+            torch._foreach_copy_(to, [buffer[source] for _ in batch_slots for buffer in buffers])
         if self.by_row is not None:
-            self.by_row.move_row(source, places)
+            self.by_row.move_row(source, batch_slots)
 
-    def clear(self, places: range) -> None:
+    def clear(self, batch_slots: range) -> None:
         """Forget what rows that lived there have left."""
         if buffers := self.buffers():
-            torch._foreach_zero_([buffer[places.start : places.stop] for buffer in buffers])
+            torch._foreach_zero_([buffer[batch_slots.start : batch_slots.stop] for buffer in buffers])
 
-    def save_row(self, place: int, length: int) -> list[Tensor]:
+    def save_row(self, batch_slot: int, length: int) -> list[Tensor]:
         """A copy of a row's first `length` positions (a prompt's cache, kept for samples that start later)."""
-        own = [buffer[place, :, :length].clone() for buffer in self.buffers()]
-        return own if self.by_row is None else own + self.by_row.save_row(place)
+        own = [buffer[batch_slot, :, :length].clone() for buffer in self.buffers()]
+        return own if self.by_row is None else own + self.by_row.save_row(batch_slot)
 
-    def load_row(self, places: range, saved: list[Tensor]) -> None:
-        """Write what `save_row` returned into places, and nothing behind it."""
+    def load_row(self, batch_slots: range, saved: list[Tensor]) -> None:
+        """Write what `save_row` returned into batch slots, and nothing behind it."""
         buffers = self.buffers()
         for buffer, row in zip(buffers, saved, strict=self.by_row is None):
-            rows, length = buffer[places.start : places.stop], row.shape[1]
+            rows, length = buffer[batch_slots.start : batch_slots.stop], row.shape[1]
             rows[:, :, :length] = row
             rows[:, :, length:] = 0  # a row that failed leaves NaN, and 0 x NaN is NaN
         if self.by_row is not None:
-            self.by_row.load_row(places, saved[len(buffers) :])
+            self.by_row.load_row(batch_slots, saved[len(buffers) :])
 
     def buffers(self) -> list[Tensor]:
         """Keys and values of all layers and numbers of tokens, as far as they are allocated."""
@@ -258,7 +259,7 @@ class RaggedCache(Cache):
     def begin_anew(self) -> None:
         """As if nothing had been asked for: of a first pass that ran out of memory some layers have theirs already."""
         self.release()
-        self.slots = 1
+        self.kv_slots = 1
 
     def release(self) -> None:
         """Free the memory now, even while a traceback still holds this object."""

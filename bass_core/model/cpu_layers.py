@@ -162,8 +162,8 @@ def _rotating(module: nn.Module, known: dict[Callable, Callable | None]) -> Call
 
 def _rotates_halves(forward: types.FunctionType) -> bool:
     """Whether what it calls to rotate is transformers' own, written beside it, and what `rotated` is, to the bit."""
-    theirs, place = forward.__globals__.get(ROTATE), written_in(forward)
-    if not (forward.__module__ or "").startswith("transformers.models.") or written_in(theirs) != place:
+    theirs, batch_slot = forward.__globals__.get(ROTATE), written_in(forward)
+    if not (forward.__module__ or "").startswith("transformers.models.") or written_in(theirs) != batch_slot:
         return False
     if theirs not in _rotates_halves_of:
         _rotates_halves_of[theirs] = _agrees_with_rotation(theirs)

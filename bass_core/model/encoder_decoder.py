@@ -2,7 +2,8 @@
 
 A row of such a model has two texts. The one it writes lives in the ragged cache as ever. The one it reads is encoded
 once, and every decoder layer's keys and values of it are written once, by the row's prefill. They never grow and are
-never rolled back: rows of sources of different lengths differ in how much of their place they fill, and nothing else.
+never rolled back: rows of sources of different lengths differ in how much of their batch slot they fill, and nothing
+else.
 
 The models' own layers do the work, as transformers' `EncoderDecoderCache` has them do it: told that there are no keys
 of the source yet, a layer makes them and hands them to `Sources.update`; told that there are, it takes them.
@@ -76,7 +77,7 @@ def encode(model: PreTrainedModel, sources: Sequence[Source]) -> Encoded:
 
 
 class SourceLayer:
-    """One decoder layer's keys and values of the sources, [places, heads, slots, head dimension]."""
+    """One decoder layer's keys and values of the sources, [batch slots, heads, KV slots, head dimension]."""
 
     def __init__(self, sources: Sources):
         self.sources = sources
@@ -99,28 +100,29 @@ class Sources:
         self.cache = cache
         cache.by_row = self
         self.layers = [SourceLayer(self) for _ in cache.layers]
-        self.lengths = np.zeros(cache.max_rows, np.int64)  # of each place's source
+        self.lengths = np.zeros(cache.max_rows, np.int64)  # of each batch slot's source
         self._on_device: Tensor | None = None
         self._unread: tuple[range, Encoded] | None = None  # encoded, and not yet written
         self._hidden_size = hidden_size
         self._both = EncoderDecoderCache(cache, cache)
         self._both.cross_attention_cache = self  # a cache that grows would be no place for it
 
-    def read(self, encoded: Encoded, places: range) -> None:
-        """The rows in these places have these sources from their next pass on, which is over just these places."""
-        self._unread = places, encoded
+    def read(self, encoded: Encoded, batch_slots: range) -> None:
+        """The rows in these batch slots have these sources from their next pass on, which is over just these batch
+        slots."""
+        self._unread = batch_slots, encoded
 
     def inputs(self, current: Pass, model: PreTrainedModel, path: str) -> dict:
         """What the model is given in this pass beside the tokens."""
-        places, encoded = self._unread or (None, None)
-        reads, self._unread = places == current.places, None
+        batch_slots, encoded = self._unread or (None, None)
+        reads, self._unread = batch_slots == current.batch_slots, None
         if reads:
-            self.lengths[places.start : places.stop] = encoded.lengths
+            self.lengths[batch_slots.start : batch_slots.stop] = encoded.lengths
             self._on_device = torch.from_numpy(self.lengths).to(encoded.states.device)
             states = encoded.states
         else:  # layers ask whether there are states, and look at no number of them
             nothing = torch.zeros(1, 1, 1, dtype=model.dtype, device=model.device)
-            states = nothing.expand(len(current.places), self.extent(current), self._hidden_size)
+            states = nothing.expand(len(current.batch_slots), self.max_kv_length(current), self._hidden_size)
         self._both.is_updated = dict.fromkeys(range(len(self.layers)), not reads)
         inputs = {"encoder_outputs": BaseModelOutput(last_hidden_state=states), cache_argument(type(model)): self._both}
         if path == "eager":  # the others have `hidden` in their attention
@@ -152,27 +154,27 @@ class Sources:
         """What the rows of the pass at hand may see of it."""
         current = self.cache.current
         current.foreign_mask = self.bias
-        return buffer[self._rows(current), :, : self.extent(current)]
+        return buffer[self._rows(current), :, : self.max_kv_length(current)]
 
-    def extent(self, current: Pass) -> int:
+    def max_kv_length(self, current: Pass) -> int:
         """The longest source of the pass's rows."""
         return int(self.lengths[self._rows(current)].max())
 
     def hidden(self, current: Pass) -> Tensor:
-        """bool [B, extent]: what lies behind the end of a row's source."""
-        slots = torch.arange(self.extent(current), device=current.positions.device)
+        """bool [B, longest source]: what lies behind the end of a row's source."""
+        slots = torch.arange(self.max_kv_length(current), device=current.positions.device)
         return slots >= self._on_device[self._rows(current), None]
 
     def bias(self, current: Pass, dtype: torch.dtype) -> Tensor | None:
-        """Additive mask [B, 1, 1, extent]; None where all sources are equally long."""
-        if (self.lengths[self._rows(current)] == self.extent(current)).all():
+        """Additive mask [B, 1, 1, longest source]; None where all sources are equally long."""
+        if (self.lengths[self._rows(current)] == self.max_kv_length(current)).all():
             return None
         hidden = self.hidden(current)[:, None, None]
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
     @staticmethod
     def _rows(current: Pass) -> slice:
-        return slice(current.places.start, current.places.stop)
+        return slice(current.batch_slots.start, current.batch_slots.stop)
 
     # --- rows come and go -------------------------------------------------------------------------
 
@@ -180,27 +182,27 @@ class Sources:
         """Keys and values of all layers, as far as they are allocated."""
         return [buffer for layer in self.layers for buffer in layer.buffers]
 
-    def move_row(self, source: int, places: range) -> None:
-        """Copy what a row reads to other places."""
+    def move_row(self, source: int, batch_slots: range) -> None:
+        """Copy what a row reads to other batch slots."""
         for buffer in self.buffers():
-            buffer[places.start : places.stop] = buffer[source].clone()
-        self._has_length(int(self.lengths[source]), places)
+            buffer[batch_slots.start : batch_slots.stop] = buffer[source].clone()
+        self._has_length(int(self.lengths[source]), batch_slots)
 
-    def save_row(self, place: int) -> list[Tensor]:
+    def save_row(self, batch_slot: int) -> list[Tensor]:
         """A copy of what a row reads."""
-        return [buffer[place, :, : self.lengths[place]].clone() for buffer in self.buffers()]
+        return [buffer[batch_slot, :, : self.lengths[batch_slot]].clone() for buffer in self.buffers()]
 
-    def load_row(self, places: range, saved: Sequence[Tensor]) -> None:
-        """Write what `save_row` returned into places."""
+    def load_row(self, batch_slots: range, saved: Sequence[Tensor]) -> None:
+        """Write what `save_row` returned into batch slots."""
         for buffer, row in zip(self.buffers(), saved, strict=True):
-            rows, length = buffer[places.start : places.stop], row.shape[1]
+            rows, length = buffer[batch_slots.start : batch_slots.stop], row.shape[1]
             rows[:, :, :length] = row
             rows[:, :, length:] = 0
-        self._has_length(saved[0].shape[1], places)
+        self._has_length(saved[0].shape[1], batch_slots)
 
-    def _has_length(self, length: int, places: range) -> None:
-        self.lengths[places.start : places.stop] = length
-        self._on_device[places.start : places.stop] = length
+    def _has_length(self, length: int, batch_slots: range) -> None:
+        self.lengths[batch_slots.start : batch_slots.stop] = length
+        self._on_device[batch_slots.start : batch_slots.stop] = length
 
     def release(self) -> None:
         """Free the memory now."""

@@ -34,12 +34,12 @@ class Pass:
     """One forward pass over some rows of the cache: where its tokens go and what each may see.
 
     positions: int64 [B, Q], the position of every query token. Padding queries repeat a valid position of their row.
-    slots: int64 [B, Q], where their keys and values are written; padding queries write to the scratch slot.
+    kv_slots: int64 [B, Q], where their keys and values are written; padding queries write to the scratch slot.
     starts, ends: int64 [B], the position of each row's first query token (negative: it and others before position 0
     are padding) and the keys the row holds once this pass has written its own.
-    places: the range of batch slots that the rows occupy.
-    extent: slots 0..extent-1 hold every key that any query of this pass may see.
-    room: slots of a row, the last of them the scratch slot.
+    batch_slots: the range of batch slots that the rows occupy.
+    max_kv_length: KV slots 0..max_kv_length-1 hold every key that any query of this pass may see.
+    row_kv_slots: KV slots of a row, the last of them the scratch slot.
     kv_lengths: `ends` as host integers (for per-row launches); None where the host does not know them.
     packed: None where the models see ids [B, Q]. Else int64 [T]: they see ids [1, T], the tokens of [B, Q] at these
     flat indices, without the padding; B · Q stands for a token that belongs to no row.
@@ -52,12 +52,12 @@ class Pass:
     """
 
     positions: Tensor
-    slots: Tensor
+    kv_slots: Tensor
     starts: Tensor
     ends: Tensor
-    places: range
-    extent: int
-    room: int
+    batch_slots: range
+    max_kv_length: int
+    row_kv_slots: int
     kv_lengths: list[int] | None = None
     packed: Tensor | None = None
     last_only: bool = False
@@ -65,12 +65,12 @@ class Pass:
     features: Tensor | None = None
     prompt: int | None = None
     foreign_mask: Callable[[Pass, torch.dtype], Tensor | None] | None = None
-    first_place: int = field(init=False)
+    first_batch_slot: int = field(init=False)
     kernels: bool = field(init=False)  # whether the Triton kernels run where these rows are
     shared: dict[tuple, Any] = field(default_factory=dict)  # by function and arguments, see `once`
 
     def __post_init__(self):
-        self.first_place, self.kernels = self.places.start, kernel_ops.run_on(self.slots.device)
+        self.first_batch_slot, self.kernels = self.batch_slots.start, kernel_ops.run_on(self.kv_slots.device)
 
     def once(self, make: Callable, *arguments) -> Any:
         """make(this pass, *arguments), worked out once for all layers: masks, work lists."""
@@ -95,35 +95,38 @@ class Pass:
         return flat.index_copy_(0, self.packed, states[0])[:-1].view(rows, width, *states.shape[2:])
 
     def write(self, states: Tensor, buffer: Tensor) -> None:
-        """Put the pass's keys or values [B, H, Q, D] (packed: [1, H, T, D]) into a buffer [places, H, room, D]."""
+        """Put the pass's keys or values [B, H, Q, D] (packed: [1, H, T, D]) into a buffer [batch slots, H, KV slots,
+        D]."""
         _, heads, tokens, size = states.shape
         eager = self.kv_lengths is not None  # else each case is compiled anew
-        if eager and tokens == 1 and self.packed is None and self.first_place == 0:  # the fewest operations
-            buffer.scatter_(2, self.once(Pass.written_slots, heads, size), states)
+        if eager and tokens == 1 and self.packed is None and self.first_batch_slot == 0:  # the fewest operations
+            buffer.scatter_(2, self.once(Pass.written_kv_slots, heads, size), states)
         else:
             buffer.view(-1, size).index_copy_(0, self.once(Pass.written, heads), states.reshape(-1, size))
 
-    def written_slots(self, heads: int, size: int) -> Tensor:
-        """The slots of the pass's tokens, for every number of their keys: int64 [B, H, Q, D]."""
-        return self.slots[:, None, :, None].expand(-1, heads, -1, size)
+    def written_kv_slots(self, heads: int, size: int) -> Tensor:
+        """The KV slots of the pass's tokens, for every number of their keys: int64 [B, H, Q, D]."""
+        return self.kv_slots[:, None, :, None].expand(-1, heads, -1, size)
 
     def written(self, heads: int) -> Tensor:
-        """Where the pass's keys go, int64 [B · H · Q] (packed: [H · T]), in a buffer [places, H, room] seen flat."""
-        places = torch.arange(self.places.start, self.places.stop, device=self.slots.device)
-        first = places[:, None] * (heads * self.room) + self.slots  # [B, Q], of the first head
+        """Where the pass's keys go, int64 [B · H · Q] (packed: [H · T]), in a buffer [batch slots, H, KV slots] seen
+        flat."""
+        batch_slots = torch.arange(self.batch_slots.start, self.batch_slots.stop, device=self.kv_slots.device)
+        first = batch_slots[:, None] * (heads * self.row_kv_slots) + self.kv_slots  # [B, Q], of the first head
         if self.packed is not None:
-            first = F.pad(first.flatten(), (0, 1), value=self.room - 1)[self.packed][None]  # [1, T]
-        return (first[:, None] + torch.arange(heads, device=first.device)[:, None] * self.room).flatten()
+            first = F.pad(first.flatten(), (0, 1), value=self.row_kv_slots - 1)[self.packed][None]  # [1, T]
+        return (first[:, None] + torch.arange(heads, device=first.device)[:, None] * self.row_kv_slots).flatten()
 
     def visible(self, window: int | None = None, chunk: int | None = None) -> Tensor:
-        """bool [B, Q, extent]: which slots a query attends to: no later than itself, inside its window or chunk."""
-        slots = torch.arange(self.extent, device=self.positions.device)
+        """bool [B, Q, max_kv_length]: which KV slots a query attends to: no later than itself, inside its window or
+        chunk."""
+        kv_slots = torch.arange(self.max_kv_length, device=self.positions.device)
         query = self.positions[..., None]
-        seen = slots <= query
+        seen = kv_slots <= query
         if window is not None:
-            seen &= slots > query - window
+            seen &= kv_slots > query - window
         if chunk is not None:
-            seen &= slots // chunk == query // chunk
+            seen &= kv_slots // chunk == query // chunk
         return seen
 
 

@@ -68,14 +68,14 @@ def load() -> ModuleType:
 
 @torch.library.custom_op("bass::write_kv", mutates_args=("keys", "values"))
 def write_kv(
-    key_states: Tensor, value_states: Tensor, keys: Tensor, values: Tensor, slots: Tensor, first_place: int
+    key_states: Tensor, value_states: Tensor, keys: Tensor, values: Tensor, kv_slots: Tensor, first_batch_slot: int
 ) -> None:
     """`bass_kernels.write_kv`."""
-    load().write_kv(key_states, value_states, keys, values, slots, first_place)
+    load().write_kv(key_states, value_states, keys, values, kv_slots, first_batch_slot)
 
 
 @write_kv.register_fake
-def _(key_states, value_states, keys, values, slots, first_place) -> None: ...
+def _(key_states, value_states, keys, values, kv_slots, first_batch_slot) -> None: ...
 
 
 @torch.library.custom_op("bass::plan", mutates_args=())
@@ -154,18 +154,18 @@ def pad_attention(
     ends: Tensor,
     sinks: Tensor | None,
     *,
-    extent: int,
+    max_kv_length: int,
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """`bass_kernels.pad_attention`."""
     options = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
-    return load().pad_attention(query, key, value, starts, ends, extent=extent, **options)
+    return load().pad_attention(query, key, value, starts, ends, extent=max_kv_length, **options)
 
 
 @pad_attention.register_fake
-def _(query, key, value, starts, ends, sinks, *, extent, scaling, sliding_window, softcap):
+def _(query, key, value, starts, ends, sinks, *, max_kv_length, scaling, sliding_window, softcap):
     return _rows_first(query)
 
 

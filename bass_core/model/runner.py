@@ -31,11 +31,11 @@ def packs(query_lengths: Sequence[int], width: int) -> bool:
     return 0 < sum(query_lengths) < PACKED_BELOW * len(query_lengths) * width
 
 
-def _places(ids: Tensor, starts: Tensor, counts: Tensor, scratch_slot: int) -> tuple[Tensor, Tensor, Tensor]:
+def _places(ids: Tensor, starts: Tensor, counts: Tensor, scratch_kv_slot: int) -> tuple[Tensor, Tensor, Tensor]:
     """Positions and slots [B, Q] of tokens, and the rows' ends [B], where row b submits its first counts[b]."""
     ends = starts + counts
     wanted = starts[:, None] + torch.arange(ids.shape[1], device=ids.device)
-    return *_within(wanted, ends, scratch_slot), ends
+    return *_within(wanted, ends, scratch_kv_slot), ends
 
 
 def _following(starts: Tensor, width: int) -> Tensor:
@@ -44,11 +44,11 @@ def _following(starts: Tensor, width: int) -> Tensor:
     return first if width == 1 else first + torch.arange(width, device=starts.device)
 
 
-def _within(wanted: Tensor, ends: Tensor, scratch_slot: int) -> tuple[Tensor, Tensor]:
+def _within(wanted: Tensor, ends: Tensor, scratch_kv_slot: int) -> tuple[Tensor, Tensor]:
     """Positions and slots [B, Q] of tokens at the wanted positions, of which those from `ends` [B] on are padding."""
     # A padding query repeats its row's last valid position: at the end of the context there is no next one.
     positions = torch.minimum(wanted, ends[:, None] - 1).clamp(min=0)
-    return positions, wanted.where((wanted >= 0) & (wanted < ends[:, None]), scratch_slot)
+    return positions, wanted.where((wanted >= 0) & (wanted < ends[:, None]), scratch_kv_slot)
 
 
 class Layers:
@@ -136,8 +136,8 @@ class Runner:
         query_lengths: Sequence[int] | Tensor,
         *,
         starts_host: Sequence[int] | None = None,
-        extent: int | None = None,
-        places: range | None = None,
+        max_kv_length: int | None = None,
+        batch_slots: range | None = None,
         packed: bool | None = None,
         last_only: bool = False,
         phase: Phase | None = None,
@@ -147,32 +147,36 @@ class Runner:
         """Logits [B, Q, V] of each row's tokens at positions start, start + 1, … (last_only: of the last, [B, 1, V]).
 
         ids: int64 [B, Q], of which row b submits the first query_lengths[b], less those at negative positions. Logits
-        beyond a row's query length are meaningless. starts: int64 [B], and the same numbers on the host. places: where
-        the rows live, from place 0 on if None. packed: whether the model sees the submitted tokens alone, as one row;
+        beyond a row's query length are meaningless. starts: int64 [B], and the same numbers on the host. batch_slots:
+        where the rows live, from batch slot 0 on if None. packed: whether the model sees the submitted tokens alone, as
+        one row;
         None: where that saves enough (`packs`; the path `eager` cannot). features: [B, Q, H], for models
         that read such. prompt: how long the prompt is of which this is a chunk.
 
         starts_host=None: nothing is known on the host (query_lengths is a tensor), the shapes are all that such a pass
-        depends on, and it can be compiled and recorded. It then looks at `extent` slots. An ordinary pass has to come
+        depends on, and it can be compiled and recorded. It then looks at `max_kv_length` slots. An ordinary pass has to
+        come
         first: it makes the cache's buffers, and shows what the layers share.
         """
         known, (rows, width) = starts_host is not None, ids.shape
-        places = range(rows) if places is None else places
+        batch_slots = range(rows) if batch_slots is None else batch_slots
         kv_lengths, flat = None, None
         if known:
-            wanted = positions = slots = _following(starts, width)
+            wanted = positions = kv_slots = _following(starts, width)
             full = min(query_lengths) == width
             ends = starts + (width if full else torch.tensor(query_lengths, device=ids.device))  # [B]
             kv_lengths = [int(start + length) for start, length in zip(starts_host, query_lengths, strict=True)]
-            extent = max(kv_lengths)
+            max_kv_length = max(kv_lengths)
             if packed is None:
                 packed = self.path != "eager" and not last_only and packs(query_lengths, width)
             flat = self._submitted(query_lengths, width) if packed else None
             if not full or min(starts_host) < 0:
-                positions, slots = _within(wanted, ends, self.cache.scratch_slot)
+                positions, kv_slots = _within(wanted, ends, self.cache.scratch_kv_slot)
         else:
-            positions, slots, ends = self.layers.fused(_places)(ids, starts, query_lengths, self.cache.scratch_slot)
-        where, seen = (positions, slots, starts, ends), (places, extent, self.cache.slots)
+            positions, kv_slots, ends = self.layers.fused(_places)(
+                ids, starts, query_lengths, self.cache.scratch_kv_slot
+            )
+        where, seen = (positions, kv_slots, starts, ends), (batch_slots, max_kv_length, self.cache.kv_slots)
         return self._forward(ids, Pass(*where, *seen, kv_lengths, flat, last_only, phase, features, prompt))
 
     def feed_last(
@@ -180,7 +184,7 @@ class Runner:
         tokens: Tensor,
         lengths: Sequence[int],
         count: int,
-        places: range | None = None,
+        batch_slots: range | None = None,
         features: Tensor | None = None,
         prompt: int | None = None,
     ) -> Tensor:
@@ -195,34 +199,34 @@ class Runner:
         starts_host = [length - count for length in lengths]
         options = {
             "starts_host": starts_host,
-            "places": places,
+            "batch_slots": batch_slots,
             "last_only": True,
             "features": features,
             "prompt": prompt,
         }
         return self.feed(ids, starts, [count] * len(ids), **options)[:, -1]
 
-    def read(self, sources: Sequence[Source] | Encoded, places: range) -> Encoded:
-        """Encode what the rows in these places read; their next pass, which has to be theirs alone, writes it into the
-        cache. sources: of each row, or what an encoder has made of them."""
+    def read(self, sources: Sequence[Source] | Encoded, batch_slots: range) -> Encoded:
+        """Encode what the rows in these batch slots read; their next pass, which has to be theirs alone, writes it into
+        the cache. sources: of each row, or what an encoder has made of them."""
         with self.cache.explaining(), self.prepared():
             encoded = sources if isinstance(sources, Encoded) else encode(self.model, sources)
-        self.sources.read(encoded, places)
+        self.sources.read(encoded, batch_slots)
         return encoded
 
-    def hidden(self, places: range) -> Tensor | None:
+    def hidden(self, batch_slots: range) -> Tensor | None:
         """What the last layer has left of each token [B, slots, H], where it is kept."""
-        return None if self._hidden is None else self._hidden.of(places)
+        return None if self._hidden is None else self._hidden.of(batch_slots)
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many positions a row can have: those that the cache holds, as far as the model's context goes."""
-        return min(self.cache.slots - 1, self.context or self.cache.slots)
+        return min(self.cache.kv_slots - 1, self.context or self.cache.kv_slots)
 
-    def extent(self, longest: int) -> int:
+    def max_kv_length(self, longest: int) -> int:
         """How many slots a pass of fixed shape looks at where rows hold `longest` tokens at most: the whole cache for
         the kernel that goes by the rows' own lengths, else few sizes, since each is another pass to record."""
-        return self.room if self.path == "ragged" else min(self.room, -(-longest // EXTENT) * EXTENT)
+        return self.capacity if self.path == "ragged" else min(self.capacity, -(-longest // EXTENT) * EXTENT)
 
     def _submitted(self, query_lengths: Sequence[int], width: int) -> Tensor:
         """Flat indices [T] into [B, Q] of the tokens that rows submit. On CUDA T is rounded up: shapes repeat."""
@@ -279,7 +283,7 @@ class Runner:
 
 
 def _eager_masks(model: PreTrainedModel, current: Pass) -> Tensor | dict[str, Tensor]:
-    """Additive 4-D mask [B, 1, Q, extent]; one per layer type for models that mix them.
+    """Additive 4-D mask [B, 1, Q, max_kv_length]; one per layer type for models that mix them.
 
     A single plain mask would be silently wrong for sliding-window models.
     """

@@ -102,11 +102,11 @@ class Goodput(DraftLengthPolicy):
         else:
             self.alphas = RowAlphas(self.alphas.expected)
 
-    def foretell(self) -> int | None:
+    def predict_next(self) -> int | None:
         return 0 if self.resting and self.idle != self.next_probe else None
 
     def plan(self, rows: RowsView) -> int | Tensor:
-        if self.foretell() == 0 and len(rows.ids) == self.batch:
+        if self.predict_next() == 0 and len(rows.ids) == self.batch:
             self.idle += 1
             if self.idle % RECHECK == 0:
                 self.resting = self.goodputs(rows).argmax() == 0

@@ -107,9 +107,9 @@ class DraftLengthPolicy(ABC):
     def update(self, drafted: Tensor, accepted: Tensor) -> None:
         """What each row submitted and had accepted in this step, int64 [B] each, on the host: copies."""
 
-    def foretell(self) -> int | None:
+    def predict_next(self) -> int | None:
         """Asked after `plan`: what it will say for the next step whatever this one brings, unless rows end; None: that
-        depends. On a GPU a step that is foretold begins before this one is read. One foretold wrongly is undone."""
+        depends. On a GPU a predicted step begins before this one is read. One predicted wrongly is undone."""
         return None
 
 
@@ -126,7 +126,7 @@ class FixedLength(DraftLengthPolicy):
     def plan(self, rows: RowsView) -> int:
         return self.k
 
-    def foretell(self) -> int:
+    def predict_next(self) -> int:
         return self.k
 
 

@@ -218,7 +218,7 @@ def _kv_bytes(model: PreTrainedModel, path: str) -> int:
             runner.read([made_up(model, 1)], range(1))
         runner.feed_last(torch.ones(1, 2, dtype=torch.int64, device=model.device), [2], 2)
         buffers = runner.cache.buffers()
-        return sum(buffer.nbytes for buffer in buffers) // runner.cache.slots
+        return sum(buffer.nbytes for buffer in buffers) // runner.cache.kv_slots
 
 
 def _tokenizers(pair: ModelPair) -> str:

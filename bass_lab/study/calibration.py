@@ -272,7 +272,7 @@ class _InTurn(Goodput):
         super().__init__(modelled_h100())
         self.lengths = deque(lengths)
 
-    def foretell(self) -> int | None:
+    def predict_next(self) -> int | None:
         return 0 if self.last == 0 and self.lengths and self.lengths[0] == 0 else None
 
     def plan(self, rows: RowsView) -> int:

@@ -23,10 +23,10 @@ from bass_lab.texts.prompt_sets import prompt_set
 SHOWN_KV, SHOWN_ALPHAS = 256, (0.6, 0.8, 0.9)
 
 
-class _Unforetold(FixedLength):
+class _Unpredicted(FixedLength):
     """A fixed length whose drafting steps are not launched ahead, as where a policy chooses for each step."""
 
-    def foretell(self) -> int | None:
+    def predict_next(self) -> int | None:
         return 0 if self.k == 0 else None
 
 
@@ -71,7 +71,7 @@ def check(
             way = RepeatedWay(
                 pair, PlannedMethod("batched", k, attention="auto", compile="auto"), prompts, None, max_new_tokens
             )
-            way.session.policy = _Unforetold(k)
+            way.session.policy = _Unpredicted(k)
             stack.callback(way.close)
             ways[batch, k] = way
         for repeat in range(repeats + WARM_UPS):

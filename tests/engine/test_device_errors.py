@@ -104,7 +104,7 @@ def test_shorter_row_fits_after_one_without_memory(monkeypatch, pair):
         short = session.submit(PROMPTS[0], max_new_tokens=12)
         run_to_the_end(session)
         assert session.result(short).sequence.tolist() == expected.tolist()
-        assert session.target.cache.slots == session.drafter.runner.cache.slots == len(PROMPTS[0]) + 12 + 1
+        assert session.target.cache.kv_slots == session.drafter.runner.cache.kv_slots == len(PROMPTS[0]) + 12 + 1
 
 
 def test_full_memory_is_no_lasting_obstacle_to_kernels(monkeypatch):

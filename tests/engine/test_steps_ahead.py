@@ -98,7 +98,7 @@ def test_predicted_length_is_planned_while_no_row_ends(policy):
             if predicted is not None and rows_before == rows.ids.tolist():
                 assert predicted == found
                 kept += 1
-            predicted, rows_before = made.foretell(), rows.ids.tolist()
+            predicted, rows_before = made.predict_next(), rows.ids.tolist()
             return found
 
         def update(self, drafted, accepted):
@@ -209,7 +209,7 @@ def raising(method):
     return type("Raising", (bass.FixedLength,), {method: once})
 
 
-@pytest.mark.parametrize(("method", "k"), [("foretell", 3), ("plan", 0)])
+@pytest.mark.parametrize(("method", "k"), [("predict_next", 3), ("plan", 0)])
 def test_error_of_a_policy_loses_nothing(ahead, method, k):
     *found, errors = after_an_error("graphs", raising(method)(k))
     assert errors == 1 and ahead["taken back"] == 1

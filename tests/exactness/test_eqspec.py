@@ -52,10 +52,12 @@ def test_position_ids_do_not_drift(session, passes):
         for model, ids, current in passes:
             if model is not session.pair.target:
                 continue
-            for row, positions, slots in zip(before, current.positions.tolist(), current.slots.tolist(), strict=True):
+            for row, positions, slots in zip(
+                before, current.positions.tolist(), current.kv_slots.tolist(), strict=True
+            ):
                 assert positions[0] == len(row) - 1
                 for offset, (position, slot) in enumerate(zip(positions, slots, strict=True)):
-                    if slot != session.target.cache.scratch_slot:
+                    if slot != session.target.cache.scratch_kv_slot:
                         assert position == slot == len(row) - 1 + offset
             assert ids[:, 0].tolist() == [row[-1] for row in before]
 
@@ -92,7 +94,7 @@ def test_padding_does_not_accumulate(session, passes):
         longest = int(session.rows.lengths.max())
         passes.clear()
         session.step()
-        assert all(current.extent <= longest + 3 and ids.shape[1] <= 4 for _, ids, current in passes)
+        assert all(current.max_kv_length <= longest + 3 and ids.shape[1] <= 4 for _, ids, current in passes)
 
 
 def test_bonus_token_enters_both_caches():

@@ -287,7 +287,7 @@ def joined(policy, requests, new=40):
 def test_rows_that_take_the_slots_of_others_are_new():
     policy = bass.Goodput(DEAR)
     joined(policy, requests=9)
-    assert policy.foretell() == 0
+    assert policy.predict_next() == 0
     ids = policy.alphas.ids + 20
     view = RowsView(ids, np.array([3, 0]), ids + 10, ids * 0, ids * 0 + 40)
     policy.start(view)

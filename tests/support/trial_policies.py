@@ -50,13 +50,13 @@ class Alternating(DraftLengthPolicy):
 
 
 class Fickle(Alternating):
-    """It foretells that all stays as it is."""
+    """It predicts that all stays as it is."""
 
     def plan(self, rows):
         self._last = super().plan(rows)
         return self._last
 
-    def foretell(self):
+    def predict_next(self):
         return self._last
 
 
