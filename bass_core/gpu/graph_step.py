@@ -68,10 +68,10 @@ class GraphStep:
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """As `EagerStep.draft`."""
-        rows, padded_rows, most = len(lengths), self.padded_rows(len(lengths)), int(lengths.max())
+        rows, batch, most = len(lengths), self.padded(len(lengths)), int(lengths.max())
         whole = self.drafter.has_fixed and not policy.asks_while_drafting and self._is_uniform(context)
         if whole:
-            most = self._width(padded_rows, most, int(planned.max()))
+            most = self._width(batch, most, int(planned.max()))
         if self.drafts.reserve(most):
             self.graphs.clear()
         if not self.is_in_place:
@@ -91,12 +91,10 @@ class GraphStep:
             max_kv_length = self.drafter.runners[0].max_kv_length(int((context.lengths_host + lengths).max()))
 
             def draft_phase() -> None:
-                fixed = self.eager.context(range(padded_rows), most)
-                self.drafts.store(
-                    self.drafter.draft_fixed(fixed, self.drafts.planned[:padded_rows], most, max_kv_length)
-                )
+                fixed, planned = self.eager.context(range(batch), most), self.drafts.planned[:batch]
+                self.drafts.store(self.drafter.draft_fixed(fixed, planned, most, max_kv_length))
 
-            self._run(("draft", padded_rows, most, max_kv_length), draft_phase)
+            self._run(("draft", batch, most, max_kv_length), draft_phase)
         else:
             self.drafts.nothing_drafted()
         return self.drafts.view(rows, most, lengths)
@@ -104,52 +102,46 @@ class GraphStep:
     def verify(self, context: Context, draft: Draft) -> StepReport:
         """As `EagerStep.verify`."""
         rows, drafted = draft.tokens.shape
-        padded_rows, max_kv_length = (
-            self.padded_rows(rows),
-            self.target.max_kv_length(int((context.lengths_host + draft.lengths_host).max())),
-        )
+        longest = int((context.lengths_host + draft.lengths_host).max())
+        shape = self.padded(rows), drafted, self.target.max_kv_length(longest)
         if not self._is_uniform(context):
-            logits = self._run(
-                ("target", padded_rows, drafted, max_kv_length),
-                lambda: self._target_pass(padded_rows, drafted, max_kv_length),
-            )
+            logits = self._run(("target", *shape), lambda: self._target_pass(*shape))
             self.phases.enter("commit")
             self.drafts.staged = self.replayed = None  # rows' ends move, and `planned` stays
-            return decide(
-                self.rows, self.eager.context(context.batch_slots, drafted), draft, logits[:rows], self.options
-            )
+            context = self.eager.context(context.batch_slots, drafted)
+            return decide(self.rows, context, draft, logits[:rows], self.options)
         certain = draft.probs is None
 
         def verify_phase() -> Tensor:
-            fixed, planned = self.eager.context(range(padded_rows), drafted), self.drafts.planned[:padded_rows]
-            logits = self._target_pass(padded_rows, drafted, max_kv_length)
-            report = decide(
-                self.rows, fixed, self.drafts.view(padded_rows, drafted, None, certain), logits, self.options
+            batch = slice(shape[0])
+            fixed, drafts = (
+                self.eager.context(range(shape[0]), drafted),
+                self.drafts.view(shape[0], drafted, None, certain),
             )
-            left = (
-                self.rows.limits[:padded_rows] - self.rows.lengths[:padded_rows] - 1
-            )  # the last token is the target's own
+            report = decide(self.rows, fixed, drafts, self._target_pass(*shape), self.options)
+            left = self.rows.limits[batch] - self.rows.lengths[batch] - 1  # the last token is the target's own
+            planned = self.drafts.planned[batch]
             planned.copy_(torch.minimum(planned, left).clamp(min=NO_ROW))
             return report.packed
 
-        packed = self._run(("verify", padded_rows, drafted, max_kv_length, certain), verify_phase)
+        packed = self._run(("verify", *shape, certain), verify_phase)
         self.phases.enter("commit")
         return StepReport(packed[:rows])
 
-    def _target_pass(self, padded_rows: int, drafted: int, max_kv_length: int) -> Tensor:
+    def _target_pass(self, batch: int, drafted: int, max_kv_length: int) -> Tensor:
         """Target logits [B, K + 1, V]; nothing comes from the host."""
-        starts = self.rows.lengths[:padded_rows] - 1
-        last = self.rows.tokens[:padded_rows].gather(1, starts[:, None])
-        ids = torch.cat([last, self.drafts.tokens[:padded_rows, :drafted]], dim=1)
-        return self.target.feed(ids, starts, self.drafts.planned[:padded_rows] + 1, max_kv_length=max_kv_length)
+        starts = self.rows.lengths[:batch] - 1
+        last = self.rows.tokens[:batch].gather(1, starts[:, None])
+        ids = torch.cat([last, self.drafts.tokens[:batch, :drafted]], dim=1)
+        return self.target.feed(ids, starts, self.drafts.planned[:batch] + 1, max_kv_length=max_kv_length)
 
-    def _width(self, padded_rows: int, submitted: int, planned: int) -> int:
+    def _width(self, batch: int, submitted: int, planned: int) -> int:
         """Return the draft length that the step's functions have room for.
 
         That is what rows submit. Where these are fewer than were planned, it is the smallest width that was met before
         and is enough for them.
         """
-        known = self._widths[padded_rows]
+        known = self._widths[batch]
         width = min((width for width in known if submitted <= width <= planned), default=submitted)
         known.add(width)
         return width
@@ -161,8 +153,8 @@ class GraphStep:
 
     def _stands_on(self) -> tuple:
         """Key that invalidates captured functions: buffer addresses and attention paths."""
-        padded_rows = [runner.cache.padded_rows for runner in (self.target, *self.drafter.runners)]
-        return self.rows.capacity, padded_rows, self.rows.seen is None, self.switched
+        kv_slots = [runner.cache.kv_slots for runner in (self.target, *self.drafter.runners)]
+        return self.rows.capacity, kv_slots, self.rows.seen is None, self.switched
 
     def _switches(self) -> tuple:
         """What others may switch between two steps: deterministic kernels, and adapters."""
@@ -181,7 +173,8 @@ class GraphStep:
         """Return True if all rows are sampled as the session says."""
         return context.params == self.rows.params
 
-    def padded_rows(self, rows: int) -> int:
+    def padded(self, rows: int) -> int:
+        """Return the rows of a fixed pass that serves so many."""
         return padded(rows, self.rows.max_rows)
 
     def take_back(self) -> None:
@@ -208,13 +201,13 @@ class StagedDrafts:
     """A step's drafts in fixed device memory, where the next phase finds them."""
 
     def __init__(self, rows: Rows):
-        padded_rows, device = rows.max_rows, rows.device
+        slots, device = rows.max_rows, rows.device
         # Drafts that each batch slot submits. A step leaves there what the next one submits if that plans as many.
-        self.planned = torch.full((padded_rows,), NO_ROW, dtype=torch.int64, device=device)
+        self.planned = torch.full((slots,), NO_ROW, dtype=torch.int64, device=device)
         self.staged: Staged | None = None  # what stands in `planned`, where the host knows it
-        self.finite = torch.ones(padded_rows, dtype=torch.bool, device=device)
+        self.finite = torch.ones(slots, dtype=torch.bool, device=device)
         self.all_finite = True  # as far as the host knows
-        self.tokens = torch.zeros(padded_rows, 0, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(slots, 0, dtype=torch.int64, device=device)
         self.probs: Tensor | None = None  # float [slots, K, V], once a draft has shown that it has such
 
     def reserve(self, most: int) -> bool:
@@ -270,10 +263,10 @@ class StagedDrafts:
         yield
         self._copy(staged)
 
-    def move(self, padded_rows: Tensor) -> None:
+    def move(self, batch_slots: Tensor) -> None:
         """Rows have moved from these batch slots to the first ones."""
-        self.planned[: len(padded_rows)] = self.planned[padded_rows]
-        self.planned[len(padded_rows) :] = NO_ROW
+        self.planned[: len(batch_slots)] = self.planned[batch_slots]
+        self.planned[len(batch_slots) :] = NO_ROW
 
 
 class CapturedPasses:
@@ -289,12 +282,12 @@ class CapturedPasses:
         most = self.runner.cache.max_rows
         if width not in self._inputs:
             self._inputs[width] = ids.new_zeros(most, width), starts.new_zeros(most), starts.new_zeros(most)
-        padded_rows, max_kv_length = padded(rows, most), self.runner.max_kv_length(max(starts_host) + width)
-        fed, first, counts = (buffer[:padded_rows] for buffer in self._inputs[width])
+        batch, max_kv_length = padded(rows, most), self.runner.max_kv_length(max(starts_host) + width)
+        fed, first, counts = (buffer[:batch] for buffer in self._inputs[width])
         fed[:rows], first[:rows] = ids, starts
         counts.zero_()
         counts[:rows] = torch.as_tensor(query_lengths, device=ids.device)
-        key = ("pass", padded_rows, width, max_kv_length)
+        key = ("pass", batch, width, max_kv_length)
 
         def fixed() -> Tensor:
             return self.runner.feed(fed, first, counts, max_kv_length=max_kv_length, last_only=True)

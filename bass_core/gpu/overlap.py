@@ -102,9 +102,9 @@ class Overlap:
         slot_of = {request: slot for slot, request in enumerate(ahead.requests)}
         return [slot_of[request] for request in self.step.rows.live]
 
-    def _on_device(self, padded_rows: list[int]) -> Tensor:
+    def _on_device(self, batch_slots: list[int]) -> Tensor:
         device = self.step.rows.device
-        staged = torch.tensor(padded_rows, device="cpu", pin_memory=device.type == "cuda")
+        staged = torch.tensor(batch_slots, device="cpu", pin_memory=device.type == "cuda")
         return staged.to(device, non_blocking=True)
 
     def _is_certain(self, context: Context, lengths: np.ndarray) -> bool:
@@ -120,7 +120,7 @@ class Overlap:
         longest = int(context.lengths_host.max() + 2 * lengths.max()) + 1
         runners = (*step.drafter.runners, step.target) if replayed[1:] else (step.target,)
         return all(
-            key in self.graphs and key[1] == step.padded_rows(len(lengths)) and key[3] == runner.max_kv_length(longest)
+            key in self.graphs and key[1] == step.padded(len(lengths)) and key[3] == runner.max_kv_length(longest)
             for key, runner in zip(replayed, runners, strict=True)
         )
 

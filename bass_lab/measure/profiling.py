@@ -30,8 +30,9 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from bass_core.environment import write_whole
+from bass_core.loop.phases import FIRST
 from bass_core.loop.trace import Trace
-from bass_core.session import FIRST_PHASES, Session
+from bass_core.session import Session
 from bass_lab.measure import kernel_events
 from bass_lab.provenance import describe_environment
 
@@ -231,7 +232,7 @@ class _Phases:
         if threading.get_ident() != self._thread:
             return
         self.close()
-        if phase in FIRST_PHASES:
+        if phase in FIRST:
             if not any(session.trace is trace for trace in self._traces):
                 self._traces.append(session.trace)
             run = next(place for place, trace in enumerate(self._traces) if trace is session.trace)

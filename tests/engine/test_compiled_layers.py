@@ -14,6 +14,7 @@ from bass_core.exactness import randomness
 from bass_core.gpu import compiled_layers, overlap
 from bass_core.gpu.graphs import NothingReadByHost, NotRecordable
 from bass_core.model.architectures import layers_of
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 PROMPTS = ragged_prompts(5, 11)
 
@@ -99,7 +100,7 @@ def test_eight_graphs_serve_every_batch_draft_length_and_cache(graphs):
     """The shapes of the GPU benchmark's quick plan, and rows that end one after the other."""
     room = {"max_position_embeddings": 1024}
     models = bass.ModelPair(tiny_model(**room), tiny_model(hidden_size=16, num_hidden_layers=1, **room))
-    options = {"compile": "compiled", "acceptance": "synthetic:0.8", "eos_token_id": ()}
+    options = {"compile": "compiled", "acceptance": SyntheticAcceptance.named("synthetic:0.8"), "eos_token_id": ()}
     for rows in (8, 32, 1):
         for k, new in ((0, 3), (6, 30), (5, 300), (bass.BassHeuristic(), 40)):
             with bass.Session(models, max_batch_size=rows, draft_length=k, **options) as session:

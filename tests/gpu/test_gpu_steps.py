@@ -16,6 +16,7 @@ from bass_core.exactness import sampling
 from bass_core.exactness.randomness import Key, Purpose, uniform
 from bass_core.model.runner import packs
 from bass_lab.named_pairs import SHAPES, named_pair
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 
 HERE = torch.cuda.is_available()
 # In a rehearsal (BASS_REHEARSE=1) models are on the CPU, and a recorder stands in for CUDA graphs.
@@ -115,7 +116,7 @@ SAMPLING = {
     "block": {"temperature": 0.9, "verification": "block"},
     "coupled": {"temperature": 0.9, "verification": "coupled"},
     "processed": {"temperature": 0.9, "top_k": 20, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2},
-    "synthetic": {"acceptance": "synthetic:0.7"},
+    "synthetic": {"acceptance": SyntheticAcceptance.named("synthetic:0.7")},
 }
 
 

@@ -97,7 +97,7 @@ def test_stopped_rows_are_fed_while_there_is_room(monkeypatch):
     monkeypatch.setattr(Runner, "feed", feed)
     with_room = texts()
     assert resting and sum(resting) == 0
-    monkeypatch.setattr(Runner, "room", 0)
+    monkeypatch.setattr(Runner, "capacity", 0)
     without = texts()
     assert sum(resting) > 0
     assert all(torch.equal(a, b) for a, b in zip(with_room, without, strict=True))
