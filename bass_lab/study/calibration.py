@@ -43,6 +43,7 @@ from bass_lab.pairs import context_of, name_of
 from bass_lab.provenance import describe_environment
 from bass_lab.study import mixed_model
 from bass_lab.study.mixed_model import Sample
+from bass_lab.synthetic_acceptance import SyntheticAcceptance
 from bass_lab.texts.prompt_sets import prompt_set
 
 KV_LENGTHS = (64, 256, 768, 2048)  # those that fit into the context
@@ -301,7 +302,7 @@ def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequen
     """
     turns, walls = _recorded_turns(lengths), []
     prompts = prompts_of(batch, max(kv_length + 1 - len(turns) // 2, 2))
-    options = {"draft_length": _InTurn([k for k, _ in turns]), "acceptance": "synthetic:0"}
+    options = {"draft_length": _InTurn([k for k, _ in turns]), "acceptance": SyntheticAcceptance.named("synthetic:0")}
     has_table = isinstance(pair.draft, PreTrainedModel)  # else drafting is part of the overhead
     with _started(pair, prompts, _growth(lengths), **options) as session:
         for _ in turns:

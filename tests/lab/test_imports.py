@@ -9,7 +9,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LAB = "The lab imports the core, never the other way round"
 DRAWS = "The core imports nothing that draws, serves or sweeps"
-LAYERS = "Modules of the core import from lines below their own"
+LAYERS = "Folders and modules of the core import from lines below their own"
+KERNELS = "Kernels import torch and triton alone"
 CIRCLES = "No circles in the lab, between its folders or inside one"
 
 
@@ -17,12 +18,14 @@ LATE = "\n\ndef late():\n    import "
 PLANTED = {
     "bass_core/model/cache.py": f"{LATE}bass_lab.study{LATE}plotly{LATE}bass_core.session\n",
     "bass_core/novelty.py": "",
+    "kernels/bass_kernels/plan.py": f"{LATE}numpy\n",
     "bass_lab/texts/grammar.py": f"{LATE}bass_lab.cli.main\n",
 }
 BROKEN = {
     LAB: "bass_core.model.cache -> bass_lab.study",
     DRAWS: "bass_core.model.cache -> plotly",
     LAYERS: "bass_core.model.cache -> bass_core.session",
+    KERNELS: "bass_kernels.plan -> numpy",
     CIRCLES: ".texts -> .cli",
 }
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import gpu_box
 import nbformat
 import pytest
 import torch
@@ -100,10 +101,9 @@ def test_slider_redraws_the_bars():
 
 def test_only_gpu_times_are_shown(tmp_path):
     assert gpu_record("kernels", tmp_path) is None
-    line = {"kernel": "ragged", "clock": "cuda", "us": 25.0, "gb": 0.067, "percent_of_copy": 81.0, "query_length": 5}
-    line |= {"device": "H100", "model": "llama-8b", "batch": 8, "reason": None, "kv_length": 2048, "dtype": "bfloat16"}
-    others = [{"clock": "fake"}, {"us": None, "percent_of_copy": None, "reason": "does not run"}, {"gb": 0.01}]
-    lines = [line, line | {"percent_of_copy": 83.0}, *(line | other for other in others)]
+    timed, _, absent = gpu_box.kernel_lines(device="H100")[:3]
+    line = timed | {"query_length": 5, "gb": 0.067, "percent_of_copy": 81.0}
+    lines = [line, line | {"percent_of_copy": 83.0}, line | {"clock": "cpu"}, absent, line | {"gb": 0.01}]
     lines = [line | {"distribution": str(number)} for number, line in enumerate(lines)]
     (tmp_path / "kernels_h100.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     records = gpu_record("kernels", tmp_path).content
