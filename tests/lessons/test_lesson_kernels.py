@@ -102,8 +102,13 @@ def test_slider_redraws_the_bars():
 def test_only_gpu_times_are_shown(tmp_path):
     assert gpu_record("kernels", tmp_path) is None
     timed, _, absent = gpu_box.kernel_lines(device="H100")[:3]
-    line = timed | {"query_length": 5, "gb": 0.067, "percent_of_copy": 81.0}
-    lines = [line, line | {"percent_of_copy": 83.0}, line | {"clock": "cpu"}, absent, line | {"gb": 0.01}]
+
+    def at(percent, gb=0.067, **changes):
+        rate = percent / 100 * timed["copy_gb_per_s"]
+        times = {"gb": gb, "us": gb / rate * 1e6, "gb_per_s": rate, "percent_of_copy": percent}
+        return timed | {"query_length": 5} | times | changes
+
+    lines = [at(81.0), at(83.0), at(81.0, clock="cpu"), absent, at(81.0, gb=0.01)]
     lines = [line | {"distribution": str(number)} for number, line in enumerate(lines)]
     (tmp_path / "kernels_h100.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     records = gpu_record("kernels", tmp_path).content
