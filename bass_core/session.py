@@ -109,7 +109,7 @@ class Session:
         self._step = 0
         self._turn = Exclusive()  # held by the step that runs now
         self._cancelled: deque[tuple[Request, str]] = deque()  # while a step ran
-        self._closed = self._committing = self._ahead = False  # ahead: of the host, the device may have moved rows
+        self._closed = self._committing = self._uncommitted = False  # by the host
 
     def _about(self, paths: list[str], how: Execution) -> dict[str, object]:
         """Return what the trace says of the session."""
@@ -257,7 +257,7 @@ class Session:
     def _next_step(self) -> StepEvent:
         if self._committing:
             raise RuntimeError("an earlier step was interrupted while it committed; make a new session")
-        if self._ahead:
+        if self._uncommitted:
             self._take_back()
         self.batch.compact()  # what an interrupted step may have left
         self.batch.admitting = False
@@ -265,7 +265,7 @@ class Session:
             self.batch.end(request, "budget")
         with self.target.cache.explaining(), self.target.prepared():
             if self.device_step.is_ahead:
-                self._ahead = True
+                self._uncommitted = True
                 if self.rows.live:
                     return self._decode()
                 self._take_back()  # all of its rows were ended
@@ -306,10 +306,10 @@ class Session:
         planned, lengths = planned_lengths(plan, self.rows.view())  # [B], and cut to what each row may still emit
         context = self.device_step.begin(len(self.rows.live), int(lengths.max()))
         self.phases.enter("draft")
-        draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V]
+        draft = self.device_step.draft(context, planned, lengths, self.policy)  # tokens [B, K], q [B, K, V] or None
         self.phases.enter("verify")
-        self._ahead = True
-        report = self.device_step.verify(context, draft)  # the rows' lengths move; nothing is copied
+        self._uncommitted = True
+        report = self.device_step.verify(context, draft)  # rows' ends move; the host does not wait
         commit = self._commit(context, draft, report)
         drafted, accepted = draft.lengths_host, commit.accepted  # of which the drafter and the policy get copies
         self.drafter.committed(context.lengths_host.copy(), drafted.copy(), accepted.copy())
@@ -326,7 +326,7 @@ class Session:
             self.phases.enter("commit")
             context = self.device_step.context(batch_slots, 0)
             draft = Draft.none(context)
-            self._ahead = True
+            self._uncommitted = True
             if len(self._not_first):
                 logits = logits.index_fill(-1, self._not_first, -torch.inf)
             report = decide(self.rows, context, draft, logits[:, None], self._rules)
@@ -354,7 +354,7 @@ class Session:
         failed = self._failed_rows(context, found)
         self._committing = True
         commit = self.rows.commit(context.batch_slots, found.tokens, found.accepted, draft.lengths_host, failed)
-        self._committing = self._ahead = False
+        self._committing = self._uncommitted = False
         return commit
 
     def _failed_rows(self, context: Context, found: HostReport) -> np.ndarray:
@@ -376,7 +376,7 @@ class Session:
 
     def _take_back(self) -> None:
         self.device_step.take_back()
-        self._ahead = False
+        self._uncommitted = False
 
     # --- what the loop rests on -------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """A decode step as functions of fixed shapes over fixed memory, so that CUDA graphs can hold them.
 
-There are two, one for the draft phase and one for everything after it. Nothing in them is known on the host. Compiled
-layers run in the same functions.
+There are two, one for the draft phase and one for everything after it. They read device memory alone, never a value
+from the host. Compiled layers run in the same functions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class GraphStep:
     that near their end submit fewer drafts than were planned, in functions that are wide enough for more: new ones
     would take longer.
 
-    Policies that are asked between draft passes have these captured one by one, drafters without a model none. Where
+    If the policy is asked between draft passes, each pass is captured by itself; a drafter without a model has nothing
+    to capture. Where
     rows are not sampled as the session says, the models' passes are captured and the decision is not: each mixture of
     rows would be another capture.
     """
@@ -55,8 +56,8 @@ class GraphStep:
         self.eager = EagerStep(rows, target, drafter, options, phases)
         self.rows, self.target, self.drafter, self.options, self.phases = rows, target, drafter, options, phases
         self.graphs, self.drafts, self.context = graphs, StagedDrafts(rows), self.eager.context
-        self.replayed: list[tuple] | None = None  # the last step's functions by key; None: they are not all of it
-        self.switched: tuple = ()  # as it was when this step began
+        self.replayed: list[tuple] | None = None  # keys of the last step's functions; None: part of it ran uncaptured
+        self.switched: tuple = ()  # `_switches()` at the start of this step
         self._memory: tuple = ()
         self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by batch slots
         drafter.capture_passes(lambda runner: CapturedPasses(runner, graphs))
@@ -64,7 +65,7 @@ class GraphStep:
     def begin(self, rows: int, most: int) -> Context:
         """The live rows; noise is made where it is needed: inside the phases."""
         self.switched = self._switches()
-        return self.eager.seen(range(rows), most)
+        return self.eager.context_without_noise(range(rows), most)
 
     def draft(self, context: Context, planned: np.ndarray, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """As `EagerStep.draft`."""
@@ -91,8 +92,8 @@ class GraphStep:
             max_kv_length = self.drafter.runners[0].max_kv_length(int((context.lengths_host + lengths).max()))
 
             def draft_phase() -> None:
-                fixed, planned = self.eager.context(range(batch), most), self.drafts.planned[:batch]
-                self.drafts.store(self.drafter.draft_fixed(fixed, planned, most, max_kv_length))
+                fixed, submitted = self.eager.context(range(batch), most), self.drafts.submitted[:batch]
+                self.drafts.store(self.drafter.draft_fixed(fixed, submitted, most, max_kv_length))
 
             self._run(("draft", batch, most, max_kv_length), draft_phase)
         else:
@@ -107,24 +108,24 @@ class GraphStep:
         if not self._is_uniform(context):
             logits = self._run(("target", *shape), lambda: self._target_pass(*shape))
             self.phases.enter("commit")
-            self.drafts.staged = self.replayed = None  # rows' ends move, and `planned` stays
+            self.drafts.staged = self.replayed = None  # rows' ends move, and `submitted` stays
             context = self.eager.context(context.batch_slots, drafted)
             return decide(self.rows, context, draft, logits[:rows], self.options)
-        certain = draft.probs is None
+        without_probs = draft.probs is None
 
         def verify_phase() -> Tensor:
             batch = slice(shape[0])
             fixed, drafts = (
                 self.eager.context(range(shape[0]), drafted),
-                self.drafts.view(shape[0], drafted, None, certain),
+                self.drafts.view(shape[0], drafted, None, without_probs),
             )
             report = decide(self.rows, fixed, drafts, self._target_pass(*shape), self.options)
             left = self.rows.limits[batch] - self.rows.lengths[batch] - 1  # the last token is the target's own
-            planned = self.drafts.planned[batch]
-            planned.copy_(torch.minimum(planned, left).clamp(min=NO_ROW))
+            submitted = self.drafts.submitted[batch]
+            submitted.copy_(torch.minimum(submitted, left).clamp(min=NO_ROW))
             return report.packed
 
-        packed = self._run(("verify", *shape, certain), verify_phase)
+        packed = self._run(("verify", *shape, without_probs), verify_phase)
         self.phases.enter("commit")
         return StepReport(packed[:rows])
 
@@ -133,7 +134,7 @@ class GraphStep:
         starts = self.rows.lengths[:batch] - 1
         last = self.rows.tokens[:batch].gather(1, starts[:, None])
         ids = torch.cat([last, self.drafts.tokens[:batch, :drafted]], dim=1)
-        return self.target.feed(ids, starts, self.drafts.planned[:batch] + 1, max_kv_length=max_kv_length)
+        return self.target.feed(ids, starts, self.drafts.submitted[:batch] + 1, max_kv_length=max_kv_length)
 
     def _width(self, batch: int, submitted: int, planned: int) -> int:
         """Return the draft length that the step's functions have room for.
@@ -190,7 +191,7 @@ class GraphStep:
 
 
 class Staged(NamedTuple):
-    """What `StagedDrafts.planned` says of these rows, in their batch slots from the first on: how many drafts they
+    """What `StagedDrafts.submitted` says of these rows, in their batch slots from the first on: how many drafts they
     submit [B] in a step; after it, as many as then fit before their ends."""
 
     requests: list[Request]
@@ -203,8 +204,8 @@ class StagedDrafts:
     def __init__(self, rows: Rows):
         slots, device = rows.max_rows, rows.device
         # Drafts that each batch slot submits. A step leaves there what the next one submits if that plans as many.
-        self.planned = torch.full((slots,), NO_ROW, dtype=torch.int64, device=device)
-        self.staged: Staged | None = None  # what stands in `planned`, where the host knows it
+        self.submitted = torch.full((slots,), NO_ROW, dtype=torch.int64, device=device)
+        self.staged: Staged | None = None  # what stands in `submitted`, where the host knows it
         self.finite = torch.ones(slots, dtype=torch.bool, device=device)
         self.all_finite = True  # as far as the host knows
         self.tokens = torch.zeros(slots, 0, dtype=torch.int64, device=device)
@@ -232,10 +233,11 @@ class StagedDrafts:
             self.finite.fill_(True)
             self.all_finite = True
 
-    def view(self, rows: int, most: int, lengths: np.ndarray | None, certain: bool = False) -> Draft:
-        """The drafts of the first `rows` batch slots. lengths: on the host. certain: they have no probabilities."""
-        probs = None if self.probs is None or most == 0 or certain else self.probs[:rows, :most]
-        return Draft(self.tokens[:rows, :most], self.planned[:rows], lengths, probs, self.finite[:rows])
+    def view(self, rows: int, most: int, lengths: np.ndarray | None, without_probs: bool = False) -> Draft:
+        """The drafts of the first `rows` batch slots. lengths: on the host. without_probs: they were chosen, not
+        drawn."""
+        probs = None if self.probs is None or most == 0 or without_probs else self.probs[:rows, :most]
+        return Draft(self.tokens[:rows, :most], self.submitted[:rows], lengths, probs, self.finite[:rows])
 
     def stage(self, rows: Rows, lengths: np.ndarray) -> None:
         """Tell the device what each batch slot submits, unless that is what the step before has left there. The copy
@@ -250,23 +252,25 @@ class StagedDrafts:
 
     def _copy(self, staged: Staged) -> None:
         self.staged = None  # an interrupted copy leaves nothing known
-        lengths = torch.full(self.planned.shape, NO_ROW, device="cpu", pin_memory=self.planned.device.type == "cuda")
+        lengths = torch.full(
+            self.submitted.shape, NO_ROW, device="cpu", pin_memory=self.submitted.device.type == "cuda"
+        )
         lengths[: len(staged.lengths)] = torch.from_numpy(staged.lengths)
-        self.planned.copy_(lengths, non_blocking=True)  # pinned memory is kept until the copy is done
+        self.submitted.copy_(lengths, non_blocking=True)  # pinned memory is kept until the copy is done
         self.staged = staged
 
     @contextmanager
     def no_rows(self) -> Iterator[None]:
         """Inside, all batch slots are without a row."""
         staged, self.staged = self.staged, None
-        self.planned.fill_(NO_ROW)
+        self.submitted.fill_(NO_ROW)
         yield
         self._copy(staged)
 
     def move(self, batch_slots: Tensor) -> None:
         """Rows have moved from these batch slots to the first ones."""
-        self.planned[: len(batch_slots)] = self.planned[batch_slots]
-        self.planned[len(batch_slots) :] = NO_ROW
+        self.submitted[: len(batch_slots)] = self.submitted[batch_slots]
+        self.submitted[len(batch_slots) :] = NO_ROW
 
 
 class CapturedPasses:

@@ -1,11 +1,10 @@
 """A step launched before the one before it is read: the device decodes on while the host takes in what was decided.
 
-What comes between two steps on the host (a copy, the rows' ends, a policy's plan, the caller) takes as long as a large
-model needs for a tenth of a step, and a small one for a whole one. The next step needs nothing of it where the policy
-predicts that it drafts as many tokens: all else that it reads stands on the device, where a row that has reached its
-limit submits nothing. So captured functions are replayed once more. The loop asks for that step as for any other, with
-what it has learnt meanwhile. If it asks for another one after all, the rows are set back, and that is launched as if
-there had been none: random numbers go by a row's own steps, so texts are the same.
+The host's work between two steps (a copy, the rows' ends, a policy's plan, the caller) costs about a tenth of a large
+model's step, or a whole step of a small one. The next step needs none of it where the policy predicts the draft length:
+all else that it reads is on the device, where a row that has reached its limit submits nothing. So captured functions
+are replayed once more. The loop asks for that step as for any other. If it asks for a different step, rows are rewound
+and that one is launched. Texts do not change, since random numbers go by a row's own steps.
 """
 
 from __future__ import annotations
@@ -50,8 +49,8 @@ class Overlap:
         self.step, self.graphs, self.context, self.begin = step, step.graphs, step.context, step.begin
         self._watch: Stopwatch | None = None  # times the step under way
         self._under_way: Ahead | None = None
-        self._asked_for: Callable[[], np.ndarray] | None = None  # what it decides, from its draft to its verification
-        self._predicted: int | None = None  # drafts that all rows plan in the next step as in this; None: unknown
+        self._asked_for: Callable[[], np.ndarray] | None = None  # fetches its report, between `draft` and `verify`
+        self._predicted: int | None = None  # draft length shared by this step and the next; None: unknown
 
     @property
     def is_ahead(self) -> bool:
@@ -80,7 +79,7 @@ class Overlap:
         if moved is None:
             return draft
         probs = None if draft.probs is None else draft.probs[moved]
-        return Draft(draft.tokens[moved], drafts.planned[: len(live)], lengths, probs, draft.finite[moved])
+        return Draft(draft.tokens[moved], drafts.submitted[: len(live)], lengths, probs, draft.finite[moved])
 
     def verify(self, context: Context, draft: Draft) -> StepReport:
         """As `EagerStep.verify`; then the next step is launched where it is certain."""
@@ -93,7 +92,7 @@ class Overlap:
             if self.step.replayed is None:
                 return report
             report = report._replace(fetched=Fetched(report.packed))
-        if self._is_certain(context, draft.lengths_host):
+        if self._may_launch(context, draft.lengths_host):
             self._launch()
         return report
 
@@ -107,7 +106,7 @@ class Overlap:
         staged = torch.tensor(batch_slots, device="cpu", pin_memory=device.type == "cuda")
         return staged.to(device, non_blocking=True)
 
-    def _is_certain(self, context: Context, lengths: np.ndarray) -> bool:
+    def _may_launch(self, context: Context, lengths: np.ndarray) -> bool:
         """Return True if the next step will be this one again, as far as can be known before this one is read."""
         step, rows, replayed = self.step, self.step.rows, self.step.replayed
         if self._predicted is None or replayed is None or step.drafts.staged is None or not self.graphs.recorded:
@@ -171,8 +170,8 @@ def make(
     """Return the steps of `rows`. fall_back: called if they cannot be captured after all (None: that raises)."""
     if not recorded:
         return GraphStep(rows, target, drafter, options, phases, Graphs(launched_each_time, fall_back=fall_back))
-    # A row that has ended goes on in a step under way: what becomes of it there must not keep the others where they
-    # are. Where a row's logits are not numbers and that is raised, rows are set back instead.
+    # An ended row still runs in the step under way; NaN there must not stop the other rows. With on_row_error="raise"
+    # the session rewinds the rows.
     options = replace(options, all_or_none=False)
     graphs = Graphs(captured(rows.device), fall_back=fall_back)
     return Overlap(GraphStep(rows, target, drafter, options, phases, graphs))

@@ -48,8 +48,8 @@ class StepOptions:
     """How a session's steps decide.
 
     rule: "token", "block" or "coupled". forced: draws accepted counts (None: they are earned). wants_p: reports hold
-    the target's distributions. all_or_none: where one row's logits are not numbers, no row moves (else only that one
-    stays).
+    the target's distributions. all_or_none: if any row's logits are not finite, no row advances; otherwise only
+    that row does not.
     """
 
     rule: str
@@ -147,14 +147,14 @@ class EagerStep:
 
     def context(self, batch_slots: range, most: int) -> Context:
         """The rows in `batch_slots`, with the noise of their next `most` + 1 positions if verification is coupled."""
-        context = self.seen(batch_slots, most)
+        context = self.context_without_noise(batch_slots, most)
         if self.options.rule != "coupled" or context.params.greedy:
             return context
         slots = torch.arange(most + 1, device=context.lengths.device)
         noise = randomness.noise(Key(context.keys.stream, context.lengths, Purpose.NOISE, slots), self.vocabulary)
         return context._replace(noise=noise)
 
-    def seen(self, batch_slots: range, most: int) -> Context:
+    def context_without_noise(self, batch_slots: range, most: int) -> Context:
         """The rows in `batch_slots`, and what drafters want to see of the target."""
         return self.rows.context(batch_slots, most)._replace(hidden=self.target.hidden(batch_slots))
 
@@ -170,12 +170,12 @@ class EagerStep:
     def drafted(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Return what the drafter returns, checked."""
         shown = context._replace(lengths_host=context.lengths_host.copy())
-        draft = self.drafter.draft(shown, lengths.copy(), policy)  # whatever a drafter writes into its arrays
+        draft = self.drafter.draft(shown, lengths.copy(), policy)  # copies: a drafter may write into them
         draft = checked(draft, self.drafter, lengths, self.vocabulary, context.tokens.device)
         most = int(draft.lengths_host.max())  # padding beyond it would be verified for nothing
         probs = None if draft.probs is None else draft.probs[:, :most]
         draft = draft._replace(tokens=draft.tokens[:, :most], probs=probs)
-        known = draft.tokens.device.type == "cpu" or self.drafter.draws_ids  # `checked` has looked at a CPU's
+        known = draft.tokens.device.type == "cpu" or self.drafter.draws_ids  # `checked` looks at values on a CPU alone
         return draft if known else draft.within(self.vocabulary)
 
     def target_pass(self, context: Context, draft: Draft) -> Tensor:
