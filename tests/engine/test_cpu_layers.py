@@ -22,9 +22,6 @@ def of_any_size(monkeypatch):
     monkeypatch.setattr(cpu_layers, "SMALL", 0)
 
 
-# --- products ---
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("large", [0, 2**60], ids=["oneDNN", "MKL"])
 def test_products_equal_linear(monkeypatch, large):
@@ -86,9 +83,6 @@ def test_changed_weights_count_at_once(name, replaced):
     assert not torch.equal(found, before)
 
 
-# --- norms and rotations ---
-
-
 class Shifted(T5LayerNorm):
     def forward(self, hidden_states, gate):
         return super().forward(hidden_states + 1e-3) * gate
@@ -138,9 +132,6 @@ def test_replaced_rotation_is_called(monkeypatch):
         monkeypatch.setattr(modeling_llama, cpu_layers.ROTATE, lambda *args: tuple(2 * x for x in theirs(*args)))
         found = logits(own)
     assert torch.equal(found, logits(own)) and not torch.equal(found, before)
-
-
-# --- the owner's model ---
 
 
 @pytest.mark.usefixtures("of_any_size")

@@ -31,9 +31,6 @@ def pair() -> bass.ModelPair:
     return probed(disturbed_pair())
 
 
-# --- full memory ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_memory(monkeypatch):
     """small_memory(error, elements): the allocator refuses zeroed tensors of more elements."""
@@ -216,8 +213,6 @@ def test_full_memory_during_the_probe_does_not_condemn_the_model(monkeypatch):
             generate(pair)
     assert generate(pair).trace.summary()["attention"] == "pad"
 
-
-# --- lost devices ---------------------------------------------------------------------------------
 
 ASSERTION = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously"

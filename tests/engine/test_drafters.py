@@ -59,9 +59,6 @@ def test_regular_decoding_leaves_the_draft_model_alone():
     assert [len(sequence) for sequence in out.sequences] == [8, 8] and passes == []
 
 
-# --- suffix drafts from the session's texts ---
-
-
 def with_suffixes(target, **options):
     return bass.ModelPair(target, bass.SuffixDrafter(**options))
 
@@ -114,8 +111,6 @@ def test_oldest_counts_are_forgotten(monkeypatch):
     assert mine._after(text[-3:-1]) is None
 
 
-# --- all of them ---
-
 DRAFTERS = {
     "suffix": lambda target: bass.SuffixDrafter(),
     "features": lambda target: bass.FeatureDrafter(feature_head(target)),
@@ -141,9 +136,6 @@ def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypa
     out = bass.generate(pair, prompts, max_new_tokens=12, **options)
     assert [row.sequence.tolist() for row in out] == [greedy_alone(target, p, 12).tolist() for p in prompts]
     assert out.trace.steps.drafted.sum() > 0
-
-
-# --- refusals of what custom drafters return ---
 
 
 class Returns(bass.Drafter):

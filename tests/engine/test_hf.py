@@ -46,9 +46,6 @@ def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
     return sequences[:, WIDTH:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:count].tolist()
 
 
-# --- greedy: token for token ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
 def test_greedy_rows_with_left_padding_equal_generate(architecture):
     model, draft = tiny_model(architecture), tiny_model(architecture, noise=0.1)
@@ -117,9 +114,6 @@ def test_repetition_penalty_ignores_padding():
         assert torch.equal(row[WIDTH - len(prompt) :], small().generate(prompt[None], **options)[0])
 
 
-# --- sampling -------------------------------------------------------------------------------------
-
-
 def test_samples_equal_those_of_the_engine_and_share_one_prefill_per_prompt():
     pair, options = bass.ModelPair(small(), small(noise=0.1)), {"num_return_sequences": 4, "seed": 5}
     with forward_passes(small()) as passes:
@@ -151,9 +145,6 @@ def test_manual_seed_governs_sampling_alone():
     by_bass()
     by_bass(do_sample=True, seed=4)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-# --- results -------------------------------------------------------------------------------------
 
 
 def test_dictionary_holds_sequences_and_the_generation():
@@ -197,9 +188,6 @@ def test_models_stay_unchanged():
         assert [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)] == before
     finally:
         model.eval()
-
-
-# --- refusals by name ---------------------------------------------------------------------------
 
 
 class Any(LogitsProcessor, StoppingCriteria):
@@ -302,9 +290,6 @@ def test_rows_that_may_end_early_need_a_pad_token(monkeypatch):
         assert by_bass(**options).shape == (5, WIDTH + NEW)
     with pytest.raises(ValueError, match="pad_token_id"):
         by_bass(max_time=600.0)
-
-
-# --- arguments that generate does not pass on --------------------------------------------------------------
 
 
 def test_assistant_model_drafts():

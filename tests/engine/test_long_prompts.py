@@ -37,9 +37,6 @@ def texts(**options) -> list[list[int]]:
     return [session.result(handle).sequence.tolist() for handle in handles]
 
 
-# --- the same texts -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("draft", "options", "compile"),
     [
@@ -88,9 +85,6 @@ def test_drafter_without_chunks_receives_whole_prompts():
     pair = bass.ModelPair(TARGET, drafter)
     assert texts(pair=pair, prefill_chunk=CHUNK) == texts(pair=pair)
     assert sorted(drafter.prompts) == sorted(2 * [prompt.tolist() for prompt in PROMPTS])
-
-
-# --- order of steps -------------------------------------------------------------------------------
 
 
 def kinds(session) -> str:
@@ -161,9 +155,6 @@ def test_samples_of_a_long_prompt_share_its_chunks():
     assert kinds(session).count("c") == 6
     for row, handle in enumerate(handles):
         assert_same_result(session.result(handle), alone(row, LONG, NEW, temperature=0.8))
-
-
-# --- events during a prefill ----------------------------------------------------------------------
 
 
 def half_read(**options):

@@ -206,9 +206,6 @@ def test_least_recently_used_recording_makes_room():
     assert [key in graphs for key in "abc"] == [True, False, True]
 
 
-# --- errors and interrupts ------------------------------------------------------------------------
-
-
 def interrupt(*_):
     raise KeyboardInterrupt
 
@@ -277,8 +274,6 @@ def test_batch_slot_of_a_failed_draft_is_sound_again():
         assert found[1] == greedy_alone(models.target, PROMPTS[1], 3).tolist()
 
 
-# --- recordable and refused functions ---------------------------------------------------------------
-
 HOST_READS = (
     lambda x: float(x.sum()),
     lambda x: x if x.sum() > 0 else -x,
@@ -337,9 +332,6 @@ def test_auto_records_on_a_gpu_where_nothing_forbids_it(monkeypatch):
         ("cuda", ["ragged", "ragged"], "tokens", "off"),
     ):
         assert execution("auto", torch.device(device), paths, trace).name == expected
-
-
-# --- distribution by enumeration --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,6 @@ def interrupt(monkeypatch, pair, phase: str, error: BaseException) -> None:
     fail_at_call(monkeypatch, *where(pair), number, error)
 
 
-# --- generate -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("phase", "error", "path"),
     [
@@ -178,9 +175,6 @@ def test_interrupted_probe_leaves_everything_as_it_was(monkeypatch, fresh_pair, 
     assert generate(fresh_pair).trace.summary()["attention"] == "pad"
 
 
-# --- sessions -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("phase", "temperature"),
     [
@@ -226,9 +220,6 @@ def test_dropped_session_is_gone_without_garbage_collection(pair):
         assert gone() is None
     finally:
         gc.enable()
-
-
-# --- repeated calls -------------------------------------------------------------------------------
 
 
 def test_seed_alone_decides_the_bits(pair):

@@ -80,9 +80,6 @@ def test_step_and_close_inside_a_step_are_refused(how):
     assert_same_result(session.result(handle), alone(0, PROMPTS[0], 12))
 
 
-# --- row numbers ----------------------------------------------------------------------------------
-
-
 def test_row_numbers_are_unique_among_live_rows():
     session = session_over(temperature=1.0)
     handles = [session.submit(PROMPTS[0], max_new_tokens=12, row=1)]
@@ -114,9 +111,6 @@ def test_rows_submitted_by_many_threads_have_numbers_of_their_own():
 
     in_threads(*[submit] * 8)
     assert sorted(rows) == list(range(400)) and len(session.rows.waiting) == 400
-
-
-# --- models in several threads and callbacks ------------------------------------------------------
 
 
 def test_four_threads_with_pairs_of_their_own_decode_as_alone():

@@ -9,8 +9,6 @@ import torch
 from sessions import DRAFT, PROMPTS, SAMPLED, TARGET, alone, assert_same_result, generate, run_to_the_end, session_over
 from tiny import forward_passes, greedy_alone, ragged_prompts
 
-# --- results and idleness -------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("kind", [lambda ids: ids.clone().numpy(), torch.Tensor.clone], ids=["array", "tensor"])
 def test_submitted_prompt_is_copied(kind):
@@ -58,9 +56,6 @@ def test_idle_session_runs_no_model():
     assert not session.idle
     run_to_the_end(session)
     assert torch.equal(session.result(handle).sequence, greedy_alone(TARGET, PROMPTS[0], 4))
-
-
-# --- rows next to other rows ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -120,9 +115,6 @@ def test_waiting_rows_equal_rows_that_start_at_once(max_batch_size, temperature,
         assert_same_result(result, other)
 
 
-# --- cancelling -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("cancelled", "options"), [(0, SAMPLED), (1, {}), (2, SAMPLED)], ids=str)
 def test_cancelled_row_keeps_its_tokens_and_the_others_are_unchanged(cancelled, options):
     session = session_over(max_batch_size=3, **options)
@@ -163,9 +155,6 @@ def test_cancelled_row_that_waits_never_starts():
     assert (len(result.sequence), result.finish_reason) == (0, "cancelled")
     assert not any(length >= len(PROMPTS[1]) and length != len(PROMPTS[2]) for _, length in passes)
     assert_same_result(session.result(third), alone(2, PROMPTS[2], 6))
-
-
-# --- deadlines and budgets ------------------------------------------------------------------------
 
 
 def test_row_past_its_deadline_ends_with_its_tokens_so_far(clock):
@@ -222,9 +211,6 @@ def test_spent_budget_and_deadline_run_no_model(clock):
         run_to_the_end(session)
     assert passes == [] and out.finish_reasons == ["budget"] * 4 and handle.finish_reason == "budget"
     assert [len(sequence) for sequence in out.sequences] == [0] * 4
-
-
-# --- events ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"draft_length": 0}], ids=str)

@@ -73,9 +73,6 @@ def test_model_of_an_open_session_is_saved_copied_and_trained(tmp_path):
     assert not torch.equal(own.state_dict()[name], expected[name])
 
 
-# --- weights that the caller has changed ---------------------------------------------------------
-
-
 class Wrapped(nn.Linear):
     """Stands for a quantized or adapted product."""
 

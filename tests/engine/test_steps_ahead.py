@@ -125,9 +125,6 @@ def test_drafters_are_notified_of_their_own_step(ahead, monkeypatch):
     assert ahead["launched"] > 5
 
 
-# --- changes between two steps --------------------------------------------------------------------
-
-
 def cancel(running, handles):
     for handle in handles:
         running.cancel(handle)
@@ -182,9 +179,6 @@ def test_on_phase_may_be_set_while_a_step_is_under_way(ahead, monkeypatch):
         assert texts(running, submitted(running, PROMPTS[3:4], 40)) == found[3:]
 
 
-# --- errors ---------------------------------------------------------------------------------------
-
-
 def after_an_error(compile, policy):
     """Texts, counts of drafts and the number of errors with a policy that may raise."""
     with session(compile, draft_length=policy) as running:
@@ -236,9 +230,6 @@ def test_bad_logits_behind_the_end_of_a_row_do_not_matter(ahead, on_row_error):
             found[compile] = texts(running, handles), [handle.finish_reason for handle in handles]
     assert found["graphs"] == found["off"] and "eos" in found["off"][1]
     assert ahead["launched"] > 5
-
-
-# --- streams of a GPU -----------------------------------------------------------------------------
 
 
 class Stream:

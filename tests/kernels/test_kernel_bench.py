@@ -30,9 +30,6 @@ def timed_line(ms=2.0, **changes):
     return report.line(cases.tiny_case(), outcome, 1e9, "cpu", 0, here) | changes
 
 
-# --- shapes ---------------------------------------------------------------------------------------
-
-
 def test_bytes_are_those_counted_by_hand():
     case = cases.Case("Llama-8B", 8, 5, 2048, "uniform")
     assert case.kv_bytes(0) == 2 * 8 * 128 * 2 * 8 * 2048  # keys and values, heads, dimension, bytes, rows, length
@@ -53,9 +50,6 @@ def test_default_cases_are_among_all_and_none_comes_twice():
     for case in everything:  # sets of keys and values together exceed the cache of a GPU
         sets = tensors.number_of_sets(case.kv_bytes(0), torch.device("cuda"))
         assert sets >= 2 and sets * case.kv_bytes(0) >= 200e6
-
-
-# --- kernels --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernel", ON_CPU)
@@ -96,9 +90,6 @@ def test_run_fails_if_our_kernel_is_wrong_or_nothing_was_timed():
     assert verdict([timed, absent, wrong | {"kernel": "flash"}], peers.OURS) == 0
     assert verdict([timed, wrong | {"kernel": "ragged"}], peers.OURS) == 1
     assert verdict([absent], peers.OURS) == 1
-
-
-# --- timing ---------------------------------------------------------------------------------------
 
 
 def test_runs_are_captured_replayed_interleaved_and_released(monkeypatch):
@@ -158,9 +149,6 @@ def test_kernels_are_right_and_captured_on_a_gpu():
     assert found["ragged"].shared.captured
 
 
-# --- records --------------------------------------------------------------------------------------
-
-
 def test_timed_line_and_line_with_a_reason_pass():
     records.check(timed_line())
     records.check(timed_line(reason="no kernel", error=None) | dict.fromkeys(measure.TIMES))
@@ -200,9 +188,6 @@ def test_summary_names_the_peer_that_is_faster():
     assert found["ragged_slower_than_a_peer"] == [["tiny B3 Q3 L40 ragged", "flex", 2.0]]
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("program", [command, products, decoding])
 def test_without_a_gpu_it_exits_with_2(program, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -227,9 +212,6 @@ def test_dry_run_without_output_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BASS_RECORDS", str(tmp_path))
     assert command.main(["--dry-run", "--kernels", "sdpa-math"]) == 0
     assert list(tmp_path.iterdir()) == []
-
-
-# --- products with quantized weights --------------------------------------------------------------
 
 
 def test_products_dry_run_writes_a_time_or_a_reason_per_kernel(tmp_path, capsys):

@@ -148,9 +148,6 @@ def test_broken_regular_session_is_replaced(one_way, monkeypatch, tmp_path):
     assert [line.get("reason") for line in lines] == ["RuntimeError: out of memory", None]
 
 
-# --- the plan --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("quick", [True, False])
 def test_plan_has_every_way_that_records_need(quick):
     groups = defaultdict(tuple)

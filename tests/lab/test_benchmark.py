@@ -301,9 +301,6 @@ def test_inexact_rows_are_an_exit_code_and_no_record(monkeypatch, tmp_path):
     assert done.exit_code == 1 and "0/1" in done.stdout and not (tmp_path / "speed.jsonl").exists()
 
 
-# --- recorded steps ---
-
-
 def test_nothing_is_recorded_in_a_counted_repeat(pair, monkeypatch):
     use_on_cpu(monkeypatch)
     made, repeats = [], []

@@ -201,9 +201,6 @@ def test_short_turns_and_rare_points_come_more_often(monkeypatch):
     assert visits(end=0.0) == {"short": 1, "long": 1, "rare": 1}
 
 
-# --- the command ---
-
-
 @pytest.fixture
 def command(caches, monkeypatch):
     """Run `bass calibrate` for two rows with a small comparison. Returns the result and its document."""

@@ -48,9 +48,6 @@ def measured(pair):
     return calibration.calibrate(pair, **SMALL)
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
 def test_table_has_its_values_at_the_grid_points():
     stairs = np.random.default_rng(0).uniform(1, 2, (2, 3, 2))
     found = Table(GRID, stairs)(*np.meshgrid(*GRID.values(), indexing="ij"))
@@ -97,9 +94,6 @@ def test_wrong_grids_are_refused(axis, seconds, reason):
         Table({"batch": axis}, np.array(seconds))
 
 
-# --- the parts of a step --------------------------------------------------------------------------
-
-
 def test_step_is_the_sum_of_its_parts():
     cost, lengths = made_up(), np.arange(6)
     for batch, n in ((1, 10), (3, 22.5), (8, 100)):
@@ -121,9 +115,6 @@ def test_policies_look_up_the_kv_length_of_their_rows(attention, kv_length):
     for scale in (1, 2):
         rows = RowsView(np.arange(2), ones, scale * np.array([128, 640]), ones, 99 * ones)
         assert step_seconds(cost, 4, rows) == pytest.approx(cost.step(2, np.arange(5), scale * kv_length))
-
-
-# --- predictions ----------------------------------------------------------------------------------
 
 
 def record(*steps) -> Trace:
@@ -170,9 +161,6 @@ def test_modelled_costs():
     launched = modelled_costs(*roofs, target_launch=10, draft_launch=2, overhead=1)
     assert launched.step(3, 5, 700) - cost.step(3, 5, 700) == pytest.approx(10 + 5 * 2 + 1)
     assert modelled_costs(roofs[0]).draft(3, 5, 700) == 0
-
-
-# --- files ----------------------------------------------------------------------------------------
 
 
 def saved(cost: CostModel, folder, **changes):

@@ -56,9 +56,6 @@ def started(batch=2, **options):
     return policy
 
 
-# --- acceptance of rows ----------------------------------------------------------------------------
-
-
 def after(steps, ids=(0, 1, 2)):
     """α of rows after steps of (kept, lost) each."""
     alphas = goodput.RowAlphas()
@@ -124,9 +121,6 @@ def test_counts_of_ended_rows_fade_while_nothing_is_drafted():
     assert alphas().item() == pytest.approx(after([], ids=[3])().item(), abs=0.01)
 
 
-# --- the best length ------------------------------------------------------------------------------
-
-
 def test_goodput_has_the_most_expected_tokens_per_second():
     policy = taught(bass.Goodput(CHEAP), [5, 5, 2, 1], of=5)
     tokens, k = expected_tokens(policy.alphas(), 16, goodput.SPREAD), np.arange(17)
@@ -188,9 +182,6 @@ def test_goodput_is_near_the_best_fixed_length(alpha, batch, line):
     assert found <= min(regular, *(seconds(k) for k in (1, 2, 3, 5, 8, 12, 16))) / 0.95
 
 
-# --- probes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("probe", "zeros"), [(32, [32, 64, 128]), (1, [1, 2, 4, 8, 16, 32, 64, 128])])
 def test_probes_get_rarer(probe, zeros):
     planned = decided(started(probe=probe), [9999] * 2, accept=0, steps=300)
@@ -228,9 +219,6 @@ def test_accepted_probe_begins_drafting_again():
     assert policy.alphas().max() < 0.3
     decided(policy, [9999] * 8, accept=1, steps=150)
     assert policy.alphas().min() > 0.8
-
-
-# --- the beginning of a decode --------------------------------------------------------------------
 
 
 def test_goodput_begins_with_the_acceptance_of_the_calibration():
@@ -301,9 +289,6 @@ def test_probes_go_on_while_short_rows_come_and_go():
     assert len(planned) > 1000 and 4 < len(probes) < 20 and probes[-1] > 500
 
 
-# --- the default ----------------------------------------------------------------------------------
-
-
 def test_default_is_goodput_if_the_pairs_costs_are_known(caches):
     pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
     options = {"max_new_tokens": 8, "eos_token_id": ()}
@@ -317,9 +302,6 @@ def test_default_is_goodput_if_the_pairs_costs_are_known(caches):
     cost.save(caches / cost.file_name)
     assert isinstance(policy_for(pair, None), bass.Goodput)
     assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"].startswith("Goodput(")
-
-
-# --- all policies ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", library_policies(limit=3))
