@@ -51,30 +51,21 @@ def test_algorithm_1_compares_with_submitted_drafts():
     assert policy.plan(rows()) == 9
 
 
-def test_steps_without_drafts_change_nothing():
-    for policy in (bass.BassHeuristic(), lab.HuggingFaceHeuristic()):
-        policy.start(rows())
-        before = policy.plan(rows())
-        policy.update(torch.tensor([0, 0]), torch.tensor([0, 0]))
-        assert policy.plan(rows()) == before
-
-
-@pytest.mark.parametrize(
-    ("accepted", "planned"),
-    [
+def test_hugging_face_heuristic():
+    for accepted, planned in (
         ([(5, 4)], [5, 4]),
         ([(0, 0)] * 6, [5, 4, 3, 2, 1, 1, 1]),
         ([(5, 5), (7, 6)], [5, 7, 6]),
-    ],
-)
-def test_hugging_face_heuristic(accepted, planned):
-    assert lengths_after(lab.HuggingFaceHeuristic(), accepted) == planned
+    ):
+        assert lengths_after(lab.HuggingFaceHeuristic(), accepted) == planned
 
 
 @pytest.mark.parametrize("policy", [bass.BassHeuristic(), lab.HuggingFaceHeuristic()])
-def test_new_decode_starts_afresh_and_joining_rows_do_not(policy):
+def test_new_decode_starts_afresh_and_other_steps_do_not(policy):
     policy.start(rows())
     initial = policy.plan(rows())
+    policy.update(torch.tensor([0, 0]), torch.tensor([0, 0]))  # no drafts
+    assert policy.plan(rows()) == initial
     policy.update(torch.tensor([initial, initial]), torch.tensor([initial, initial]))
     grown = policy.plan(rows())
     policy.start(rows(steps=[3, 0]))
@@ -88,10 +79,10 @@ def test_no_row_drafts_beyond_its_end():
     assert planned_lengths(torch.tensor([3, 0, 9]), rows(remaining=(9, 9, 3)))[1].tolist() == [3, 0, 2]
 
 
-@pytest.mark.parametrize("plan", [-1, 2.5, torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0])])
-def test_wrong_plans_are_refused(plan):
-    with pytest.raises(ValueError, match="plan must return"):
-        planned_lengths(plan, rows())
+def test_wrong_plans_are_refused():
+    for plan in (-1, 2.5, torch.tensor([1, 2, 3]), torch.tensor([1.0, 2.0])):
+        with pytest.raises(ValueError, match="plan must return"):
+            planned_lengths(plan, rows())
 
 
 def test_values_of_draft_length():

@@ -5,18 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, library_policies
 
 import bass_core as bass
-from bass_core.loading import measured_costs
-from bass_core.loading.measured_costs import policy_for
-from bass_core.loading.model_pair import fingerprints
 from bass_core.policies import goodput
 from bass_core.policies.protocol import RowsView, expected_tokens, planned_lengths
 from bass_lab.checks.tabular import tabular
-from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs
-from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
+from bass_lab.measure.modelled_costs import measured_cpu
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode
 from bass_lab.study.simulator import simulate
@@ -70,20 +65,6 @@ def test_alpha_is_the_share_of_drafts_that_were_accepted():
     assert after([])() == pytest.approx([goodput.PRIOR[0] / sum(goodput.PRIOR)] * 3)
 
 
-def test_older_steps_count_less():
-    alphas = after([([4, 4, 4], [0, 0, 0])] * 20 + [([0, 0, 0], [1, 1, 1])] * 100)
-    assert (alphas() < 0.1).all()
-    alphas.update(np.full(3, 5), np.zeros(3))
-    before = after([([4] * 3, [0] * 3)] * 20).counts[0]
-    assert alphas.counts[0] == pytest.approx(before * goodput.DECAY**101 + 5)
-
-
-def test_new_row_has_the_alpha_of_the_others():
-    alphas = after([([9, 9, 9], [0, 0, 0])] * 30)
-    alphas.follow(np.array([0, 1, 2, 7]))
-    assert alphas()[3] == pytest.approx(alphas()[:3].mean(), abs=0.02)
-
-
 def test_extreme_rows_hardly_change_rows_that_have_drafted():
     repeats, *essays = after([([16, 0, 0], [0, 1, 1])] * 60)()
     assert repeats > 0.97 and max(essays) < 0.4
@@ -103,13 +84,6 @@ def test_rows_begin_with_the_alpha_of_earlier_rows():
     assert alphas().item() == pytest.approx(shown, abs=0.05) and alphas.former.sum() == pytest.approx(goodput.FORMER)
     alphas.follow(np.array([4]))  # the last row ended at once
     assert alphas().item() == pytest.approx(shown, abs=0.05)
-
-
-def test_rows_of_one_number_do_not_add_up():
-    alphas = after([([3, 3], [1, 1])] * 9, ids=(0, 0))
-    kept = alphas.counts[0, 0]
-    alphas.follow(np.array([0, 0, 5]))
-    assert alphas.counts[0].tolist() == [kept, kept, 0]
 
 
 def test_counts_of_ended_rows_fade_while_nothing_is_drafted():
@@ -137,16 +111,6 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
     weights = np.array([1, (1 / (7 / longer[1])) ** goodput.STRAGGLING])  # by the steps that they still need
     tokens = weights @ [longer, ending] * 2 / weights.sum()
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
-
-
-def test_rows_count_by_the_steps_that_they_still_need():
-    """Of two rows, one accepts all drafts and one few: the batch ends with the second, unless it has little left."""
-    policy = taught(bass.Goodput(CHEAP), [6, 1], of=6)
-    policy.k = 6
-    sure, doubtful = policy.weigh(rows([900, 900]), expected_tokens(policy.alphas(), 16))
-    assert doubtful > 1.9 and sure + doubtful == pytest.approx(2)
-    sure, doubtful = policy.weigh(rows([900, 9]), expected_tokens(policy.alphas(), 16))
-    assert sure > 1.9 and sure + doubtful == pytest.approx(2)
 
 
 def test_missing_drafts_count_as_refused():
@@ -287,21 +251,6 @@ def test_probes_go_on_while_short_rows_come_and_go():
     planned = joined(bass.Goodput(DEAR), requests=60)
     probes = np.flatnonzero(planned == 1)
     assert len(planned) > 1000 and 4 < len(probes) < 20 and probes[-1] > 500
-
-
-def test_default_is_goodput_if_the_pairs_costs_are_known(caches):
-    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    options = {"max_new_tokens": 8, "eos_token_id": ()}
-    assert policy_for(pair, None) == bass.FixedLength(5)
-    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"] == "FixedLength(k=5)"
-    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
-    for role, mark in fingerprints(pair).items():
-        cost.models[role]["fingerprint"] = mark
-    cost = replace(cost, device=measured_costs.device_name(pair.device))
-    caches.mkdir(parents=True)
-    cost.save(caches / cost.file_name)
-    assert isinstance(policy_for(pair, None), bass.Goodput)
-    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"].startswith("Goodput(")
 
 
 @pytest.mark.parametrize("policy", library_policies(limit=3))
