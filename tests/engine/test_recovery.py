@@ -50,6 +50,12 @@ class Interruption(Exception):
     """An error that the library does not know."""
 
 
+class Caller:
+    """Its function is called after each step, while samples wait."""
+
+    on_step = staticmethod(lambda event: None)
+
+
 # The call that raises, given the pair, and the number of that call.
 PHASES = {
     "mask of a pass": (lambda pair: (Pass, "visible"), 3),
@@ -62,6 +68,8 @@ PHASES = {
     "verification": (lambda pair: (randomness, "accept"), 2),
     "commit": (lambda pair: (Rows, "commit"), 3),
     "compaction": (lambda pair: (Rows, "compact"), 3),
+    "caller's function after a prefill": (lambda pair: (Caller, "on_step"), 1),
+    "caller's function after a step": (lambda pair: (Caller, "on_step"), 3),
 }
 
 
@@ -96,29 +104,14 @@ def interrupt(monkeypatch, pair, phase: str, error: BaseException) -> None:
     ids=repr,
 )
 def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before, cache_memory, phase, error, path):
-    expected = generate(pair, attention=path)
+    options = {"attention": path} | ({"num_return_sequences": 3, "max_batch_size": 4} if "caller" in phase else {})
+    expected = generate(pair, **options)
     with monkeypatch.context() as patch:
         interrupt(patch, pair, phase, error)
         with pytest.raises(type(error)) as caught:  # holds the traceback and its frames, as sys.last_traceback does
-            generate(pair, attention=path)
+            generate(pair, on_step=lambda event: Caller.on_step(event), **options)
     assert error in (caught.value, caught.value.__cause__)  # `Interrupted` has the KeyboardInterrupt as its cause
     assert states(pair) == before and current_pass() is None
-    assert cache_memory.was_used and cache_memory.held == 0
-    assert_same(generate(pair, attention=path), expected)
-
-
-@pytest.mark.parametrize(("at_step", "error"), [(0, KeyboardInterrupt()), (2, Interruption())], ids=repr)
-def test_call_interrupted_in_on_step_frees_caches_of_waiting_samples_too(pair, before, cache_memory, at_step, error):
-    def on_step(event):
-        if event.step == at_step:
-            raise error
-
-    options = {"num_return_sequences": 3, "max_batch_size": 4}
-    expected = generate(pair, **options)
-    with pytest.raises(type(error)) as caught:
-        generate(pair, on_step=on_step, **options)
-    assert error in (caught.value, caught.value.__cause__)
-    assert states(pair) == before
     assert cache_memory.was_used and cache_memory.held == 0
     assert_same(generate(pair, **options), expected)
 
@@ -233,31 +226,13 @@ def test_seed_alone_decides_the_bits(pair):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class OneMoreEachStep(bass.DraftLengthPolicy):
-    """A policy with visible state."""
-
-    def start(self, rows):
-        if not rows.steps.any():
-            self.k = 0
-
-    def plan(self, rows):
-        return self.k
-
-    def update(self, drafted, accepted):
-        self.k += 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "interrupted_at"),
-    [(bass.BassHeuristic, 2), (OneMoreEachStep, 0)],
-)
-def test_policy_starts_afresh_after_an_interrupted_call(pair, kind, interrupted_at):
+def test_policy_starts_afresh_after_an_interrupted_call(pair):
     def on_step(event):
-        if event.step == interrupted_at:
+        if event.step == 2:
             raise KeyboardInterrupt
 
-    expected = generate(pair, draft_length=kind(), max_new_tokens=20)
-    policy = kind()
+    policy = bass.BassHeuristic()
+    expected = generate(pair, draft_length=bass.BassHeuristic(), max_new_tokens=20)
     with pytest.raises(KeyboardInterrupt):
         generate(pair, draft_length=policy, max_new_tokens=20, on_step=on_step)
     for _ in range(2):

@@ -1,7 +1,5 @@
 """A step is launched before the previous step is read. Texts, traces and errors stay those of eager steps."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -10,7 +8,7 @@ import torch
 from recording import PROMPTS, assert_same, count_ahead, pair, submitted, texts, use_fixed_steps, use_on_cpu
 from recording import session as greedy_session
 from tiny import tiny_model
-from trial_policies import DEAR, Fickle, library_policies
+from trial_policies import DEAR, Fickle, PerRow, StopWhenUnsure, library_policies
 
 import bass_core as bass
 from bass_core.gpu import overlap
@@ -128,7 +126,6 @@ def test_drafters_are_notified_of_their_own_step(ahead, monkeypatch):
 def cancel(running, handles):
     for handle in handles:
         running.cancel(handle)
-    return []
 
 
 def replace_all(running, handles):
@@ -235,14 +232,14 @@ def test_bad_logits_behind_the_end_of_a_row_do_not_matter(ahead, on_row_error):
 class Stream:
     """Stand-in for a CUDA stream. `log` has all waits in order."""
 
-    current: Stream
+    current: "Stream"
     log: ClassVar[list[tuple]] = []
     device = torch.device("cuda:1")
 
     def __init__(self, name: str):
         self.name = name
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self.log.append((self.name, "waits for", other.name))
 
     @contextmanager
@@ -328,7 +325,8 @@ def test_distribution_is_the_targets(monkeypatch):
     """Enumerated over all random decisions, those of steps that are taken back included."""
     use_fixed_steps(monkeypatch)
     ahead, models = count_ahead(monkeypatch), (tabular(2, seed=1), tabular(2, seed=2))
-    for rule, policy in (("token", lambda: 1), ("block", lambda: Fickle(k=1, zeros=1))):
+    fickle = lambda: Fickle(k=1, zeros=1)  # noqa: E731
+    for rule, policy in (("token", lambda: 1), ("block", fickle), ("token", StopWhenUnsure), ("block", PerRow)):
         found = law_of_engine(*models, 4, policy, verification=rule)
         assert total_variation(found, exact_law(models[0], 4)) < EXACT
     assert ahead["launched"] > ahead["taken back"] > 0
