@@ -63,7 +63,6 @@ def drafted_by(session, *prompts, new=12) -> list:
 
 
 def test_text_of_another_row_is_drafted():
-    """The second row repeats the first one."""
     prompt = ragged_prompts(9)[0].tolist()
     with suffix_session(max_batch_size=1, draft_length=4) as session:
         first, second = drafted_by(session, prompt, prompt)
@@ -83,7 +82,6 @@ def test_drafts_end_where_texts_disagree():
 
 
 def test_prompt_counts_once_for_all_of_its_samples():
-    """Samples start together or wait."""
     prompt = ragged_prompts(9)[0].tolist()
     for places in (1, 4):
         with suffix_session(max_batch_size=places, draft_length=2) as session:

@@ -2,17 +2,7 @@
 
 import pytest
 import torch
-from recording import (
-    PROMPTS,
-    Recorder,
-    assert_same,
-    count_ahead,
-    pair,
-    session,
-    submitted,
-    texts,
-    use_on_cpu,
-)
+from recording import PROMPTS, Recorder, assert_same, count_ahead, pair, session, submitted, texts, use_on_cpu
 from tiny import CONTEXT, feature_head, greedy_alone, ragged_prompts, tiny_model
 from trial_policies import Alternating, PerRow, StopWhenUnsure, TakingTurns, library_policies
 
@@ -157,16 +147,6 @@ def test_draft_buffers_grow_within_the_limits_of_rows():
     assert recorded.trace.steps.k.max() > 8
 
 
-def test_few_recordings_serve_many_steps():
-    with session() as running:
-        texts(running, submitted(running, new=60))
-        decoded = running.trace.steps.query("kind == 'decode'")
-        shapes = decoded.groupby("step").agg(rows=("row", "size"), k=("drafted", "max"))
-        assert len(decoded.step.unique()) > 30
-        places = shapes.rows.map(lambda rows: min(1 << (int(rows) - 1).bit_length(), 8))
-        assert len(running.device_step.graphs) <= 2 * len(set(zip(places, shapes.k, strict=True)))
-
-
 def test_last_steps_of_a_row_need_no_recordings_of_their_own():
     with session(draft_length=5, temperature=0.8) as running:
         texts(running, submitted(running, PROMPTS[:1]))
@@ -221,8 +201,6 @@ def own_pair() -> bass.ModelPair:
 
 
 def spoil(model, row):
-    """The logits of this row are NaN from now on."""
-
     def write_nan(module, args, output):
         output.logits[row].fill_(torch.nan)
 
@@ -278,7 +256,6 @@ def test_host_reads_cannot_be_recorded(inference):
 
 
 def test_model_that_reads_on_the_host_falls_back_to_launches(monkeypatch):
-    """Mixtral's loop over experts reads which of them have tokens. Its steps are never launched ahead."""
     models, ahead = pair("mixtral"), count_ahead(monkeypatch)
     options = {"max_new_tokens": 30, "eos_token_id": (), "draft_length": 2}
     expected = bass.generate(models, PROMPTS[:2], compile="off", **options)

@@ -44,14 +44,19 @@ def test_result_grows_and_is_a_copy():
     assert torch.equal(result.sequence, expected) and (result.logprobs < 0).all()
 
 
-def test_idle_session_runs_no_model():
+def test_no_model_runs_for_an_idle_session_or_a_spent_budget(clock):
     session = session_over()
     assert session.idle
     session.submit(PROMPTS[0], max_new_tokens=0)
     assert session.idle, "a row without tokens is done at once"
     with forward_passes(TARGET, DRAFT) as passes:
         event = session.step()
+        out = generate(time_budget=0)
+        late = session.submit(PROMPTS[0], max_new_tokens=4, deadline=0)
+        run_to_the_end(session)
     assert (event.rows, event.new_tokens, passes) == ([], [], [])
+    assert out.finish_reasons == ["budget"] * 4 and late.finish_reason == "budget"
+    assert [len(sequence) for sequence in out.sequences] == [0] * 4
     handle = session.submit(PROMPTS[0], max_new_tokens=4)
     assert not session.idle
     run_to_the_end(session)
@@ -177,16 +182,6 @@ def test_row_that_finished_within_the_budget_keeps_its_reason(clock):
     stop = next(token for token in texts[1] if token not in texts[0])
     out = generate(PROMPTS[:2], max_new_tokens=40, eos_token_id=stop, time_budget=4, on_step=on_step)
     assert out.finish_reasons == ["budget", "eos"]
-
-
-def test_spent_budget_and_deadline_run_no_model(clock):
-    session = session_over()
-    with forward_passes(TARGET, DRAFT) as passes:
-        out = generate(time_budget=0)
-        handle = session.submit(PROMPTS[0], max_new_tokens=4, deadline=0)
-        run_to_the_end(session)
-    assert passes == [] and out.finish_reasons == ["budget"] * 4 and handle.finish_reason == "budget"
-    assert [len(sequence) for sequence in out.sequences] == [0] * 4
 
 
 @pytest.mark.parametrize("options", [{}, SAMPLED, {"draft_length": 0}], ids=str)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import bass_core as bass
 from bass_core.execution import Execution
-from bass_core.gpu.fused_projections import SIBLINGS, arrange, together
+from bass_core.gpu.fused_projections import SIBLINGS, arrange
 from bass_core.model.architectures import layers_of
 from bass_core.model.runner import Runner
 
@@ -41,16 +41,6 @@ def test_parameters_stay_the_same_objects_and_no_copy_is_kept(architecture):
     assert len(arrange(own)) == 2 * len(layers_of(own)) and storages(own) == after, "weights are moved once"
 
 
-def test_shares_of_the_joint_product_are_the_modules_own_products():
-    x = torch.randn(3, 32)
-    for group in arrange(model("qwen2")):  # with biases
-        expected = [part(x) for part in group]
-        for table, name, value in together(group):
-            table[name] = value
-        for part, own in zip(group, expected, strict=True):
-            torch.testing.assert_close(part(x), own)
-
-
 @pytest.mark.usefixtures("traced_only")
 def test_model_of_an_open_session_is_saved_copied_and_trained(tmp_path):
     own = model()
@@ -74,8 +64,6 @@ def test_model_of_an_open_session_is_saved_copied_and_trained(tmp_path):
 
 
 class Wrapped(nn.Linear):
-    """Stands for a quantized or adapted product."""
-
     def forward(self, x):
         return super().forward(x) * 2
 

@@ -6,7 +6,6 @@ import os
 
 import numpy as np
 import pytest
-import torch
 from tiny import tiny_model
 
 import bass_core as bass
@@ -30,7 +29,6 @@ def passes(scale=1.0, **axes) -> Table:
 
 
 def made_up(attention="pad", **changes) -> CostModel:
-    """Costs that are simple functions."""
     models = {role: {"name": role, "fingerprint": role, "attention": attention} for role in ("target", "draft")}
     overheads = Table.of({"batch": (1, 4), "draft_length": (0, 8)}, lambda b, k: b + 10.0 * k)
     axes = {"batch": (1, 4), "draft_length": (1, 3, 8), "kv_length": (10, 30)}
@@ -48,17 +46,13 @@ def measured(pair):
     return calibration.calibrate(pair, **SMALL)
 
 
-def test_table_has_its_values_at_the_grid_points():
-    stairs = np.random.default_rng(0).uniform(1, 2, (2, 3, 2))
-    found = Table(GRID, stairs)(*np.meshgrid(*GRID.values(), indexing="ij"))
-    assert found == pytest.approx(stairs, rel=1e-12)
-
-
 def test_table_is_multilinear_inside_the_grid_and_beyond_it():
     for point in [(2, 3, 17.5), (1, 4.5, 30), (6, 3, 20), (8, 9, 50)]:
         b, q, n = point
         assert passes()(*point) == pytest.approx(b * (q + 2) * (n + 1))
     assert passes()(2, 3, 0) == passes()(2, 3, 10)
+    stairs = np.random.default_rng(0).uniform(1, 2, (2, 3, 2))
+    assert Table(GRID, stairs)(*np.meshgrid(*GRID.values(), indexing="ij")) == pytest.approx(stairs, rel=1e-12)
     found = passes()(np.array([[1], [3]]), np.array([1, 2, 4]), 20)  # arguments broadcast
     assert found.shape == (2, 3)
     assert found[1, 2] == pytest.approx(passes()(3, 4, 20)) and np.ndim(passes()(3, 4, 20)) == 0
@@ -128,15 +122,9 @@ def test_prediction_adds_the_decode_steps(attention, first, second):
     cost = made_up(attention)
     trace = record(("prefill", [0, 0], [15, 25]), ("decode", [4, 2], [16, 26]), ("decode", [0], [13]))
     assert predict(cost, trace) == pytest.approx(cost.step(2, 4, first) + cost.step(1, 0, second))
-
-
-def test_prediction_of_a_trace(pair, measured):
-    assert predict(made_up(), record(("prefill", [0], [15]))) == 0
+    assert predict(cost, record(("prefill", [0], [15]))) == 0
     with pytest.raises(ValueError, match="not recorded"):
-        predict(made_up(), Trace("off"))
-    ids = [torch.arange(3, 9), torch.arange(3, 15)]
-    out = bass.generate(pair, ids, max_new_tokens=12, draft_length=3, eos_token_id=())
-    assert predict(measured, out.trace) > 0
+        predict(cost, Trace("off"))
 
 
 def test_best_fixed_length():
@@ -161,7 +149,6 @@ def test_modelled_costs():
 
 
 def saved(cost: CostModel, folder, **changes):
-    """The path of the costs, saved in this folder."""
     cost = dataclasses.replace(cost, **changes)
     folder.mkdir(parents=True, exist_ok=True)
     cost.save(folder / cost.file_name)
@@ -187,9 +174,11 @@ def test_saved_costs_are_loaded(tmp_path, measured):
         assert same(CostModel.load(tmp_path / "cost.json"), cost)
 
 
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
+def test_damaged_file_is_refused(tmp_path):
+    path = tmp_path / "cost.json"
+    made_up().save(path)
+    whole = json.loads(path.read_text())
+    for damage, reason in (
         ("", ""),
         ("[]", ""),
         ("\xff", ""),
@@ -204,16 +193,10 @@ def test_saved_costs_are_loaded(tmp_path, measured):
         ({"overheads": {"batch": [1], "draft_length": [0], "seconds": [[None]]}}, "finite"),
         ({"overheads": {"batch": 1, "draft_length": [0], "seconds": [[1]]}}, "no number"),
         ({"target_passes": {"batch": [1], "query_length": [1, 2], "kv_length": [1], "seconds": [[[1]]]}}, "shape"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_damaged_file_is_refused(tmp_path, damage, reason):
-    path = tmp_path / "cost.json"
-    made_up().save(path)
-    text = damage if isinstance(damage, str) else json.dumps(json.loads(path.read_text()) | damage)
-    path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=rf"cost\.json holds no costs.*{reason}.*bass calibrate"):
-        CostModel.load(path)
+    ):
+        path.write_bytes((damage if isinstance(damage, str) else json.dumps(whole | damage)).encode("latin-1"))
+        with pytest.raises(ValueError, match=rf"cost\.json holds no costs.*{reason}.*bass calibrate"):
+            CostModel.load(path)
 
 
 def test_costs_are_found_by_pair_and_device(pair, measured, caches, monkeypatch):

@@ -52,11 +52,7 @@ def test_algorithm_1_compares_with_submitted_drafts():
 
 
 def test_hugging_face_heuristic():
-    for accepted, planned in (
-        ([(5, 4)], [5, 4]),
-        ([(0, 0)] * 6, [5, 4, 3, 2, 1, 1, 1]),
-        ([(5, 5), (7, 6)], [5, 7, 6]),
-    ):
+    for accepted, planned in (([(5, 4)], [5, 4]), ([(0, 0)] * 6, [5, 4, 3, 2, 1, 1, 1]), ([(5, 5), (7, 6)], [5, 7, 6])):
         assert lengths_after(lab.HuggingFaceHeuristic(), accepted) == planned
 
 
@@ -118,7 +114,6 @@ def test_probability_of_a_draft_is_hidden_until_its_submission():
 
 
 def test_policy_never_sees_an_unsubmitted_token():
-    """No argument of a policy holds token ids of the step."""
     seen = set()
 
     class Spy(bass.DraftLengthPolicy):
@@ -136,13 +131,23 @@ def test_policy_never_sees_an_unsubmitted_token():
     assert seen == of_rows | {"slot", "entropy", "maximum", "drafting"}
 
 
-class Plain(bass.DraftLengthPolicy):
-    def plan(self, view):
-        self.overwrite(*vars(view).values())
-        return 3
+class Policy(bass.DraftLengthPolicy):
+    """overwrites: the policy writes into all that it receives."""
+
+    def __init__(self, overwrites: bool):
+        self.overwrites = overwrites
+
+    def overwrite(self, *given):
+        for each in given if self.overwrites else ():
+            with contextlib.suppress(ValueError):  # read-only arrays
+                each[:] = 2
 
     def start(self, view):
         self.overwrite(*vars(view).values())
+
+    def plan(self, view):
+        self.overwrite(*vars(view).values())
+        return 3
 
     def keep_drafting(self, signals):
         self.overwrite(signals.entropy, signals.maximum, signals.drafting)
@@ -157,16 +162,6 @@ class Plain(bass.DraftLengthPolicy):
 
     def update(self, drafted, accepted):
         self.overwrite(drafted, accepted)
-
-    def overwrite(self, *given):
-        pass
-
-
-class Overwriting(Plain):
-    def overwrite(self, *given):
-        for each in given:
-            with contextlib.suppress(ValueError):  # read-only arrays
-                each[:] = 2
 
 
 class OverwritingDrafter(bass.NgramDrafter):
@@ -191,7 +186,7 @@ def test_overwriting_what_it_receives_changes_no_text_and_no_record(temperature)
             bass.generate(
                 each, ragged_prompts(4, 6, 9), draft_length=policy, max_new_tokens=12, temperature=temperature
             )
-            for each, policy in ((pair, Plain()), (other, Overwriting()))
+            for each, policy in ((pair, Policy(False)), (other, Policy(True)))
         ]
         assert [row.tolist() for row in outs[0].sequences] == [row.tolist() for row in outs[1].sequences]
         columns = ["step", "row", "k", "drafted", "accepted", "emitted", "kv_length"]

@@ -114,7 +114,6 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
 
 
 def test_missing_drafts_count_as_refused():
-    """An n-gram lookup finds nothing for the second row."""
     policy = bass.Goodput(CHEAP)
     policy.start(rows())
     for _ in range(50):
@@ -127,13 +126,7 @@ def test_missing_drafts_count_as_refused():
 
 @pytest.mark.parametrize(
     ("alpha", "batch", "line"),
-    [
-        (0.0, 1, Line(0.2, 0.3)),
-        (0.3, 8, Line(0.2, 0.3)),
-        (0.6, 32, CHEAP),
-        (0.9, 1, CHEAP),
-        (0.9, 32, Line(0.2, 0.3)),
-    ],
+    [(0.0, 1, Line(0.2, 0.3)), (0.3, 8, Line(0.2, 0.3)), (0.6, 32, CHEAP), (0.9, 1, CHEAP), (0.9, 32, Line(0.2, 0.3))],
 )
 def test_goodput_is_near_the_best_fixed_length(alpha, batch, line):
     trace = AcceptanceTrace.synthetic(alpha=alpha, length=384, sequences=64, seed=1)
