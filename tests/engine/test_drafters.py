@@ -123,8 +123,6 @@ def test_greedy_text_is_the_targets_own(drafter, architecture, compile, monkeypa
 
 
 class Returns(bass.Drafter):
-    """Returns the result of a function of the context and the lengths."""
-
     def __init__(self, function):
         self.function = function
 

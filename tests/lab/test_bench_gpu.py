@@ -40,7 +40,6 @@ def tiny_pair():
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Exit code, records and the folder that holds them."""
     output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
