@@ -66,13 +66,10 @@ def test_window_and_chunk_bound_the_visible_keys():
     assert seen(chunk=4) == [4, 5, 6]
 
 
-def test_models_that_bypass_the_interface_fall_back_to_eager():
+def test_models_that_bypass_the_interface_fall_back_to_eager_or_are_refused():
     assert probe.resolve(tiny_model("llama")) == "pad"
     assert probe.resolve(tiny_model("falcon")) == "eager"
-
-
-def test_llama_4_is_refused():
-    """Its chunked layers call the interface with wrong results, and its own code counts positions itself."""
+    # Llama 4's chunked layers call the interface with wrong results, and its own code counts positions itself.
     with pytest.raises(ValueError, match=r"pad: its logits are off .* eager: its logits are off"):
         probe.resolve(tiny_model("llama4", attention_chunk_size=8))
 

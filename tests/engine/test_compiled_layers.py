@@ -1,7 +1,5 @@
 """Layers through torch.compile: the same tokens, few compilations for all shapes, and a restored model."""
 
-import dataclasses
-
 import pytest
 import torch
 from recording import pair
@@ -10,7 +8,6 @@ from torch._dynamo.utils import counters
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import bass_core as bass
-from bass_core.exactness import randomness
 from bass_core.gpu import compiled_layers, overlap
 from bass_core.gpu.graphs import NothingReadByHost, NotRecordable
 from bass_core.model.architectures import layers_of
@@ -59,7 +56,6 @@ def graphs(traced_only, monkeypatch):
 
 @pytest.mark.ci
 def test_few_graphs_serve_all_steps_and_sessions(graphs):
-    """One graph for one token and one for more, of any depth, while rows grow step by step."""
     room = {"max_position_embeddings": 256}
     models = bass.ModelPair(tiny_model.__wrapped__(num_hidden_layers=3, **room), tiny_model(noise=0.1, **room))
     found = assert_equals_eager(models, prompts=ragged_prompts(130, 134), max_new_tokens=24)
@@ -97,7 +93,6 @@ def test_machine_code_equals_eager(monkeypatch):
 
 @pytest.mark.slow
 def test_eight_graphs_serve_every_batch_draft_length_and_cache(graphs):
-    """The shapes of the GPU benchmark's quick plan, and rows that end one after the other."""
     room = {"max_position_embeddings": 1024}
     models = bass.ModelPair(tiny_model(**room), tiny_model(hidden_size=16, num_hidden_layers=1, **room))
     options = {"compile": "compiled", "acceptance": SyntheticAcceptance.named("synthetic:0.8"), "eos_token_id": ()}
@@ -119,24 +114,8 @@ def test_eight_graphs_serve_every_batch_draft_length_and_cache(graphs):
     assert len(around) <= 24
 
 
-@pytest.mark.slow
-def test_compiled_random_numbers_and_draws_keep_their_bits():
-    generator = torch.Generator().manual_seed(0)
-    streams = torch.randint(-(2**63), 2**63 - 1, (3,), generator=generator)
-    alone = randomness.StepKeys(streams, torch.tensor([0, 5, 2**40]), 4)
-    compiled = dataclasses.replace(alone, fused=compiled_layers.region)
-    for seed in range(50):
-        generator.manual_seed(seed)
-        probs = torch.rand(3, 40, generator=generator).pow(8)
-        probs[:, seed % 40] = 0
-        for slot in range(4):
-            expected = randomness.draw(probs, alone.draft(slot))
-            assert torch.equal(randomness.draw(probs, compiled.draft(slot)), expected)
-
-
 @pytest.mark.usefixtures("traced_only")
 def test_layers_with_a_forward_of_the_owner_are_refused():
-    """accelerate sets hooks on a layer's forward."""
     models = bass.ModelPair(tiny_model.__wrapped__())
     layer = layers_of(models.target)[1]
     hooked = layer.forward = layer.forward

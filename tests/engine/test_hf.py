@@ -46,9 +46,6 @@ def frequent_ids(sequences: torch.Tensor, count: int) -> list[int]:
     return sequences[:, WIDTH:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:count].tolist()
 
 
-# --- greedy: token for token ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gpt2"])
 def test_greedy_rows_with_left_padding_equal_generate(architecture):
     model, draft = tiny_model(architecture), tiny_model(architecture, noise=0.1)
@@ -117,9 +114,6 @@ def test_repetition_penalty_ignores_padding():
         assert torch.equal(row[WIDTH - len(prompt) :], small().generate(prompt[None], **options)[0])
 
 
-# --- sampling -------------------------------------------------------------------------------------
-
-
 def test_samples_equal_those_of_the_engine_and_share_one_prefill_per_prompt():
     pair, options = bass.ModelPair(small(), small(noise=0.1)), {"num_return_sequences": 4, "seed": 5}
     with forward_passes(small()) as passes:
@@ -153,9 +147,6 @@ def test_manual_seed_governs_sampling_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# --- results -------------------------------------------------------------------------------------
-
-
 def test_dictionary_holds_sequences_and_the_generation():
     out = by_bass(return_dict_in_generate=True, trace="tokens")
     assert isinstance(out, GenerateDecoderOnlyOutput)
@@ -186,29 +177,12 @@ def test_max_time_ends_rows_and_pads_them():
     assert torch.equal(by_bass(max_time=600.0), by_bass())
 
 
-def test_models_stay_unchanged():
-    model, draft = tiny_model("gpt2", seed=4, attn_pdrop=0.5), tiny_model("gpt2", seed=5)
-    expected = model.generate(**BATCH, max_new_tokens=NEW)
-    before = [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)]
-    model.train()
-    try:
-        assert torch.equal(by_bass(model, draft_model=draft), expected)
-        assert model.training and not draft.training
-        assert [(each.config.to_dict(), each.generation_config.to_dict()) for each in (model, draft)] == before
-    finally:
-        model.eval()
-
-
-# --- refusals by name ---------------------------------------------------------------------------
-
-
 class Any(LogitsProcessor, StoppingCriteria):
     def __call__(self, *args, **kwargs):
         raise AssertionError("never called")
 
 
 def of_new_tokens_alone(penalty):
-    """Older transformers have no such argument."""
     processor = RepetitionPenaltyLogitsProcessor(penalty)
     processor.prompt_ignore_length = torch.full((5,), WIDTH)
     return processor
@@ -304,9 +278,6 @@ def test_rows_that_may_end_early_need_a_pad_token(monkeypatch):
         by_bass(max_time=600.0)
 
 
-# --- arguments that generate does not pass on --------------------------------------------------------------
-
-
 def test_assistant_model_drafts():
     draft = small(noise=0.1)
     for method in (bass_generate, functools.partial(bass_generate, draft_length=2)):
@@ -317,8 +288,6 @@ def test_assistant_model_drafts():
 
 
 class Heard(BaseStreamer):
-    """A streamer that keeps its tokens."""
-
     def __init__(self):
         self.given = []
 

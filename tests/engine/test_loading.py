@@ -45,9 +45,6 @@ def edit_json(file: Path, **changes) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-# --- what is loaded -------------------------------------------------------------------------------
-
-
 def test_loaded_pair_is_the_saved_one(target, draft):
     pair = bass.load_pair(str(target), draft=draft)
     for loaded, noise in zip(pair.models, (0.0, 0.02), strict=True):
@@ -125,9 +122,6 @@ def test_shards_are_loaded_and_a_lost_one_is_refused(target):
     shards[-1].unlink()
     with pytest.raises(ValueError, match=str(target)):
         bass.load_pair(target)
-
-
-# --- no foreign code ------------------------------------------------------------------------------
 
 
 class Plant:
@@ -271,9 +265,6 @@ def test_code_of_a_tokenizer_is_not_executed(target, executed, kind):
     except ValueError as error:
         assert "trust_remote_code" in str(error)
     assert not executed.exists()
-
-
-# --- damaged or unfit checkpoints -----------------------------------------------------------------
 
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"

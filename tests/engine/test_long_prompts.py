@@ -6,7 +6,6 @@ import pytest
 import torch
 from recording import use_on_cpu
 from sessions import DRAFT, PAIR, TARGET, alone, assert_same_result, run_to_the_end, session_over
-from test_interrupts import interrupted, lines_of_a_run
 from tiny import feature_head, forward_passes, ragged_prompts, tiny_model
 
 import bass_core as bass
@@ -35,9 +34,6 @@ def texts(**options) -> list[list[int]]:
                 session.step()
     run_to_the_end(session)
     return [session.result(handle).sequence.tolist() for handle in handles]
-
-
-# --- the same texts -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,9 +86,6 @@ def test_drafter_without_chunks_receives_whole_prompts():
     assert sorted(drafter.prompts) == sorted(2 * [prompt.tolist() for prompt in PROMPTS])
 
 
-# --- order of steps -------------------------------------------------------------------------------
-
-
 def kinds(session) -> str:
     """The session's steps: c for a chunk, p for a prefill, d for a decode step."""
     steps = session.trace.steps.groupby("step").agg(kind=("kind", "first"), emitted=("emitted", "sum"))
@@ -123,17 +116,6 @@ def test_one_chunk_at_most_between_two_decode_steps(draft):
     assert "cc" not in kinds(session) and "cpc" not in kinds(session)
 
 
-def test_short_rows_end_while_a_long_prompt_is_read():
-    session = session_over(max_batch_size=2, prefill_chunk=2)
-    long = session.submit(LONG[:43], max_new_tokens=NEW)
-    short = [session.submit(PROMPTS[4][:2], max_new_tokens=4) for _ in range(3)]
-    while any(handle.finish_reason is None for handle in short):
-        session.step()
-        assert not len(session.result(long).sequence)
-    run_to_the_end(session)
-    assert_same_result(session.result(long), alone(0, LONG[:43], NEW))
-
-
 @pytest.mark.parametrize(("places", "new"), [(1, 6), (2, 1)])
 def test_short_rows_never_starve_a_long_prompt(places, new):
     session = session_over(max_batch_size=places, prefill_chunk=CHUNK)
@@ -161,9 +143,6 @@ def test_samples_of_a_long_prompt_share_its_chunks():
     assert kinds(session).count("c") == 6
     for row, handle in enumerate(handles):
         assert_same_result(session.result(handle), alone(row, LONG, NEW, temperature=0.8))
-
-
-# --- events during a prefill ----------------------------------------------------------------------
 
 
 def half_read(**options):
@@ -228,41 +207,6 @@ def test_nan_of_a_long_prompt_ends_its_rows_alone():
     run_to_the_end(session)
     assert [session.result(row).finish_reason for row in (short, long, later)] == ["length", "error", "length"]
     assert_same_result(session.result(later), alone(2, OTHER_LONG, NEW))
-
-
-class Run:
-    """A long prompt of two rows and a short row."""
-
-    def __init__(self, pair: bass.ModelPair):
-        options = {"temperature": 0.8, "draft_length": 2, "eos_token_id": ()}
-        self.session = bass.Session(pair, max_batch_size=2, prefill_chunk=4, **options)
-        rows = ((SHORT[:3], 4), (OTHER_LONG[:10], 2), (OTHER_LONG[:10], 2))
-        self.handles = [self.session.submit(prompt, max_new_tokens=new) for prompt, new in rows]
-
-    def to_the_end(self) -> None:
-        run_to_the_end(self.session)
-
-    def results(self) -> list:
-        return [self.session.result(handle).sequence.tolist() for handle in self.handles]
-
-
-@pytest.mark.parametrize("draft", ["suffix", "features"])
-def test_prefill_interrupted_at_any_line_goes_on(draft):
-    target = tiny_model(dtype="float64", hidden_size=16, num_hidden_layers=1, intermediate_size=16)
-    drafter = bass.SuffixDrafter() if draft == "suffix" else bass.FeatureDrafter(feature_head(target))
-    pair = bass.ModelPair(target, drafter)
-    undisturbed = Run(pair)
-    undisturbed.to_the_end()
-    reading = [line for line in lines_of_a_run(pair, Run) if line[0].endswith(("long_prompt.py", "batch.py"))]
-    assert len(reading) > 60
-    for chain in range(4):
-        pending = set(reading[chain::4])
-        while pending:
-            run = Run(pair)
-            while interrupted(run, pending):
-                pass
-            assert run.results() == undisturbed.results()
-            run.session.close()
 
 
 def test_bad_chunk_is_refused():

@@ -3,51 +3,43 @@
 import copy
 import gc
 import itertools
-import sys
 import weakref
 
 import pytest
-import torch
 import torch.nn.functional as F
-from recovery import (
-    PROMPTS,
-    assert_same,
-    assert_same_results,
-    disturbed_pair,
-    fail_at_call,
-    generate,
-    probed,
-    session_with_rows,
-)
-from sessions import run_to_the_end
+from recovery import PROMPTS, assert_same, disturbed_pair, fail_at_call, generate, probed, session_with_rows
 from tiny import tiny_model
 
 import bass_core as bass
 from bass_core.exactness import randomness, sampling
 from bass_core.loop.rows import Rows
-from bass_core.model import cache
 from bass_core.model.forward_pass import Pass, current_pass
 
 
-def state(model) -> dict:
-    """Everything that `generate` might change and must not."""
-    return {
-        "configuration": copy.deepcopy(model.config.to_dict()),
-        "attention": model.config._attn_implementation,
-        "generation": copy.deepcopy(model.generation_config.to_dict()),
-        "training": [module.training for module in model.modules()],
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
-        "weights": {name: (tensor.data_ptr(), tensor.sum().item()) for name, tensor in model.state_dict().items()},
-    }
-
-
 def states(pair: bass.ModelPair) -> list[dict]:
-    return [state(model) for model in pair.models]
+    """Everything of the models that `generate` might change and must not."""
+    return [
+        {
+            "configuration": copy.deepcopy(model.config.to_dict()),
+            "attention": model.config._attn_implementation,
+            "generation": copy.deepcopy(model.generation_config.to_dict()),
+            "training": [module.training for module in model.modules()],
+            "attributes": [sorted(vars(module)) for module in model.modules()],
+            "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+            "weights": {name: (tensor.data_ptr(), tensor.sum().item()) for name, tensor in model.state_dict().items()},
+        }
+        for model in pair.models
+    ]
 
 
 class Interruption(Exception):
     """An error that the library does not know."""
+
+
+class Caller:
+    """Its function is called after each step, while samples wait."""
+
+    on_step = staticmethod(lambda event: None)
 
 
 # The call that raises, given the pair, and the number of that call.
@@ -62,6 +54,8 @@ PHASES = {
     "verification": (lambda pair: (randomness, "accept"), 2),
     "commit": (lambda pair: (Rows, "commit"), 3),
     "compaction": (lambda pair: (Rows, "compact"), 3),
+    "caller's function after a prefill": (lambda pair: (Caller, "on_step"), 1),
+    "caller's function after a step": (lambda pair: (Caller, "on_step"), 3),
 }
 
 
@@ -72,21 +66,12 @@ def fresh_pair() -> bass.ModelPair:
 
 @pytest.fixture
 def before(fresh_pair) -> list[dict]:
-    """The models' state before their first run."""
     return states(fresh_pair)
 
 
 @pytest.fixture
 def pair(fresh_pair, before) -> bass.ModelPair:
     return probed(fresh_pair)
-
-
-def interrupt(monkeypatch, pair, phase: str, error: BaseException) -> None:
-    where, number = PHASES[phase]
-    fail_at_call(monkeypatch, *where(pair), number, error)
-
-
-# --- generate -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,60 +84,17 @@ def interrupt(monkeypatch, pair, phase: str, error: BaseException) -> None:
     ids=repr,
 )
 def test_interrupted_call_leaves_everything_as_it_was(monkeypatch, pair, before, cache_memory, phase, error, path):
-    expected = generate(pair, attention=path)
+    options = {"attention": path} | ({"num_return_sequences": 3, "max_batch_size": 4} if "caller" in phase else {})
+    expected = generate(pair, **options)
+    where, number = PHASES[phase]
     with monkeypatch.context() as patch:
-        interrupt(patch, pair, phase, error)
+        fail_at_call(patch, *where(pair), number, error)
         with pytest.raises(type(error)) as caught:  # holds the traceback and its frames, as sys.last_traceback does
-            generate(pair, attention=path)
+            generate(pair, on_step=lambda event: Caller.on_step(event), **options)
     assert error in (caught.value, caught.value.__cause__)  # `Interrupted` has the KeyboardInterrupt as its cause
     assert states(pair) == before and current_pass() is None
     assert cache_memory.was_used and cache_memory.held == 0
-    assert_same(generate(pair, attention=path), expected)
-
-
-@pytest.mark.parametrize(("at_step", "error"), [(0, KeyboardInterrupt()), (2, Interruption())], ids=repr)
-def test_call_interrupted_in_on_step_frees_caches_of_waiting_samples_too(pair, before, cache_memory, at_step, error):
-    def on_step(event):
-        if event.step == at_step:
-            raise error
-
-    options = {"num_return_sequences": 3, "max_batch_size": 4}
-    expected = generate(pair, **options)
-    with pytest.raises(type(error)) as caught:
-        generate(pair, on_step=on_step, **options)
-    assert error in (caught.value, caught.value.__cause__)
-    assert states(pair) == before
-    assert cache_memory.was_used and cache_memory.held == 0
     assert_same(generate(pair, **options), expected)
-
-
-@pytest.mark.parametrize(("line", "cancelled"), [(4, True), (10, False)], ids=["half of the buffers", "capacity"])
-def test_ctrl_c_while_caches_grow_leaves_them_whole(pair, line, cancelled):
-    lines = []
-
-    def tracing(frame, event, argument):
-        if (frame.f_code.co_name, frame.f_code.co_filename) == ("put", cache.__file__) and event == "line":
-            lines.append(frame.f_lineno)
-            if len(lines) == line:
-                raise KeyboardInterrupt
-        return tracing
-
-    with bass.Session(pair, max_batch_size=3, draft_length=3, eos_token_id=()) as session:
-        rows = [session.submit(prompt, max_new_tokens=20) for prompt in PROMPTS[:2]]
-        session.step()
-        long, before = session.submit(PROMPTS[0], max_new_tokens=60), sys.gettrace()
-        sys.settrace(tracing)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                session.step()
-        finally:
-            sys.settrace(before)
-        if cancelled:
-            session.cancel(long)
-        run_to_the_end(session)
-        found = [session.result(row).sequence.tolist() for row in rows]
-    expected = bass.generate(pair, PROMPTS[:2], max_new_tokens=20, draft_length=3, eos_token_id=())
-    assert found == [sequence.tolist() for sequence in expected.sequences]
 
 
 def test_finished_and_refused_calls_leave_everything_as_it_was(pair, before, cache_memory):
@@ -176,30 +118,6 @@ def test_interrupted_probe_leaves_everything_as_it_was(monkeypatch, fresh_pair, 
         assert states(fresh_pair) == before
         assert cache_memory.held == 0
     assert generate(fresh_pair).trace.summary()["attention"] == "pad"
-
-
-# --- sessions -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("phase", "temperature"),
-    [
-        ("verification of a prefill", 0.8),
-        ("later draft pass", 0.8),
-        ("attention of the target pass", 0.8),
-        ("after attention", 0.0),
-        ("verification", 0.8),
-    ],
-)
-def test_step_interrupted_before_its_commit_can_be_repeated(monkeypatch, pair, phase, temperature):
-    undisturbed = session_with_rows(pair, temperature=temperature)
-    run_to_the_end(undisturbed[0])
-    session, handles = session_with_rows(pair, temperature=temperature)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        interrupt(patch, pair, phase, KeyboardInterrupt())
-        run_to_the_end(session)
-    run_to_the_end(session)
-    assert_same_results(session, handles, *undisturbed)
 
 
 def test_closed_session_frees_its_caches_and_refuses_steps(pair, cache_memory):
@@ -226,50 +144,3 @@ def test_dropped_session_is_gone_without_garbage_collection(pair):
         assert gone() is None
     finally:
         gc.enable()
-
-
-# --- repeated calls -------------------------------------------------------------------------------
-
-
-def test_seed_alone_decides_the_bits(pair):
-    torch.manual_seed(1)
-    first, before = generate(pair, seed=3), torch.get_rng_state()
-    assert first.sequences[0].tolist() != generate(pair, seed=4).sequences[0].tolist()
-    for seed in (2, 3, 4):
-        torch.manual_seed(seed)
-        assert_same(generate(pair, seed=3), first)
-    torch.manual_seed(1)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-class OneMoreEachStep(bass.DraftLengthPolicy):
-    """A policy with visible state."""
-
-    def start(self, rows):
-        if not rows.steps.any():
-            self.k = 0
-
-    def plan(self, rows):
-        return self.k
-
-    def update(self, drafted, accepted):
-        self.k += 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "interrupted_at"),
-    [(bass.BassHeuristic, 2), (OneMoreEachStep, 0)],
-)
-def test_policy_starts_afresh_after_an_interrupted_call(pair, kind, interrupted_at):
-    def on_step(event):
-        if event.step == interrupted_at:
-            raise KeyboardInterrupt
-
-    expected = generate(pair, draft_length=kind(), max_new_tokens=20)
-    policy = kind()
-    with pytest.raises(KeyboardInterrupt):
-        generate(pair, draft_length=policy, max_new_tokens=20, on_step=on_step)
-    for _ in range(2):
-        out = generate(pair, draft_length=policy, max_new_tokens=20)
-        assert_same(out, expected)
-        assert out.trace.steps.k.tolist() == expected.trace.steps.k.tolist()

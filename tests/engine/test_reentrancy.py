@@ -12,8 +12,6 @@ from bass_core.model.patching import path_of
 
 
 class Calling(bass.DraftLengthPolicy):
-    """Calls a function in every decode step, between planning and drafting."""
-
     def __init__(self, call):
         self.call = call
 
@@ -80,9 +78,6 @@ def test_step_and_close_inside_a_step_are_refused(how):
     assert_same_result(session.result(handle), alone(0, PROMPTS[0], 12))
 
 
-# --- row numbers ----------------------------------------------------------------------------------
-
-
 def test_row_numbers_are_unique_among_live_rows():
     session = session_over(temperature=1.0)
     handles = [session.submit(PROMPTS[0], max_new_tokens=12, row=1)]
@@ -114,9 +109,6 @@ def test_rows_submitted_by_many_threads_have_numbers_of_their_own():
 
     in_threads(*[submit] * 8)
     assert sorted(rows) == list(range(400)) and len(session.rows.waiting) == 400
-
-
-# --- models in several threads and callbacks ------------------------------------------------------
 
 
 def test_four_threads_with_pairs_of_their_own_decode_as_alone():
@@ -161,15 +153,12 @@ def test_on_step_may_decode_with_the_same_models():
     assert found and all(found)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [lambda b: torch.ones(b + 1, dtype=torch.bool), lambda b: torch.tensor(True), torch.ones, lambda b: None],
-    ids=["too many", "one for all", "floats", "none"],
-)
-def test_answer_of_keep_drafting_is_checked(answer):
+def test_answer_of_keep_drafting_is_checked():
     class Answering(bass.FixedLength):
         def keep_drafting(self, signals):
-            return answer(len(signals.drafting))
+            return next(answers)(len(signals.drafting))
 
-    with pytest.raises(ValueError, match="keep_drafting must return one bool or integer for each of 4 rows"):
-        generate(draft_length=Answering(3))
+    answers = iter((lambda b: torch.ones(b + 1, dtype=torch.bool), lambda b: torch.tensor(True), torch.ones, bool))
+    for _ in range(4):
+        with pytest.raises(ValueError, match="keep_drafting must return one bool or integer for each of 4 rows"):
+            generate(draft_length=Answering(3))

@@ -1,7 +1,6 @@
 """A step is launched before the previous step is read. Texts, traces and errors stay those of eager steps."""
 
-from __future__ import annotations
-
+import itertools
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -10,7 +9,7 @@ import torch
 from recording import PROMPTS, assert_same, count_ahead, pair, submitted, texts, use_fixed_steps, use_on_cpu
 from recording import session as greedy_session
 from tiny import tiny_model
-from trial_policies import DEAR, Fickle, library_policies
+from trial_policies import DEAR, Fickle, PerRow, StopWhenUnsure, library_policies
 
 import bass_core as bass
 from bass_core.gpu import overlap
@@ -82,31 +81,23 @@ def test_policy_without_drafts_predicts_zero(ahead):
 
 
 @pytest.mark.parametrize("policy", ["fixed", *library_policies(limit=4)])
-def test_predicted_length_is_planned_while_no_row_ends(policy):
+def test_predicted_length_is_planned_while_no_row_ends(monkeypatch, policy):
     made = bass.FixedLength(3) if policy == "fixed" else library_policies(limit=4)[policy]()
-    predicted, rows_before, kept = None, None, 0
+    original, before, kept = type(made).plan, None, []
 
-    class Watched(bass.DraftLengthPolicy):
-        keep_drafting, choose = made.keep_drafting, made.choose
+    def plan(self, rows):
+        nonlocal before
+        ids, found = rows.ids.tolist(), original(self, rows)
+        if before is not None and before[0] == ids and before[1] is not None:
+            assert before[1] == found
+            kept.append(found)
+        before = ids, self.predict_next()
+        return found
 
-        def start(self, rows):
-            made.start(rows)
-
-        def plan(self, rows):
-            nonlocal predicted, rows_before, kept
-            found = made.plan(rows)
-            if predicted is not None and rows_before == rows.ids.tolist():
-                assert predicted == found
-                kept += 1
-            predicted, rows_before = made.predict_next(), rows.ids.tolist()
-            return found
-
-        def update(self, drafted, accepted):
-            made.update(drafted, accepted)
-
-    out = bass.generate(pair(), PROMPTS, max_new_tokens=24, draft_length=Watched(), temperature=0.8, eos_token_id=())
+    monkeypatch.setattr(type(made), "plan", plan)
+    out = bass.generate(pair(), PROMPTS, max_new_tokens=24, draft_length=made, temperature=0.8, eos_token_id=())
     steps = out.trace.steps.query("kind == 'decode'").step.nunique()
-    assert steps > 6 and (kept >= steps - len(PROMPTS) or policy != "fixed")
+    assert steps > 6 and (len(kept) >= steps - len(PROMPTS) or policy != "fixed")
 
 
 def test_drafters_are_notified_of_their_own_step(ahead, monkeypatch):
@@ -125,13 +116,9 @@ def test_drafters_are_notified_of_their_own_step(ahead, monkeypatch):
     assert ahead["launched"] > 5
 
 
-# --- changes between two steps --------------------------------------------------------------------
-
-
 def cancel(running, handles):
     for handle in handles:
         running.cancel(handle)
-    return []
 
 
 def replace_all(running, handles):
@@ -164,56 +151,26 @@ def test_changes_between_steps_apply_to_the_rows_that_were_read(ahead, act):
     assert found["graphs"] == found["off"]
 
 
-def test_on_phase_may_be_set_while_a_step_is_under_way(ahead, monkeypatch):
-    with session() as running:
-        handles = submitted(running, PROMPTS[:3])
-        while not running.device_step.is_ahead:
-            running.step()
-        cancel(running, handles)
-        ahead.clear()
-        handles += submitted(running, PROMPTS[3:4], 40)
-        monkeypatch.setattr(bass.Session, "on_phase", lambda *_: None)
-        found = texts(running, handles)
-        assert running.trace.steps.query("row == 3 and kind == 'prefill'").draft_ms.item() == 0
-        assert ahead["launched"] == 0
-    monkeypatch.setattr(bass.Session, "on_phase", None)
-    with session("off") as running:
-        cancel(running, submitted(running, PROMPTS[:3]))
-        assert texts(running, submitted(running, PROMPTS[3:4], 40)) == found[3:]
+@pytest.mark.parametrize(("method", "k"), [("predict_next", 3), ("plan", 0)])
+def test_error_of_a_policy_loses_nothing(ahead, method, k):
+    calls, found, errors = itertools.count(1), {}, 0
 
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def after_an_error(compile, policy):
-    """Texts, counts of drafts and the number of errors with a policy that may raise."""
-    with session(compile, draft_length=policy) as running:
-        handles, errors = submitted(running, PROMPTS[:2], 40), 0
-        while not running.idle:
-            try:
-                running.step()
-            except ValueError:
-                errors += 1
-        return texts(running, handles), [(each.drafted, each.accepted) for each in handles], errors
-
-
-def raising(method):
-    """A fixed length with a method that raises at its seventh call."""
-
-    def once(self, *given):
-        self.calls = getattr(self, "calls", 0) + 1
-        if self.calls == 7:
+    def raising(self, *given):
+        if next(calls) == 7:
             raise ValueError(method)
         return getattr(bass.FixedLength, method)(self, *given)
 
-    return type("Raising", (bass.FixedLength,), {method: once})
-
-
-@pytest.mark.parametrize(("method", "k"), [("predict_next", 3), ("plan", 0)])
-def test_error_of_a_policy_loses_nothing(ahead, method, k):
-    *found, errors = after_an_error("graphs", raising(method)(k))
-    assert errors == 1 and ahead["taken back"] == 1
-    assert found == [*after_an_error("off", bass.FixedLength(k))[:2]]
+    policy = type("Raising", (bass.FixedLength,), {method: raising})(k)
+    for compile, length in (("off", k), ("graphs", policy)):
+        with session(compile, draft_length=length) as running:
+            handles = submitted(running, PROMPTS[:2], 40)
+            while not running.idle:
+                try:
+                    running.step()
+                except ValueError:
+                    errors += 1
+            found[compile] = texts(running, handles), [(each.drafted, each.accepted) for each in handles]
+    assert errors == 1 and ahead["taken back"] == 1 and found["graphs"] == found["off"]
 
 
 @pytest.mark.parametrize("on_row_error", [pytest.param("raise", marks=pytest.mark.ci), "finish"])
@@ -238,20 +195,17 @@ def test_bad_logits_behind_the_end_of_a_row_do_not_matter(ahead, on_row_error):
     assert ahead["launched"] > 5
 
 
-# --- streams of a GPU -----------------------------------------------------------------------------
-
-
 class Stream:
     """Stand-in for a CUDA stream. `log` has all waits in order."""
 
-    current: Stream
+    current: "Stream"
     log: ClassVar[list[tuple]] = []
     device = torch.device("cuda:1")
 
     def __init__(self, name: str):
         self.name = name
 
-    def wait_stream(self, other: Stream) -> None:
+    def wait_stream(self, other: "Stream") -> None:
         self.log.append((self.name, "waits for", other.name))
 
     @contextmanager
@@ -268,7 +222,6 @@ THERE_AND_BACK = [("own", "waits for", "other"), ("other", "waits for", "own")]
 
 @pytest.fixture
 def streams(monkeypatch):
-    """The session's own stream, and another stream of the caller."""
     monkeypatch.setattr(Stream, "log", [])
     monkeypatch.setattr(Stream, "current", Stream("own"), raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
@@ -337,7 +290,8 @@ def test_distribution_is_the_targets(monkeypatch):
     """Enumerated over all random decisions, those of steps that are taken back included."""
     use_fixed_steps(monkeypatch)
     ahead, models = count_ahead(monkeypatch), (tabular(2, seed=1), tabular(2, seed=2))
-    for rule, policy in (("token", lambda: 1), ("block", lambda: Fickle(k=1, zeros=1))):
+    fickle = lambda: Fickle(k=1, zeros=1)  # noqa: E731
+    for rule, policy in (("token", lambda: 1), ("block", fickle), ("token", StopWhenUnsure), ("block", PerRow)):
         found = law_of_engine(*models, 4, policy, verification=rule)
         assert total_variation(found, exact_law(models[0], 4)) < EXACT
     assert ahead["launched"] > ahead["taken back"] > 0

@@ -4,7 +4,6 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -19,10 +18,8 @@ from bass_core.session import Session
 from bass_lab.checks import plain_decoding
 from bass_lab.gpu import decoding
 from bass_lab.measure import records, repeated_way
-from bass_lab.measure.clocks import Clock
 from bass_lab.measure.modelled_costs import modelled_costs
 from bass_lab.measure.plan import DRY, PEER, PEERS, REGULAR, USELESS, PlannedMethod, batched, plan, policy_of
-from bass_lab.measure.ratios import counted_repeats
 from bass_lab.measure.roofline import H100, Roofline, StepWork
 from bass_lab.named_pairs import SHAPES, named_config
 
@@ -43,7 +40,6 @@ def tiny_pair():
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory):
-    """Exit code, records and the folder that holds them."""
     output = tmp_path_factory.mktemp("bench") / "gpu.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
@@ -64,24 +60,16 @@ def test_dry_run_writes_a_record_per_way(dry_run):
             assert line["exactness"]["passed"]
             assert line["exactness"]["greedy"] == line["exactness"]["coupled"] == "4 of 4 rows"
             assert all(line["exactness"][name] == line[name] for name in ("attention", "compile"))
-        assert line["first_ms"] <= line["mean_ms"] <= line["last_ms"]
-        assert len(line["seconds"]) == line["repeats"] == 2
-        assert line["over_regular"]["low"] <= line["over_regular"]["median"] <= line["over_regular"]["high"]
+        assert len(line["seconds"]) == 2
         if line["method"] != "transformers":
             assert 0 < line["utilisation"]["emitted"] <= line["utilisation"]["verified"] < 1
             assert 0 < line["host_share"] < 1
     text = decoding.table(lines).splitlines()
     assert "synthetic: dummy weights" in text[0] and [line.split()[0] for line in text[2:]] == METHODS
     assert len(records.load_records(folder)) == len(lines)
-
-
-def test_drafts_have_a_forced_acceptance_and_wrong_records_are_refused(dry_run):
-    _, (regular, fixed, *_), _ = dry_run
+    regular, fixed, *_ = lines
     assert (regular["policy"], regular["alpha"], regular["tokens_per_step"]) == ("", None, 1.0)
     assert fixed["policy"].startswith("k=") and fixed["alpha"] == 0.8 and fixed["tokens_per_step"] > 1
-    for name, wrong in {"mean_ms": "fast", "synthetic": None, "batch": 0}.items():
-        with pytest.raises(ValueError, match=name):
-            records.check(regular | {name: wrong})
 
 
 def test_run_out_of_time_reports_what_it_left_out_and_fails(quick, capsys):
@@ -148,9 +136,6 @@ def test_broken_regular_session_is_replaced(one_way, monkeypatch, tmp_path):
     assert [line.get("reason") for line in lines] == ["RuntimeError: out of memory", None]
 
 
-# --- the plan --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("quick", [True, False])
 def test_plan_has_every_way_that_records_need(quick):
     groups = defaultdict(tuple)
@@ -188,7 +173,6 @@ def test_draft_length_policy_of_a_way():
 
 
 def test_costs_include_time_beyond_the_roofline():
-    """So the best length is shorter: at α 0.8 the roofline alone would draft 8."""
     launches = {"target_launch": 1.5e-3, "target_token": 1e-4, "draft_launch": 5e-4, "overhead": 3e-4}
     roof, real = roofline_costs(), roofline_costs(**launches)
     lines = [
@@ -208,23 +192,13 @@ def test_costs_include_time_beyond_the_roofline():
     assert policy_of(batched(0.8), 8, real, 576) < policy_of(batched(0.8), 8, roof, 576) == 8
 
 
-def clock(first, last):
-    return Clock(first={row: (time, 1) for row, time in enumerate(first)}, last=dict(enumerate(last)))
-
-
-def peer():
-    pair = tiny_pair()
-    return repeated_way.RepeatedWay(pair, PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
-
-
 def test_transformers_decodes_over_one_cache(monkeypatch):
-    """A new cache would be recorded again in each call."""
     written = []
     generate = repeated_way.transformers_generate
     monkeypatch.setattr(
         repeated_way, "transformers_generate", lambda *given, **options: written.append(generate(*given, **options))
     )
-    runs = peer()
+    runs = repeated_way.RepeatedWay(tiny_pair(), PEER, ragged_prompts(9, 5), roofline_costs(), new=8)
     runs.once()
     first = runs.cache.layers[0].keys.data_ptr()
     runs.once()
@@ -254,51 +228,6 @@ def test_device_rests_once_per_decode_step_of_a_rested_run(monkeypatch):
     assert len(announced) == runs_with_rests * steps[steps.kind == "decode"].step.nunique()
     assert announced[0] * steps.step.nunique() == pytest.approx(2 * seconds * repeated_way.CYCLES, rel=0.01)
     assert Session.on_phase is None
-
-
-def test_rested_runs_that_record_do_not_count():
-    class Runs(repeated_way.RepeatedWay):
-        """Passes take 0.1 s of a run. Both warm-up runs and the next one record, which takes 9 s more."""
-
-        pair, way, recordings, runs = SimpleNamespace(device=torch.device("cuda")), batched(0.8, 3), 0, -1
-
-        def __init__(self):
-            pass
-
-        def once(self):
-            self.runs += 1
-            records = self.runs < 4
-            self.recordings += records
-            spans = {"kind": ["decode"], "step": [1], "draft_ms": [40.0], "verify_ms": [60.0 + 9000 * records]}
-            return repeated_way.Repeat(0.2, None, pd.DataFrame(spans))
-
-    runs = Runs()
-    assert runs.host_share([runs.once()]) == pytest.approx(0.5)
-
-
-def test_rest_is_twice_the_launch_time_of_the_step_before():
-    now, rests = iter([10.0, 10.25, 20.0, 22.0, 30.0, 30.5]), []
-    rest = repeated_way.Rest(3.0, rests.append, clock=lambda: next(now))
-    for phases in (("prefill", "commit", ""), *3 * [("plan", "draft", "verify", "commit", "")]):
-        for phase in phases:
-            rest(None, 0, phase)
-    assert rests == [3.0, 0.5, 3.0]  # 4.0 would be longer than at most
-
-
-def test_time_counts_from_the_last_rows_prefill():
-    assert clock([1.0, 1.5], [3.0, 4.0]).decoding_seconds() == 2.5
-    assert clock([1.0, 4.0], [3.0, 7.0]).decoding_seconds(one_by_one=True) == 5.0
-
-
-def test_repeats_that_recorded_are_repeated():
-    def counted(recordings):
-        """Return the numbers of the repeats that count, of which those that are disturbed."""
-        found = counted_repeats(lambda number: number, 2, iter(recordings).__next__)
-        return list(zip(*found, strict=True))
-
-    before_and_after = [1, 2, 2, 2, 2, 3, 3, 3]  # the first and the third of four repeats record
-    assert counted(before_and_after) == [(1, 3), (False, False)]
-    assert counted(range(99)) == [(4, 5), (True, True)]
 
 
 class CompilationError(Exception):

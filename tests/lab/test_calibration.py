@@ -76,7 +76,6 @@ def test_recorded_steps_are_timed_by_their_phases(pair, monkeypatch):
 
 
 def test_recorded_rows_surround_the_kv_length_and_regular_steps_are_launched_ahead(pair, monkeypatch):
-    """As the default policy does."""
     use_on_cpu(monkeypatch)
     ahead, made = count_ahead(monkeypatch), []
 
@@ -201,9 +200,6 @@ def test_short_turns_and_rare_points_come_more_often(monkeypatch):
     assert visits(end=0.0) == {"short": 1, "long": 1, "rare": 1}
 
 
-# --- the command ---
-
-
 @pytest.fixture
 def command(caches, monkeypatch):
     """Run `bass calibrate` for two rows with a small comparison. Returns the result and its document."""
@@ -239,7 +235,6 @@ def test_command_measures_saves_and_checks(command, caches, monkeypatch):
 
 @pytest.mark.ci
 def test_command_measures_dummy_weights(command):
-    """Without a tokenizer, prompts are ids."""
     _, document = command("--weights", "dummy")
     assert len(document["check"]) == 2
     assert all(model["name"].endswith("(dummy weights)") for model in document["models"].values())

@@ -39,12 +39,15 @@ def test_collected_record_is_found_and_names_its_source(collected, kind):
     assert found.device == gpu_box.DEVICE and found.name == "X1 Example (recorded)"
     assert str(found).startswith("Recorded on NVIDIA X1 Example: bfloat16, torch 2.99.0, commit abcdef123456")
     assert ("synthetic" in str(found)) == (kind == "gpu")
+    assert list(collected.glob(f"{kind}_x1_example.*"))
 
 
 def test_without_a_record_there_is_none(tmp_path):
     (tmp_path / "costs_check_x.jsonl").write_text("{}\n")  # no costs, but a check of them
     for kind in recorded.READERS:
         assert gpu_record(kind, tmp_path) is None and gpu_record(kind, tmp_path / "nowhere") is None
+    with pytest.raises(ValueError, match="no line"):
+        stages.collect(tmp_path / "nowhere")
 
 
 def test_contents_are_those_of_the_files(collected):
@@ -102,8 +105,3 @@ def test_shipped_records_of_gpus_are_read(collected):
         path.write_text(path.read_text().replace('"batch": 32', '"batch": 0'))
     with pytest.raises(ValueError, match="batch must be positive"):
         gpu_record("gpu", collected)
-
-
-def test_records_of_a_gpu_join_the_table_of_all_records(collected):
-    table = records.load_records(collected)
-    assert len(table) == sum(len(path.read_text().splitlines()) for path in collected.glob("*.jsonl"))

@@ -14,7 +14,7 @@ from recording import use_on_cpu
 from tiny import ragged_prompts, tiny_model
 
 import bass_core as bass
-from bass_lab.gpu import command, parts, stages
+from bass_lab.gpu import parts, stages
 from bass_lab.measure import records
 
 
@@ -144,12 +144,6 @@ def test_nothing_is_recorded_in_a_timeline(monkeypatch):
     assert made[0] > 0 and made[-1] == 0 and len(found.steps) > 3
 
 
-def test_without_a_gpu_it_says_so_and_ends(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert stages.main([str(tmp_path)]) == command.NO_GPU
-    assert "--rehearse" in capsys.readouterr().err
-
-
 def test_only_failed_cases_are_measured_again(tmp_path):
     calls, file = [], tmp_path / "some.jsonl"
 
@@ -170,19 +164,6 @@ def test_only_failed_cases_are_measured_again(tmp_path):
         again.case(case, lambda case=case: measured(case))
     assert calls == ["a", "b", "b", "d"]
     assert [line.get("failed") for line in lines(file) if line["case"] != "c"] == [None, "ValueError: no", None, None]
-
-
-def test_files_are_collected_under_the_name_of_the_device(monkeypatch, tmp_path):
-    monkeypatch.setenv("BASS_RECORDS", str(tmp_path))
-    back = tmp_path / "back"
-    back.mkdir()
-    (back / "exactness.jsonl").write_text('{"device": "NVIDIA H100 80GB HBM3"}\n')
-    (back / "timeline.json.gz").write_bytes(b"gz")
-    names = [path.name for path in stages.collect(back)]
-    assert names == ["exactness_h100_80gb_hbm3.jsonl", "timeline_h100_80gb_hbm3.json.gz"]
-    assert (tmp_path / "timeline_h100_80gb_hbm3.json.gz").read_bytes() == b"gz"
-    with pytest.raises(ValueError, match="no line"):
-        stages.collect(tmp_path / "nowhere")
 
 
 @pytest.mark.slow

@@ -87,9 +87,6 @@ def test_every_field_has_a_meaning():
             assert part["description"].endswith("."), f"{kind}.{name}"
 
 
-# --- where they lie ---
-
-
 def test_only_half_a_record_is_removed(tmp_path):
     path = tmp_path / "notes.txt"
     for content in (b"my precious notes, one line", b"notes\nhalf", b"PK\x03\x04\x00\n\x00\x01", b'{\n "a": 1}'):

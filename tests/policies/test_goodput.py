@@ -5,18 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import ragged_prompts, tiny_model
 from trial_policies import CHEAP, Line, library_policies
 
 import bass_core as bass
-from bass_core.loading import measured_costs
-from bass_core.loading.measured_costs import policy_for
-from bass_core.loading.model_pair import fingerprints
 from bass_core.policies import goodput
 from bass_core.policies.protocol import RowsView, expected_tokens, planned_lengths
 from bass_lab.checks.tabular import tabular
-from bass_lab.measure.modelled_costs import measured_cpu, modelled_costs
-from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, Roofline
+from bass_lab.measure.modelled_costs import measured_cpu
 from bass_lab.study.recorded_acceptance import AcceptanceTrace
 from bass_lab.study.replay import Replay, decode
 from bass_lab.study.simulator import simulate
@@ -56,9 +51,6 @@ def started(batch=2, **options):
     return policy
 
 
-# --- acceptance of rows ----------------------------------------------------------------------------
-
-
 def after(steps, ids=(0, 1, 2)):
     """α of rows after steps of (kept, lost) each."""
     alphas = goodput.RowAlphas()
@@ -71,20 +63,6 @@ def after(steps, ids=(0, 1, 2)):
 def test_alpha_is_the_share_of_drafts_that_were_accepted():
     assert after([([4, 4, 4], [1, 1, 1])] * 400)() == pytest.approx([0.8] * 3, abs=0.01)
     assert after([])() == pytest.approx([goodput.PRIOR[0] / sum(goodput.PRIOR)] * 3)
-
-
-def test_older_steps_count_less():
-    alphas = after([([4, 4, 4], [0, 0, 0])] * 20 + [([0, 0, 0], [1, 1, 1])] * 100)
-    assert (alphas() < 0.1).all()
-    alphas.update(np.full(3, 5), np.zeros(3))
-    before = after([([4] * 3, [0] * 3)] * 20).counts[0]
-    assert alphas.counts[0] == pytest.approx(before * goodput.DECAY**101 + 5)
-
-
-def test_new_row_has_the_alpha_of_the_others():
-    alphas = after([([9, 9, 9], [0, 0, 0])] * 30)
-    alphas.follow(np.array([0, 1, 2, 7]))
-    assert alphas()[3] == pytest.approx(alphas()[:3].mean(), abs=0.02)
 
 
 def test_extreme_rows_hardly_change_rows_that_have_drafted():
@@ -108,13 +86,6 @@ def test_rows_begin_with_the_alpha_of_earlier_rows():
     assert alphas().item() == pytest.approx(shown, abs=0.05)
 
 
-def test_rows_of_one_number_do_not_add_up():
-    alphas = after([([3, 3], [1, 1])] * 9, ids=(0, 0))
-    kept = alphas.counts[0, 0]
-    alphas.follow(np.array([0, 0, 5]))
-    assert alphas.counts[0].tolist() == [kept, kept, 0]
-
-
 def test_counts_of_ended_rows_fade_while_nothing_is_drafted():
     alphas = after([([0, 0, 0], [1, 1, 1])] * 20)
     alphas.follow(np.array([3]))
@@ -122,9 +93,6 @@ def test_counts_of_ended_rows_fade_while_nothing_is_drafted():
     for _ in range(200):
         alphas.fade()
     assert alphas().item() == pytest.approx(after([], ids=[3])().item(), abs=0.01)
-
-
-# --- the best length ------------------------------------------------------------------------------
 
 
 def test_goodput_has_the_most_expected_tokens_per_second():
@@ -145,18 +113,7 @@ def test_goodput_counts_no_token_beyond_a_rows_end():
     assert found == pytest.approx(tokens / CHEAP.step(2, np.arange(3), 0), rel=1e-7)
 
 
-def test_rows_count_by_the_steps_that_they_still_need():
-    """Of two rows, one accepts all drafts and one few: the batch ends with the second, unless it has little left."""
-    policy = taught(bass.Goodput(CHEAP), [6, 1], of=6)
-    policy.k = 6
-    sure, doubtful = policy.weigh(rows([900, 900]), expected_tokens(policy.alphas(), 16))
-    assert doubtful > 1.9 and sure + doubtful == pytest.approx(2)
-    sure, doubtful = policy.weigh(rows([900, 9]), expected_tokens(policy.alphas(), 16))
-    assert sure > 1.9 and sure + doubtful == pytest.approx(2)
-
-
 def test_missing_drafts_count_as_refused():
-    """An n-gram lookup finds nothing for the second row."""
     policy = bass.Goodput(CHEAP)
     policy.start(rows())
     for _ in range(50):
@@ -169,13 +126,7 @@ def test_missing_drafts_count_as_refused():
 
 @pytest.mark.parametrize(
     ("alpha", "batch", "line"),
-    [
-        (0.0, 1, Line(0.2, 0.3)),
-        (0.3, 8, Line(0.2, 0.3)),
-        (0.6, 32, CHEAP),
-        (0.9, 1, CHEAP),
-        (0.9, 32, Line(0.2, 0.3)),
-    ],
+    [(0.0, 1, Line(0.2, 0.3)), (0.3, 8, Line(0.2, 0.3)), (0.6, 32, CHEAP), (0.9, 1, CHEAP), (0.9, 32, Line(0.2, 0.3))],
 )
 def test_goodput_is_near_the_best_fixed_length(alpha, batch, line):
     trace = AcceptanceTrace.synthetic(alpha=alpha, length=384, sequences=64, seed=1)
@@ -186,9 +137,6 @@ def test_goodput_is_near_the_best_fixed_length(alpha, batch, line):
     regular, found = seconds(0), seconds(bass.Goodput(line))
     assert found <= regular / 0.98
     assert found <= min(regular, *(seconds(k) for k in (1, 2, 3, 5, 8, 12, 16))) / 0.95
-
-
-# --- probes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("probe", "zeros"), [(32, [32, 64, 128]), (1, [1, 2, 4, 8, 16, 32, 64, 128])])
@@ -228,9 +176,6 @@ def test_accepted_probe_begins_drafting_again():
     assert policy.alphas().max() < 0.3
     decided(policy, [9999] * 8, accept=1, steps=150)
     assert policy.alphas().min() > 0.8
-
-
-# --- the beginning of a decode --------------------------------------------------------------------
 
 
 def test_goodput_begins_with_the_acceptance_of_the_calibration():
@@ -299,27 +244,6 @@ def test_probes_go_on_while_short_rows_come_and_go():
     planned = joined(bass.Goodput(DEAR), requests=60)
     probes = np.flatnonzero(planned == 1)
     assert len(planned) > 1000 and 4 < len(probes) < 20 and probes[-1] > 500
-
-
-# --- the default ----------------------------------------------------------------------------------
-
-
-def test_default_is_goodput_if_the_pairs_costs_are_known(caches):
-    pair = bass.ModelPair(tiny_model(), tiny_model(noise=0.1))
-    options = {"max_new_tokens": 8, "eos_token_id": ()}
-    assert policy_for(pair, None) == bass.FixedLength(5)
-    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"] == "FixedLength(k=5)"
-    cost = modelled_costs(Roofline(TARGET_8B, H100), Roofline(DRAFT_310M, H100))
-    for role, mark in fingerprints(pair).items():
-        cost.models[role]["fingerprint"] = mark
-    cost = replace(cost, device=measured_costs.device_name(pair.device))
-    caches.mkdir(parents=True)
-    cost.save(caches / cost.file_name)
-    assert isinstance(policy_for(pair, None), bass.Goodput)
-    assert bass.generate(pair, ragged_prompts(4), **options).trace.meta["policy"].startswith("Goodput(")
-
-
-# --- all policies ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", library_policies(limit=3))

@@ -40,7 +40,6 @@ def test_packed_pass_equals_the_rectangular_one(architecture, path):
 
 @contextmanager
 def input_shapes(model):
-    """The shapes of the ids of every forward pass."""
     shapes = []
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
@@ -81,7 +80,6 @@ def test_tokens_that_round_a_packed_pass_up_change_nothing():
 
 
 def test_stopped_rows_are_fed_while_there_is_room(monkeypatch):
-    """Feeding them takes fewer operations than holding them back, and changes no text."""
     pair, resting, original = bass.ModelPair(tiny_model(), tiny_model(noise=0.1)), [], Runner.feed
 
     def feed(self, ids, starts, query_lengths, **options):

@@ -20,9 +20,6 @@ class Operators(TorchDispatchMode):
         self.met.append((function._schema.name.split("::")[-1], getattr(args[0], "shape", None) if args else None))
         return function(*args, **(kwargs or {}))
 
-    def shapes(self, name):
-        return {shape for each, shape in self.met if each == name}
-
     def count(self, *names):
         return sum(each in names for each, _ in self.met)
 
