@@ -46,12 +46,11 @@ def diagnose(
     device: str | None = None,
     quantize: str | dict[str, str] | None = None,
 ) -> dict:
-    """This installation and that pair (the embedded one by default), as one document of JSON values. The arguments are
-    those of `named_pair`.
+    """Return this installation and that pair (None: the embedded one) as a document of JSON values.
 
     The entries of `describe_environment`; cuda: what torch is built for; devices; packages (None: not installed);
-    target and draft (None: no model); drafter (None: the draft model); tokenizers; draft_length: the policy that these
-    models get by default; problem: None, or in one line why they cannot be used.
+    target and draft (None: no model); drafter; tokenizers; draft_length: the default policy; problem: why they cannot
+    be used, or None.
     """
     environment = describe_environment()
     document = environment | {"cuda": torch.version.cuda, "devices": _devices(environment["device"])}

@@ -94,8 +94,7 @@ def ended_in_one_line() -> Iterator[None]:
 
 
 def _at_interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """An interrupted import may end in another error, of its own or of the next one, and in C++ code of torch with the
-    text of a crash: inside of one the program ends on the spot, as after a kill, which loses nothing."""
+    """End at once inside an import: interrupted, it may end in another error, or with a crash in torch's C++ code."""
     calling = frame
     while calling is not None:
         if calling.f_code.co_filename.startswith("<frozen importlib"):
@@ -116,8 +115,7 @@ def _exchange_handlers(old: Callable, new: Callable) -> None:
 
 
 class Command(TyperCommand):
-    """One command, whose numbers are all finite and no larger than what can be meant. torch's threads are settled
-    before its work begins, but not for its help."""
+    """One command, whose numbers are finite and in range. torch's threads are settled before its work, not its help."""
 
     allow_extra_args = True  # to say here what they should have been
 
@@ -173,8 +171,7 @@ def input_file(path: Path | str | None) -> Path | str | None:
 
 
 def output_file(path: Path | None) -> Path | None:
-    """For options: a file that can be written, in a folder that can be made, checked before there is anything to
-    write."""
+    """For options: a file that can be written, in a folder that can be made."""
     if input_file(path) is not None:
         _check_folder(path.parent)
         if path.exists() and not os.access(path, os.W_OK):

@@ -126,8 +126,7 @@ def _document(prompts: list[PromptLike], out: Generation) -> dict[str, Any]:
 
 
 def _standard_input() -> str:
-    """All of it, as one prompt. Raises BadParameter without one and at a terminal, where nobody knows that they are to
-    type."""
+    """Return all of it as one prompt. Raises BadParameter without one and at a terminal."""
     if sys.stdin is None or is_terminal(sys.stdin):
         raise typer.BadParameter("give a prompt, or pipe one into standard input", param_hint="PROMPT")
     return sys.stdin.read()

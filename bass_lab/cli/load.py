@@ -195,8 +195,7 @@ def load(
 
 
 def _held_alone(serve: Callable[[Workload], LoadRun], asked: Workload, aim: Target) -> None:
-    """Raises ValueError where a request misses the target that nobody else is served beside, at the second try, too:
-    every rate would, and lower ones take longer and longer to say so."""
+    """Raise ValueError where a request that is served alone misses the target twice: every rate would."""
     from bass_lab.load import Workload
 
     one = Workload(asked.requests.head(1).assign(arrived=0.0), asked.meta)

@@ -1,8 +1,7 @@
 """Programming problems in HumanEval's format (Chen et al. 2021, arXiv 2107.03374): one JSON object per line.
 
-What a model writes runs in the sandbox. A problem's own code does not: its `test`, and its `prompt` for the helpers in
-it, judge the program from outside, with all rights of the user. So problems from a file or the hub are loaded only if
-they are HumanEval's or the mini set's to the letter, or the caller says that their author is trusted.
+A problem's own `test` and `prompt` judge the program from outside the sandbox, with all rights of the user. So problems
+other than HumanEval's or the mini set's load only if the caller trusts their author.
 """
 
 from __future__ import annotations
@@ -39,12 +38,11 @@ class Problem:
 
 
 def load_problems(path: str | Path | None = None, *, trust_problems: bool = False) -> list[Problem]:
-    """The problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
+    """Return the problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
 
-    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). trust_problems: load also what is neither
-    HumanEval nor the mini set, whose code will run outside the sandbox, as the caller. Raises ValueError without it,
-    naming the line for one that is no problem, or why the hub could not be read; FileNotFoundError where there is no
-    file.
+    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). trust_problems: load other problems, too,
+    whose code will run outside the sandbox. Raises ValueError without it, naming the line that is no problem, or why
+    the hub could not be read; FileNotFoundError.
     """
     if path is None:
         return _problems(MINI_SET)

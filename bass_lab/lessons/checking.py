@@ -1,8 +1,7 @@
 """How an exercise is checked: `check_<name>(your_function)` compares it with a plain reference on many cases.
 
-A check prints one line and returns whether the function is right: the stub (it raises NotImplementedError) is "not
-solved yet", a wrong one is told the first case that it fails and what differs. What the function itself raises passes
-through, after a line that names the case.
+A check prints one line and returns whether the function is right. The stub raises NotImplementedError and is "not
+solved yet"; a wrong one is told the first case that it fails. What the function raises passes through.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Figures and widgets of lesson 01: the price of a step, its decisions, the rule behind them, and what they yield.
-
-All numbers come from `l01_demonstrations` and `l01_rules`.
-"""
+"""Figures and widgets of lesson 01: the price of a step, its decisions, the rule behind them, and what they yield."""
 
 from __future__ import annotations
 
@@ -109,10 +106,7 @@ def _label(line: pd.Series) -> str:
 
 
 def step_slider(story: Story, tokenizer: PreTrainedTokenizerBase) -> ipywidgets.VBox:
-    """A slider over the steps of a story, above the text so far and `steps_figure` of the step.
-
-    Its children are the slider, the text as HTML, and the figure; setting `slider.value` redraws.
-    """
+    """A slider over the steps of a story, above the text so far and `steps_figure`. Setting `slider.value` redraws."""
     steps = sorted(set(story.lines.step) - {0})
 
     def draw(step: int):
@@ -158,10 +152,7 @@ def overlap_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], value: float) -> ipywidgets.VBox:
-    """A slider for the temperature of both models above `overlap_figure` of one position.
-
-    logits: as of `next_logits`. Its children are the slider and the figure; setting `slider.value` redraws.
-    """
+    """A slider for the temperature of both models above `overlap_figure` of one position. logits: as of `next_logits`."""
 
     def draw(temperature: float):
         parts = overlap(*l01_demonstrations.laws(logits, temperature), names)

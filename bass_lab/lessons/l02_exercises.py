@@ -15,8 +15,7 @@ def check_positions(positions: Callable) -> bool:
     """positions(lengths, drafted) -> int [B, K + 1]: the position ids of a verification pass, K = max(drafted).
 
     lengths [B]: committed tokens per row; drafted [B]: draft tokens that each row submits. A row's pass feeds its last
-    committed token and then its drafts. Rows that submit fewer than K are padded: padding repeats the row's last valid
-    position.
+    committed token and then its drafts; padding repeats the row's last valid position.
     """
     return check(positions, _position_cases())
 
@@ -64,11 +63,9 @@ def _query_name(query: int, drafted: int) -> str:
 
 
 def check_keep(keep: Callable) -> bool:
-    """keep(accepted, k) -> bool [B, k + 1]: which of the cache entries that a verification pass wrote hold committed
-    tokens.
+    """keep(accepted, k) -> bool [B, k + 1]: the cache entries of a verification pass that hold committed tokens.
 
-    accepted [B]: how many of its k drafted tokens each row accepted. The pass fed the row's last committed token, then
-    the k drafted ones.
+    accepted [B]: of each row's k drafts. The pass fed the row's last committed token, then the k drafted ones.
     """
     return check(keep, _keep_cases())
 

@@ -1,8 +1,4 @@
-"""Draft-length policies against each other on made-up acceptance, live: what does each buy, and how far is it from the
-best in hindsight?
-
-`contest` is the comparison of a batch, on any trace and costs; `LengthExplorer` puts controls above it.
-"""
+"""Draft-length policies against each other on made-up acceptance, live, and how far each is from the best in hindsight."""
 
 from __future__ import annotations
 
@@ -69,8 +65,8 @@ def contest(
     others: Mapping[str, int | DraftLengthPolicy] | None = None,
     **options,
 ) -> pd.DataFrame:
-    """`simulator.regret` of `policies` at one batch size (repeats and other options: its own), with `speed`: tokens per
-    second over those of regular decoding. others: more policies, by name."""
+    """`simulator.regret` of `policies` and others at one batch size, with `speed` over regular decoding. options: its
+    own."""
     found = simulator.regret(trace, policies(cost) | dict(others or {}), cost, [batch], **options)
     regular = found.set_index("policy").seconds_per_token[REGULAR]
     return found.assign(speed=regular / found.seconds_per_token)
@@ -96,11 +92,9 @@ def speed_figure(table: pd.DataFrame, title: str) -> go.Figure:
 class LengthExplorer:
     """Controls above two figures: the speed of every policy over regular decoding, and the path of Algorithm 1.
 
-    controls: "alpha" (chance that a draft is accepted), "variation" ("all alike", or "easy and hard": passages of 32
-    tokens on average, with chances `spread` above and below alpha), "spread", "batch", "costs" ("H100 (modelled)",
-    "CPU (measured)", or what a GPU recorded), "launch" (ms to launch a pass of the modelled target; a pass of the draft
-    takes a fifth). Setting a value replays and redraws. `table` is what `contest` found, `path` the trace of
-    Algorithm 1, `sentence` says both.
+    controls: "alpha", "variation" ("all alike", or "easy and hard": passages of 32 tokens on average, `spread` above
+    and below alpha), "spread", "batch", "costs", "launch" (ms of a pass of the modelled target; a draft's takes a
+    fifth). `table` is of `contest`, `path` the trace of Algorithm 1, `sentence` says both.
     """
 
     def __init__(

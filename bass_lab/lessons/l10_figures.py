@@ -18,10 +18,7 @@ SYMBOLS = ("square", "circle", "diamond", "triangle-up", "cross", "x", "star", "
 
 
 def channel_figure(weight: Tensor, copies: Mapping[str, Tensor], shown: int = 64) -> go.Figure:
-    """The first weights of an output channel, and what each copy makes of them: values above, errors below.
-
-    weight: [K]. copies: [K] each, by kind.
-    """
+    """The first weights [K] of an output channel, and each copy of them: values above, errors below."""
     figure = panels(2, 1, ["weights", "what rounding changed"], "One output channel", 520, shared_xaxes=True)
     inputs = np.arange(min(shown, len(weight)))
     weight, copies = weight.numpy(), {kind: copy.numpy() for kind, copy in copies.items()}
@@ -56,10 +53,7 @@ def step_figure(steps: Mapping[str, pd.DataFrame], draft_length: int) -> go.Figu
 
 
 def blocks_figure(columns: int, inputs: int, block_n: int, block_k: int, splits: int, shown: int = 8) -> go.Figure:
-    """Which program reads which block of a weight matrix: the first `shown` blocks of outputs, each with its number.
-
-    Programs go along the inputs; a row of blocks is cut into `splits` pieces, whose sums a second launch adds up.
-    """
+    """The program that reads each block of a weight matrix: rows of blocks are cut into `splits` pieces."""
     owners = programs(columns, inputs, block_n, block_k, splits)[:shown]
     title = f"Who reads which weights: {columns} outputs × {inputs} inputs, K cut into {splits}"
     figure = empty_figure(
@@ -80,8 +74,7 @@ def programs(columns: int, inputs: int, block_n: int, block_k: int, splits: int)
 
 
 def products_figure(columns: int, inputs: int, rows: Sequence[int], device: Device) -> go.Figure:
-    """MODELLED: the least time of a product of so many rows with weights of 16, 8 and 4 bits, by bytes and
-    operations."""
+    """MODELLED: the least time of a product of so many rows with weights of 16, 8 and 4 bits."""
     figure = empty_figure(
         f"Least time of a product, {columns} × {inputs} weights: {device.name}", "rows", "µs (modelled)", 400
     )
@@ -95,11 +88,8 @@ def products_figure(columns: int, inputs: int, rows: Sequence[int], device: Devi
 
 
 def front_figure(front: pd.DataFrame, machines: Mapping[str, str]) -> go.Figure:
-    """TV of the next token against ms per token, a mark per way, a panel per machine; pass@1 stands beside each mark
-    where it was measured.
-
-    front: tv, pass@1 and a column of ms per machine. machines: titles, by column.
-    """
+    """TV of the next token against ms per token, a mark per way with its pass@1, a panel per machine (titles by
+    column)."""
     figure = panels(
         1, len(machines), list(machines.values()), "TV × milliseconds × pass@1", 500, horizontal_spacing=0.1
     )

@@ -1,8 +1,7 @@
 """Lesson 10, for the lesson alone: an acceptance rule that changes the text's law, and by how much.
 
-A drafted token is kept where the target finds it at least ε times as likely as its favourite (typical acceptance in its
-simplest form: Medusa, Cai et al. 2024), otherwise the target's own draw takes its place. More drafts pass, and what is
-written is no longer the target's: this stays out of `bass_core`, whose rules are exact.
+A draft is kept where the target finds it at least ε times as likely as its favourite (typical acceptance: Medusa, Cai
+et al. 2024), else the target's own draw takes its place. `bass_core`'s rules are exact.
 """
 
 from __future__ import annotations
@@ -46,11 +45,8 @@ def likely_enough(epsilon: float):
 
 @contextmanager
 def lossy(epsilon: float | None) -> Iterator[None]:
-    """LOSSY: inside, whatever samples with token verification goes by this rule, in every thread of the process; None
-    leaves the exact one. Kernels that decide for themselves are not used. Sessions have to begin inside.
-
-    Raises ValueError for an ε that is no number from 0 to 1.
-    """
+    """LOSSY: inside, token verification goes by this rule in every thread, without kernels that decide; None is exact.
+    Sessions have to begin inside. Raises ValueError for an ε that is no number from 0 to 1."""
     if epsilon is None:
         yield
         return
@@ -64,9 +60,8 @@ def lossy(epsilon: float | None) -> Iterator[None]:
 
 
 def exact_distances(epsilons=EPSILONS, *, pairs: int = 3, new: int = 3, draft_length: int = 2) -> pd.DataFrame:
-    """TV of texts of `new` tokens from the target's law, every random decision of the engine enumerated, on tabular
-    targets of three tokens with drafts that know nothing of them: mean and largest over `pairs` of them, by ε, and of
-    the exact rule."""
+    """TV of texts of `new` tokens from the target's law, every decision enumerated, on tabular targets of three tokens:
+    mean and largest over `pairs`, by ε, and of the exact rule."""
     lines = {}
     for epsilon in (None, *epsilons):
         found = []

@@ -42,10 +42,8 @@ def answered_in_time(run: LoadRun, seconds: float) -> float:
 
 
 def late_long_prompt(pair: ModelPair, short: Sequence[str], tokens: int, new: int, arrives: float) -> Workload:
-    """Short prompts that come at once, and after `arrives` seconds one of about so many tokens, made of library code.
-
-    Each short one asks for `new` tokens, the long one, which is last, for four.
-    """
+    """Short prompts of `new` tokens at once, and after `arrives` seconds one of about `tokens` tokens, which asks for
+    four."""
     ids = [token for text in pair.tokenizer(prompt_set("library"))["input_ids"] for token in text]
     prompts = [*short, pair.tokenizer.decode(ids[:tokens], skip_special_tokens=True)]
     arrived, asked = [0.0] * len(short) + [arrives], [new] * len(short) + [4]
@@ -73,8 +71,8 @@ def server_obstacle() -> str | None:
 
 @contextmanager
 def server(pair: ModelPair, places: int) -> Iterator[str]:
-    """What `bass serve` runs, in a thread of this process, on a free loopback port. Gives `host:port`, as long as it
-    listens; it has ended when this is left. Raises RuntimeError where it does not start."""
+    """Run `bass serve` in a thread on a free loopback port. Yields `host:port`. Raises RuntimeError where it does not
+    start."""
     from bass_lab.serve.server import Server, Settings, bound
 
     listens, where = threading.Event(), {}

@@ -25,8 +25,7 @@ Policies = Mapping[str, int | DraftLengthPolicy]
 def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) -> go.Figure:
     """A line per request: it waits from its arrival to its first token, then writes until its end.
 
-    requests: arrived, first, ended, seconds; first is NaN where it got no token. pieces: request, at. Where requests
-    have a column finish_reason, a cross marks those whose client left.
+    requests: arrived, first (NaN: none), ended, seconds; a cross marks finish_reason "budget". pieces: request, at.
     """
     figure = empty_figure(title, "seconds since the start", "request", 190 + 13 * max(len(requests), 8))
     number = np.arange(len(requests))
@@ -54,10 +53,7 @@ def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) ->
 
 
 def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Against the rate of requests, a line per policy: p99 to the end, p99 between tokens, and the speed over none.
-
-    table: of `load.over_rates`.
-    """
+    """Against the rate (`load.over_rates`), a line per policy: p99 to the end, p99 between tokens, the speed over none."""
     names = {
         "end_p99_ms": "p99 to the end, ms",
         "between_p99_ms": "p99 between tokens, ms",
@@ -82,10 +78,7 @@ def _looks(policies: Sequence[str]) -> dict[str, str]:
 
 
 def deadline_figure(table: pd.DataFrame) -> go.Figure:
-    """Pass@First (solid), and the share with any answer (dashed), against the deadline, a line per way.
-
-    table: of `l11_demonstrations.within_deadlines`.
-    """
+    """Pass@First and the share with any answer against the deadline, by way (`l11_demonstrations.within_deadlines`)."""
     figure = empty_figure("What a deadline costs", "deadline, seconds after the arrival", "share of the requests", 420)
     for look, (way, part) in zip(("regular", "accepted"), table.groupby("way", sort=False), strict=False):
         for name, says, dash in (("pass_first", "right", "solid"), ("answered", "answered", "dot")):
@@ -126,9 +119,7 @@ def load_panel(
 ) -> ipywidgets.VBox:
     """Arrival rate (up to `most`), deadline and policy above a sentence and the timeline of the first requests.
 
-    serve(workload, policy): simulated, so that a move takes less than a second. Its children are the three controls,
-    the sentence and the figure; setting a control's value serves the same requests anew. Raises ValueError for a start
-    that no control could take.
+    serve(workload, policy): simulated. Raises ValueError for a start that no control could take.
     """
     checks.one_of("policy", policy, tuple(policies))
     if not (0 < rate <= most and 0.05 <= deadline <= 10):

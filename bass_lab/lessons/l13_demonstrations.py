@@ -33,8 +33,7 @@ WAYS = ("ours, speculative", "ours, regular", "transformers, batched", "transfor
 
 @torch.no_grad()
 def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.DataFrame:
-    """Where the decoder's last layer looks while it writes: a line per written token, a column per source token, the
-    mean over heads. text: ids that were written of the source."""
+    """The last layer's cross-attention, mean over heads: a line per written token, a column per source token."""
     model = copy.deepcopy(pair.target).float().cpu()  # whatever the pair is rounded to
     model.set_attn_implementation("eager")
     read = token_ids(pair, [source])[0]
@@ -119,9 +118,9 @@ def _ended(row: list[int], eos: int) -> list[int]:
 def timed(
     pair: ModelPair, sources: Sequence[str], *, batch_sizes: Sequence[int], draft_length: int, most: int, repeats: int
 ) -> pd.DataFrame:
-    """A line per batch size and way: ms per written token (median over repeats, which take turns after one that warms
-    up), and the speed over transformers' assisted decoding of one source after the other as median of paired ratios
-    with its 95% interval. Raises AssertionError where ways write different texts (float32)."""
+    """A line per batch size and way: ms per written token (median over interleaved repeats), and the speed over
+    assisted decoding of single sources as median of paired ratios with its 95% interval. Raises AssertionError for
+    different texts."""
     ids, lines = token_ids(pair, sources), []
     for batch in batch_sizes:
         for repeat in range(repeats + 1):
@@ -170,8 +169,7 @@ def stateful_model(seed: int = 0) -> Lfm2ForCausalLM:
 
 
 class KeptState:
-    """The bug: a convolution goes on from what it saw last, rejected tokens and all, in place of the row's own last
-    inputs. (For one row, which is enough to show it.)"""
+    """The bug: a convolution goes on from what it saw last, rejected tokens and all. For one row."""
 
     def __init__(self, right: Callable[[Tensor, Pass, int], Tensor]):
         self.right, self.states = right, {}
@@ -196,8 +194,7 @@ def not_rolled_back() -> Iterator[None]:
 
 
 def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: int) -> pd.DataFrame:
-    """A line per way: the greedy text of one row rightly and wrongly, beside `transformers.generate`; how many of its
-    tokens are right before the first wrong one, and how many drafts were rejected."""
+    """A line per way: the greedy text of one row, tokens before the first wrong one, and rejected drafts."""
     draft = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in draft.parameters():

@@ -14,8 +14,7 @@ from bass_lab.lessons.checking import Case, Fault, check
 
 
 def check_source_mask(source_mask: Callable) -> bool:
-    """source_mask(lengths) -> bool [B, longest]: True where a row's queries may look, in a batch of sources of these
-    lengths (a list of integers)."""
+    """source_mask(lengths) -> bool [B, longest]: True where a row's queries may look, for sources of these lengths."""
     return check(source_mask, _mask_cases())
 
 
@@ -55,12 +54,10 @@ def _short(found: Tensor) -> str:
 
 
 def check_state_after(state_after: Callable) -> bool:
-    """state_after(inputs, start, accepted, width) -> the list of the last `width` - 1 inputs that a row's convolution
-    goes on from.
+    """state_after(inputs, start, accepted, width) -> the last `width` - 1 inputs that a row's convolution goes on from.
 
-    inputs: numbers of all positions that were ever written, rejected ones too. start: the position of the first token
-    of the step that was verified (it is committed). accepted: how many drafts behind it were accepted. Positions before
-    0 count as 0.0.
+    inputs: numbers of all positions ever written. start: the (committed) first token of the verified step. accepted:
+    drafts behind it. Positions before 0 count as 0.0.
     """
     return check(state_after, _state_cases())
 

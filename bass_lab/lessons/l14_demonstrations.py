@@ -1,8 +1,4 @@
-"""Lesson 14: the paper's claims and what became of each; its two kernels as it has them; its models' modelled speed.
-
-What the lesson replays, counts and measures comes from the modules of the lessons that go deeper; here it is put beside
-the paper.
-"""
+"""Lesson 14: the paper's claims and what became of each; its two kernels as it has them; its models' modelled speed."""
 
 from __future__ import annotations
 
@@ -151,8 +147,8 @@ def costs_on(device: Device, works: Sequence[StepWork] = PAPER_PAIR) -> CostMode
 
 
 class Speed(NamedTuple):
-    """tokens_per_s: of the batch until its last row is done; first, last, every: ms per token of the first row to
-    finish, of the last, and of all rows on average."""
+    """tokens_per_s: of the batch until its last row is done; first, last, every: ms per token of the first row, the
+    last, the mean."""
 
     tokens_per_s: float
     first: float
@@ -173,11 +169,8 @@ def replayed_speed(
 def utilisations(
     trace: AcceptanceTrace, policy: int | DraftLengthPolicy, batches: Sequence[int], seed: int = 0
 ) -> pd.DataFrame:
-    """What regular decoding, single-sequence and batched speculation use of an A100's arithmetic, modelled: a line per
-    method and batch, with `verified` and `emitted` as in `roofline.utilisation`.
-
-    A single sequence has the GPU to itself, so that its line is the same at every batch.
-    """
+    """Modelled use of an A100's arithmetic by regular decoding, single and batched speculation: a line per method and
+    batch, with `verified` and `emitted` (`roofline.utilisation`). A single sequence has the GPU to itself."""
     cost, lines = costs_on(A100), []
     for batch in batches:
         for method, rows, k in (("regular", batch, 0), ("single", 1, policy), ("batched", batch, policy)):
@@ -215,8 +208,7 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, gro
 def attention_bytes(lengths: Sequence[int], queries: int, work: StepWork) -> pd.DataFrame:
     """What a layer's attention launches and moves on a GPU for rows of these KV lengths, counted: a line per way.
 
-    products: launches of QKᵀ and PV (fused: of both at once). MB: keys and values once; where the products are apart,
-    their scores too: written by QKᵀ, read and written by the softmax, read by PV. Queries and outputs are left out.
+    products: launches of QKᵀ and PV. MB: keys and values once, and unfused scores, which move four times.
     """
     rows, own, padded = len(lengths), sum(lengths), len(lengths) * max(lengths)
     per_key = work.cache_bytes(1) / work.layers
@@ -246,7 +238,7 @@ def behind_the_best_fixed(
     cost: CostModel,
     **options,
 ) -> pd.DataFrame:
-    """Replays of policies and of fixed lengths (0 among them: regular decoding), a line per batch and policy.
+    """Replays of policies and of fixed lengths (0: regular decoding), a line per batch and policy.
 
     Columns: batch, policy, k (mean), tokens_per_s; over_best: that over the best fixed length's; over_regular.
     """
@@ -264,9 +256,7 @@ def behind_the_best_fixed(
 
 
 def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:
-    """Lines of a table in the paper's form, from graded samples: latencies in ms per token, from the start of the call
-    (prefill counts), and the share of problems of which a sample passes. about: columns to go before.
-    """
+    """Lines of a table in the paper's form, from graded samples: ms per token from the call on, and shares that pass."""
     lines = []
     for method, run in runs.items():
         samples = run.samples.assign(ms=1e3 * run.samples.finish_seconds / run.samples.tokens)

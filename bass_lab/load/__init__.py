@@ -1,9 +1,6 @@
-"""Requests that come when they come: how long they wait, how many a second are served, what draft lengths change.
-
-A `Workload` is a table of requests. It is served by a `Session` of this process (`in_process`), by a server
-(`over_http`) or in virtual time by a cost table (`simulate`); each gives a `LoadRun`. `highest_load` asks for the most
-that one can serve while a `Target` is kept.
-"""
+"""Load tests. A `Workload` is a table of requests, served by a `Session` (`in_process`), by a server (`over_http`) or
+in virtual time by a cost table (`simulate`); each gives a `LoadRun`. `highest_load` finds the highest rate within a
+`Target`."""
 
 from bass_lab.load.accuracy import front
 from bass_lab.load.capacity import HighestLoad, highest_load, over_rates

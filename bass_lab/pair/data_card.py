@@ -1,7 +1,6 @@
-"""What the embedded models can do, measured, and the card that travels with them: `python -m bass_lab.pair.data_card`.
+"""Measure the embedded models, and write the card that travels with them: `python -m bass_lab.pair.data_card`.
 
-Takes what `training.train_pair` wrote, measures it in float32 on this machine's CPU or GPU with fixed seeds, copies the
-models that ship and writes `DATA_CARD.md` beside them.
+Measures what `training.train_pair` wrote in float32 with fixed seeds, and copies the models that ship.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ DRAFT_LENGTH, TEMPERATURE, MAX_NEW_TOKENS, BATCH = 5, 0.2, 128, 32
 
 
 def measure(folder: Path, recipe: training.Recipe) -> dict:
-    """Figures of the trained models in `folder`: pass@1 on the mini set, acceptance of every draft on both prompt sets,
-    held-out losses in nats per token."""
+    """Return figures of the trained models in `folder`: pass@1 on the mini set, acceptance on both sets, losses in
+    nats."""
     pairs = {name: load_pair(folder / "target", folder / name, dtype="float32") for name in _drafters(recipe)}
     report = {
         name: {prompts: acceptance(pair, prompt_set(prompts)) for prompts in PROMPT_SETS}

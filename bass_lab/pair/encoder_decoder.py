@@ -1,12 +1,9 @@
 """Train the embedded encoder-decoder pair from nothing, on two CPU cores, in half an hour: `make encoder-decoder-pair`.
 
-It reads the signature and the docstring of a function of the grammar and writes its body: a small model of translation
-that can be right or wrong. The target is deep in its decoder and the draft has one layer, since a pass of models this
-small costs what its number of layers costs; the encoder runs once per source. Their layers have nothing beside plain
-attention (Pegasus: norms before, sinusoidal positions), which is the fewest operations.
-
-Stages, each resumed where it was cut off: the target, then the draft, both from the corpus; texts that the target
-writes; the draft learns the target's probabilities on both. Tokenizer and loop are those of the decoder-only pair.
+It reads the signature and the docstring of a function of the grammar and writes its body. The target's decoder is deep
+and the draft's has one layer, since a pass costs what its number of layers costs; the encoder runs once per source.
+Layers are Pegasus's, the fewest operations. Stages resume where they were cut off: the target, the draft, both from the
+corpus; texts of the target; the draft learns the target's probabilities on both.
 """
 
 from __future__ import annotations
@@ -146,7 +143,7 @@ def encoded(functions: list[grammar.Function], tokenizer: PreTrainedTokenizerBas
 
 def train(recipe: ReaderRecipe, folder: Path, work: Path = WORK) -> dict:
     """Train target and draft, write them to `folder`/target and `folder`/draft; returns the figures. `work` keeps
-    unfinished and finished stages; a second call goes on from there."""
+    stages."""
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     functions = grammar.functions(recipe.functions, recipe.seed, held_out=False)

@@ -1,17 +1,13 @@
 """Pre-train the embedded pair from nothing, on two CPU cores, in two hours: `make embedded-pair`.
 
-The target is deep, the main draft one wide layer. Both choices are about *time*, not about parameters: a forward pass
-of models this small costs what its number of layers costs, so a draft of one layer is about ten times cheaper than a
-target of twenty, as the pairs are that people use. Two more drafts of equal size, deeper and narrower, show what that
-choice is worth, and a feature head drafts from the target's own hidden states.
+A pass of models this small costs what its number of layers costs, so a draft of one wide layer is about ten times
+cheaper than the deep target. Two more drafts of equal size, deeper and narrower, show what that choice is worth, and a
+feature head drafts from the target's hidden states.
 
-Stages, each resumed where it was cut off: the tokenizer; the target and the drafts, each from the corpus; texts that
-the target writes; *alignment*: the drafts learn the target's probabilities (knowledge distillation, Hinton et al. 2015)
-on the corpus and on the target's own texts (DistillSpec, Zhou et al. 2023), because those are what they will be asked
-to predict. The feature head learns from the target alone.
-
-The seed fixes corpus, tokenizer and the order of the data; the budgets are counted in tokens, so that a slower machine
-trains longer and not less. Sums are rounded differently on other machines: figures repeat, weights do not to the bit.
+Stages, each resumed where it was cut off: the tokenizer; target and drafts from the corpus; texts that the target
+writes; *alignment*: the drafts learn the target's probabilities (knowledge distillation, Hinton et al. 2015) on the
+corpus and on the target's own texts (DistillSpec, Zhou et al. 2023). The feature head learns from the target alone. The
+seed fixes data and order, and budgets count tokens: figures repeat on other machines, weights do not to the bit.
 """
 
 from __future__ import annotations
@@ -138,8 +134,8 @@ class Data:
 def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: Path | None = None) -> dict:
     """Train tokenizer, target, drafts and feature head, write each to `folder`/its name; returns the figures.
 
-    `work` keeps unfinished and finished stages; a second call goes on from there. `folder`/unaligned_* are the drafts
-    before alignment. trained_target: a folder of the target, with its tokenizer, for which the others are then trained.
+    `work` keeps stages, from which a second call goes on. `folder`/unaligned_* are the drafts before alignment.
+    trained_target: a folder of the target and its tokenizer, for which the others are then trained.
     """
     torch.manual_seed(recipe.seed)
     work.mkdir(parents=True, exist_ok=True)

@@ -29,10 +29,7 @@ MEANINGS = {
 
 
 def raster_matrix(trace: Trace) -> pd.DataFrame:
-    """Accepted drafts in the text: rows down, each row's decode steps across (NaN once it has ended).
-
-    Drafts that were accepted behind a row's end (EOS, a stop string) are not counted: they are in no text.
-    """
+    """Accepted drafts in the text: rows down, each row's decode steps across (NaN once it has ended)."""
     decode = trace.steps.query("kind == 'decode'")
     decode = decode.assign(accepted=decode[["accepted", "emitted"]].min(axis=1))
     numbered = decode.assign(nth=decode.groupby("row").cumcount() + 1)
@@ -81,9 +78,9 @@ def coloured_text(
     titles: Sequence[str] | None = None,
     marked: Sequence[bool] | None = None,
 ) -> str:
-    """HTML of generated tokens, each underlined and coloured by where it came from (`Trace.tokens.kind`).
+    """HTML of generated tokens, underlined and coloured by origin (`Trace.tokens.kind`).
 
-    prompt: shown in grey before them. titles: what the mouse reads on each token. marked: on a yellow ground.
+    prompt: in grey before them. titles: shown on hover. marked: on a yellow ground.
     """
     titles = [""] * len(tokens) if titles is None else titles
     marked = [False] * len(tokens) if marked is None else marked

@@ -1,7 +1,7 @@
 """The tokens of a trace, looked at closely: one step with its p and q, a row's text with hover, a whole run's verdicts.
 
-Functions take a trace with tokens (`trace="tokens"`) and return a figure, a table or HTML; none runs a model. A step is
-named by its row and `nth`, the row's own decode step counted from 1, as in `plots.acceptance_raster`.
+Functions take a trace with tokens; none runs a model. A step is named by its row and `nth`, the row's decode step from
+1.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ _FEW = 12  # bars up to which each carries its value as a number
 def outcomes(trace: Trace) -> pd.DataFrame:
     """`Trace.tokens` by row and decode step, the drafts of a step in their order and then the target's own token.
 
-    Columns added: nth (0 is the prefill) and outcome: accepted, rejected, not reached, recovered, bonus or regular.
-    Token, coupled and greedy verification end at the first rejection, and drafts behind it are "not reached"; block
-    verification judges a step's drafts together, and all that it drops are "rejected".
+    Adds nth (0: the prefill) and outcome: accepted, rejected, not reached (behind a rejection; never in block
+    verification), recovered, bonus or regular.
     """
     steps = trace.steps[["row", "step"]].assign(nth=trace.steps.kind == "decode")
     steps["nth"] = steps.groupby("row")["nth"].cumsum()
@@ -54,10 +53,7 @@ def step_tokens(trace: Trace, row: int, nth: int) -> pd.DataFrame:
 
 
 def surest_rejection(trace: Trace) -> tuple[int, int]:
-    """(row, nth) of the step in which the draft was surest, against the target, of a token that was rejected.
-
-    The first row's first step if nothing was rejected.
-    """
+    """(row, nth) of the step that rejected the token with the largest q - p; (0, 1) if nothing was rejected."""
     rejected = outcomes(trace).query("outcome == 'rejected'").dropna(subset=["q"])
     if rejected.empty:
         return 0, 1
@@ -176,10 +172,7 @@ def step_html(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBa
 def row_html(
     trace: Trace, row: int, tokenizer: PreTrainedTokenizerBase, prompt: str = "", nth: int | None = None
 ) -> str:
-    """A row's text, prompt in grey, generated tokens coloured by origin; hover shows p, q and step.
-
-    nth: the step whose tokens are marked.
-    """
+    """A row's text, prompt in grey, tokens coloured by origin; hover shows p, q and step. nth: the step that is marked."""
     tokens = outcomes(trace)
     mine = tokens[(tokens.row == row) & (tokens.kind != "rejected")]
     about = {"titles": [_hover(line) for line in mine.itertuples()], "marked": (mine.nth == nth).tolist()}
@@ -236,10 +229,7 @@ def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizer
 
 
 def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
-    """One panel per policy: the draft length of each step as a line, what the rows accepted as discs.
-
-    A disc's area says how many rows accepted that many tokens.
-    """
+    """One panel per policy: each step's draft length as a line, accepted tokens as discs, whose area counts rows."""
     title = titled("What each policy drafted, and what was accepted of it", *traces.values())
     stacked = {"shared_xaxes": True, "vertical_spacing": 0.09}
     figure = panels(len(traces), 1, list(traces), title, 160 + 210 * len(traces), **stacked)

@@ -1,13 +1,9 @@
-"""The text that the embedded pair learns from and is asked to continue.
-
-A pair that ships with a library may contain no text whose licence travels badly, and a reader without a network must
-be able to train it again. So there are two sources that every Python has at hand:
+"""The text that the embedded pair learns from and is asked to continue, from sources that every Python has:
 
 * **generated functions**: signature + docstring -> body, composed by `grammar.py`.
-* **library functions**: functions of the running interpreter's standard library, read from its source files.
+* **library functions**: functions of the running interpreter's standard library.
 
-One function is one document. What is held out is decided by what is computed (`grammar.is_held_out`) and by the module
-(`HELD_OUT_MODULES`), so a held-out prompt never occurs in training, whatever the seeds.
+`grammar.is_held_out` and `HELD_OUT_MODULES` decide what never occurs in training, whatever the seeds.
 """
 
 import ast

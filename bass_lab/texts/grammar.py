@@ -1,12 +1,8 @@
 """Small Python functions, composed: source -> filters -> map -> finish, each said and written in one of several ways.
 
-The words and the code are in `assets/function_grammar.toml`. Its choices are what makes drafting interesting: with one
-way to write each function nearly every draft token would be accepted. Functions that are no such pipeline come from
-templates.
-
-A composition is *what is computed*: the loops, filters, map and finish, without names, numbers and phrasing. One
-composition in ten is held out, by a hash, from everything that is trained on; of the templates, one signature and
-docstring in ten.
+Words and code are in `assets/function_grammar.toml`; functions that are no such pipeline come from templates. A
+composition is *what is computed*, without names, numbers and phrasing. One in ten is held out by a hash; of the
+templates, one signature and docstring in ten.
 """
 
 import re
@@ -55,10 +51,9 @@ class Iteration:
 class Pipeline:
     """What a function shall do, before it is decided how to write it.
 
-    key: the composition. filters: how many it has. head: the line with `def`. said: the docstring's sentence.
-    arguments: type hints by name.
-    kind, field, element: what is iterated over: number, string or character; the entry of a dictionary, or ""; its
-    code. tests, values: ways to write the filters and the map. empty: what an empty argument gives, or "".
+    key: the composition. filters: their number. head: the line with `def`. said: the docstring's sentence. arguments:
+    hints by name. kind, field, element: of what is iterated over. tests, values: ways to write the filters and the map.
+    empty: what an empty argument gives, or "".
     """
 
     key: str

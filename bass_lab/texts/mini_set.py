@@ -1,8 +1,7 @@
 """The mini evaluation set: 164 functions whose composition the embedded pair has never met, with tests.
 
-`python -m bass_lab.texts.mini_set` writes `assets/mini_set.jsonl` anew, always the same. A problem's expected
-values are what *all* the ways to write it (as far as the grammar knows them) agree on; inputs where they differ, or
-raise, are left out. A function without its filter, or without its map, must fail the tests.
+`python -m bass_lab.texts.mini_set` writes `assets/mini_set.jsonl`, always the same. Expected values are what *all* ways
+to write a function agree on; it must fail without its filter or its map.
 """
 
 from __future__ import annotations
@@ -29,11 +28,8 @@ CHARACTERS = "aeiouAEIbcdXYZ 0123 .,!-"
 
 
 def make_problems(count: int = SIZE, seed: int = 0) -> list[Problem]:
-    """`count` problems, each of another held-out composition; the same for the same seed.
-
-    Two of three have two filters, as one of seven has in training: the embedded pair writes nearly all functions with
-    one filter right, and a set that nearly always passes could not show what a change of the models does.
-    """
+    """Return `count` problems, each of another held-out composition; the same for the same seed. Two of three have two
+    filters: the pair writes nearly all functions with one filter right."""
     rng = Random(f"mini-{seed}")
     problems, compositions = [], set()
     while len(problems) < count:
