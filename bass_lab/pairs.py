@@ -70,7 +70,7 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
 
 
 def name_of(model: PreTrainedModel | Drafter | None) -> str:
-    """Return a name for people: class, hub name or folder, quantization, dummy weights; of a drafter its fingerprint."""
+    """Return a name for people: class, hub name or folder, quantization, dummy weights; a drafter's fingerprint."""
     if not isinstance(model, PreTrainedModel):
         return "n-gram lookup" if isinstance(model, NgramDrafter | None) else fingerprint(model)
     path = Path(model.name_or_path)

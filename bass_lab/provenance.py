@@ -33,7 +33,7 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 
 def _commit() -> str:
-    """Return BASS_COMMIT, or the commit of this project's own repository with + and a hash of the differences, or ""."""
+    """Return BASS_COMMIT, or the commit of this project's own repository (+ a hash of differences), or ""."""
     if told := os.environ.get("BASS_COMMIT"):
         return told
     try:

@@ -39,7 +39,7 @@ class Choice:
 
 
 def settle_threads(say: Callable[[str], None] = print) -> Choice | None:
-    """Set torch's threads by what other programs leave, and say so. None where the user has settled it. Takes < 0.5 s."""
+    """Set torch's threads by what other programs leave, and say so. None where the user has settled it."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = _before.get(torch.get_num_threads(), torch.get_num_threads())
     if settled_by_user(os.environ, threads, cpus):

@@ -179,7 +179,7 @@ def sampled(subject: Subject) -> Finding:
 
 
 def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEvent], None]:
-    """Return a callback that tells the share done after every step. before: at the start; tokens: of the whole check."""
+    """Return a callback that tells the share done after every step. before: at the start; tokens: of the check."""
     emitted = 0
 
     def on_step(event: StepEvent) -> None:

@@ -31,7 +31,7 @@ def g_test(outcomes: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float
 
 
 def _cells(law: dict[tuple[int, ...], float], samples: int) -> tuple[np.ndarray, int]:
-    """Return expected counts, the rarest outcomes pooled first until all are >= 5, and by how many places others moved."""
+    """Return expected counts, the rarest outcomes pooled first until all are >= 5, and how far others moved."""
     expected = samples * np.sort(np.array(list(law.values())))
     pooled = max(1, int((expected < 5).sum()))
     while expected[:pooled].sum() < 5:

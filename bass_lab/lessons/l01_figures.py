@@ -152,7 +152,7 @@ def overlap_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], value: float) -> ipywidgets.VBox:
-    """A slider for the temperature of both models above `overlap_figure` of one position. logits: as of `next_logits`."""
+    """A slider for the temperature of both models above `overlap_figure` of one position (`next_logits`)."""
 
     def draw(temperature: float):
         parts = overlap(*l01_demonstrations.laws(logits, temperature), names)

@@ -50,7 +50,7 @@ def emitted_law(p: Tensor, q: Tensor, rule: Rule) -> Tensor:
 
 
 def text_law(target: Model, draft: Model, k: int, rule: Rule, text: tuple[int, ...] = ()) -> dict[tuple, float]:
-    """Probability of every text of k + 1 more tokens: one step with k drafts, and regular decoding where it ends early."""
+    """Probability of every text of k + 1 more tokens: one step with k drafts, then regular decoding."""
     p = target(text)
     if k == 0:
         return {(*text, x): float(p[x]) for x in range(len(p))}

@@ -98,7 +98,7 @@ class AcceptanceExplorer:
     def replay(
         trace: Trace | str | Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str] = ()
     ) -> TraceExplorer:
-        """The same views of a recorded trace with tokens, or of its file. prompts: the texts that its rows continued."""
+        """The same views of a recorded trace with tokens, or of its file. prompts: what its rows continued."""
         view = TraceExplorer(tokenizer)
         view.show(trace if isinstance(trace, Trace) else Trace.load(trace), prompts)
         return view
@@ -216,7 +216,7 @@ def acceptance_table(
 
 
 def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> dict[str, Widget]:
-    """The controls of a run. chosen: options by control. Raises as `AcceptanceExplorer`: a slider would cut in silence."""
+    """The controls of a run. chosen: options by control. Raises as `AcceptanceExplorer`."""
     k = checks.integer("draft_length", values["draft_length"])
     batch_size = checks.integer("batch_size", values["batch_size"], least=1)
     seed = checks.integer("seed", values["seed"], least=None)

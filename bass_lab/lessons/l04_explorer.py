@@ -1,4 +1,4 @@
-"""Draft-length policies against each other on made-up acceptance, live, and how far each is from the best in hindsight."""
+"""Draft-length policies against each other on made-up acceptance, live, beside the best in hindsight."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ STATES = {"right, in time": "bonus", "wrong, in time": "rejected", "too late": "
 
 
 def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", "Pass@All")) -> go.Figure:
-    """One panel per metric: share of problems against the budget with its 95% band (`Evaluation.scores` and `method`)."""
+    """One panel per metric: share of problems against the budget with its 95% band (`scores` with `method`)."""
     figure = _metric_panels("Problems solved within a time budget, with 95% intervals", metrics)
     shown = scores[scores.metric.isin(metrics)]
     for (metric, method), part in shown.groupby(["metric", "method"], sort=False):

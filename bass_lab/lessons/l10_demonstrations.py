@@ -177,11 +177,6 @@ class Variant:
     draft_length: int
     epsilon: float | None = None
 
-    @property
-    def is_lossless(self) -> bool:
-        """Whether it writes what the full target writes."""
-        return kind_of(self.pair.target) is None and self.epsilon is None
-
 
 def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Variant]:
     """The ways that the lesson compares, by name."""

@@ -17,13 +17,10 @@ from torch import Tensor
 from bass_core.exactness import randomness, verification
 from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.verification import Outcome
-from bass_core.generation import generate
-from bass_core.loading.model_pair import ModelPair
 from bass_core.model import kernel_ops
 from bass_core.policies.protocol import FixedLength
 from bass_lab.checks.enumeration import PROMPT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
-from bass_lab.evaluation import Problem, compare, scores
 
 EPSILONS = (1.0, 0.5, 0.3, 0.1, 0.0)
 
@@ -74,31 +71,4 @@ def exact_distances(epsilons=EPSILONS, *, pairs: int = 3, new: int = 3, draft_le
             "mean tv": sum(found) / pairs,
             "largest tv": max(found),
         }
-    return pd.DataFrame.from_dict(lines, orient="index")
-
-
-def worth(
-    pair: ModelPair,
-    prompts: list[str],
-    problems: list[Problem] | None = None,
-    *,
-    epsilons=EPSILONS,
-    samples: int = 4,
-    draft_length: int = 5,
-    max_new_tokens: int = 96,
-    temperature: float = 1.0,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Tokens per step of the exact rule and of each ε, and with problems pass@1 of `samples` programs each (value, low,
-    high). Raises what `generate` and `bass_lab.evaluation.compare` raise."""
-    options = {"draft_length": draft_length, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    lines = {}
-    for epsilon in (None, *epsilons):
-        with lossy(epsilon):
-            line = {"tokens per step": generate(pair, prompts, **options).trace.summary()["tokens_per_step"]}
-            if problems is not None:
-                run = compare(pair, problems, methods=["batched"], n=samples, **options)["batched"]
-                passed = scores.score(run.samples).set_index("metric").loc["pass@1"]
-                line |= {"pass@1": passed.value, "low": passed.low, "high": passed.high}
-        lines["exact" if epsilon is None else f"ε = {epsilon}"] = line
     return pd.DataFrame.from_dict(lines, orient="index")

@@ -53,7 +53,7 @@ def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) ->
 
 
 def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Against the rate (`load.over_rates`), a line per policy: p99 to the end, p99 between tokens, the speed over none."""
+    """Against the rate (`load.over_rates`), a line per policy: p99 to the end and between tokens, speed over none."""
     names = {
         "end_p99_ms": "p99 to the end, ms",
         "between_p99_ms": "p99 between tokens, ms",

@@ -25,7 +25,7 @@ VALUES = {  # what a sweep is about, the first that was recorded; and its unit
 
 
 def runs(folder: str | Path) -> pd.DataFrame:
-    """A line per run that was asked for: what varies, status ("done", "failed" or "missing"), seconds, attempts, error."""
+    """A line per asked run: what varies, status ("done", "failed" or "missing"), seconds, attempts, error."""
     folder = Path(folder)
     asked = read_sweep(folder)["runs"]
     varied = varying(folder)
@@ -53,7 +53,7 @@ def varying(folder: str | Path) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """value: the column measured; across: the axis; by: a line for each of its combinations; only: the query ("": all)."""
+    """value: the column measured; across: the axis; by: a line for each combination; only: the query ("": all)."""
 
     table: pd.DataFrame
     value: str

@@ -256,7 +256,7 @@ def behind_the_best_fixed(
 
 
 def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:
-    """Lines of a table in the paper's form, from graded samples: ms per token from the call on, and shares that pass."""
+    """Lines of a table in the paper's form, from graded samples: ms per token from the call on, shares that pass."""
     lines = []
     for method, run in runs.items():
         samples = run.samples.assign(ms=1e3 * run.samples.finish_seconds / run.samples.tokens)

@@ -27,7 +27,7 @@ def is_exact(pair: ModelPair) -> bool:
 
 
 def identity(identical: int, rows: int, pair: ModelPair, other: str = "transformers.generate for the row alone") -> str:
-    """A sentence on how many rows have the tokens of the other text. Raises AssertionError where all must (`is_exact`)."""
+    """A sentence on how many rows have the tokens of the other text. AssertionError where all must (`is_exact`)."""
     told = f"{identical} of {rows} rows are identical to {other}"
     if is_exact(pair):
         assert identical == rows, f"{told}; in float32 all have to be: this is a fault, please report it"

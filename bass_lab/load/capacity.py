@@ -74,7 +74,7 @@ def highest_load(
 
 
 def bearable_rate(run: Callable[[Workload], LoadRun], workload: Workload) -> float:
-    """Return the requests per second served when all come at once and no client leaves. Raises ValueError if none ends."""
+    """Return the requests per second served when all come at once and no client leaves. ValueError if none ends."""
     patient = Workload(workload.requests.assign(deadline=math.nan), workload.meta)
     requests = run(patient.at_rate(1e6)).requests
     finished = requests[requests.finish_reason.isin(FINISHED)]

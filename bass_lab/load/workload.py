@@ -98,7 +98,7 @@ class Workload:
         return len(self) / last if last else np.inf
 
     def at_rate(self, rate: float) -> Workload:
-        """The same requests in the same order, arriving faster or slower. Raises ValueError where all arrive at once."""
+        """The same requests in the same order, arriving faster or slower. Raises ValueError where all come at once."""
         if not (0 < rate < np.inf and self.rate < np.inf):
             raise ValueError(f"needs a rate > 0 and arrivals at different times, got {rate} for {self!r}")
         arrived = self.requests.arrived * (self.rate / rate)

@@ -69,7 +69,7 @@ def quick_norms(model: nn.Module) -> None:
 
 
 def quick(model: PreTrainedModel, whole_windows: bool) -> AbstractContextManager[None]:
-    """Inside, another Llama computes as models made for training. whole_windows: without padding, with quick attention."""
+    """Inside, another Llama computes as if made for training. whole_windows: without padding, with quick attention."""
     attention = [(vars(model.config), ATTENTION, "bass_training")]
     return changed(_norms(model) + attention * (whole_windows and isinstance(model, LlamaForCausalLM)))
 

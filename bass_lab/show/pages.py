@@ -56,7 +56,7 @@ def execute(source: Path) -> NotebookNode:
 
 
 def draw_figures(notebook: NotebookNode, script: str | None = None) -> None:
-    """Turn the notebook's figures into HTML that needs no network. script: where `SCRIPT` lies; None: in the notebook."""
+    """Turn the notebook's figures into HTML that needs no network. script: where `SCRIPT` lies; None: inline."""
     from plotly.io import to_html
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

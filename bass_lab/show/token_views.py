@@ -172,7 +172,7 @@ def step_html(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBa
 def row_html(
     trace: Trace, row: int, tokenizer: PreTrainedTokenizerBase, prompt: str = "", nth: int | None = None
 ) -> str:
-    """A row's text, prompt in grey, tokens coloured by origin; hover shows p, q and step. nth: the step that is marked."""
+    """A row's text, prompt in grey, tokens coloured by origin; hover shows p, q and step. nth: the marked step."""
     tokens = outcomes(trace)
     mine = tokens[(tokens.row == row) & (tokens.kind != "rejected")]
     about = {"titles": [_hover(line) for line in mine.itertuples()], "marked": (mine.nth == nth).tolist()}
@@ -229,7 +229,7 @@ def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizer
 
 
 def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
-    """One panel per policy: each step's draft length as a line, accepted tokens as discs, whose area counts rows."""
+    """One panel per policy: each step's draft length as a line, accepted tokens as discs."""
     title = titled("What each policy drafted, and what was accepted of it", *traces.values())
     stacked = {"shared_xaxes": True, "vertical_spacing": 0.09}
     figure = panels(len(traces), 1, list(traces), title, 160 + 210 * len(traces), **stacked)

@@ -97,7 +97,7 @@ def _summary(drawn: Replay, steps: Sequence[ReplayedStep], cost: Cost) -> dict:
 
 
 def simulate_trace(trace: AcceptanceTrace, policy: int | DraftLengthPolicy, cost: Cost, **options) -> Trace:
-    """Return one of `simulate`'s replays as a `Trace`; its prefill is free. options: of `Replay.draw`, with `repeat`."""
+    """Return one of `simulate`'s replays as a `Trace`; its prefill is free. options: of `Replay.draw`."""
     policy = deepcopy(as_policy(policy), {id(cost): cost})
     drawn = Replay.draw(trace, **options)
     found = Trace("steps", verification="token", policy=repr(policy), simulated=True)

@@ -17,7 +17,7 @@ from bass_core.prompts import token_ids
 
 
 class Written(NamedTuple):
-    """Texts that a target wrote. tokens: prompt and text, int64 [P + T]; p: the target's distributions, float64 [T, V]."""
+    """Texts that a target wrote. tokens: prompt and text, int64 [P + T]; p: the target's laws, float64 [T, V]."""
 
     tokens: list[Tensor]
     p: list[Tensor]

@@ -187,7 +187,7 @@ def _files(run: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def _folder_hash(folder: Path) -> str:
-    """Hash names, sizes and 128 parts of each of a checkpoint's files, 4 MiB in all: weights may be too large to read."""
+    """Hash names, sizes and 128 parts of each of a checkpoint's files, 4 MiB: weights may be too large to read."""
     digest, part = hashlib.sha256(), 2**15
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
