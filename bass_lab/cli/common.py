@@ -54,6 +54,11 @@ Quantize = Annotated[
         help="linear layers in int8 or int4, of both models or one: draft=int4,target=int8",
     ),
 ]
+READ = {"exists": True, "dir_okay": False, "metavar": "FILE", "callback": lambda path: input_file(path)}
+WRITTEN = {"metavar": "FILE", "callback": lambda path: output_file(path)}
+Prompts = Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")]
+MaxBatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")]
+DraftLength = Annotated[int | None, typer.Option(metavar="N", help="0 = regular decoding; a policy decides if none")]
 Rows = Annotated[list[int], typer.Option(min=1, metavar="N", help="batch sizes; may be repeated")]
 NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="per row")]
 Temperature = Annotated[float, typer.Option(min=0, metavar="T", help="0 = greedy")]

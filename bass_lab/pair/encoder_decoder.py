@@ -30,7 +30,7 @@ from transformers import (
 
 from bass_core.environment import write_whole
 from bass_core.loading.model_pair import ASSETS, ModelPair
-from bass_lab.pair.fitting import Drawn, divergence, fit, say, seeds_of, workers
+from bass_lab.pair.fitting import Drawn, divergence, fit, save, say, seeds_of, workers
 from bass_lab.pair.training import machine, size
 from bass_lab.texts import grammar
 
@@ -163,7 +163,7 @@ def train(recipe: ReaderRecipe, folder: Path, work: Path = WORK) -> dict:
     aligning = partial(aligning_loss, draft, target, temperatures=recipe.aligning_temperatures)
     trained("alignment", draft, aligning, taught, recipe.aligning_lr, recipe.aligning_tokens)
     for name, model in (("target", target), ("draft", draft)):
-        save(model, tokenizer, folder / name)
+        save(model, tokenizer, folder / name, decoder_start_token_id=0)
     return report
 
 
@@ -202,15 +202,6 @@ def _write(target: PreTrainedModel, temperature: float, sources: list[list[int]]
 def _from_either(pairs: Pairs, own: Pairs, progress: float, generator: torch.Generator) -> Tensor:
     """A batch of the corpus or, two times in three, of the target's own texts."""
     return (pairs if torch.rand(1, generator=generator) < 1 / 3 else own).batch(progress, generator)
-
-
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write an ordinary transformers folder: bfloat16 weights, configuration, generation configuration, tokenizer."""
-    plain = PegasusForConditionalGeneration(model.config).to(torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = GenerationConfig(decoder_start_token_id=0, eos_token_id=0, pad_token_id=0)
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -83,6 +83,15 @@ def _rms_norm(norm: LlamaRMSNorm, states: Tensor) -> Tensor:
     return F.rms_norm(states, (states.shape[-1],), norm.weight, norm.variance_epsilon)
 
 
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, **ids: int) -> None:
+    """Write an ordinary transformers folder: bfloat16 weights, configurations (ids: of generation), tokenizer."""
+    plain = type(model)(model.config).to(torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **ids)
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 def say(text: str) -> None:
     print(text, flush=True)
 

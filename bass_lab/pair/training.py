@@ -22,13 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.environment import write_whole
 from bass_lab.pair.feature_head import new_head, save_head, unrolled_loss
@@ -38,6 +32,7 @@ from bass_lab.pair.fitting import (
     fit,
     new_model,
     next_token_loss,
+    save,
     say,
     seeds_of,
     workers,
@@ -260,15 +255,6 @@ def _with_own_texts(data: Data, own: Tensor, progress: float, generator: torch.G
         return data.batch(progress, generator)
     count = data.recipe.batch_tokens // own.shape[1]
     return own[torch.randint(0, len(own), (count,), generator=generator)]
-
-
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write an ordinary transformers folder: bfloat16 weights, configuration, generation configuration, tokenizer."""
-    plain = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def size(model: PreTrainedModel) -> dict[str, float]:
