@@ -121,9 +121,6 @@ def _model_facts(model: dict) -> dict[str, str]:
     return facts | {f"  {path}": answer for path, answer in model["attention"].items()}
 
 
-# --- the machine ----------------------------------------------------------------------------------
-
-
 def _devices(first: str) -> dict[str, dict]:
     """By torch's name of the device: its name, dtypes, and on a GPU memory (GB) and driver. first: the first's name."""
     on_gpu = torch.cuda.is_available()
@@ -171,9 +168,6 @@ def _packages() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-# --- the models -----------------------------------------------------------------------------------
 
 
 def _describe(model: PreTrainedModel) -> dict:

@@ -168,9 +168,6 @@ def load(path: str | Path) -> Evaluation | dict[str, Evaluation]:
     return Evaluation(_frame(lines.values()), header[sample_file.HEADER], header["environment"])
 
 
-# ------------------------------------------------------------------------------------------------------------ decoding
-
-
 class _Run:
     """One method on its way through the problems. lines: what is done, by task_id.
 
@@ -268,9 +265,6 @@ def _seed(seed: int, problem: Problem) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {problem.task_id}".encode()).digest()[:7])
 
 
-# ------------------------------------------------------------------------------------------------------------- grading
-
-
 def _grader(grade: Grader | None, unsafe: bool) -> tuple[Grader, str]:
     """How programs are graded, and the name of it for the record."""
     if grade is not None:
@@ -291,9 +285,6 @@ def _graded(problem: Problem, rows: list[dict], grade: Grader) -> list[dict]:
         passed, why = found[row["text"]] if row["finished"] else (False, "not finished")
         graded.append({**row, "passed": bool(passed), "graded": str(why)})
     return graded
-
-
-# ------------------------------------------------------------------------------------------------- settings and checks
 
 
 def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:

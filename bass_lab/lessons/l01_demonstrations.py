@@ -29,8 +29,6 @@ from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, StepWork
 from bass_lab.pairs import require_draft_model
 from bass_lab.show import token_views
 
-# --- what a step costs ----------------------------------------------------------------------------
-
 
 class _Cycle(DraftLengthPolicy):
     """0, 1, …, most tokens in turn: all lengths are timed side by side, on the same rows."""
@@ -105,9 +103,6 @@ def predicted(curves: Mapping[str, pd.DataFrame], k: int, tokens_per_step: float
         line = {"T(1), ms": one, f"T({k + 1}), ms": many, f"{k} drafts, ms": draft, "step cost": cost}
         lines[name] = line | {"tokens per step": tokens_per_step, "speed-up": tokens_per_step / cost}
     return pd.DataFrame.from_dict(lines, orient="index")
-
-
-# --- what a step decides --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -202,9 +197,6 @@ def laws(logits: tuple[Tensor, Tensor], temperature: float) -> tuple[Tensor, Ten
     """p and q [V] at this temperature, float64. logits: as of `next_logits`."""
     params = SamplingParams(temperature=temperature)
     return tuple(sampling.probabilities(part.double(), params) for part in logits)
-
-
-# --- what a step yields ---------------------------------------------------------------------------
 
 
 def acceptance_runs(

@@ -18,8 +18,6 @@ from bass_core.prompts import token_ids
 from bass_core.session import Session
 from bass_lab.pairs import require_draft_model
 
-# --- lock-step against rows at their own pace -----------------------------------------------------
-
 
 def expected_speed(alpha: float, k: int, batch: int = 1, draft_cost: float = 0.05) -> float:
     """Modelled speed over regular decoding where a step ends at the first rejection in any of `batch` rows.
@@ -67,9 +65,6 @@ def replay(agreed: Sequence[np.ndarray], k: int, lock_step: bool) -> pd.DataFram
 def tokens_per_step(accepted: pd.DataFrame) -> float:
     """Mean over all steps of all rows of accepted + 1. accepted: rows down, steps across, NaN where none."""
     return float(np.nanmean(accepted.to_numpy())) + 1
-
-
-# --- the ragged cache -----------------------------------------------------------------------------
 
 
 def cache_states(steps: pd.DataFrame) -> pd.DataFrame:

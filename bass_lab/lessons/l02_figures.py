@@ -29,9 +29,6 @@ SLOTS = {  # what a slot of the cache holds, and its look
 }
 
 
-# --- lock-step ------------------------------------------------------------------------------------
-
-
 def lock_step_figure(alpha: float, k: int, batch: int) -> go.Figure:
     """Left: chance that the i-th drafted token is kept. Right: speed over regular decoding against the batch size."""
     titles = ["chance that a drafted token is kept", "speed over regular decoding (model)"]
@@ -115,9 +112,6 @@ def progress_figure(schedules: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]]) 
     return figure.update_yaxes(rangemode="tozero").update_yaxes(title="tokens written", col=1)
 
 
-# --- the cache ------------------------------------------------------------------------------------
-
-
 def cache_figure(states: pd.DataFrame, steps: Sequence[int]) -> go.Figure:
     """One panel per step: what the slots of each row hold after it. states: of `l02_demonstrations.cache_states`."""
     rows = sorted(states.row.unique())
@@ -154,9 +148,6 @@ def cache_slider(states: pd.DataFrame) -> ipywidgets.VBox:
 
     steps = int(states.step.min()), int(states.step.max())
     return live(draw, step=slider(steps[0], *steps, "step"))
-
-
-# --- bugs -----------------------------------------------------------------------------------------
 
 
 def text_diff(right: Tensor, found: Tensor, tokenizer: PreTrainedTokenizerBase, title: str = "with the bug") -> str:

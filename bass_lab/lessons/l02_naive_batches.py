@@ -172,9 +172,6 @@ def token_lists(pair: ModelPair, prompts: Sequence[str | Tensor]) -> list[list[i
     return [ids.tolist() for ids in token_ids(pair, prompts)]
 
 
-# --- what is wrong, measured ----------------------------------------------------------------------
-
-
 def right_tokens(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[int]:
     """How many tokens of each row are right before the first wrong one; all of them where none is wrong."""
     return [

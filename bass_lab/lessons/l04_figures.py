@@ -30,9 +30,6 @@ CLOSE = 1.1  # times the best fixed length's time: recovered
 WINDOW = 4  # steps of a moving mean
 
 
-# --- what is replayed -----------------------------------------------------------------------------
-
-
 def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dict[str, AcceptanceTrace]:
     """Both prompt sets' traces past EOS: the shipped ones, or new ones of 32 texts for another pair or temperature."""
     shipped = {name: recorded_acceptance.shipped(name) for name in PROMPT_SETS}
@@ -50,9 +47,6 @@ def cost_models(pair: ModelPair, own: bool, recorded: GpuRecord | None = None) -
         raise ValueError("no costs are known of these models on this device; measure them with `bass calibrate`")
     known = {MODELLED: modelled_h100(), f"{measured.device} (measured)": measured}
     return known if recorded is None else known | {recorded.name: recorded.content}
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def predicted_lengths(
@@ -227,9 +221,6 @@ def recovery(found: pd.DataFrame, least: Mapping[str, float]) -> pd.DataFrame:
 def _within(cost: CostModel, batches: Sequence[int]) -> list[int]:
     """The batch sizes that the grid of these costs reaches."""
     return [batch for batch in batches if batch <= cost.target_passes.axes["batch"][-1]]
-
-
-# --- figures --------------------------------------------------------------------------------------
 
 
 def lengths_figure(table: pd.DataFrame, title: str) -> go.Figure:

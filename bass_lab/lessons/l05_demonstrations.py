@@ -53,9 +53,6 @@ def pairs(drafts: Sequence[str], dtype: str | None = None, device: str | None = 
     return {name: replace(pair, target=target, draft=own.get(name, pair.draft)) for name, pair in found.items()}
 
 
-# --- what drafts cost, and how often they are right -----------------------------------------------
-
-
 def runs(
     pairs: Mapping[str, ModelPair],
     prompts: Mapping[str, Sequence[str]],
@@ -130,9 +127,6 @@ def over(runs: pd.DataFrame, draft: str, other: str) -> Ratio:
     return Ratio.of(times[draft], times[other])
 
 
-# --- the ladder -----------------------------------------------------------------------------------
-
-
 def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
     """Layers, width and parameters of each draft. Raises ValueError for one that is no model."""
     lines = {}
@@ -165,9 +159,6 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
             regular_ms = 1e3 * float(cost.step(batch, 0, 256))
             lines.append(line | {"best k": k, "ms": regular_ms / speed, "over regular": speed})
     return pd.DataFrame(lines)
-
-
-# --- alignment ------------------------------------------------------------------------------------
 
 
 def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
@@ -203,9 +194,6 @@ def alphas(before: pd.DataFrame, after: pd.DataFrame, resamples: int = 10_000) -
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-# --- what a drafter keeps -------------------------------------------------------------------------
-
-
 def keeps(pairs: Mapping[str, ModelPair]) -> pd.DataFrame:
     """Of each drafter: parameters of its own, and the bytes that it has kept on the device for each token of a row."""
     lines = {}
@@ -238,9 +226,6 @@ def _own_parameters(model: PreTrainedModel, target: PreTrainedModel) -> int:
     """Those that are not the target's tensors."""
     shared = {id(parameter) for parameter in target.parameters()}
     return parameter_count(model) - sum(each.numel() for each in model.parameters() if id(each) in shared)
-
-
-# --- a drafter of ten lines -----------------------------------------------------------------------
 
 
 class BigramTable(Drafter):

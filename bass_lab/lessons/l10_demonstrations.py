@@ -31,9 +31,6 @@ KINDS = (FULL, "int8", "int4")
 LAUNCH = 5e-4, 1e-4  # seconds to launch a pass of the paper's target and of its draft: those of `modelled_h100`
 
 
-# --- bytes ----------------------------------------------------------------------------------------
-
-
 def pass_bytes(model: PreTrainedModel) -> dict[str, int]:
     """Return bytes of weights that every pass reads: of the linear layers that `quantized` changes, and of the rest."""
     head = model.get_output_embeddings()
@@ -92,9 +89,6 @@ def step_bytes(table: pd.DataFrame, draft_length: int) -> pd.DataFrame:
 def largest_row(weight: Tensor) -> int:
     """The output channel that has the largest weight."""
     return int(weight.abs().amax(1).argmax())
-
-
-# --- the lossy rule, token by token ---------------------------------------------------------------
 
 
 def lossy_law(p: Tensor, q: Tensor, epsilon: float) -> Tensor:
@@ -166,9 +160,6 @@ def _means(sums: np.ndarray, texts: Sequence[Tensor]) -> tuple[np.ndarray, np.nd
     return sums.sum(0) / counts.sum(), low, high
 
 
-# --- ways: which weights, which draft, which rule -------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to decode. epsilon: of the lossy rule; None is the exact one. draft_length: 0 is regular decoding."""
@@ -233,9 +224,6 @@ def passed(ways: Mapping[str, Variant], problems: Sequence[Problem], *, samples:
         line = {"pass@1": value.value, "low": value.low, "high": value.high}
         lines[name] = line | {"change": change.value, "from": change.low, "to": change.high}
     return pd.DataFrame.from_dict(lines, orient="index")
-
-
-# --- an H100, modelled ----------------------------------------------------------------------------
 
 
 def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool = False) -> CostModel:

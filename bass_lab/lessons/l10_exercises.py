@@ -32,9 +32,6 @@ def _told(found: object, wanted: Sequence[float]) -> str:
     return f"expected {short(wanted)}, got {short(found)}"
 
 
-# --- four bits ---
-
-
 def check_unpack(unpack: Callable) -> bool:
     """unpack(packed, scale) -> 32 floats: the weights of a group.
 
@@ -86,9 +83,6 @@ def _judge_unpacked(packed: Sequence[int], scale: float, result: object) -> str:
         return ""
     told = f"packed={list(packed)}, scale={scale:.4g}: {_told(result, wanted)}"
     return with_hint(told, _UNPACK_MISTAKES, lambda how: _same(result, _unpacked(packed, scale, **how)))
-
-
-# --- bytes of a step ---
 
 
 def check_step_bytes(step_bytes: Callable) -> bool:
@@ -149,9 +143,6 @@ def _judge_bytes(given: Sequence[int], result: object) -> str:
         return ""
     told = f"{shown}: expected {wanted:,.0f} bytes, got {result:,.0f}"
     return with_hint(told, _BYTES_MISTAKES, lambda how: math.isclose(result, _bytes(*given, **how)))
-
-
-# --- the lossy rule ---
 
 
 def check_lossy_law(lossy_law: Callable) -> bool:

@@ -20,9 +20,6 @@ from bass_lab.texts.prompt_sets import prompt_set
 START = 30.0  # seconds until a server listens, or has failed
 
 
-# --- what became of requests ----------------------------------------------------------------------
-
-
 def planned(run: LoadRun) -> float:
     """Draft length that the policy planned, mean over rows and decode steps; 0.0 without a step."""
     decode = run.steps[run.steps.kind == "decode"]
@@ -51,16 +48,10 @@ def late_long_prompt(pair: ModelPair, short: Sequence[str], tokens: int, new: in
     return Workload(pd.DataFrame(columns | {"deadline": np.nan, "seed": 0}), {"long": tokens})
 
 
-# --- what a deadline costs ------------------------------------------------------------------------
-
-
 def within_deadlines(asked: Workload, samples: Mapping[str, pd.DataFrame], deadlines: Sequence[float]) -> pd.DataFrame:
     """`front` of the same requests under each deadline (seconds): its columns, and deadline."""
     parts = [front(with_deadline(asked, seconds), samples).assign(deadline=seconds) for seconds in deadlines]
     return pd.concat(parts, ignore_index=True)
-
-
-# --- a server -------------------------------------------------------------------------------------
 
 
 def server_obstacle() -> str | None:

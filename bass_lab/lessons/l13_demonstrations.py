@@ -28,9 +28,6 @@ from bass_lab.measure.ratios import Ratio
 WAYS = ("ours, speculative", "ours, regular", "transformers, batched", "transformers, assisted one by one")
 
 
-# --- what is read -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.DataFrame:
     """The last layer's cross-attention, mean over heads: a line per written token, a column per source token."""
@@ -71,9 +68,6 @@ def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[
             }
         )
     return pd.DataFrame(lines)
-
-
-# --- four ways ----------------------------------------------------------------------------------------
 
 
 def written(pair: ModelPair, way: str, sources: Sequence[Tensor], draft_length: int, most: int) -> list[list[int]]:
@@ -147,9 +141,6 @@ def over_regular(table: pd.DataFrame, batch: int) -> float:
     """Speed of our speculation over the faster of the two ways to decode a batch without it."""
     times = table.loc[batch, "ms per token"]
     return float(times[[WAYS[1], WAYS[2]]].min() / times[WAYS[0]])
-
-
-# --- a state, rolled back ------------------------------------------------------------------------------
 
 
 def stateful_model(seed: int = 0) -> Lfm2ForCausalLM:

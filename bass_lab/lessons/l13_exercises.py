@@ -10,8 +10,6 @@ import torch
 
 from bass_lab.lessons.checking import Case, check, with_hint
 
-# --- the mask behind a source's end ---
-
 
 def check_source_mask(source_mask: Callable) -> bool:
     """source_mask(lengths) -> bool [B, longest]: True where a row's queries may look, for sources of these lengths."""
@@ -40,9 +38,6 @@ def _judge_mask(lengths: Sequence[int], result: object) -> str:
     }
     told = f"expected {wanted.int().tolist()}, got {found.tolist()}"
     return with_hint(told, mistakes, lambda each: torch.equal(found.bool(), each))
-
-
-# --- which state is kept ---
 
 
 def check_state_after(state_after: Callable) -> bool:
@@ -88,9 +83,6 @@ def _judge_state(inputs: Sequence[float], start: int, accepted: int, width: int,
     if found == wanted:
         return ""
     return with_hint(f"expected {wanted}, got {found}", mistakes, lambda state: found == state)
-
-
-# --- bytes of the two caches ---
 
 
 def check_cache_bytes(cache_bytes: Callable) -> bool:

@@ -28,7 +28,6 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 WIDTH = 100  # characters of a printed line: slides break longer ones within a word
 
-# --- the paper's claims ---------------------------------------------------------------------------
 
 STATES = {  # and the ground on which the table shows it
     "measured": "#CDE7F5",
@@ -118,8 +117,6 @@ class Paper:
         self._shown[-1].display(self.styled())
 
 
-# --- the paper's models on the paper's GPU --------------------------------------------------------
-
 A100 = Device(
     "NVIDIA A100 80GB (data sheet)", bandwidth=A100_BANDWIDTH[1], flops=312e12
 )  # the paper's, or the 40 GB one
@@ -180,9 +177,6 @@ def utilisations(
     return pd.DataFrame(lines)
 
 
-# --- PAD and SPLIT as in the paper ----------------------------------------------------------------
-
-
 def two_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float, scaling: float) -> Tensor:
     """QKᵀ, softmax, PV, one after the other. Queries [..., Q, D], keys and values [..., S, D], bias [..., Q, S]."""
     scores = query @ key.transpose(-1, -2) * scaling + bias
@@ -225,9 +219,6 @@ def attention_bytes(lengths: Sequence[int], queries: int, work: StepWork) -> pd.
         for way, (products, keys, scores) in ways.items()
     }
     return pd.DataFrame.from_dict(lines, orient="index").astype({"products": int})
-
-
-# --- Algorithm 1, and tables ----------------------------------------------------------------------
 
 
 def behind_the_best_fixed(

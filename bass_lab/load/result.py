@@ -224,9 +224,6 @@ class LoadRun:
         }
 
 
-# --- how sure one can be --------------------------------------------------------------------------
-
-
 def _line(metric: str, statistic: str, value: float, resampled: np.ndarray) -> dict:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail], method="inverted_cdf")  # takes infinite ones

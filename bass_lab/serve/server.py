@@ -85,18 +85,10 @@ class Server(uvicorn.Server):
         self.service = Service(pair, settings.name, self.driver, self.gate, counts, settings.deadline)
         self._counts = counts
         limit, burst = connections.limits(_open_files(), settings.max_batch_size + settings.queue)
-        config = uvicorn.Config(
-            make_app(self.service, settings.allow_origins),
-            http=functools.partial(connections.Connection, limit=limit),
-            backlog=burst,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=GOODBYE,
-        )
-        super().__init__(config)
+        options = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none", "server_header": False}
+        options |= {"backlog": burst, "timeout_graceful_shutdown": GOODBYE}
+        options["http"] = functools.partial(connections.Connection, limit=limit)
+        super().__init__(uvicorn.Config(make_app(self.service, settings.allow_origins), **options))
 
     def _row_ended(self, ended: Ended | None) -> None:
         if ended is None:

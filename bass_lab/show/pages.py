@@ -21,16 +21,9 @@ if TYPE_CHECKING:
 
 # Headless, offline, and willing to run as root in a container.
 BROWSER_FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--virtual-time-budget=20000",
-)
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=20000",
+)  # fmt: skip
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to move it. What it shows follows below.</i></p>"

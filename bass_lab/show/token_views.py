@@ -25,9 +25,6 @@ _VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FEW = 12  # bars up to which each carries its value as a number
 
 
-# --- data ---
-
-
 def outcomes(trace: Trace) -> pd.DataFrame:
     """`Trace.tokens` by row and decode step, the drafts of a step in their order and then the target's own token.
 
@@ -59,9 +56,6 @@ def surest_rejection(trace: Trace) -> tuple[int, int]:
         return 0, 1
     line = rejected.loc[(rejected.q - rejected.p).idxmax()]
     return int(line.row), int(line.nth)
-
-
-# --- words ---
 
 
 def visible(text: str) -> str:
@@ -141,9 +135,6 @@ def why(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
-# --- HTML ---
-
-
 def legend() -> str:
     """What colours, underlines and symbols mean in `row_html`, `step_html` and `step_figure`."""
     signs = " &nbsp; ".join(f"{SYMBOLS[kind]} {kind}" for kind in plots.UNDERLINES)
@@ -183,9 +174,6 @@ def _hover(line) -> str:
     """Plain text for the mouse: what became of a token, p, q, step."""
     q = "" if np.isnan(line.q) else f", q = {line.q:.3f}"
     return f"{line.outcome} · p = {line.p:.3f}{q} · " + (f"step {line.nth}" if line.nth else "prefill")
-
-
-# --- figures ---
 
 
 def marked_cell(row: int, nth: int) -> dict:

@@ -216,9 +216,6 @@ def _hash(document: object) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------------------- the loop
-
-
 def run(
     plan: SweepPlan,
     folder: str | Path,

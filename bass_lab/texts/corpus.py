@@ -15,31 +15,12 @@ from pathlib import Path
 from bass_lab.texts import grammar
 
 HELD_OUT_MODULES = (
-    "bisect",
-    "calendar",
-    "colorsys",
-    "copy",
-    "csv",
-    "fnmatch",
-    "graphlib",
-    "heapq",
-    "shlex",
-    "statistics",
-    "textwrap",
-)
+    "bisect", "calendar", "colorsys", "copy", "csv", "fnmatch", "graphlib", "heapq", "shlex", "statistics", "textwrap",
+)  # fmt: skip
 SKIPPED_FOLDERS = {
-    "__pycache__",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib-dynload",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
+    "__pycache__", "encodings", "ensurepip", "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test",
+    "tests", "turtledemo",
+}  # fmt: skip
 
 
 def generated_functions(count: int, seed: int = 0, held_out: bool = False) -> list[str]:

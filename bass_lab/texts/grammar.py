@@ -114,9 +114,6 @@ def _grammar() -> dict:
         return tomllib.load(file)
 
 
-# --------------------------------------------------------------------------------------------------- what to compute
-
-
 def pipeline(rng: Random) -> Pipeline:
     """Compose source -> filters -> map -> finish, and choose names, numbers and phrasing."""
     source, keeps, change, finish = _choose(rng)
@@ -227,9 +224,6 @@ def _head(rng: Random, parts: list[str | None], noun: str, arguments: dict[str, 
     return f"def {name}({', '.join(arguments)}):"
 
 
-# ---------------------------------------------------------------------------------------------------- how to write it
-
-
 def _body(rng: Random, finish: dict, middle: Iteration, local: str, parameter: str) -> list[str]:
     """The lines of the body: as an expression, as a loop, or in named steps."""
     lines = []
@@ -291,9 +285,6 @@ def _loop(rng: Random, finish: dict, middle: Iteration, local: str) -> list[str]
     for variable, iterable in reversed(middle.loops):
         lines = [f"for {variable} in {iterable}:", *(f"    {line}" for line in lines)]
     return [*(before.format(a=local).split(";;") if before else []), *lines, f"return {after.format(a=local)}"]
-
-
-# ----------------------------------------------------------------------------------------------------------- templates
 
 
 def _template(rng: Random) -> Function:

@@ -87,9 +87,6 @@ def _outcome(function, arguments: list) -> str | None:
     return repr(result)
 
 
-# -------------------------------------------------------------------------------------------------------------- inputs
-
-
 def _arguments(plan: grammar.Pipeline, rng: Random) -> list:
     """Arguments that fit the type hints, near the numbers and letters of the docstring."""
     numbers = [int(n) for n in re.findall(r"\b\d+\b", plan.said)]
