@@ -20,6 +20,7 @@ from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.exactness import FAULTS, Check, Report
 from bass_lab.checks.oracle import Oracle, RepeatedKey
+from bass_lab.checks.tabular import total_variation
 from bass_lab.pairs import in_dtype
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -135,8 +136,7 @@ def _law(pair: ModelPair, rule: str) -> Finding:
         ):  # else each of the many sessions switches the models
             found = Oracle().laws(run)
         expected = plain_decoding.exact_law(pair.target, prompt, way, new)
-        texts = found.keys() | expected.keys()
-        distances[f"{way}, {policy}"] = sum(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in texts) / 2
+        distances[f"{way}, {policy}"] = total_variation(found, expected)
     worst = max(distances.values())
     tested = f"total variation {worst:.1e}, allowed {EXACT:.0e}; {accepted} of {drafted} drafts accepted"
     return worst < EXACT, tested, {"distances": distances, "drafted": drafted, "accepted": accepted}

@@ -215,16 +215,12 @@ def _spread_law(
     widest, best, chosen = -1.0, temperatures[0], beginnings[0]
     for temperature in temperatures:
         for prompt in beginnings:
-            if (entropy := _entropy(law_of(prompt, temperature, 3))) > widest:
+            entropy = -sum(p * math.log(p) for p in law_of(prompt, temperature, 3).values() if p > 0)  # nats
+            if entropy > widest:
                 widest, best, chosen = entropy, temperature, prompt
         if widest >= 3 * math.log(2):
             break
     return chosen, best, law_of(chosen, best, TOKENS)
-
-
-def _entropy(law: dict[tuple[int, ...], float]) -> float:
-    """In nats."""
-    return -sum(p * math.log(p) for p in law.values() if p > 0)
 
 
 def coupled(subject: Subject) -> Finding:

@@ -233,17 +233,9 @@ class _Run:
             zip(out.sequences, out.texts, out.logprobs, out.finish_reasons, strict=True)
         ):
             finished = reason in FINISHED
-            rows.append(
-                {
-                    "row": row,
-                    "finish_seconds": round(done[row] - started, 6) if finished else None,
-                    "finished": finished,
-                    "finish_reason": reason,
-                    "tokens": len(sequence),
-                    "logprob_sum": round(logprobs.double().sum().item(), 6),
-                    "text": text,
-                }
-            )
+            seconds, total = round(done[row] - started, 6) if finished else None, logprobs.double().sum().item()
+            line = {"row": row, "finish_seconds": seconds, "finished": finished, "finish_reason": reason}
+            rows.append(line | {"tokens": len(sequence), "logprob_sum": round(total, 6), "text": text})
         return rows
 
     def add(self, problem: Problem, grade: Grader, texts: bool) -> None:

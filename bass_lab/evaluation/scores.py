@@ -46,7 +46,6 @@ def score(
     *,
     ks: Sequence[int] = (1,),
     resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """One line per (budget, metric): budget in seconds, metric, value, low, high; the last three are shares of
     problems.
@@ -56,7 +55,7 @@ def score(
     samples, a repeated row, or a budget that is no number of seconds >= 0.
     """
     lines, values = _values(samples, budgets, ks)
-    return _with_intervals(lines, values, resamples, seed)
+    return _with_intervals(lines, values, resamples)
 
 
 def difference(
@@ -65,8 +64,6 @@ def difference(
     budgets: Sequence[float],
     *,
     ks: Sequence[int] = (1,),
-    resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """`score` of samples minus that of others on the same problems, with paired 95% intervals of the difference. Raises
     ValueError unless both hold the same problems in the same order; otherwise as `score`."""
@@ -76,7 +73,7 @@ def difference(
     lines_of_others, values_of_others = _values(others, budgets, ks)
     if lines != lines_of_others:
         raise ValueError(f"pass@k needs k rows of every problem on both sides, and one of them lacks some of k = {ks}")
-    return _with_intervals(lines, values - values_of_others, resamples, seed)
+    return _with_intervals(lines, values - values_of_others)
 
 
 def _values(
@@ -94,9 +91,9 @@ def _values(
     return lines, np.stack(columns, axis=1)
 
 
-def drawn(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def drawn(units: int, resamples: int = RESAMPLES) -> np.ndarray:
     """How often each of so many problems or prompts is in each bootstrap resample: int64 [resamples, units]."""
-    return np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
+    return np.random.default_rng(0).multinomial(units, np.full(units, 1 / units), size=resamples)
 
 
 def interval(resampled: np.ndarray) -> np.ndarray:
@@ -104,10 +101,10 @@ def interval(resampled: np.ndarray) -> np.ndarray:
     return np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
 
 
-def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int, seed: int) -> pd.DataFrame:
+def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Means over problems of values [P, M], a line each, with their percentile bootstrap over problems."""
     problems = len(values)
-    low, high = interval(drawn(problems, resamples, seed) @ values / problems)
+    low, high = interval(drawn(problems, resamples) @ values / problems)
     found = pd.DataFrame(lines, columns=["budget", "metric"])
     return found.assign(value=values.mean(0), low=low, high=high)
 

@@ -130,9 +130,7 @@ def _timed(
     return out, found | {"tokens/s": summary["tokens"] / decode.seconds}
 
 
-def draft_length_slider(
-    pair: ModelPair, prompts: Sequence[str], value: int = 5, most: int = 10, **options
-) -> ipywidgets.VBox:
+def draft_length_slider(pair: ModelPair, prompts: Sequence[str], value: int = 5, **options) -> ipywidgets.VBox:
     """A slider for the draft length above the acceptance raster of a run with it.
 
     Children: slider, sentence, figure; setting `slider.value` decodes again. A check compares with regular decoding's
@@ -150,7 +148,7 @@ def draft_length_slider(
         )
         return sentence, plots.acceptance_raster(out.trace)
 
-    return live(draw, k=slider(value, 1, max(most, value), "draft length"))
+    return live(draw, k=slider(value, 1, max(10, value), "draft length"))
 
 
 def draft_length_table(pair: ModelPair, prompts: Sequence[str], lengths: Sequence[int], **options) -> pd.DataFrame:

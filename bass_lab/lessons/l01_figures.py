@@ -186,11 +186,11 @@ def tokens_figure(table: pd.DataFrame) -> go.Figure:
     return figure.update_xaxes(dtick=1).update_yaxes(rangemode="tozero")
 
 
-def slots_figure(by_slot: pd.DataFrame, least: int = 20) -> go.Figure:
-    """Share accepted of the drafts reached, by slot and prompt set, where at least `least` were."""
+def slots_figure(by_slot: pd.DataFrame) -> go.Figure:
+    """Share accepted of the drafts reached, by slot and prompt set, where at least 20 were."""
     title = "Chance that a draft is accepted, if all before it were"
     figure = empty_figure(title, "slot in the draft", "share accepted", height=410)
-    enough = by_slot[by_slot.reached >= least]
+    enough = by_slot[by_slot.reached >= 20]
     for (name, part), look in zip(enough.groupby("prompts", sort=False), CURVES, strict=False):
         error = {"type": "data", "array": 1.96 * np.sqrt(part.accepted * (1 - part.accepted) / part.reached)}
         hover = {"customdata": part.reached, "hovertemplate": "slot %{x}: %{y:.2f} of %{customdata}"}

@@ -108,9 +108,9 @@ def _random_law(size: int, generator: torch.Generator) -> Tensor:
     return mass / mass.sum()
 
 
-def _random_model(generator: torch.Generator, size: int = 3, longest: int = 2) -> Model:
-    texts = itertools.chain.from_iterable(itertools.product(range(size), repeat=n) for n in range(longest + 1))
-    return {text: _random_law(size, generator) for text in texts}.__getitem__
+def _random_model(generator: torch.Generator) -> Model:
+    texts = itertools.chain.from_iterable(itertools.product(range(3), repeat=n) for n in range(3))
+    return {text: _random_law(3, generator) for text in texts}.__getitem__
 
 
 def _text_distance(target: Model, draft: Model, k: int, rule: Rule) -> float:

@@ -97,7 +97,7 @@ def naive_generate(
         checks.one_of("bug", bug, BUGS)
     checks.integer("draft_length", draft_length, least=1)
     require_draft_model(pair)
-    rows = token_lists(pair, prompts)  # committed tokens, prompt included
+    rows = [ids.tolist() for ids in token_ids(pair, prompts)]  # committed tokens, prompt included
     limits = [len(row) + max_new_tokens for row in rows]
     target, draft = (PaddedModel(model, len(rows), bug) for model in (pair.target, pair.draft))
     # The draft stays behind by the last two tokens and reads both when it drafts: after full acceptance it has not
@@ -167,17 +167,10 @@ def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, T
     return ids, _following(rows, -longest, longest, device)
 
 
-def token_lists(pair: ModelPair, prompts: Sequence[str | Tensor]) -> list[list[int]]:
-    """Prompts as lists of token ids."""
-    return [ids.tolist() for ids in token_ids(pair, prompts)]
-
-
 def right_tokens(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[int]:
     """How many tokens of each row are right before the first wrong one; all of them where none is wrong."""
-    return [
-        int((row[: len(right)] == right[: len(row)]).long().cumprod(0).sum())
-        for row, right in zip(found, wanted, strict=True)
-    ]
+    pairs = zip(found, wanted, strict=True)
+    return [int((row[: len(right)] == right[: len(row)]).long().cumprod(0).sum()) for row, right in pairs]
 
 
 def differing(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[int]:

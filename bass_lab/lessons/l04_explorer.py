@@ -137,7 +137,9 @@ class LengthExplorer:
         self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=batch, seed=self.seed)
         sentence = _sentence(self.table, self.path, alpha, spread)
         title = f"Speed over regular decoding, batch {batch}"
-        return sentence, speed_figure(self.table, title), path_figure(self.path)
+        path = token_views.policy_figure({"": self.path})
+        path.update_layout(title_text="The path of Algorithm 1: what it drafted, what was accepted")
+        return sentence, speed_figure(self.table, title), path
 
     def static(self) -> tuple:
         """What is seen now without widgets: the settings and the sentence, and both figures."""
@@ -146,12 +148,6 @@ class LengthExplorer:
 
     def _repr_mimebundle_(self, **options):
         return self.widget._repr_mimebundle_(**options)
-
-
-def path_figure(trace: Trace) -> go.Figure:
-    """The draft length of each step of Algorithm 1, and what the rows accepted."""
-    figure = token_views.policy_figure({"": trace})
-    return figure.update_layout(title_text="The path of Algorithm 1: what it drafted, what was accepted")
 
 
 def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> str:

@@ -181,11 +181,11 @@ def judged(draft: PreTrainedModel, texts: Written) -> pd.DataFrame:
     return pd.DataFrame({"accepted": accepted, "judged": list(map(len, texts.p))})
 
 
-def alphas(before: pd.DataFrame, after: pd.DataFrame, resamples: int = 10_000) -> pd.DataFrame:
+def alphas(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     """α of two drafts on the same prompts (`judged`), and the gain: value with its 95% interval (low, high), percentile
     bootstrap over prompts."""
     rows = len(before)
-    times = np.concatenate([np.ones((1, rows)), drawn(rows, resamples)])  # first the prompts as they are
+    times = np.concatenate([np.ones((1, rows)), drawn(rows)])  # first the prompts as they are
     first, second = (times @ each.accepted / (times @ each.judged) for each in (before, after))
     lines = {}
     for name, found in {"before": first, "after": second, "gain": second - first}.items():

@@ -51,11 +51,12 @@ def _cases() -> Iterator[Case]:
 
 def _decoded(temperature: float) -> Callable[[Drafter], Trace]:
     options = {"max_new_tokens": NEW, "draft_length": K, "temperature": temperature, "trace": "tokens"}
-    return lambda drafter: (
-        generate(
-            ModelPair(_pair().target, drafter, _pair().tokenizer), prompt_set("mini", 2), eos_token_id=(), **options
-        ).trace
-    )
+
+    def decoded(drafter: Drafter) -> Trace:
+        pair = ModelPair(_pair().target, drafter, _pair().tokenizer)
+        return generate(pair, prompt_set("mini", 2), eos_token_id=(), **options).trace
+
+    return decoded
 
 
 def _judge(temperature: float, trace: Trace) -> str:

@@ -9,7 +9,6 @@ from functools import partial
 from bass_lab.lessons.checking import Case, check, equals
 
 Interval = tuple[int, int]
-Range = tuple[str, int, int]  # phase, start, end
 
 
 def check_gaps(gaps: Callable) -> bool:
@@ -78,9 +77,8 @@ def _owner_cases() -> Iterator[Case]:
         kernels = [(chance.choice([*launches, 9]), chance.randint(0, at + 9)) for _ in range(8)]
         drawn.append((f"random case {number}", kernels, launches, ranges))
     for name, kernels, launches, ranges in drawn:
-        wanted = [_phase_at(launches[number], ranges) if number in launches else None for number, _ in kernels]
+        wanted = [
+            next((phase for phase, start, end in ranges if start <= launches.get(number, -1) < end), None)
+            for number, _ in kernels
+        ]
         yield name, (list(kernels), dict(launches), list(ranges)), partial(equals, wanted)
-
-
-def _phase_at(time: int, ranges: list[Range]) -> str | None:
-    return next((phase for phase, start, end in ranges if start <= time < end), None)

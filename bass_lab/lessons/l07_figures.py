@@ -147,15 +147,9 @@ def floor_table(models: Mapping[str, StepWork], kv_lengths: Sequence[int], batch
     for name, model in models.items():
         for kv_length in kv_lengths:
             cache = model.cache_bytes(batch * kv_length)
-            lines.append(
-                {
-                    "model": name,
-                    "KV length": kv_length,
-                    "MB per layer": cache / model.layers / 1e6,
-                    "floor µs per layer": cache / model.layers / device.bandwidth * 1e6,
-                    "share of a step": cache / (cache + model.element * model.weights),
-                }
-            )
+            layer, share = cache / model.layers, cache / (cache + model.element * model.weights)
+            line = {"model": name, "KV length": kv_length, "MB per layer": layer / 1e6}
+            lines.append(line | {"floor µs per layer": layer / device.bandwidth * 1e6, "share of a step": share})
     return pd.DataFrame(lines).set_index(["model", "KV length"])
 
 

@@ -66,9 +66,8 @@ def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
             line = curve(policy, part.rate, part[name], looks[policy], legendgroup=policy, showlegend=column == 1)
             figure.add_trace(line.update(hovertemplate=f"{policy}, %{{x:.2f}}/s: %{{y:.3g}}<extra></extra>"), 1, column)
     figure.update_xaxes(title="requests per second", rangemode="tozero")
-    figure.update_yaxes(
-        type="log", tickvals=[m * 10**e for e in range(6) for m in (1, 2, 5)], tickformat=",d", row=1, col=1
-    )
+    ticks = [m * 10**e for e in range(6) for m in (1, 2, 5)]
+    figure.update_yaxes(type="log", tickvals=ticks, tickformat=",d", row=1, col=1)
     return figure.update_yaxes(rangemode="tozero", col=2).update_yaxes(rangemode="tozero", col=3)
 
 
@@ -91,15 +90,13 @@ def deadline_figure(table: pd.DataFrame) -> go.Figure:
 def gap_figure(runs: Mapping[str, LoadRun], arrives: float) -> go.Figure:
     """How long short rows stood still before each piece of text, a panel per run; a line where the long prompt came."""
     titles = [f"<b>{name}</b>" for name in runs]
-    figure = panels(
-        len(runs), 1, titles, "One long prompt beside short ones", 460, shared_xaxes=True, shared_yaxes=True
-    )
+    shared = {"shared_xaxes": True, "shared_yaxes": True}
+    figure = panels(len(runs), 1, titles, "One long prompt beside short ones", 460, **shared)
     for panel, run in enumerate(runs.values(), 1):
         found = run.gaps.join(run.pieces["at"])
         found = found[found.request < len(run.requests) - 1]  # of the short ones
-        points = curve(
-            "a gap in a short row's text", found["at"], found.gap_ms, "accepted", "markers", showlegend=panel == 1
-        )
+        points = curve("a gap in a short row's text", found["at"], found.gap_ms, "accepted", "markers")
+        points.update(showlegend=panel == 1)
         hover = "%{x:.2f} s: request %{customdata} stood still for %{y:.0f} ms<extra></extra>"
         figure.add_trace(points.update(customdata=found.request, hovertemplate=hover, marker_size=6), panel, 1)
     figure.add_vline(arrives, line={"color": "black", "dash": "dash"})
@@ -129,7 +126,9 @@ def load_panel(
 
     def draw(rate: float, deadline: float, policy: str) -> tuple[str, go.Figure]:
         run = serve(with_deadline(asked.at_rate(rate), deadline), policies[policy])
-        return _sentence(run, deadline), _first_of(run, f"{policy}, {rate:.2g} requests per second")
+        title = f"{policy}, {rate:.2g} requests per second: the first requests"
+        figure = timeline_figure(run.requests.head(SHOWN), run.pieces, title)
+        return _sentence(run, deadline), figure.update_layout(height=190 + 7 * SHOWN)
 
     step = round(most / 20, 2)
     controls = {
@@ -148,8 +147,3 @@ def _sentence(run: LoadRun, deadline: float) -> str:
         f"{found['tokens_per_s', 'mean']:.0f} tokens per second, with {found['batch', 'mean']:.1f} rows at work on "
         f"average and {planned(run):.1f} tokens drafted per step."
     )
-
-
-def _first_of(run: LoadRun, title: str) -> go.Figure:
-    figure = timeline_figure(run.requests.head(SHOWN), run.pieces, f"{title}: the first requests")
-    return figure.update_layout(height=190 + 7 * SHOWN)

@@ -57,16 +57,9 @@ def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[
         own = steps[steps.row == row]
         tried = int((own.accepted + (own.accepted < own.drafted)).sum())
         docstring = source.split('"""')[1] if '"""' in source else source
-        lines.append(
-            {
-                "source": docstring[:60],
-                "source tokens": length,
-                "written": len(generation[row].sequence),
-                "drafted": int(own.drafted.sum()),
-                "α": own.accepted.sum() / max(tried, 1),
-                "tokens per step": own.emitted.sum() / max(len(own), 1),
-            }
-        )
+        line = {"source": docstring[:60], "source tokens": length, "written": len(generation[row].sequence)}
+        line |= {"drafted": int(own.drafted.sum()), "α": own.accepted.sum() / max(tried, 1)}
+        lines.append(line | {"tokens per step": own.emitted.sum() / max(len(own), 1)})
     return pd.DataFrame(lines)
 
 
@@ -100,9 +93,8 @@ def _quiet() -> Iterator[None]:
 def _assisted(pair: ModelPair, source: Tensor, draft_length: int, options: dict) -> Tensor:
     read = source[None].to(pair.device)
     with _quiet(), changed([(vars(pair.draft.generation_config), "num_assistant_tokens", draft_length)]):
-        return pair.target.generate(read, attention_mask=torch.ones_like(read), assistant_model=pair.draft, **options)[
-            0
-        ]
+        rows = pair.target.generate(read, attention_mask=torch.ones_like(read), assistant_model=pair.draft, **options)
+    return rows[0]
 
 
 def _ended(row: list[int], eos: int) -> list[int]:
@@ -143,9 +135,9 @@ def over_regular(table: pd.DataFrame, batch: int) -> float:
     return float(times[[WAYS[1], WAYS[2]]].min() / times[WAYS[0]])
 
 
-def stateful_model(seed: int = 0) -> Lfm2ForCausalLM:
+def stateful_model() -> Lfm2ForCausalLM:
     """A tiny LFM2 with random weights, in float64: two short convolutions, each followed by attention."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Lfm2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -202,9 +194,6 @@ def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: 
             out = generate(pair, [prompt], **options)
         text = out.sequences[0].tolist()
         agreeing = next((at for at, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), new)
-        lines[name] = {"text": text, "right tokens": agreeing, "rejected": int(_rejected(out))}
+        rejected = int((out.trace.steps.drafted - out.trace.steps.accepted).sum())
+        lines[name] = {"text": text, "right tokens": agreeing, "rejected": rejected}
     return pd.DataFrame.from_dict(lines, orient="index")
-
-
-def _rejected(generation: Generation) -> int:
-    return (generation.trace.steps.drafted - generation.trace.steps.accepted).sum()

@@ -117,23 +117,16 @@ class Paper:
         self._shown[-1].display(self.styled())
 
 
-A100 = Device(
-    "NVIDIA A100 80GB (data sheet)", bandwidth=A100_BANDWIDTH[1], flops=312e12
-)  # the paper's, or the 40 GB one
+# The paper's, or the 40 GB one.
+A100 = Device("NVIDIA A100 80GB (data sheet)", bandwidth=A100_BANDWIDTH[1], flops=312e12)
 PAPER_PAIR = TARGET_8B, DRAFT_310M
 LAUNCH = 5e-4  # seconds of a pass of the target, as in `modelled_h100`; the draft's take a fifth
 
 
 def modelled_pair(name: str) -> tuple[StepWork, StepWork]:
     """Target and draft of one of `SHAPES`, counted in float16 or bfloat16."""
-    return tuple(
-        StepWork.of(named_config(config, name), torch.float16) for config in (SHAPES[name].target, SHAPES[name].draft)
-    )
-
-
-def in_bytes(works: Sequence[StepWork], element: int) -> tuple[StepWork, ...]:
-    """The same models with elements of so many bytes: weights and cache alike."""
-    return tuple(replace(work, element=element) for work in works)
+    configs = SHAPES[name].target, SHAPES[name].draft
+    return tuple(StepWork.of(named_config(config, name), torch.float16) for config in configs)
 
 
 def costs_on(device: Device, works: Sequence[StepWork] = PAPER_PAIR) -> CostModel:
@@ -264,7 +257,7 @@ def modelled_lines(
     """The same for models that are not here, on an A100, modelled: batch × precision, no quality."""
     lines = []
     for precision, element in (("16 bits", 2), ("8 bits", 1)):
-        cost = costs_on(A100, in_bytes(works, element))
+        cost = costs_on(A100, [replace(work, element=element) for work in works])  # weights and cache alike
         for batch in batches:
             regular = replayed_speed(trace, 0, cost, batch, **options)
             speed = replayed_speed(trace, k, cost, batch, **options)

@@ -96,12 +96,8 @@ def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
         pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),
         pd.DataFrame(pieces, columns=list(PIECES)),
         _steps(session, spans),
-        {
-            "simulated": False,
-            "policy": repr(session.policy),
-            "max_batch_size": session.rows.max_rows,
-            "sequences": [result.sequence.tolist() for result in results],
-        },
+        {"simulated": False, "policy": repr(session.policy), "max_batch_size": session.rows.max_rows}
+        | {"sequences": [result.sequence.tolist() for result in results]},
     )
 
 

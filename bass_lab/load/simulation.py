@@ -150,9 +150,9 @@ class _Server:
             (self.saved.add if prompt in wanted else self.saved.discard)(prompt)
         lengths = self.rows.trace.prompt_lengths[self.rows.sequences[leaders]] if leaders else np.zeros(0, np.int64)
         self.started[new] = self.now
-        step = self._pass(self.prefill_seconds(len(leaders), int(lengths.max(initial=0))))
-        nothing = np.zeros(len(new), np.int64)
-        self._commit("prefill", step, new, np.ones(len(new), np.int64), nothing, nothing, nothing)
+        began = self._pass(self.prefill_seconds(len(leaders), int(lengths.max(initial=0))))
+        none = np.zeros(len(new), np.int64)
+        self._commit("prefill", began, ReplayedStep(new, none, none, none, none, emitted=none + 1, passes=0))
         self.live = np.concatenate([self.live, new])
         self._compact()
         if len(self.live):
@@ -162,7 +162,7 @@ class _Server:
         """`Session._decode`."""
         step = replay.step(self.rows, self.policy, self.live, self.at, self.taken)
         began = self._pass(self.decode_seconds(step))
-        self._commit("decode", began, step.rows, step.emitted, step.planned, step.drafted, step.accepted)
+        self._commit("decode", began, step)
         self.taken[step.rows] += 1
         self._compact()
 
@@ -171,21 +171,13 @@ class _Server:
         began, self.now = self.now, self.now + seconds
         return began
 
-    def _commit(
-        self,
-        kind: str,
-        began: float,
-        rows: np.ndarray,
-        emitted: np.ndarray,
-        planned: np.ndarray,
-        drafted: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
+    def _commit(self, kind: str, began: float, step: ReplayedStep) -> None:
+        rows, emitted = step.rows, step.emitted
         self.at[rows] += emitted
         if kind == "prefill":
             self.first[rows] = self.now
         self.pieces += [(row, self.now, tokens) for row, tokens in zip(rows.tolist(), emitted.tolist(), strict=True)]
-        counts = planned.mean(), drafted.sum(), accepted.sum(), emitted.sum()
+        counts = step.planned.mean(), step.drafted.sum(), step.accepted.sum(), emitted.sum()
         self.steps.append((began, self.now, kind, len(rows), *counts))
 
     def _compact(self) -> None:

@@ -40,15 +40,10 @@ UNUSED = -100  # a target's place behind its end: no loss
 
 def _sizes(width: int, encoder: int, decoder: int, heads: int) -> dict[str, int]:
     """2 × width in the feed-forward layers."""
-    return {
-        "d_model": width,
-        "encoder_layers": encoder,
-        "decoder_layers": decoder,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": 2 * width,
-        "decoder_ffn_dim": 2 * width,
-    }
+    found = {"d_model": width, "encoder_layers": encoder, "decoder_layers": decoder}
+    for part in ("encoder", "decoder"):
+        found |= {f"{part}_attention_heads": heads, f"{part}_ffn_dim": 2 * width}
+    return found
 
 
 @dataclass(frozen=True)

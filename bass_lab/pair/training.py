@@ -47,18 +47,13 @@ WORK = Path("build/embedded_pair")
 Batches = Callable[[float, torch.Generator], Tensor]
 
 
-def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
-    layer = _layer(heads, key_value_heads, intermediate, head_dim)
-    return {"hidden_size": hidden, "num_hidden_layers": layers} | layer
+def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermediate: int) -> dict:
+    return {"hidden_size": hidden, "num_hidden_layers": layers} | _layer(heads, key_value_heads, intermediate)
 
 
-def _layer(heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate,
-    }
+def _layer(heads: int, key_value_heads: int, intermediate: int) -> dict:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "head_dim": 32}
+    return sizes | {"intermediate_size": intermediate}
 
 
 # Of equal size: what depth is worth.

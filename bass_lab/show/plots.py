@@ -46,11 +46,10 @@ def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row
     return figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False).update_xaxes(showgrid=False)
 
 
-def speed_chart(table: pd.DataFrame, title: str = "Speed over regular decoding") -> go.Figure:
+def speed_chart(table: pd.DataFrame) -> go.Figure:
     """Bars of `over_regular` with the interval `low` … `high`, one per line of the table, labelled by `label`."""
-    figure = empty_figure(
-        titled(title, table), "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table)
-    )
+    title = titled("Speed over regular decoding", table)
+    figure = empty_figure(title, "times as fast (1 = this engine without drafting)", "", 120 + 42 * len(table))
     looks = ["batched" if "batched" in label else "baseline" for label in table.label]
     texts = {"text": [f"{value:.2f}×" for value in table.over_regular], "insidetextanchor": "start"}
     texts |= {"textposition": "inside", "hovertemplate": "%{y}: %{x:.2f}×<extra></extra>"}

@@ -1,7 +1,6 @@
 """The tokens of a trace, looked at closely: one step with its p and q, a row's text with hover, a whole run's verdicts.
 
-Functions take a trace with tokens; none runs a model. A step is named by its row and `nth`, the row's decode step from
-1.
+Functions take a trace with tokens; none runs a model. Steps are named by row and `nth`, the row's step from 1.
 """
 
 from __future__ import annotations

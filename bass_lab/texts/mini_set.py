@@ -94,7 +94,11 @@ def _arguments(plan: grammar.Pipeline, rng: Random) -> list:
     near = numbers or [rng.choice((2, 3, 5, 10))]
     values = {}
     for name, hint in list(plan.arguments.items())[1:]:
-        values[name] = rng.choice((1, 2, 3, 4, 5, 7, 10)) if hint == "int" else _text_argument(name, rng)
+        if hint == "int":
+            values[name] = rng.choice((1, 2, 3, 4, 5, 7, 10))
+        else:
+            few = name in ("other", "allowed", "letters", "forbidden")
+            values[name] = "".join(rng.sample("aeioubcd", 4)) if few else rng.choice("aeionrst")
         (near if hint == "int" else letters).append(values[name])
 
     def number() -> int:
@@ -116,12 +120,6 @@ def _arguments(plan: grammar.Pipeline, rng: Random) -> list:
         return rng.choice(letters)[:1] if letters and rng.random() < 0.3 else rng.choice(CHARACTERS)
 
     return [_first(plan, rng, number, word, character), *values.values()]
-
-
-def _text_argument(name: str, rng: Random) -> str:
-    if name in ("other", "allowed", "letters", "forbidden"):
-        return "".join(rng.sample("aeioubcd", 4))
-    return rng.choice("aeionrst")
 
 
 def _first(plan: grammar.Pipeline, rng: Random, number, word, character) -> object:
