@@ -124,9 +124,8 @@ class KeptSession(HasSession):
             self._reserve(max(len(prompt.ids) for prompt in self._read(prompts, max_new_tokens)) + max_new_tokens)
 
     def _reserve(self, longest: int) -> None:
-        if (
-            not self.session.rows.capacity
-        ):  # later it grows with rows that need it, to twice as much where there is room
+        # Later it grows with rows that need it, to twice as much where there is room.
+        if not self.session.rows.capacity:
             self.session.reserve(longest)
 
     def _read(self, prompts: PromptLike | Iterable[PromptLike], max_new_tokens: int) -> list[Prompt]:

@@ -95,9 +95,8 @@ def speed(threads: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        states, inwards, outwards = (
-            torch.ones(shape) for shape in ((ROWS, WIDTH), (3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH))
-        )
+        shapes = (ROWS, WIDTH), (3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)
+        states, inwards, outwards = map(torch.ones, shapes)
         linear(states, inwards)  # which starts the threads
         count, start = 0, time.monotonic()
         while (taken := time.monotonic() - start) < PASS:

@@ -130,10 +130,8 @@ def _law(pair: ModelPair, rule: str) -> Finding:
                 drafted, accepted = drafted + first.drafted + row.drafted, accepted + first.accepted + row.accepted
                 return tuple(session.result(row).sequence.tolist())
 
-        with (
-            Session(pair, **options) as around,
-            around.prepared(),
-        ):  # else each of the many sessions switches the models
+        # Else each of the many sessions switches the models.
+        with Session(pair, **options) as around, around.prepared():
             found = Oracle().laws(run)
         expected = plain_decoding.exact_law(pair.target, prompt, way, new)
         distances[f"{way}, {policy}"] = total_variation(found, expected)

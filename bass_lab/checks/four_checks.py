@@ -229,16 +229,14 @@ def coupled(subject: Subject) -> Finding:
     other = NgramDrafter() if isinstance(pair.draft, PreTrainedModel) else pair.target
     pairs = {"own": pair, "other": replace(pair, draft=other)}
     options = {"max_new_tokens": subject.new, "temperature": 0.8, "verification": "coupled", "eos_token_id": ()}
-    options |= {"compile": subject.compile}
-    regular = generate(pair, subject.prompts, draft_length=0, seed=subject.seed, **options).sequences
+    options |= {"compile": subject.compile, "seed": subject.seed}
+    regular = generate(pair, subject.prompts, draft_length=0, **options).sequences
     runs = []
     cases = [("own", 1, rows), ("own", 3, rows), ("own", None, rows), ("own", 5, 1), ("own", 2, 3)]
     cases += [("other", 3, rows), ("other", 4, 3)]
     for done, (draft, k, batch) in enumerate(cases):
         subject.tell(done / len(cases))
-        out = generate(
-            pairs[draft], subject.prompts, draft_length=k, max_batch_size=batch, seed=subject.seed, **options
-        )
+        out = generate(pairs[draft], subject.prompts, draft_length=k, max_batch_size=batch, **options)
         same = sum(map(torch.equal, out.sequences, regular))
         run = {"draft": draft, "draft_length": k, "batch": batch, "identical": same}
         runs.append(run | _counts(out.trace.steps))

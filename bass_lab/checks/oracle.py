@@ -64,9 +64,8 @@ class Oracle:
 
     def _draw(self, probs: torch.Tensor, key: randomness.Key) -> torch.Tensor:
         choices = []
-        for row, stream, counter in zip(
-            probs.double().tolist(), key.stream.tolist(), key.counter.tolist(), strict=True
-        ):
+        keys = key.stream.tolist(), key.counter.tolist()
+        for row, stream, counter in zip(probs.double().tolist(), *keys, strict=True):
             self._use(stream, counter, key.purpose, key.slot)
             total = math.fsum(row)
             choices.append(self._choose([p / total for p in row]))

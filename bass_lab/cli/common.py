@@ -54,7 +54,8 @@ Quantize = Annotated[
         help="linear layers in int8 or int4, of both models or one: draft=int4,target=int8",
     ),
 ]
-READ = {"exists": True, "dir_okay": False, "metavar": "FILE", "callback": lambda path: input_file(path)}
+READ = {"exists": True, "dir_okay": False, "metavar": "FILE"}
+REGULAR = READ | {"callback": lambda path: input_file(path)}
 WRITTEN = {"metavar": "FILE", "callback": lambda path: output_file(path)}
 Prompts = Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")]
 MaxBatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")]

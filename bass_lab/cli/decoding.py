@@ -37,7 +37,7 @@ def generate(
     ] = False,
     source: Annotated[
         Path | None,
-        typer.Option("--input", **common.READ, help='JSON lines: {"prompt": TEXT} or {"messages": [...]} each'),
+        typer.Option("--input", **common.REGULAR, help='JSON lines: {"prompt": TEXT} or {"messages": [...]} each'),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="per row")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy")] = 0.0,

@@ -251,7 +251,7 @@ def evaluate(
     quantize: common.Quantize = None,
     problems: Annotated[
         str | None,
-        typer.Option(callback=common.input_file, metavar="FILE", help="or openai_humaneval; none: the mini set"),
+        typer.Option(callback=common.input_file, metavar="FILE", help="JSON lines or openai_humaneval; none: mini set"),
     ] = None,
     trust_problems: Annotated[
         bool,

@@ -27,7 +27,7 @@ EXAMPLES = common.examples(
 
 def sweep(
     notebook: Annotated[
-        Path, typer.Argument(**common.READ | {"metavar": "NOTEBOOK"}, help="one with a `parameters` cell")
+        Path, typer.Argument(**common.REGULAR | {"metavar": "NOTEBOOK"}, help="one with a `parameters` cell")
     ],
     out: Annotated[
         Path,
@@ -40,7 +40,8 @@ def sweep(
         typer.Option("-p", "--parameter", metavar="NAME=VALUE,…", help="values to combine; may be repeated"),
     ] = None,
     rows: Annotated[
-        Path | None, typer.Option(**common.READ, help="CSV or YAML, a run's parameters in each row")
+        Path | None,
+        typer.Option(**common.REGULAR, help="CSV or YAML, a run's parameters in each row"),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="runs at a time; keep 1 where runs measure time")] = 1,
     timeout: Annotated[

@@ -77,9 +77,8 @@ def _decode(data: object, depth: int, count: _Count) -> object:
             raise ValueError("complex without two floats")
         return complex(real, imaginary)
     if name == "dict":
-        return {
-            _decode(key, depth + 1, count): _decode(part, depth + 1, count) for key, part in inner
-        }  # TypeError for a key that has no hash
+        # TypeError for a key that has no hash
+        return {_decode(key, depth + 1, count): _decode(part, depth + 1, count) for key, part in inner}
     kinds = {"tuple": tuple, "set": set, "frozenset": frozenset}
     if name not in kinds:
         raise ValueError(f"no type is called {name!r:.40}")

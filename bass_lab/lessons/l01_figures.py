@@ -52,10 +52,8 @@ def step_cost_figure(predictions: pd.DataFrame, k: int) -> go.Figure:
     figure.add_trace(bars("regular passes, one per token", tokens, one_by_one, "regular"))
     figure.add_trace(bars(f"{k} drafts", parts[f"{k} drafts, ms"], step, "draft"))
     figure.add_trace(bars("one verifying pass", parts[f"T({k + 1}), ms"], step, "verify", **texts))
-    figure.update_traces(orientation="h", hovertemplate="%{x:.2f} T(1)", cliponaxis=False).update_layout(
-        barmode="stack"
-    )
-    return figure.update_yaxes(autorange="reversed")
+    figure.update_traces(orientation="h", hovertemplate="%{x:.2f} T(1)", cliponaxis=False)
+    return figure.update_layout(barmode="stack").update_yaxes(autorange="reversed")
 
 
 def steps_figure(story: Story, steps: Sequence[int]) -> go.Figure:
@@ -142,10 +140,8 @@ def overlap_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
         for part, (meaning, look) in PARTS.items():
             options = {"legendgroup": part, "showlegend": panel == 1, "hovertemplate": "%{y:.3f}"}
             figure.add_trace(bars(meaning, places, parts[part], look, **options), 1, panel)
-        names = [
-            name if name == "others" else f"<b>{html.escape(token_views.visible(name))}</b>" for name in parts.index
-        ]
-        figure.update_xaxes(tickvals=places, ticktext=names, row=1, col=panel)
+        names = [f"<b>{html.escape(token_views.visible(name))}</b>" for name in parts.index[:-1]]
+        figure.update_xaxes(tickvals=places, ticktext=[*names, "others"], row=1, col=panel)
     figure.update_layout(barmode="stack", bargap=0.25, margin={"t": 60, "b": 130})
     figure.update_xaxes(showgrid=False, tickangle=-45, title="next token").update_yaxes(range=[0, 1])
     return figure.update_yaxes(title="probability", col=1)

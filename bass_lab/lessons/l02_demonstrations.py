@@ -122,10 +122,8 @@ def over_poison(
 
 def _poison(session: Session, poison: float) -> None:
     live = len(session.rows.live)
-    for runner, known in (
-        (session.target, session.rows.lengths_host - 1),
-        (session.drafter.runner, session.drafter.cached),
-    ):
+    known_of_draft = session.drafter.runner, session.drafter.cached
+    for runner, known in ((session.target, session.rows.lengths_host - 1), known_of_draft):
         for buffer in runner.cache.buffers():
             for place in range(live):
                 buffer[place, :, known[place] :] = poison

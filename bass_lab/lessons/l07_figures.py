@@ -205,9 +205,8 @@ def shares_figure(records: pd.DataFrame) -> go.Figure:
     peers = records[~records.kernel.isin(KERNELS)].sort_values("us").drop_duplicates(case)
     for name, part, look in (("ragged", records[records.kernel == "ragged"], "accepted"),
                              ("fastest peer", peers, "transformers")):  # fmt: skip
-        points = curve(
-            name, 1e3 * part.gb, part.percent_of_copy, look, "markers", customdata=part[["kernel", "us", *case]]
-        )
+        points = curve(name, 1e3 * part.gb, part.percent_of_copy, look, "markers")
+        points.update(customdata=part[["kernel", "us", *case]])
         hover = "%{customdata[0]}, %{customdata[2]}, batch %{customdata[3]}, Q %{customdata[4]}, "
         hover += "%{customdata[5]} keys %{customdata[6]}: %{customdata[1]:.1f} µs, %{y:.0f}%<extra></extra>"
         figure.add_trace(points.update(hovertemplate=hover))
