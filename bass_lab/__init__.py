@@ -1,8 +1,6 @@
 """The laboratory around `bass_core`: measure, check, simulate, draw, teach.
 
-A name is imported when it is first asked for: torch takes seconds, which `bass --help` need not wait for, and in which
-the command line could not answer to Ctrl-C. Which names there are, and where, stands in `__init__.pyi`, which type
-checkers read, too.
+Names are imported on first use: torch takes seconds, for which `bass --help` need not wait. `__init__.pyi` lists them.
 """
 
 import ast

@@ -34,17 +34,12 @@ class HasSession:
 
 
 class KeptSession(HasSession):
-    """Decodes as `generate` does, any number of times. A context manager: leaving it frees the caches.
-
-    Where steps are recorded (on a GPU) that is by one session: each `generate` records its steps anew, which takes
-    longer than a short text. Elsewhere it is `generate`.
-    """
+    """`generate` with one session for all calls, so that steps are recorded once. A context manager: leaving it frees
+    the caches."""
 
     def __init__(self, pair: ModelPair, rows: int, **options: object):
-        """rows: at most. options: those of `Session` that `generate` takes, too, but for what a run is given (`seed`).
-
-        Raises TypeError for others, and as `Session`.
-        """
+        """rows: at most. options: those of `Session` and `generate` but for `seed`. Raises TypeError for others, and as
+        `Session`."""
         if unknown := [name for name in options if name in ("seed", "prefill_chunk")]:
             raise TypeError(f"KeptSession takes no {unknown[0]}")
         self.pair, self.options = pair, {"max_batch_size": rows} | options
@@ -129,9 +124,8 @@ class KeptSession(HasSession):
             self._reserve(max(len(prompt.ids) for prompt in self._read(prompts, max_new_tokens)) + max_new_tokens)
 
     def _reserve(self, longest: int) -> None:
-        if (
-            not self.session.rows.capacity
-        ):  # later it grows with rows that need it, to twice as much where there is room
+        # Later it grows with rows that need it, to twice as much where there is room.
+        if not self.session.rows.capacity:
             self.session.reserve(longest)
 
     def _read(self, prompts: PromptLike | Iterable[PromptLike], max_new_tokens: int) -> list[Prompt]:
@@ -139,6 +133,5 @@ class KeptSession(HasSession):
 
     @property
     def rounds(self) -> int:
-        """After how many runs of the same texts nothing is recorded any more: in one a shape is met, in the next it is
-        recorded."""
+        """Runs of the same texts until nothing is recorded: one meets a shape, the next records it."""
         return 1 if self.session is None else 3

@@ -1,7 +1,6 @@
-"""The sizes that people ask about, by name: with the weights of their checkpoints, or with dummy ones.
+"""Pairs of known sizes by name, with the weights of their checkpoints or with random ones.
 
-How long a pass takes and what it needs in memory depends on shapes, not on what the weights have learnt. What models
-with dummy weights write is noise: their pairs are `synthetic`, and so is all that is made with them.
+Time and memory of a pass depend on shapes alone. Pairs with dummy weights write noise and are `synthetic`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,8 @@ WEIGHTS = ("hub", "dummy")
 
 @dataclass(frozen=True)
 class Shape:
-    """A named pair: configs of a target and its draft, as `AutoConfig.for_model` takes them, and their ids on the hub.
-
-    ids: target and draft; None for models that were never published. about: where the configs come from.
-    """
+    """Configs of a target and its draft for `AutoConfig.for_model`; ids on the hub (None: never published); about:
+    their origin."""
 
     about: str
     ids: tuple[str, str] | None
@@ -53,18 +50,15 @@ def named_pair(
     trust_remote_code: bool = False,
     **files: Any,
 ) -> ModelPair:
-    """`bass_core.load_pair`, which also knows the pairs of `SHAPES` by name, and makes models with dummy weights.
+    """Return `bass_core.load_pair`'s pair, a pair of `SHAPES` by its name, or models with dummy weights.
 
-    target: a name ("paper-7.8b", "opt-13b", "codegen-16b", "llama-3.1-8b", "qwen2.5-coder-7b"), which comes with its
-    own draft unless `draft` names another, or what `load_pair` takes. A name goes before a folder that is called the
-    same: write "./opt-13b" for the folder.
-    weights: "hub" for those of the checkpoints; "dummy" for random ones in models of these shapes, made on the device
-    without download or tokenizer (prompts are ids), and `synthetic`. Besides names it takes folders with a config.json.
-    dtype, device, quantize, trust_remote_code: as in `load_pair`, and so are files, for
-    weights that are read: quantization_config, revision, draft_revision.
+    target: a name ("paper-7.8b", "opt-13b", "codegen-16b", "llama-3.1-8b", "qwen2.5-coder-7b"), which brings its own
+    draft unless `draft` names another, or what `load_pair` takes. "./opt-13b" is the folder, not the name.
+    weights: "hub", or "dummy" for random weights made on the device, without download or tokenizer (prompts are ids).
+    Other options as in `load_pair`; files (for weights that are read): quantization_config, revision, draft_revision.
 
-    Raises ValueError where `load_pair` does, for weights of a pair that was never published, and for dummy weights
-    without a config; MemoryError for dummy weights that the device has no room for.
+    Raises ValueError where `load_pair` does, for weights that were never published and for dummy weights without a
+    config; MemoryError where dummy weights do not fit on the device.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be one of {', '.join(WEIGHTS)}; got {weights!r}")
@@ -84,7 +78,7 @@ def named_pair(
 
 
 def _published(name: str, draft: str | Path | Drafter | None) -> tuple[str, str | Path | Drafter]:
-    """What to load for a named pair: the target's id, and the draft that was asked for or else the pair's own."""
+    """Return the target's id, and the draft that was asked for or else the pair's own."""
     ids = SHAPES[name].ids
     if ids is None:
         raise ValueError(
@@ -144,14 +138,12 @@ def dummy_model(
     seed: int,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A model with random weights, made on the device in its dtype, in evaluation mode.
+    """Return a model in evaluation mode with random weights, made on the device in its dtype ("auto": the config's
+    own).
 
-    Weights are drawn as for training (normal, with the config's own deviation, mostly 0.02; norms are ones), so that
-    activations stay finite through all layers and logits differ. The same seed gives the same weights on one kind of
-    device; the caller's random state stays as it was. dtype: "auto" is the config's own.
-
-    The config is marked, and the mark outlives `save_pretrained`: see `has_dummy_weights`. Raises ValueError for a
-    dtype that torch does not have and for a config of no causal language model.
+    Weights are drawn as for training, so that activations stay finite and logits differ. The same seed gives the same
+    weights on one kind of device; the caller's random state stays. The config is marked (`has_dummy_weights`). Raises
+    ValueError for an unknown dtype and for a config of no causal language model.
     """
     dtype = (config.dtype or torch.float32) if dtype == "auto" else dtype
     with torch.device("meta"):

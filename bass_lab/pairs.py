@@ -53,9 +53,8 @@ def in_dtype(pair: ModelPair, dtype: torch.dtype) -> ModelPair:
 
 
 def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
-    """What may draft for the pair's target, by name: its own draft first, then those that need no training, and for the
-    embedded target those that were trained for it, and its own INT4 copy (of a large one that is gigabytes: ask for it
-    with `load_pair(draft="target:int4")`)."""
+    """Return what may draft for the pair's target, by name: its own draft first, then those without training. The
+    embedded target adds the drafts that were trained for it, and its own INT4 copy."""
     layers = pair.target.config.get_text_config().num_hidden_layers
     own = pair.drafter if pair.draft is None else pair.draft
     found = {"its own draft": own, "n-gram": NgramDrafter(), "suffix": SuffixDrafter()}
@@ -71,8 +70,7 @@ def drafters_for(pair: ModelPair) -> dict[str, PreTrainedModel | Drafter]:
 
 
 def name_of(model: PreTrainedModel | Drafter | None) -> str:
-    """For people: the class, the hub name or the last part of the folder that it was loaded from, in what its weights
-    are quantized, and whether they are dummies; of a drafter what tells it apart."""
+    """Return a name for people: class, hub name or folder, quantization, dummy weights; a drafter's fingerprint."""
     if not isinstance(model, PreTrainedModel):
         return "n-gram lookup" if isinstance(model, NgramDrafter | None) else fingerprint(model)
     path = Path(model.name_or_path)

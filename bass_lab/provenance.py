@@ -33,9 +33,7 @@ def describe_environment(device: torch.device | None = None) -> dict[str, str | 
 
 
 def _commit() -> str:
-    """What BASS_COMMIT says, of a tree that was copied without its history, to a GPU box say; else the commit of this
-    project's own repository, with + and a hash of the differences if the tree has any. Empty outside of it, also where
-    the package is installed in a folder of somebody else's repository."""
+    """Return BASS_COMMIT, or the commit of this project's own repository (+ a hash of differences), or ""."""
     if told := os.environ.get("BASS_COMMIT"):
         return told
     try:

@@ -1,9 +1,7 @@
-"""Accepted counts drawn instead of earned: what decoding would cost if drafts were accepted so often.
+"""Accepted counts drawn instead of earned: what decoding would cost at some acceptance.
 
-Models with dummy weights never agree, and a pair at hand agrees as often as it does. To measure how fast a step is at
-some acceptance, the step is run whole (all passes, verification included), and then how many drafts each row keeps is
-drawn. Each row draws for itself: one count for the whole batch would hide that rows grow ragged. What is decoded so
-means nothing, and whatever is made with it is labelled synthetic.
+Each step runs whole, verification included; then each row draws how many drafts it keeps. The text means nothing, and
+whatever is made with it is labelled synthetic.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ PREFIX = "synthetic:"
 
 
 class SyntheticAcceptance:
-    """Chances [N, T] that a drafted token is accepted, by text and place in it. A row goes along one of the texts,
-    round and round, from the place that its length points to."""
+    """Chances [N, T] that a drafted token is accepted. A row repeats one of the texts from the place of its length."""
 
     def __init__(self, chances: Tensor, name: str = "synthetic"):
         self.chances, self.name = chances.double(), name
@@ -68,8 +65,7 @@ class SyntheticAcceptance:
         return SyntheticAcceptance(self.chances.to(device), self.name)
 
     def impose(self, verified: Verified, draft: Draft, context: Context) -> Verified:
-        """The step's outcome with drawn counts. The token after them is the one that verification found, wherever it
-        now stands; log-probabilities are NaN, since they would be of other tokens."""
+        """Return the outcome with drawn counts and verification's own next token; log-probabilities are NaN."""
         slots = torch.arange(draft.tokens.shape[1], device=self.chances.device)
         texts, places = self.chances.shape
         text = context.keys.stream.remainder(texts)[:, None]

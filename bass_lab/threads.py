@@ -1,13 +1,10 @@
-"""How many threads torch uses and how these wait, by what other programs leave of the machine.
+"""How many threads torch uses and how they wait, by what other programs leave of the machine.
 
-A decode step is hundreds of short operations, after each of which threads wait for each other. On an idle machine they
-had best wait awake, turning in a loop, as OpenMP does for some milliseconds. Beside other programs that loop takes the
-CPU from the very thread that is waited for: decoding may be ten times slower than with threads that sleep.
-
-OMP_WAIT_POLICY=PASSIVE has them sleep, but it is read when torch is imported: too early for a notebook. Later there is
-another way. OpenMP of GNU, which torch has on Linux, waits awake for 1,000 turns instead of 300,000 once a process has
-more threads than the machine has CPUs (its manual, GOMP_SPINCOUNT). So a second team of threads is made that does
-nothing. Elsewhere the team changes nothing.
+A decode step is hundreds of short operations, after each of which threads wait. On an idle machine they had best spin;
+beside other programs spinning takes the CPU from the thread that is waited for, and decoding may be ten times slower
+than with threads that sleep. OMP_WAIT_POLICY=PASSIVE is read when torch is imported, too early for a notebook. OpenMP
+of GNU, which torch has on Linux, spins 1,000 turns instead of 300,000 once a process has more threads than the machine
+has CPUs (GOMP_SPINCOUNT), so a second, idle team of threads is made. Elsewhere the team changes nothing.
 """
 
 from __future__ import annotations
@@ -42,10 +39,7 @@ class Choice:
 
 
 def settle_threads(say: Callable[[str], None] = print) -> Choice | None:
-    """Have torch's threads suit what other programs leave of the machine now, and say so in a sentence.
-
-    Takes less than half a second. Where the user has settled it, all stays as it is and nothing is said: None.
-    """
+    """Set torch's threads by what other programs leave, and say so. None where the user has settled it."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = _before.get(torch.get_num_threads(), torch.get_num_threads())
     if settled_by_user(os.environ, threads, cpus):
@@ -69,10 +63,7 @@ def is_busy(threads: int, others: float, cpus: int) -> bool:
 
 
 def choose(threads: int, others: float, cpus: int, speed: Callable[[int], float]) -> Choice:
-    """All threads, or one where it is faster, beside other programs that use so many of the CPUs.
-
-    speed: how fast so many threads are, in any unit.
-    """
+    """Return all threads, or one where that is faster. speed: how fast so many threads are, in any unit."""
     busy = is_busy(threads, others, cpus)
     how = "asleep while they wait" if busy else "awake while they wait"
     if threads == 1:
@@ -104,9 +95,8 @@ def speed(threads: int) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        states, inwards, outwards = (
-            torch.ones(shape) for shape in ((ROWS, WIDTH), (3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH))
-        )
+        shapes = (ROWS, WIDTH), (3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH)
+        states, inwards, outwards = map(torch.ones, shapes)
         linear(states, inwards)  # which starts the threads
         count, start = 0, time.monotonic()
         while (taken := time.monotonic() - start) < PASS:

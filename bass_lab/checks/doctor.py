@@ -46,12 +46,11 @@ def diagnose(
     device: str | None = None,
     quantize: str | dict[str, str] | None = None,
 ) -> dict:
-    """This installation and that pair (the embedded one by default), as one document of JSON values. The arguments are
-    those of `named_pair`.
+    """Return this installation and that pair (None: the embedded one) as a document of JSON values.
 
     The entries of `describe_environment`; cuda: what torch is built for; devices; packages (None: not installed);
-    target and draft (None: no model); drafter (None: the draft model); tokenizers; draft_length: the policy that these
-    models get by default; problem: None, or in one line why they cannot be used.
+    target and draft (None: no model); drafter; tokenizers; draft_length: the default policy; problem: why they cannot
+    be used, or None.
     """
     environment = describe_environment()
     document = environment | {"cuda": torch.version.cuda, "devices": _devices(environment["device"])}
@@ -122,9 +121,6 @@ def _model_facts(model: dict) -> dict[str, str]:
     return facts | {f"  {path}": answer for path, answer in model["attention"].items()}
 
 
-# --- the machine ----------------------------------------------------------------------------------
-
-
 def _devices(first: str) -> dict[str, dict]:
     """By torch's name of the device: its name, dtypes, and on a GPU memory (GB) and driver. first: the first's name."""
     on_gpu = torch.cuda.is_available()
@@ -172,9 +168,6 @@ def _packages() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[name] = None
     return found
-
-
-# --- the models -----------------------------------------------------------------------------------
 
 
 def _describe(model: PreTrainedModel) -> dict:

@@ -20,6 +20,7 @@ from bass_lab.checks import plain_decoding
 from bass_lab.checks.enumeration import EXACT
 from bass_lab.checks.exactness import FAULTS, Check, Report
 from bass_lab.checks.oracle import Oracle, RepeatedKey
+from bass_lab.checks.tabular import total_variation
 from bass_lab.pairs import in_dtype
 from bass_lab.texts.prompt_sets import prompt_set
 
@@ -46,17 +47,13 @@ def check_drafter(
     """Check what the engine relies on in a drafter; a check that fails says which demand is broken.
 
     * law (token and block verification): every random decision of a row with a tiny target of three tokens is
-      enumerated, for some ways to sample and two policies. It drafts up to two tokens at once, beside another row at
-      first, whose place it takes then. The law of its text must be the target's to 10⁻¹². So the distributions that
-      come with drafts must be those that they were drawn from, by `Context.draw` and no other random numbers.
-    * greedy and coupled identity on `target` (None: the embedded one), with more rows than places: what the target
-      writes without drafts must not change.
-    * sessions apart: two at once write what each writes alone; what a drafter keeps of rows belongs to `begin`'s copy.
+    enumerated, for some ways to sample and two policies, at first beside another row. The law of its text must be the
+    target's to 10⁻¹², so drafts must be drawn from the distributions that come with them, by `Context.draw` alone.
+    * greedy and coupled identity on `target` (None: the embedded one), with more rows than places.
+    * sessions apart: two at once write what each writes alone.
 
-    small: a target of three tokens in float64 and a drafter of the kind that is made for it, to enumerate where
-    `drafter` fits one target alone (a feature head).
-
-    Raises TypeError for what is no `Drafter`. A drafter may still be useless: how many drafts were accepted is told.
+    small: a target of three tokens in float64 with such a drafter, to enumerate where `drafter` fits one target alone
+    (a feature head). Raises TypeError for what is no `Drafter`.
     """
     if not isinstance(drafter, Drafter):
         raise TypeError(f"drafter must be a Drafter, got {type(drafter).__name__}")
@@ -133,14 +130,11 @@ def _law(pair: ModelPair, rule: str) -> Finding:
                 drafted, accepted = drafted + first.drafted + row.drafted, accepted + first.accepted + row.accepted
                 return tuple(session.result(row).sequence.tolist())
 
-        with (
-            Session(pair, **options) as around,
-            around.prepared(),
-        ):  # else each of the many sessions switches the models
+        # Else each of the many sessions switches the models.
+        with Session(pair, **options) as around, around.prepared():
             found = Oracle().laws(run)
         expected = plain_decoding.exact_law(pair.target, prompt, way, new)
-        texts = found.keys() | expected.keys()
-        distances[f"{way}, {policy}"] = sum(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in texts) / 2
+        distances[f"{way}, {policy}"] = total_variation(found, expected)
     worst = max(distances.values())
     tested = f"total variation {worst:.1e}, allowed {EXACT:.0e}; {accepted} of {drafted} drafts accepted"
     return worst < EXACT, tested, {"distances": distances, "drafted": drafted, "accepted": accepted}

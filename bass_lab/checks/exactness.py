@@ -1,8 +1,8 @@
-"""Is it exact for *these* models? Four checks of a pair, each against something that shares nothing with the engine.
+"""Is decoding exact for *these* models? Four checks of a pair, each against something outside the engine.
 
-Greedy text is compared with `transformers.generate`, sampled text with the exact law that the target's own forward
-pass gives, coupled text with itself without speculation. Half precision is not bit-equal between batch shapes, with or
-without speculation; there every first divergence must sit on logits closer than transformers' own numeric noise.
+Greedy text is compared with `transformers.generate`, sampled text with the exact law of the target's own forward pass,
+coupled text with itself without speculation. In half precision every first divergence must sit on logits closer than
+transformers' own numeric noise.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Report:
         return frame.rename(columns={"name": "check"})[["check", "passed", "tested", "seconds"]]
 
     def to_json(self) -> str:
-        """The verdict and all of the above as one line of JSON."""
+        """Return the verdict and all of the above as one line of JSON."""
         return json.dumps({"verdict": "PASS" if self.passed else "FAIL"} | asdict(self), allow_nan=False)
 
 
@@ -85,19 +85,17 @@ def verify(
 ) -> Report:
     """Check that decoding this pair is exact: greedy, sampled, coupled, and in half precision.
 
-    prompts: texts, conversations, token ids or what a target hears; None takes some that suit the pair (random ids
-        where there is no tokenizer, noise to be heard). Fewer than four are joined by shortened ones; all are shortened
-        where the context would not hold what is generated. In the greedy check one of up to 160 tokens joins them, and
-        others on both sides of every window and switch that the target's configuration names; the report says which lie
-        beyond 512 tokens and were not reached.
-    max_new_tokens: per row (the context may allow fewer). samples: rows of each G-test. compile: as in `generate`, what
-        is checked; attention "split", which cannot be recorded, is checked without. progress: told what
-        is checked and about which share of the work, 0 to 1, is done.
+    prompts: texts, conversations, token ids or what a target hears; None takes some that suit the pair. Fewer than four
+    are joined by shortened ones; all are shortened where the context is short. The greedy check adds one of up to 160
+    tokens, and others on both sides of every window and switch that the target's configuration names; the report says
+    which lie beyond 512 tokens and were not reached.
+    max_new_tokens: per row. samples: rows of each G-test. compile: as in `generate`; attention "split" is checked
+    without. progress: gets what is checked, and the share of the work done, 0 to 1.
 
-    The first three checks run in float32 (float64 where the pair is), the last in the pair's half precision or in
-    bfloat16; where that is another dtype than the pair's they run on copies. Models are left as they were found.
-    Quantized models cannot be cast: there are the first three checks, of a pair that was loaded in float32.
-    Raises ValueError / TypeError for input that cannot be decoded; what is raised during a check makes it fail.
+    The first three checks run in float32 (float64 where the pair is), the last in the pair's half precision or
+    bfloat16, on copies where the dtype differs. Quantized models cannot be cast: there the first three checks run, of a
+    pair loaded in float32. Raises ValueError / TypeError for input that cannot be decoded; what is raised during a
+    check fails it.
     """
     prompts, new = _prompts(pair, prompts, checks.integer("max_new_tokens", max_new_tokens, least=1))
     hears = pair.target.main_input_name == FEATURES
@@ -151,10 +149,8 @@ def _run(
 
 
 def _prompts(pair: ModelPair, prompts, new: int) -> tuple[list[Tensor], int]:
-    """Token ids of four prompts or more, and how many tokens to generate, such that the context holds both.
-
-    What is added and what is cut is of different lengths, so that the batch stays ragged.
-    """
+    """Return token ids of four prompts or more, and how many tokens to generate, such that the context holds both.
+    Lengths differ, so that the batch stays ragged."""
     room = context_of(pair)
     if room < TOKENS + 3:
         raise ValueError(f"a context of {room} positions is too short for the checks; they need {TOKENS + 3}")

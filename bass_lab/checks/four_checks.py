@@ -36,9 +36,8 @@ Law = dict[tuple[int, ...], float]
 
 @dataclass(frozen=True)
 class Subject:
-    """What a check runs on; new: tokens to generate per row of it; beside: more prompts for the greedy check, long ones
-    and such that lie beside the target's windows and switches, and in words which of these; tell: gets the share of the
-    check, 0 to 1, that is done."""
+    """The input of a check. new: tokens to generate per row; beside: more prompts for the greedy check; switches: in
+    words, the windows that these lie beside; tell: gets the share of the check, 0 to 1, that is done."""
 
     original: ModelPair
     dtype: torch.dtype
@@ -147,12 +146,8 @@ class _ByRow(DraftLengthPolicy):
 
 
 def sampled(subject: Subject) -> Finding:
-    """G-tests of the joint law of the first tokens, with Holm's correction: for token and block verification with
-    top_k, and by temperature alone, where a GPU has kernels that draw and decide.
-
-    An outcome is the text by position; what one step emitted is not looked at (conditioning on it would shift a
-    correct sampler).
-    """
+    """G-tests of the joint law of the first tokens, with Holm's correction: token and block verification with top_k,
+    and temperature alone, where a GPU has kernels that draw and decide. Outcomes are texts by position."""
     pair, samples = subject.pair, subject.samples
     beginnings = _beginnings(subject)
     prompt, heat, law = _spread_law(beginnings, TEMPERATURES, partial(_of_few, pair.target))
@@ -184,8 +179,7 @@ def sampled(subject: Subject) -> Finding:
 
 
 def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEvent], None]:
-    """Tells after every step how much is done, with `before` the share that was when a decode began. tokens: of the
-    whole check."""
+    """Return a callback that tells the share done after every step. before: at the start; tokens: of the check."""
     emitted = 0
 
     def on_step(event: StepEvent) -> None:
@@ -197,8 +191,7 @@ def _telling(subject: Subject, before: float, tokens: int) -> Callable[[StepEven
 
 
 def _beginnings(subject: Subject) -> list[Tensor]:
-    """Prompts to choose from: short beginnings. n-gram drafting gets one whose ending occurred before, or it would not
-    draft."""
+    """Return short prompts to choose from. n-gram drafting gets one whose ending occurred before."""
     if subject.pair.target.main_input_name == FEATURES:
         return subject.prompts[:4]  # what is heard has one length
     room = int(min(context_of(subject.pair), 64)) - TOKENS
@@ -216,26 +209,18 @@ def _of_few(target: PreTrainedModel, prompt: Tensor, temperature: float, tokens:
 def _spread_law(
     beginnings: Sequence[Tensor], temperatures: Sequence[float], law_of: Callable[[Tensor, float, int], Law]
 ) -> tuple[Tensor, float, Law]:
-    """The beginning after which the target chooses between two tokens at a time or more at the lowest temperature, or
-    if it never does, where it comes closest.
-
-    Returns it with that temperature and the target's law of what follows. A law that is nearly certain tests nothing
-    (tokens drawn wrongly must have somewhere else to go), and so does one that heat has made flat, where target and
-    draft agree.
+    """Return a beginning, a temperature and the target's law of what follows: the lowest temperature at which the
+    target chooses between two tokens or more, else the widest law. A law that is nearly certain or flat tests nothing.
     """
     widest, best, chosen = -1.0, temperatures[0], beginnings[0]
     for temperature in temperatures:
         for prompt in beginnings:
-            if (entropy := _entropy(law_of(prompt, temperature, 3))) > widest:
+            entropy = -sum(p * math.log(p) for p in law_of(prompt, temperature, 3).values() if p > 0)  # nats
+            if entropy > widest:
                 widest, best, chosen = entropy, temperature, prompt
         if widest >= 3 * math.log(2):
             break
     return chosen, best, law_of(chosen, best, TOKENS)
-
-
-def _entropy(law: dict[tuple[int, ...], float]) -> float:
-    """In nats."""
-    return -sum(p * math.log(p) for p in law.values() if p > 0)
 
 
 def coupled(subject: Subject) -> Finding:
@@ -244,16 +229,14 @@ def coupled(subject: Subject) -> Finding:
     other = NgramDrafter() if isinstance(pair.draft, PreTrainedModel) else pair.target
     pairs = {"own": pair, "other": replace(pair, draft=other)}
     options = {"max_new_tokens": subject.new, "temperature": 0.8, "verification": "coupled", "eos_token_id": ()}
-    options |= {"compile": subject.compile}
-    regular = generate(pair, subject.prompts, draft_length=0, seed=subject.seed, **options).sequences
+    options |= {"compile": subject.compile, "seed": subject.seed}
+    regular = generate(pair, subject.prompts, draft_length=0, **options).sequences
     runs = []
     cases = [("own", 1, rows), ("own", 3, rows), ("own", None, rows), ("own", 5, 1), ("own", 2, 3)]
     cases += [("other", 3, rows), ("other", 4, 3)]
     for done, (draft, k, batch) in enumerate(cases):
         subject.tell(done / len(cases))
-        out = generate(
-            pairs[draft], subject.prompts, draft_length=k, max_batch_size=batch, seed=subject.seed, **options
-        )
+        out = generate(pairs[draft], subject.prompts, draft_length=k, max_batch_size=batch, **options)
         same = sum(map(torch.equal, out.sequences, regular))
         run = {"draft": draft, "draft_length": k, "batch": batch, "identical": same}
         runs.append(run | _counts(out.trace.steps))
@@ -269,9 +252,8 @@ def coupled(subject: Subject) -> Finding:
 def half(subject: Subject) -> Finding:
     """In half precision a row may leave the row alone where two logits are as close as their noise, nowhere else.
 
-    The noise is transformers' own, so that no fault of the engine can hide in it: how far a good logit moves between
-    decoding the row, one pass over it, and one pass over the padded batch. Two tokens change places if both move by
-    half their gap; gaps of up to twice the largest move are allowed.
+    The noise is transformers' own: how far a good logit moves between decoding the row, one pass over it, and one over
+    the padded batch. Two tokens change places if both move by half their gap, so twice the largest move is allowed.
     """
     pair, prompts = subject.pair, subject.prompts
     alone = [plain_decoding.greedy(pair.target, prompt, subject.new) for prompt in prompts]

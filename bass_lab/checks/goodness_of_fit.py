@@ -15,11 +15,8 @@ POWER = 0.9  # chance that a law as far off as `detectable` says is rejected
 
 
 def g_test(outcomes: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> dict:
-    """Do outcomes follow the law? p_value of the G-test with Williams' correction (Williams 1976; counts near 5
-    inflate G), and its number of cells. An outcome that the law does not have gives p = 0.
-
-    Raises ValueError for a law of one cell.
-    """
+    """Return p_value of the G-test with Williams' correction (Williams 1976), and its number of cells. An outcome that
+    the law lacks gives p = 0. Raises ValueError for a law of one cell."""
     place = {outcome: index for index, outcome in enumerate(sorted(law, key=law.get))}
     if any(outcome not in place for outcome in outcomes):
         return {"p_value": 0.0, "cells": len(law), "impossible": True}
@@ -34,8 +31,7 @@ def g_test(outcomes: Sequence[tuple[int, ...]], law: dict[tuple[int, ...], float
 
 
 def _cells(law: dict[tuple[int, ...], float], samples: int) -> tuple[np.ndarray, int]:
-    """Expected counts, ascending but for the first: the rarest outcomes are pooled there until all are >= 5. Second:
-    by how many places the pooling moves the others."""
+    """Return expected counts, the rarest outcomes pooled first until all are >= 5, and how far others moved."""
     expected = samples * np.sort(np.array(list(law.values())))
     pooled = max(1, int((expected < 5).sum()))
     while expected[:pooled].sum() < 5:
@@ -50,10 +46,8 @@ def chi_square_tail(statistic: float, freedom: float) -> float:
 
 
 def detectable(law: dict[tuple[int, ...], float], samples: int, level: float) -> float:
-    """Total variation (over the G-test's cells) that is found with probability POWER at that level.
-
-    G is then noncentral chi-square with parameter samples * sum((p' - p)^2 / p) >= samples * (2 TV)^2 (Cauchy-Schwarz).
-    """
+    """Return the total variation that is found with probability POWER at that level. G is then noncentral chi-square
+    with parameter samples * sum((p' - p)^2 / p) >= samples * (2 TV)^2 (Cauchy-Schwarz)."""
     freedom = len(_cells(law, samples)[0]) - 1
     z_level, z_power = torch.special.ndtri(torch.tensor([1 - level, POWER], dtype=torch.float64)).tolist()
     critical = freedom * (1 - 2 / (9 * freedom) + z_level * math.sqrt(2 / (9 * freedom))) ** 3  # Wilson & Hilferty

@@ -1,9 +1,7 @@
 """Randomness replaced by an oracle that walks every branch, with its probability.
 
-`laws(run)` calls `run()` once per branch, with `draw`, `accept` and `noise` of bass_core.exactness.randomness replaced,
-and sums the probabilities of equal outcomes: the exact law of what the engine does. A random number asked for
-twice is an error; Gumbel noise may be met again (draft and target share it, and rejected positions come back) and is
-the same then.
+`laws(run)` calls `run()` once per branch and sums the probabilities of equal outcomes. A random number used twice is an
+error; Gumbel noise may be met again (draft and target share it) and is the same then.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ class RepeatedKey(AssertionError):
 
 
 class Oracle:
-    """thresholds(position, noise): for noise over two ids, the values of g_0 - g_1 at which some argmax changes, where
-    `noise` says what it was at the row's earlier positions."""
+    """thresholds(position, noise): for noise over two ids, the values of g_0 - g_1 at which some argmax changes, given
+    the noise of earlier positions."""
 
     def __init__(self, thresholds: Callable[[int, dict[int, float]], list[float]] | None = None):
         self._thresholds = thresholds
@@ -66,9 +64,8 @@ class Oracle:
 
     def _draw(self, probs: torch.Tensor, key: randomness.Key) -> torch.Tensor:
         choices = []
-        for row, stream, counter in zip(
-            probs.double().tolist(), key.stream.tolist(), key.counter.tolist(), strict=True
-        ):
+        keys = key.stream.tolist(), key.counter.tolist()
+        for row, stream, counter in zip(probs.double().tolist(), *keys, strict=True):
             self._use(stream, counter, key.purpose, key.slot)
             total = math.fsum(row)
             choices.append(self._choose([p / total for p in row]))

@@ -27,8 +27,7 @@ KEPT = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "decoder_st
 
 @contextmanager
 def plain(model: PreTrainedModel) -> Iterator[None]:
-    """`model` in evaluation mode, without generation defaults but for `KEPT` (its EOS would end rows); left as it was
-    found."""
+    """Inside, `model` is in evaluation mode, without generation defaults but for `KEPT`."""
     training = [module for module in model.modules() if module.training]
     before = model.generation_config
     model.generation_config = GenerationConfig(**{name: getattr(before, name) for name in KEPT})
@@ -43,8 +42,7 @@ def plain(model: PreTrainedModel) -> Iterator[None]:
 
 
 def begins(model: PreTrainedModel, prompt: Tensor) -> Tensor:
-    """What the text begins with that is written for a prompt, int64 [P]: with the prompt; for an encoder-decoder model,
-    which reads the prompt, with the tokens that it is given first."""
+    """Return the ids [P] that a text begins with: the prompt's, or an encoder-decoder model's first tokens."""
     if not model.config.is_encoder_decoder:
         return prompt
     return torch.tensor(first_ids(model, model.generation_config or GenerationConfig()))
@@ -68,10 +66,8 @@ def greedy(model: PreTrainedModel, prompt: Tensor, new: int) -> tuple[Tensor, Te
 def exact_law(
     target: PreTrainedModel, prompt: Tensor, params: SamplingParams, tokens: int
 ) -> dict[tuple[int, ...], float]:
-    """Probability of every text of `tokens` tokens after `prompt` that has one, from the target's plain forward pass.
-
-    Meant for laws of few outcomes (top_k): all prefixes of a length are rows of one batch.
-    """
+    """Return the probability of every text of `tokens` tokens after `prompt`, from the target's plain forward pass. For
+    laws of few outcomes (top_k): all prefixes of a length are rows of one batch."""
     texts = begins(target, prompt)[None].to(target.device)
     first, mass = texts.shape[1], torch.ones(1, dtype=torch.float64, device=target.device)
     for _ in range(tokens):
@@ -87,9 +83,9 @@ def exact_law(
 def likely_law(
     target: PreTrainedModel, prompt: Tensor, temperature: float, tokens: int, most: int
 ) -> dict[tuple[int, ...], float]:
-    """Probability of the texts of `tokens` tokens that are among the `most` likeliest after what comes before each, at
-    this temperature and nothing else. A text that leaves these ends there, with `OTHER`: outcomes are few, and stand
-    for all texts (`as_likely`). By torch's softmax of the plain forward pass's logits."""
+    """Return the probability of the texts of `tokens` tokens that are among the `most` likeliest at each place, at this
+    temperature. A text that leaves these ends there with `OTHER`, so that outcomes stand for all texts (`as_likely`).
+    """
     texts, law = begins(target, prompt)[None].to(target.device), {}
     first, mass = texts.shape[1], torch.ones(1, dtype=torch.float64, device=target.device)
     for _ in range(tokens):

@@ -1,8 +1,4 @@
-"""Where a model changes how it computes: the windows and switches that its configuration names, and rows beside them.
-
-What is decoded on one side alone says nothing of the other: a window hides nothing from a text that fits into it, and a
-rope that switches its factors does so at one position. So checks decode prompts on both sides, in one batch.
-"""
+"""Windows and switches that a model's configuration names, and prompts on both sides of them, in one batch."""
 
 from __future__ import annotations
 
@@ -35,10 +31,8 @@ def _named(values: Mapping) -> Iterator[tuple[str, int]]:
 
 
 def rows_beside(model: PreTrainedModel, prompts: Sequence[Tensor], new: int, room: float) -> tuple[list[Tensor], str]:
-    """Prompts made of these that cross the model's windows and switches while `new` tokens are decoded, and that begin
-    beyond them, with one long one; and in words where they lie and what is out of reach. room: what prompt and new
-    tokens must fit into.
-    """
+    """Return prompts that cross the model's windows and switches, or begin beyond them, with one long one; and in words
+    where they lie and what is out of reach. room: what prompt and `new` tokens must fit into."""
     named = named_in(model)
     fits = int(min(LONGEST, room - new))
     near = {name: at for name, at in named.items() if at + 2 <= fits}

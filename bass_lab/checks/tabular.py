@@ -1,8 +1,7 @@
 """Language models whose law is a table, and which still go through attention and the KV cache.
 
-The logits after a prefix are looked up under a code of the whole prefix. The code reaches the lookup as a sum over the
-keys that the query may see (uniform attention over values token * base^position), so a wrong mask, a stale slot or a
-wrong position changes the code, and with it the law.
+The logits are looked up under a code of the whole prefix, which is a sum over the keys that the query may see: a wrong
+mask, slot or position changes the law.
 """
 
 from __future__ import annotations
@@ -79,10 +78,8 @@ def tabular(vocabulary: int, seed: int, spread: float = 1.0) -> TabularModel:
 
 
 def law(model: TabularModel, prompt: list[int], new: int, **processing) -> dict[tuple[int, ...], float]:
-    """Exact probability of every continuation of `new` tokens, by the definition of the model's table.
-
-    processing: transformers' options, applied by transformers' own processors.
-    """
+    """Return the exact probability of every continuation of `new` tokens. processing: transformers' options, applied by
+    transformers."""
     laws = {(): 1.0}
     for _ in range(new):
         longer = {}

@@ -54,6 +54,12 @@ Quantize = Annotated[
         help="linear layers in int8 or int4, of both models or one: draft=int4,target=int8",
     ),
 ]
+READ = {"exists": True, "dir_okay": False, "metavar": "FILE"}
+REGULAR = READ | {"callback": lambda path: input_file(path)}
+WRITTEN = {"metavar": "FILE", "callback": lambda path: output_file(path)}
+Prompts = Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")]
+MaxBatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")]
+DraftLength = Annotated[int | None, typer.Option(metavar="N", help="0 = regular decoding; a policy decides if none")]
 Rows = Annotated[list[int], typer.Option(min=1, metavar="N", help="batch sizes; may be repeated")]
 NewTokens = Annotated[int, typer.Option(min=1, metavar="N", help="per row")]
 Temperature = Annotated[float, typer.Option(min=0, metavar="T", help="0 = greedy")]
@@ -94,8 +100,7 @@ def ended_in_one_line() -> Iterator[None]:
 
 
 def _at_interrupt(signal_number: int, frame: FrameType | None) -> None:
-    """An interrupted import may end in another error, of its own or of the next one, and in C++ code of torch with the
-    text of a crash: inside of one the program ends on the spot, as after a kill, which loses nothing."""
+    """End at once inside an import: interrupted, it may end in another error, or with a crash in torch's C++ code."""
     calling = frame
     while calling is not None:
         if calling.f_code.co_filename.startswith("<frozen importlib"):
@@ -116,8 +121,7 @@ def _exchange_handlers(old: Callable, new: Callable) -> None:
 
 
 class Command(TyperCommand):
-    """One command, whose numbers are all finite and no larger than what can be meant. torch's threads are settled
-    before its work begins, but not for its help."""
+    """One command, whose numbers are finite and in range. torch's threads are settled before its work, not its help."""
 
     allow_extra_args = True  # to say here what they should have been
 
@@ -173,8 +177,7 @@ def input_file(path: Path | str | None) -> Path | str | None:
 
 
 def output_file(path: Path | None) -> Path | None:
-    """For options: a file that can be written, in a folder that can be made, checked before there is anything to
-    write."""
+    """For options: a file that can be written, in a folder that can be made."""
     if input_file(path) is not None:
         _check_folder(path.parent)
         if path.exists() and not os.access(path, os.W_OK):

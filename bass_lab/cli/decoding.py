@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bass_lab.cli import common
 
 if TYPE_CHECKING:
-    from bass_core.generation import Generation
     from bass_core.prompts import PromptLike
 
 EXAMPLES = common.examples(
@@ -38,14 +37,7 @@ def generate(
     ] = False,
     source: Annotated[
         Path | None,
-        typer.Option(
-            "--input",
-            exists=True,
-            dir_okay=False,
-            callback=common.input_file,
-            metavar="FILE",
-            help='prompts from JSON lines: {"prompt": TEXT} or {"messages": [...]} each',
-        ),
+        typer.Option("--input", **common.REGULAR, help='JSON lines: {"prompt": TEXT} or {"messages": [...]} each'),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", help="per row")] = 128,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 = greedy")] = 0.0,
@@ -53,9 +45,7 @@ def generate(
     top_p: Annotated[float, typer.Option(metavar="P", help="1 = off")] = 1.0,
     seed: common.Seed = 0,
     num_return_sequences: Annotated[int, typer.Option(metavar="N", help="samples per prompt")] = 1,
-    draft_length: Annotated[
-        int | None, typer.Option(metavar="N", help="0 = regular decoding; a policy decides if none")
-    ] = None,
+    draft_length: common.DraftLength = None,
     verification: common.Verification = "token",
     attention: common.Attention = "auto",
     compile: common.Compile = "auto",
@@ -95,7 +85,8 @@ def generate(
         except bass.Interrupted as stopped:  # what there is comes out all the same
             out, interrupted = stopped.generation, True
         if as_json:
-            common.print_json(_document(asked, out))
+            rows, summary = out.to_pandas().to_dict("records"), out.trace.summary()
+            common.print_json({"prompts": asked, "rows": rows, "summary": summary})
         else:
             shown = [""] * len(asked) if pair.reads_sources else asked  # texts of sources do not go on with them
             terminal.print_rows(pair.tokenizer, shown, out, options["stop"], coloured)
@@ -121,13 +112,8 @@ def _asked(prompts: list[str] | None, source: Path | None, chat: bool) -> list[P
     return [[{"role": "user", "content": each}] if chat and isinstance(each, str) else each for each in asked]
 
 
-def _document(prompts: list[PromptLike], out: Generation) -> dict[str, Any]:
-    return {"prompts": prompts, "rows": out.to_pandas().to_dict("records"), "summary": out.trace.summary()}
-
-
 def _standard_input() -> str:
-    """All of it, as one prompt. Raises BadParameter without one and at a terminal, where nobody knows that they are to
-    type."""
+    """Return all of it as one prompt. Raises BadParameter without one and at a terminal."""
     if sys.stdin is None or is_terminal(sys.stdin):
         raise typer.BadParameter("give a prompt, or pipe one into standard input", param_hint="PROMPT")
     return sys.stdin.read()

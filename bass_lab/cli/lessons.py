@@ -97,16 +97,14 @@ def _built(lessons: list[Path]) -> list[Path]:
 
 
 def _shipped() -> list[Path]:
-    """The lessons, in order; none in a folder that is not this repository's root: other people's notebooks are not ours
-    to execute."""
+    """Return the lessons in order; none outside this repository's root."""
     project = Path("pyproject.toml")
     ours = project.is_file() and f'name = "{DISTRIBUTION}"' in project.read_text(encoding="utf-8")
     return sorted(NOTEBOOKS.glob("*.ipynb")) if ours else []
 
 
 def _lessons(numbers: list[str]) -> list[Path]:
-    """The notebooks of these numbers, all of them if there are none, in order. Raises BadParameter outside the
-    repository and for a number that no lesson has."""
+    """Return the notebooks of these numbers (none: all), in order. Raises BadParameter for an unknown one."""
     found = {path.stem.partition("_")[0]: path for path in _shipped()}
     if not found:
         raise typer.BadParameter("there are no lessons here: run this in the root of the repository")

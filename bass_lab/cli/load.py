@@ -50,24 +50,16 @@ def load(
         typer.Option(metavar="COSTS", help="in virtual time: here (of this pair), h100 (modelled) or FILE"),
     ] = None,
     trace: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, metavar="FILE", help="of --simulate, by `bass record`; none: what ships"
-        ),
+        Path | None, typer.Option(**common.READ, help="of --simulate, by `bass record`; none: what ships")
     ] = None,
     rate: Annotated[float, typer.Option(min=0, metavar="R", help="requests per second")] = 4.0,
     count: Annotated[int, typer.Option(min=1, metavar="N", help="requests")] = 100,
     burst: Annotated[float, typer.Option(min=1, metavar="N", help="requests that arrive together, mean")] = 1.0,
     workload: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, metavar="FILE", help="of requests, or of arrivals and lengths, .jsonl or .csv"
-        ),
+        Path | None, typer.Option(**common.READ, help="of requests, or of arrivals and lengths, .jsonl or .csv")
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option(callback=common.output_file, metavar="FILE", help="save the workload to, .jsonl")
-    ] = None,
-    prompts: Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")] = "mini",
+    save: Annotated[Path | None, typer.Option(**common.WRITTEN, help="save the workload to, .jsonl")] = None,
+    prompts: common.Prompts = "mini",
     max_new_tokens: common.NewTokens = 64,
     least_new_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="each request draws from these to the most; none: the most")
@@ -90,11 +82,7 @@ def load(
     highest: Annotated[bool, typer.Option("--highest", help="find the highest rate that keeps the target")] = False,
     record: Annotated[
         Path | None,
-        typer.Option(
-            callback=common.output_file,
-            metavar="FILE",
-            help="append how many requests a second the default policy bears beside no drafting",
-        ),
+        typer.Option(**common.WRITTEN, help="append the most requests per second, by default and without drafting"),
     ] = None,
     as_json: common.Json = False,
 ) -> None:
@@ -195,8 +183,7 @@ def load(
 
 
 def _held_alone(serve: Callable[[Workload], LoadRun], asked: Workload, aim: Target) -> None:
-    """Raises ValueError where a request misses the target that nobody else is served beside, at the second try, too:
-    every rate would, and lower ones take longer and longer to say so."""
+    """Raise ValueError where a request that is served alone misses the target twice: every rate would."""
     from bass_lab.load import Workload
 
     one = Workload(asked.requests.head(1).assign(arrived=0.0), asked.meta)

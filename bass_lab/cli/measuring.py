@@ -51,10 +51,7 @@ def bench(
     vary_prompts: Annotated[bool, typer.Option("--vary-prompts", help="other prompts in every repeat")] = False,
     take_turns: Annotated[bool, typer.Option("--take-turns", help="methods alternate step by step")] = False,
     record: Annotated[
-        Path | None,
-        typer.Option(
-            callback=common.output_file, metavar="FILE", help="append to this file of JSON lines, and check all of it"
-        ),
+        Path | None, typer.Option(**common.WRITTEN, help="append to this file of JSON lines, and check all of it")
     ] = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="check the --record, measure nothing")] = False,
     as_json: common.Json = False,
@@ -158,10 +155,7 @@ def calibrate(
     rows: common.Rows = [1, 2, 4, 8, 16, 32],  # noqa: B006
     seconds: Annotated[float, typer.Option(min=0, metavar="S", help="time to measure in")] = 42.0,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            callback=common.output_file, metavar="FILE", help="file to save to; none: where policies look for it"
-        ),
+        Path | None, typer.Option(**common.WRITTEN, help="file to save to; none: where policies look for it")
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="compare predicted with real decode times afterwards")] = False,
     as_json: common.Json = False,
@@ -207,9 +201,7 @@ def calibrate(
 
 
 def record(
-    output: Annotated[
-        Path, typer.Argument(callback=common.output_file, metavar="FILE", help="to save to, such as trace.npz")
-    ],
+    output: Annotated[Path, typer.Argument(**common.WRITTEN, help="to save to, such as trace.npz")],
     target: common.Target = None,
     draft: Annotated[
         str | None, typer.Option("--draft", "-d", metavar="NAME", help="hub name or folder of the draft model")
@@ -217,7 +209,7 @@ def record(
     dtype: common.Dtype = None,
     device: common.Device = None,
     quantize: common.Quantize = None,
-    prompts: Annotated[str, typer.Option(metavar="SET", help="mini, library or FILE.jsonl")] = "mini",
+    prompts: common.Prompts = "mini",
     count: Annotated[int, typer.Option(min=1, metavar="N", help="prompts of it")] = 96,
     samples: Annotated[int, typer.Option(min=1, metavar="N", help="texts per prompt")] = 1,
     max_new_tokens: common.NewTokens = 128,
@@ -259,11 +251,7 @@ def evaluate(
     quantize: common.Quantize = None,
     problems: Annotated[
         str | None,
-        typer.Option(
-            callback=common.input_file,
-            metavar="FILE",
-            help="JSON lines, or openai_humaneval; none: the mini set",
-        ),
+        typer.Option(callback=common.input_file, metavar="FILE", help="JSON lines or openai_humaneval; none: mini set"),
     ] = None,
     trust_problems: Annotated[
         bool,
@@ -293,11 +281,7 @@ def evaluate(
     seed: common.Seed = 0,
     output: Annotated[
         Path | None,
-        typer.Option(
-            callback=common.output_folder,
-            metavar="FOLDER",
-            help="gets METHOD.jsonl; a second start goes on there",
-        ),
+        typer.Option(callback=common.output_folder, metavar="FOLDER", help="of METHOD.jsonl; a second start goes on"),
     ] = None,
     no_texts: Annotated[
         bool, typer.Option("--no-texts", help="store no completions and reasons; scores need neither")

@@ -10,8 +10,7 @@ FORM = "{desc} {percentage:3.0f}% |{bar}| {elapsed}, {remaining} left"
 
 
 class Progress:
-    """Called with what is being done and the share, 0 to 1, of the whole work that is done. A context: the bar goes
-    when it ends."""
+    """Called with what is being done and the share, 0 to 1, of the work done. A context: the bar goes when it ends."""
 
     def __init__(self) -> None:
         from tqdm import tqdm

@@ -35,7 +35,7 @@ def serve(
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="pages of this site may call from a browser; may be repeated"),
     ] = None,
-    max_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="rows decoded at once")] = 8,
+    max_batch_size: common.MaxBatchSize = 8,
     queue: Annotated[int, typer.Option(min=0, metavar="N", help="rows that may wait; beyond, 429")] = 64,
     deadline: Annotated[
         float | None, typer.Option(min=0.001, metavar="S", help="seconds after which every row ends; none: never")
@@ -43,9 +43,7 @@ def serve(
     drain: Annotated[
         float, typer.Option(min=0, metavar="S", help="seconds that running rows have after SIGTERM")
     ] = 30.0,
-    draft_length: Annotated[
-        int | None, typer.Option(metavar="N", help="0 = regular decoding; a policy decides if none")
-    ] = None,
+    draft_length: common.DraftLength = None,
     prefill_chunk: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="read long prompts in chunks of N tokens; none: whole")
     ] = None,

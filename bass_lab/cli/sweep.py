@@ -27,14 +27,7 @@ EXAMPLES = common.examples(
 
 def sweep(
     notebook: Annotated[
-        Path,
-        typer.Argument(
-            exists=True,
-            dir_okay=False,
-            callback=common.input_file,
-            metavar="NOTEBOOK",
-            help="one with a `parameters` cell",
-        ),
+        Path, typer.Argument(**common.REGULAR | {"metavar": "NOTEBOOK"}, help="one with a `parameters` cell")
     ],
     out: Annotated[
         Path,
@@ -48,13 +41,7 @@ def sweep(
     ] = None,
     rows: Annotated[
         Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            callback=common.input_file,
-            metavar="FILE",
-            help="CSV or YAML, a run's parameters in each row",
-        ),
+        typer.Option(**common.REGULAR, help="CSV or YAML, a run's parameters in each row"),
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="runs at a time; keep 1 where runs measure time")] = 1,
     timeout: Annotated[

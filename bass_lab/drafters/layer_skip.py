@@ -17,10 +17,9 @@ from bass_core.model.encoder_decoder import Encoded, Source
 
 
 class LayerSkipDrafter(ModelDrafter):
-    """The target cut off after its first `layers` layers drafts (draft and verify: Zhang et al. 2023; LayerSkip:
-    Elhoushi et al. 2024). All weights are the target's; what it keeps of its own is the cache of these layers.
+    """The target's first `layers` layers and its head draft (Zhang et al. 2023; LayerSkip: Elhoushi et al. 2024).
 
-    It is worth as much as the head understands what stands so early: much for targets that were trained with it.
+    Its own is only their cache. It is worth much for targets that were trained for it.
     """
 
     def __init__(self, layers: int):
@@ -38,10 +37,8 @@ class LayerSkipDrafter(ModelDrafter):
 
 
 def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """Return the model with its first `count` layers, all weights shared.
-
-    Raises ValueError for a model that has no more layers, that is decoding, or that has a `forward` of its own.
-    """
+    """Return the model with its first `count` layers, weights shared. Raises ValueError for a model that has no more
+    layers, that is decoding, or that has a `forward` of its own."""
     if "_bass_path" in vars(model):
         raise ValueError(f"{type(model).__name__} is decoding at this moment; begin this draft before or after")
     layers = layers_of(model)

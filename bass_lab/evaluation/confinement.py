@@ -144,9 +144,6 @@ def die_with(parent: int) -> None:
         raise ProcessLookupError("the process that started this one has died")
 
 
-# ------------------------------------------------------------------------------------------------------------- Landlock
-
-
 def landlock_version() -> int:
     """Version of Landlock's interface; OSError where the kernel has none."""
     return syscall(LANDLOCK_CREATE_RULESET, 0, 0, 1)
@@ -180,9 +177,6 @@ def restrict_files() -> None:
         os.close(opened)
     syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
-
-
-# -------------------------------------------------------------------------------------------------------------- seccomp
 
 
 def refuse_calls(refused: str = REFUSED, judged: str = JUDGED) -> None:

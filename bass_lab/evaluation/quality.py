@@ -49,10 +49,8 @@ Grader = Callable[[Sequence[tuple[Problem, str]]], Sequence[tuple[bool, str]]]  
 
 @dataclass(frozen=True)
 class Evaluation:
-    """samples: one line per (problem, row) with the columns of `scores.COLUMNS` and finish_reason, graded (why it
-    passed or not) and text (the completion); NaN where these two were not stored. settings: what the samples depend on.
-    environment: where they were made.
-    """
+    """samples: one line per (problem, row): `scores.COLUMNS`, finish_reason, graded (why) and text (the completion);
+    NaN where not stored. settings: what the samples depend on. environment: where they were made."""
 
     samples: pd.DataFrame
     settings: dict
@@ -61,8 +59,8 @@ class Evaluation:
     def scores(self, budgets: Sequence[float] | None = None, *, ks: Sequence[int] = (1,)) -> pd.DataFrame:
         """Pass@First, Pass@All and pass@k at each budget, with 95% intervals over problems (`scores.score`).
 
-        budgets: seconds; None: quartiles of the finish times. Raises ValueError for a budget beyond the one at which
-        decoding stopped: what the rows would have become is not known.
+        budgets: seconds; None: quartiles of the finish times. Raises ValueError for a budget beyond the one that cut
+        rows off.
         """
         limit = self.settings["budget"]
         budgets = scores.quartiles(self.samples, limit) if budgets is None else list(budgets)
@@ -93,20 +91,17 @@ def compare(
 ) -> dict[str, Evaluation]:
     """Decode n samples of every problem by every method, and grade them: one `Evaluation` per method.
 
-    The methods take turns problem by problem, so that whatever else the machine does meets all of them alike.
+    The methods take turns problem by problem.
 
-    methods: of the table above. budget: seconds after which a problem's rows are cut off; None lets all end, and leaves
-        every budget to be scored later.
-    folder: gets METHOD.jsonl, and in it each problem's samples as soon as they are graded. A second call with the same
-        settings decodes only what is not in there; the problems may be others or more than before. texts: store the
-        completions and why they did not pass, too; scores need neither.
-    seed: a problem's rows depend on it, on their index and on the problem's task_id alone; with
-        `verification="coupled"` or temperature 0, not on the method either.
-    stop: None for HumanEval's stop strings, or none for the mini set, which the embedded pair ends with EOS.
-    unsafe: grade also where the sandbox is not complete; recorded in the settings. grade: another grader than the
-        sandbox's; it gets (problem, completion) pairs, and its name is recorded.
-    progress: told of each problem, and of the share of all that is done; None: a terminal shows a bar.
-    Other options as in `generate`.
+    methods: of the table above. budget: seconds after which a problem's rows are cut off; None lets all end.
+    folder: gets METHOD.jsonl with each problem's samples; a second call decodes what is missing. texts: store
+    completions and reasons, too.
+    seed: with a problem's task_id and a row's index, all that rows depend on; with `verification="coupled"` or
+    temperature 0 not on the method either.
+    stop: None for HumanEval's stop strings, or none for the mini set.
+    unsafe: grade also where the sandbox is not complete. grade: another grader, of (problem, completion) pairs. Both
+    are recorded.
+    progress: gets each problem and the share done; None: a bar in a terminal. Other options as in `generate`.
 
     Raises ValueError or TypeError, before anything is decoded, for options and prompts that cannot be honoured and for
     files of other settings; `sandbox.SandboxUnavailable` where programs cannot be run safely.
@@ -171,9 +166,6 @@ def load(path: str | Path) -> Evaluation | dict[str, Evaluation]:
     if not lines:
         raise ValueError(f"{path} holds no problem's samples yet")
     return Evaluation(_frame(lines.values()), header[sample_file.HEADER], header["environment"])
-
-
-# ------------------------------------------------------------------------------------------------------------ decoding
 
 
 class _Run:
@@ -241,17 +233,9 @@ class _Run:
             zip(out.sequences, out.texts, out.logprobs, out.finish_reasons, strict=True)
         ):
             finished = reason in FINISHED
-            rows.append(
-                {
-                    "row": row,
-                    "finish_seconds": round(done[row] - started, 6) if finished else None,
-                    "finished": finished,
-                    "finish_reason": reason,
-                    "tokens": len(sequence),
-                    "logprob_sum": round(logprobs.double().sum().item(), 6),
-                    "text": text,
-                }
-            )
+            seconds, total = round(done[row] - started, 6) if finished else None, logprobs.double().sum().item()
+            line = {"row": row, "finish_seconds": seconds, "finished": finished, "finish_reason": reason}
+            rows.append(line | {"tokens": len(sequence), "logprob_sum": round(total, 6), "text": text})
         return rows
 
     def add(self, problem: Problem, grade: Grader, texts: bool) -> None:
@@ -271,9 +255,6 @@ class _Run:
 def _seed(seed: int, problem: Problem) -> int:
     """The problem's own seed: with one for all, row i of every problem would meet the same random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed} {problem.task_id}".encode()).digest()[:7])
-
-
-# ------------------------------------------------------------------------------------------------------------- grading
 
 
 def _grader(grade: Grader | None, unsafe: bool) -> tuple[Grader, str]:
@@ -298,9 +279,6 @@ def _graded(problem: Problem, rows: list[dict], grade: Grader) -> list[dict]:
     return graded
 
 
-# ------------------------------------------------------------------------------------------------- settings and checks
-
-
 def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
     """Raises ValueError or TypeError for what some later problem would raise for, before the first is decoded."""
     names = [problem.task_id for problem in problems]
@@ -318,8 +296,8 @@ def _check(pair: ModelPair, problems: Sequence[Problem], options: dict) -> None:
 
 
 def _check_gradable(problems: Sequence[Problem], grade: Grader) -> None:
-    """Raises ValueError where a problem's own solution does not pass, before anything is decoded: then its check is
-    wrong, or wants what the sandbox has not. The mini set's do (a test has looked)."""
+    """Raise ValueError where a problem's own solution does not pass: its check is wrong, or the sandbox lacks
+    something."""
     solved = [(each, each.canonical_solution) for each in problems if each.canonical_solution and not each.composition]
     for (problem, _), (passed, why) in zip(solved, grade(solved) if solved else (), strict=True):
         if not passed:

@@ -28,9 +28,8 @@ def read(path: str | Path) -> tuple[dict, dict[str, dict]]:
 class SampleFile:
     """A file of samples, open for more; made if there is none. `lines`: what it held, by task_id.
 
-    settings: what the samples depend on; environment: recorded when the file is made, not compared. Raises ValueError,
-    and leaves the file as it is, if it holds something else or samples of other settings, or if another process writes
-    it.
+    environment: recorded, not compared. Raises ValueError, and leaves the file as it is, for other content, other
+    settings, or another writer.
     """
 
     def __init__(self, path: str | Path, settings: dict, environment: dict):

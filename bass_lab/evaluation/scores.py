@@ -46,19 +46,16 @@ def score(
     *,
     ks: Sequence[int] = (1,),
     resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> pd.DataFrame:
     """One line per (budget, metric): budget in seconds, metric, value, low, high; the last three are shares of
     problems.
 
-    metrics: "Pass@First", "Pass@All", and "pass@k" for the ks that no problem has fewer rows than; a row that has not
-    finished within the budget fails, so pass@n is Pass@All. low, high: 95% percentile bootstrap over problems, the same
-    resamples for all lines (and for all methods on the same problems); of width 0 where all problems agree.
-
-    Raises ValueError for no samples, a row that stands there twice, or a budget that is no number of seconds >= 0.
+    metrics: "Pass@First", "Pass@All", and "pass@k" for the ks that every problem has rows for; unfinished rows fail.
+    low, high: 95% percentile bootstrap over problems, the same resamples for all lines. Raises ValueError for no
+    samples, a repeated row, or a budget that is no number of seconds >= 0.
     """
     lines, values = _values(samples, budgets, ks)
-    return _with_intervals(lines, values, resamples, seed)
+    return _with_intervals(lines, values, resamples)
 
 
 def difference(
@@ -67,21 +64,16 @@ def difference(
     budgets: Sequence[float],
     *,
     ks: Sequence[int] = (1,),
-    resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> pd.DataFrame:
-    """`score` of samples minus that of others on the same problems, with 95% intervals of the difference.
-
-    Paired: a resample draws problems, and with each its samples of both, so that what makes problems easy or hard
-    cancels. Raises ValueError unless both hold the same problems in the same order; otherwise as `score`.
-    """
+    """`score` of samples minus that of others on the same problems, with paired 95% intervals of the difference. Raises
+    ValueError unless both hold the same problems in the same order; otherwise as `score`."""
     if list(samples.problem.unique()) != list(others.problem.unique()):
         raise ValueError("a difference is between samples of the same problems, in the same order")
     lines, values = _values(samples, budgets, ks)
     lines_of_others, values_of_others = _values(others, budgets, ks)
     if lines != lines_of_others:
         raise ValueError(f"pass@k needs k rows of every problem on both sides, and one of them lacks some of k = {ks}")
-    return _with_intervals(lines, values - values_of_others, resamples, seed)
+    return _with_intervals(lines, values - values_of_others)
 
 
 def _values(
@@ -99,9 +91,9 @@ def _values(
     return lines, np.stack(columns, axis=1)
 
 
-def drawn(units: int, resamples: int = RESAMPLES, seed: int = 0) -> np.ndarray:
+def drawn(units: int, resamples: int = RESAMPLES) -> np.ndarray:
     """How often each of so many problems or prompts is in each bootstrap resample: int64 [resamples, units]."""
-    return np.random.default_rng(seed).multinomial(units, np.full(units, 1 / units), size=resamples)
+    return np.random.default_rng(0).multinomial(units, np.full(units, 1 / units), size=resamples)
 
 
 def interval(resampled: np.ndarray) -> np.ndarray:
@@ -109,10 +101,10 @@ def interval(resampled: np.ndarray) -> np.ndarray:
     return np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
 
 
-def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int, seed: int) -> pd.DataFrame:
+def _with_intervals(lines: list[tuple[float, str]], values: np.ndarray, resamples: int = RESAMPLES) -> pd.DataFrame:
     """Means over problems of values [P, M], a line each, with their percentile bootstrap over problems."""
     problems = len(values)
-    low, high = interval(drawn(problems, resamples, seed) @ values / problems)
+    low, high = interval(drawn(problems, resamples) @ values / problems)
     found = pd.DataFrame(lines, columns=["budget", "metric"])
     return found.assign(value=values.mean(0), low=low, high=high)
 
@@ -154,11 +146,8 @@ def matrices(samples: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray,
 
 
 def quartiles(samples: pd.DataFrame, limit: float | None = None) -> list[float]:
-    """Budgets that show something: the times at which a quarter, half, three quarters and all finished rows are done.
-
-    limit: rows that finished later are left out (None: none are). Seconds, ascending, without repetitions; [0.0] if
-    there is no such row.
-    """
+    """Return the times at which a quarter, half, three quarters and all finished rows (up to `limit`) are done:
+    seconds, ascending, distinct; [0.0] without such a row."""
     seconds = samples.finish_seconds[samples.finished.astype(bool)].to_numpy(dtype=float)
     seconds = seconds[seconds <= (np.inf if limit is None else limit)]
     if not len(seconds):

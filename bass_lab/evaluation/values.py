@@ -1,8 +1,6 @@
-"""Values as JSON and back, exactly: only the built-in types, no subclass of them.
+"""Values as JSON and back, exactly: only the built-in types, no subclass of them, on both sides of the sandbox.
 
-Both sides of the sandbox use it, so that a value that a program returned reaches the trusted side as plain data and
-nothing else: no `__eq__` of the program's own, no pickle. JSON's own types stand for themselves (a list, a str, a float
-with NaN and infinity); an object `{"tuple": ...}` names any other type.
+JSON's own types stand for themselves; an object `{"tuple": ...}` names any other type.
 """
 
 from __future__ import annotations
@@ -79,9 +77,8 @@ def _decode(data: object, depth: int, count: _Count) -> object:
             raise ValueError("complex without two floats")
         return complex(real, imaginary)
     if name == "dict":
-        return {
-            _decode(key, depth + 1, count): _decode(part, depth + 1, count) for key, part in inner
-        }  # TypeError for a key that has no hash
+        # TypeError for a key that has no hash
+        return {_decode(key, depth + 1, count): _decode(part, depth + 1, count) for key, part in inner}
     kinds = {"tuple": tuple, "set": set, "frozenset": frozenset}
     if name not in kinds:
         raise ValueError(f"no type is called {name!r:.40}")

@@ -1,13 +1,12 @@
 """How an exercise is checked: `check_<name>(your_function)` compares it with a plain reference on many cases.
 
-A check prints one line and returns whether the function is right: the stub (it raises NotImplementedError) is "not
-solved yet", a wrong one is told the first case that it fails and what differs. What the function itself raises passes
-through, after a line that names the case.
+A check prints one line and returns whether the function is right. The stub raises NotImplementedError and is "not
+solved yet"; a wrong one is told the first case that it fails. What the function raises passes through.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -20,6 +19,17 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
     if found.shape != wanted.shape or not found.isfinite().all():
         return float("inf")
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def with_hint(told: str, mistakes: Mapping[str, object], made: Callable[[object], bool]) -> str:
+    """Return the sentence, and in brackets the first of the usual mistakes that was made."""
+    hint = next((said for said, mistake in mistakes.items() if made(mistake)), "")
+    return f"{told} ({hint})" if hint else told
+
+
+def equals(wanted: object, result: object) -> str:
+    """Say what is wrong with a result that is not the wanted one."""
+    return "" if result == wanted and result is not None else f"expected {wanted!r}, got {result!r}"
 
 
 def check(solution: Callable, cases: Iterator[Case]) -> bool:

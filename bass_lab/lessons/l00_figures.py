@@ -1,7 +1,4 @@
-"""Live views for notebooks: a race of two decoders, and one slider. Each leaves a static picture behind.
-
-Everything shown is driven by plain data, so a test moves a slider by setting its value, without a browser.
-"""
+"""Live views for notebooks: a race of two decoders, and one slider. Each leaves a static picture behind."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ further down are of recorded steps.)"""
 class Race:
     """Regular and speculative decoding of the same prompts, shown side by side with two clocks.
 
-    `regular` and `speculative` are the two `Generation`s, `seconds` the two wall times, `identical` the number of rows
-    with equal tokens. In a notebook, `_repr_html_` is the final picture.
+    `regular` and `speculative` are the two `Generation`s, `seconds` the two wall times, `identical` the rows with equal
+    tokens.
     """
 
     def __init__(
@@ -43,11 +40,7 @@ class Race:
         self._text: dict[str, str] = {"regular": "", "speculative": ""}
 
     def run(self) -> Race:
-        """Decode twice; in a notebook the picture follows live. Returns itself.
-
-        Both runs record every token, which costs both a little. A few tokens are decoded first, so that neither clock
-        counts what happens once (probing the models, warming up).
-        """
+        """Decode twice, after a few tokens to warm up; in a notebook the picture follows live. Returns itself."""
         generate(self.pair, self.prompts, draft_length=self.draft_length, **self.options | {"max_new_tokens": 8})
         view = _LiveHtml(self)
         self.regular = self._decode("regular", 0, view)
@@ -137,13 +130,11 @@ def _timed(
     return out, found | {"tokens/s": summary["tokens"] / decode.seconds}
 
 
-def draft_length_slider(
-    pair: ModelPair, prompts: Sequence[str], value: int = 5, most: int = 10, **options
-) -> ipywidgets.VBox:
+def draft_length_slider(pair: ModelPair, prompts: Sequence[str], value: int = 5, **options) -> ipywidgets.VBox:
     """A slider for the draft length above the acceptance raster of a run with it.
 
-    Its children are the slider, a sentence with the figures of the run, and the figure; setting `slider.value` decodes
-    again and redraws. Text is the same at every setting (greedy decoding), and a check says so.
+    Children: slider, sentence, figure; setting `slider.value` decodes again. A check compares with regular decoding's
+    text.
     """
     reference = generate(pair, prompts, draft_length=0, **options).sequences
 
@@ -157,7 +148,7 @@ def draft_length_slider(
         )
         return sentence, plots.acceptance_raster(out.trace)
 
-    return live(draw, k=slider(value, 1, max(most, value), "draft length"))
+    return live(draw, k=slider(value, 1, max(10, value), "draft length"))
 
 
 def draft_length_table(pair: ModelPair, prompts: Sequence[str], lengths: Sequence[int], **options) -> pd.DataFrame:

@@ -1,8 +1,4 @@
-"""Lesson 01: what one step of speculative decoding costs, decides and yields.
-
-Costs come from the engine's own trace (measured) or from a data sheet (modelled); decisions from the trace and from the
-same counter-based random numbers.
-"""
+"""Lesson 01: what one step of speculative decoding costs, decides and yields."""
 
 from __future__ import annotations
 
@@ -32,8 +28,6 @@ from bass_lab.measure import benchmark
 from bass_lab.measure.roofline import DRAFT_310M, H100, TARGET_8B, StepWork
 from bass_lab.pairs import require_draft_model
 from bass_lab.show import token_views
-
-# --- what a step costs ----------------------------------------------------------------------------
 
 
 class _Cycle(DraftLengthPolicy):
@@ -69,10 +63,9 @@ def measured_costs(
 
 
 def roofline_ms(work: StepWork, rows: int, n: int, context: int) -> float:
-    """Milliseconds below which no bf16 pass over n new tokens of each row gets on an H100: the larger of two times.
+    """Return the least milliseconds of a bf16 pass over n new tokens of each row on an H100: of bytes or of operations.
 
-    Reading the weights once and every row's keys and values once at peak bandwidth; all products at peak rate. Launches
-    are not counted, nor (unlike in `Roofline`) the new keys and values: where memory is the limit, n costs nothing.
+    Launches and the new keys and values are not counted: where memory is the limit, n costs nothing.
     """
     read = work.bytes(rows, 0, context)
     return 1e3 * max(read / H100.bandwidth, work.flops(rows, n, context) / H100.flops)
@@ -87,10 +80,8 @@ def h100_costs(rows: int, most: int = 8, context: int = 512) -> pd.DataFrame:
 
 
 def recorded_costs(record: GpuRecord | None, rows: int, most: int = 8, context: int = 512) -> dict[str, pd.DataFrame]:
-    """As `measured_costs`, under the name of their curve, from the costs that a GPU recorded; empty where none did.
-
-    Of `rows` rows, or of the most that were measured there.
-    """
+    """As `measured_costs`, by curve name, from the costs that a GPU recorded (none: empty), of at most the rows
+    measured."""
     if record is None:
         return {}
     cost: CostModel = record.content
@@ -114,16 +105,13 @@ def predicted(curves: Mapping[str, pd.DataFrame], k: int, tokens_per_step: float
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-# --- what a step decides --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Story:
     """One sequence, draft by draft.
 
     prompt: its ids. lines: step, slot (from 1; the prompt's own pass: 0), position, token, text, p, q, accept (the
-    smaller of 1 and p/q), u, verdict. Verdicts: accepted, rejected, not reached (a draft after the rejected one); and
-    for a step's last token, the target's own, which has neither accept nor u: recovered, bonus or regular.
+    smaller of 1 and p/q), u, verdict: accepted, rejected, not reached, or of a step's own last token recovered, bonus
+    or regular.
     """
 
     prompt: Tensor
@@ -159,10 +147,9 @@ class Story:
 def story(
     pair: ModelPair, prompt: str, *, draft_length: int, max_new_tokens: int, temperature: float, seed: int = 0
 ) -> Story:
-    """Decode one prompt by token verification and tell every decision.
+    """Decode one prompt by token verification and tell every decision; u is hashed again from its key.
 
-    u is hashed again from (seed, row, step, slot, purpose). Raises ValueError at temperature 0, which leaves nothing to
-    chance, and without a draft model.
+    Raises ValueError at temperature 0, which leaves nothing to chance, and without a draft model.
     """
     require_draft_model(pair)
     if not temperature > 0:
@@ -190,10 +177,8 @@ def _acceptance_numbers(seed: int, steps: pd.Series, slots: pd.Series) -> np.nda
 
 @torch.inference_mode()
 def plain_logits(model: PreTrainedModel, ids: Tensor, count: int, vocabulary: int) -> Tensor:
-    """Logits [count, vocabulary] after each of the last `count` of these ids, by one plain pass without a cache.
-
-    vocabulary: how many ids the target has. Ids that the model lacks get -inf; it reads them as its own last id.
-    """
+    """Logits [count, vocabulary] after each of the last `count` of these ids, by one pass without a cache. Ids that the
+    model lacks get -inf; it reads them as its own last id."""
     known = ids.clamp(max=model.config.get_text_config().vocab_size - 1).to(model.device)
     with plain_decoding.plain(model):
         logits = model(input_ids=known[None], use_cache=False).logits[0, -count:, :vocabulary]
@@ -214,16 +199,11 @@ def laws(logits: tuple[Tensor, Tensor], temperature: float) -> tuple[Tensor, Ten
     return tuple(sampling.probabilities(part.double(), params) for part in logits)
 
 
-# --- what a step yields ---------------------------------------------------------------------------
-
-
 def acceptance_runs(
     pair: ModelPair, prompt_sets: Mapping[str, Sequence[str]], lengths: Sequence[int], **options
 ) -> pd.DataFrame:
-    """How many drafts each decode step of each row accepted: columns prompts, k, row, step, accepted.
-
-    options: as in `generate`. Steps cut short by the end of their row are left out, and rows do not stop on EOS.
-    """
+    """Drafts accepted by each decode step of each row: columns prompts, k, row, step, accepted. Steps cut short by the
+    end of their row are left out, and rows do not stop on EOS. options: as in `generate`."""
     parts = []
     for (name, prompts), k in itertools.product(prompt_sets.items(), lengths):
         out = generate(pair, prompts, draft_length=k, eos_token_id=(), **options)
@@ -233,10 +213,7 @@ def acceptance_runs(
 
 
 def tokens_table(runs: pd.DataFrame) -> pd.DataFrame:
-    """Per prompt set and k: acceptance rate, α, tokens per step as measured with the half-width of a 95% interval.
-
-    formula: `expected_tokens` with one α per prompt set, that of all its runs together.
-    """
+    """Per prompt set and k: acceptance rate, α, tokens per step measured (with a 95% half-width) and by formula."""
     lines = {}
     for name, part in runs.groupby("prompts", sort=False):
         formula = expected_tokens(alpha(part.k, part.accepted), part.k.max())
@@ -263,7 +240,7 @@ def speed_table(
     """Speed over regular decoding per prompt set and k, by the clock and by tokens per step ÷ step cost.
 
     costs: of as many rows, from `measured_costs`. options: as in `benchmark.compare`. Columns prompts, k, tokens per
-    step, step cost, expected, measured, low, high (95% interval of the median of paired ratios).
+    step, step cost, expected, measured, low, high (95% interval).
     """
     lines = []
     for name, prompts in prompt_sets.items():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from bass_core.policies.protocol import expected_tokens
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check, with_hint
 
 CLOSE = 1e-9
 
@@ -58,32 +59,29 @@ def _rule_cases() -> Iterator[Case]:
 
 
 def _rule_case(name: str, p: Tensor, q: Tensor) -> Case:
-    return f"{name}: p = {_brief(p)}, q = {_brief(q)}", (p, q), _has_law(p, q)
+    return f"{name}: p = {_brief(p)}, q = {_brief(q)}", (p, q), partial(_has_law, p, q)
 
 
-def _has_law(p: Tensor, q: Tensor) -> Fault:
-    def fault(results: Sequence) -> str:
-        emitted, accepted = torch.zeros_like(p), 0.0
-        for x, result in zip(q.nonzero()[:, 0].tolist(), results, strict=True):
-            if message := _not_a_pair(result, len(p)):
-                return f"for drafted = {x} {message}"
-            chance, law = float(result[0]), torch.as_tensor(result[1], dtype=torch.float64)
-            if not -CLOSE <= chance <= 1 + CLOSE:
-                return f"for drafted = {x} the chance is {chance:.4g}; a chance is from 0 to 1"
-            accepted += float(q[x]) * chance
-            emitted[x] += q[x] * chance
-            if chance < 1 - CLOSE:
-                if not law.isfinite().all() or law.min() < -CLOSE or abs(float(law.sum()) - 1) > CLOSE:
-                    return f"for drafted = {x} you redraw from {_brief(law)}; a distribution is >= 0 and sums to 1"
-                emitted += q[x] * (1 - chance) * law
-        if not torch.allclose(emitted, p, rtol=0, atol=CLOSE):
-            return f"the text gets the distribution {_brief(emitted)}, and p is {_brief(p)}"
-        possible = float(torch.minimum(p, q).sum())
-        if accepted < possible - CLOSE:
-            return f"the distribution is right, but {accepted:.4g} of the drafts stay and {possible:.4g} is possible"
-        return ""
-
-    return fault
+def _has_law(p: Tensor, q: Tensor, result: Sequence) -> str:
+    emitted, accepted = torch.zeros_like(p), 0.0
+    for x, each in zip(q.nonzero()[:, 0].tolist(), result, strict=True):
+        if message := _not_a_pair(each, len(p)):
+            return f"for drafted = {x} {message}"
+        chance, law = float(each[0]), torch.as_tensor(each[1], dtype=torch.float64)
+        if not -CLOSE <= chance <= 1 + CLOSE:
+            return f"for drafted = {x} the chance is {chance:.4g}; a chance is from 0 to 1"
+        accepted += float(q[x]) * chance
+        emitted[x] += q[x] * chance
+        if chance < 1 - CLOSE:
+            if not law.isfinite().all() or law.min() < -CLOSE or abs(float(law.sum()) - 1) > CLOSE:
+                return f"for drafted = {x} you redraw from {_brief(law)}; a distribution is >= 0 and sums to 1"
+            emitted += q[x] * (1 - chance) * law
+    if not torch.allclose(emitted, p, rtol=0, atol=CLOSE):
+        return f"the text gets the distribution {_brief(emitted)}, and p is {_brief(p)}"
+    possible = float(torch.minimum(p, q).sum())
+    if accepted < possible - CLOSE:
+        return f"the distribution is right, but {accepted:.4g} of the drafts stay and {possible:.4g} is possible"
+    return ""
 
 
 def _not_a_pair(result: object, size: int) -> str:
@@ -111,27 +109,22 @@ def check_expected_tokens(solution: Callable) -> bool:
 def _count_cases() -> Iterator[Case]:
     for alpha in (0.8, 0.5, 0.99, 0.0, 1.0):
         for k in (5, 1, 2, 8, 0):
-            yield f"alpha {alpha}, k {k}", (alpha, k), _is_count(alpha, k)
+            yield f"alpha {alpha}, k {k}", (alpha, k), partial(_is_count, alpha, k)
 
 
-def _is_count(alpha: float, k: int) -> Fault:
+def _is_count(alpha: float, k: int, result: object) -> str:
     wanted = float(expected_tokens(alpha, k)[k])
-    slips = {
-        wanted - 1: "the token that the target adds itself is missing",
-        wanted - alpha**k: "one term too few",
-        1 + alpha * k: "a draft counts only if all before it were accepted too",
-        alpha * k: "a draft counts only if all before it were accepted too, and the target adds a token itself",
+    mistakes = {
+        "the token that the target adds itself is missing": wanted - 1,
+        "one term too few": wanted - alpha**k,
+        "a draft counts only if all before it were accepted too": 1 + alpha * k,
+        "a draft counts only if all before it were accepted too, and the target adds a token itself": alpha * k,
     }
-
-    def fault(result: object) -> str:
-        if isinstance(result, bool) or not isinstance(result, int | float):
-            return f"expected a number, got {result!r}"
-        if abs(result - wanted) < CLOSE:
-            return ""
-        hints = [hint for slip, hint in slips.items() if abs(result - slip) < CLOSE]
-        return f"expected {wanted:.4f}, got {result:.4f}" + (f" ({hints[0]})" if hints else "")
-
-    return fault
+    if isinstance(result, bool) or not isinstance(result, int | float):
+        return f"expected a number, got {result!r}"
+    if abs(result - wanted) < CLOSE:
+        return ""
+    return with_hint(f"expected {wanted:.4f}, got {result:.4f}", mistakes, lambda each: abs(result - each) < CLOSE)
 
 
 def check_by_block(by_block: Callable) -> bool:
@@ -165,10 +158,10 @@ def _block_cases() -> Iterator[Case]:
 
 def _block_case(name: str, drafted: Tensor, q: Tensor, p: Tensor, u: Tensor) -> Case:
     inputs = f"drafted = {drafted.tolist()}, u = {_brief(u)}, q = {_table(q)}, p = {_table(p)}"
-    return f"{name}: {inputs}", (drafted, q, p, u), _is_block(drafted, q, p, u)
+    return f"{name}: {inputs}", (drafted, q, p, u), partial(_is_block, drafted, q, p, u)
 
 
-def _is_block(drafted: Tensor, q: Tensor, p: Tensor, u: Tensor) -> Fault:
+def _is_block(drafted: Tensor, q: Tensor, p: Tensor, u: Tensor, result: object) -> str:
     weights, h, left = _block(drafted, q, p)
     passed = (u < h).tolist()
     wanted = max((i + 1 for i, each in enumerate(passed) if each), default=0)
@@ -176,29 +169,23 @@ def _is_block(drafted: Tensor, q: Tensor, p: Tensor, u: Tensor) -> Fault:
         [*passed, False].index(False): "you stop at the first draft that fails, and a later one may still pass",
         sum(passed): "you count the drafts that pass; wanted is the place of the last of them",
     }
-
-    def fault(result: object) -> str:
-        if not isinstance(result, tuple) or len(result) != 2:
-            return f"a pair (accepted, weights) is expected, not {type(result).__name__}"
-        accepted, found = int(result[0]), torch.as_tensor(result[1], dtype=torch.float64)
-        if accepted != wanted:
-            hint = f"; {slips[accepted]}" if accepted in slips else ""
-            return (
-                f"{wanted} drafts stay, not {accepted}: with w = {_brief(weights)} the chances h are {_brief(h)}{hint}"
-            )
-        if found.shape != p[0].shape:
-            return f"the weights should have shape {list(p[0].shape)}, not {list(found.shape)}"
-        if not found.isfinite().all() or found.min() < -CLOSE or found.sum() <= 0:
-            return f"after {wanted} drafts the weights are {_brief(found)}; they should be >= 0 and not all 0"
-        law, right = found / found.sum(), left[wanted] / left[wanted].sum()
-        if torch.allclose(law, right, rtol=0, atol=1e-6):
-            return ""
-        unweighted = (p[wanted] - q[wanted]).clamp(min=0) if wanted < len(q) else p[wanted]
-        forgot = torch.allclose(law, unweighted / unweighted.sum(), rtol=0, atol=1e-6)
-        hint = "; p is to be multiplied by the weight before q is taken off" if forgot else ""
-        return f"after {wanted} drafts the next token has the distribution {_brief(law)}, wanted {_brief(right)}{hint}"
-
-    return fault
+    if not isinstance(result, tuple) or len(result) != 2:
+        return f"a pair (accepted, weights) is expected, not {type(result).__name__}"
+    accepted, found = int(result[0]), torch.as_tensor(result[1], dtype=torch.float64)
+    if accepted != wanted:
+        hint = f"; {slips[accepted]}" if accepted in slips else ""
+        return f"{wanted} drafts stay, not {accepted}: with w = {_brief(weights)} the chances h are {_brief(h)}{hint}"
+    if found.shape != p[0].shape:
+        return f"the weights should have shape {list(p[0].shape)}, not {list(found.shape)}"
+    if not found.isfinite().all() or found.min() < -CLOSE or found.sum() <= 0:
+        return f"after {wanted} drafts the weights are {_brief(found)}; they should be >= 0 and not all 0"
+    law, right = found / found.sum(), left[wanted] / left[wanted].sum()
+    if torch.allclose(law, right, rtol=0, atol=1e-6):
+        return ""
+    unweighted = (p[wanted] - q[wanted]).clamp(min=0) if wanted < len(q) else p[wanted]
+    forgot = torch.allclose(law, unweighted / unweighted.sum(), rtol=0, atol=1e-6)
+    hint = "; p is to be multiplied by the weight before q is taken off" if forgot else ""
+    return f"after {wanted} drafts the next token has the distribution {_brief(law)}, wanted {_brief(right)}{hint}"
 
 
 def _block(drafted: Tensor, q: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:

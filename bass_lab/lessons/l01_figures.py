@@ -1,7 +1,4 @@
-"""Figures and widgets of lesson 01: the price of a step, its decisions, the rule behind them, and what they yield.
-
-All numbers come from `l01_demonstrations` and `l01_rules`.
-"""
+"""Figures and widgets of lesson 01: the price of a step, its decisions, the rule behind them, and what they yield."""
 
 from __future__ import annotations
 
@@ -55,10 +52,8 @@ def step_cost_figure(predictions: pd.DataFrame, k: int) -> go.Figure:
     figure.add_trace(bars("regular passes, one per token", tokens, one_by_one, "regular"))
     figure.add_trace(bars(f"{k} drafts", parts[f"{k} drafts, ms"], step, "draft"))
     figure.add_trace(bars("one verifying pass", parts[f"T({k + 1}), ms"], step, "verify", **texts))
-    figure.update_traces(orientation="h", hovertemplate="%{x:.2f} T(1)", cliponaxis=False).update_layout(
-        barmode="stack"
-    )
-    return figure.update_yaxes(autorange="reversed")
+    figure.update_traces(orientation="h", hovertemplate="%{x:.2f} T(1)", cliponaxis=False)
+    return figure.update_layout(barmode="stack").update_yaxes(autorange="reversed")
 
 
 def steps_figure(story: Story, steps: Sequence[int]) -> go.Figure:
@@ -109,10 +104,7 @@ def _label(line: pd.Series) -> str:
 
 
 def step_slider(story: Story, tokenizer: PreTrainedTokenizerBase) -> ipywidgets.VBox:
-    """A slider over the steps of a story, above the text so far and `steps_figure` of the step.
-
-    Its children are the slider, the text as HTML, and the figure; setting `slider.value` redraws.
-    """
+    """A slider over the steps of a story, above the text so far and `steps_figure`. Setting `slider.value` redraws."""
     steps = sorted(set(story.lines.step) - {0})
 
     def draw(step: int):
@@ -148,20 +140,15 @@ def overlap_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
         for part, (meaning, look) in PARTS.items():
             options = {"legendgroup": part, "showlegend": panel == 1, "hovertemplate": "%{y:.3f}"}
             figure.add_trace(bars(meaning, places, parts[part], look, **options), 1, panel)
-        names = [
-            name if name == "others" else f"<b>{html.escape(token_views.visible(name))}</b>" for name in parts.index
-        ]
-        figure.update_xaxes(tickvals=places, ticktext=names, row=1, col=panel)
+        names = [f"<b>{html.escape(token_views.visible(name))}</b>" for name in parts.index[:-1]]
+        figure.update_xaxes(tickvals=places, ticktext=[*names, "others"], row=1, col=panel)
     figure.update_layout(barmode="stack", bargap=0.25, margin={"t": 60, "b": 130})
     figure.update_xaxes(showgrid=False, tickangle=-45, title="next token").update_yaxes(range=[0, 1])
     return figure.update_yaxes(title="probability", col=1)
 
 
 def overlap_slider(logits: tuple[Tensor, Tensor], names: Mapping[int, str], value: float) -> ipywidgets.VBox:
-    """A slider for the temperature of both models above `overlap_figure` of one position.
-
-    logits: as of `next_logits`. Its children are the slider and the figure; setting `slider.value` redraws.
-    """
+    """A slider for the temperature of both models above `overlap_figure` of one position (`next_logits`)."""
 
     def draw(temperature: float):
         parts = overlap(*l01_demonstrations.laws(logits, temperature), names)
@@ -195,11 +182,11 @@ def tokens_figure(table: pd.DataFrame) -> go.Figure:
     return figure.update_xaxes(dtick=1).update_yaxes(rangemode="tozero")
 
 
-def slots_figure(by_slot: pd.DataFrame, least: int = 20) -> go.Figure:
-    """Share accepted of the drafts reached, by slot and prompt set, where at least `least` were."""
+def slots_figure(by_slot: pd.DataFrame) -> go.Figure:
+    """Share accepted of the drafts reached, by slot and prompt set, where at least 20 were."""
     title = "Chance that a draft is accepted, if all before it were"
     figure = empty_figure(title, "slot in the draft", "share accepted", height=410)
-    enough = by_slot[by_slot.reached >= least]
+    enough = by_slot[by_slot.reached >= 20]
     for (name, part), look in zip(enough.groupby("prompts", sort=False), CURVES, strict=False):
         error = {"type": "data", "array": 1.96 * np.sqrt(part.accepted * (1 - part.accepted) / part.reached)}
         hover = {"customdata": part.reached, "hovertemplate": "slot %{x}: %{y:.2f} of %{customdata}"}

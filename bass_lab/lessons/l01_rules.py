@@ -1,7 +1,4 @@
-"""Lesson 01: the law that an acceptance rule emits, the right one and two wrong ones, enumerated in float64.
-
-Nothing is drawn: a token's probability is the sum over the ways in which it comes about.
-"""
+"""Lesson 01: the law that an acceptance rule emits, the right one and two wrong ones, enumerated in float64."""
 
 from __future__ import annotations
 
@@ -53,10 +50,7 @@ def emitted_law(p: Tensor, q: Tensor, rule: Rule) -> Tensor:
 
 
 def text_law(target: Model, draft: Model, k: int, rule: Rule, text: tuple[int, ...] = ()) -> dict[tuple, float]:
-    """Probability of every text of k + 1 more tokens: one step with k drafts, and regular decoding where it ends early.
-
-    A step is a draft, its fate, and a step with k - 1 drafts after it.
-    """
+    """Probability of every text of k + 1 more tokens: one step with k drafts, then regular decoding."""
     p = target(text)
     if k == 0:
         return {(*text, x): float(p[x]) for x in range(len(p))}
@@ -82,10 +76,8 @@ def regular(target: Model, tokens: int, text: tuple[int, ...] = ()) -> dict[tupl
 
 
 def distances(count: int = 200, seed: int = 0) -> pd.DataFrame:
-    """Largest total variation from the target's law over `count` pairs p, q of each kind; one column per rule.
-
-    The last line: over a tenth as many pairs of models over 3 ids, each with a law of its own after every text.
-    """
+    """Largest total variation from the target's law over `count` pairs p, q of each kind; one column per rule. The last
+    line: a tenth as many pairs of models over 3 ids."""
     generator, lines = torch.Generator().manual_seed(seed), {}
     for kind in ("p and q at random", "with zeros", "q certain of one token", "q = p"):
         pairs = [_pair(kind, generator) for _ in range(count)]
@@ -116,9 +108,9 @@ def _random_law(size: int, generator: torch.Generator) -> Tensor:
     return mass / mass.sum()
 
 
-def _random_model(generator: torch.Generator, size: int = 3, longest: int = 2) -> Model:
-    texts = itertools.chain.from_iterable(itertools.product(range(size), repeat=n) for n in range(longest + 1))
-    return {text: _random_law(size, generator) for text in texts}.__getitem__
+def _random_model(generator: torch.Generator) -> Model:
+    texts = itertools.chain.from_iterable(itertools.product(range(3), repeat=n) for n in range(3))
+    return {text: _random_law(3, generator) for text in texts}.__getitem__
 
 
 def _text_distance(target: Model, draft: Model, k: int, rule: Rule) -> float:

@@ -1,7 +1,6 @@
 """Many sequences at once: lock-step against rows at their own pace, and what that leaves in the cache.
 
-Replays need no luck: in greedy decoding, whether a draft token is accepted depends on the true text before it alone, so
-that one pass of the draft over a finished text tells what any schedule would have accepted.
+In greedy decoding one pass of the draft over a finished text tells what any schedule would have accepted.
 """
 
 from __future__ import annotations
@@ -19,24 +18,19 @@ from bass_core.prompts import token_ids
 from bass_core.session import Session
 from bass_lab.pairs import require_draft_model
 
-# --- lock-step against rows at their own pace -----------------------------------------------------
-
 
 def expected_speed(alpha: float, k: int, batch: int = 1, draft_cost: float = 0.05) -> float:
-    """Speed over regular decoding where a step ends at the first rejection in any of `batch` rows.
+    """Modelled speed over regular decoding where a step ends at the first rejection in any of `batch` rows.
 
-    alpha: chance that a draft is accepted if all before it were, independently in every row; all of them accept with
-    chance alpha^batch. batch=1 is a row at its own pace, in a batch of any size. A model: a pass of the target takes 1
-    whatever the number of tokens it checks, a pass of the draft `draft_cost`.
+    alpha: chance that a draft is accepted if all before it were, independently in every row. batch=1 is a row at its
+    own pace. A pass of the target takes 1, a pass of the draft `draft_cost`.
     """
     return float(expected_tokens(alpha**batch, k)[k] / (1 + k * draft_cost))
 
 
 @torch.inference_mode()
 def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Sequence[Tensor]) -> list[np.ndarray]:
-    """bool [T] per row: whether the draft, having read the text before it, would have chosen each generated token.
-
-    Raises ValueError without a draft model."""
+    """bool [T] per row: the draft would have chosen each generated token. Raises ValueError without a draft model."""
     require_draft_model(pair)
     agreed = []
     for ids, sequence in zip(token_ids(pair, prompts), sequences, strict=True):
@@ -49,8 +43,7 @@ def agreement(pair: ModelPair, prompts: Sequence[str | Tensor], sequences: Seque
 def replay(agreed: Sequence[np.ndarray], k: int, lock_step: bool) -> pd.DataFrame:
     """Accepted drafts per row (down) and step (across) until all texts are written; NaN once a row has ended.
 
-    agreed: of `agreement`; each row's first token comes from the prefill. lock_step: every row keeps as many as the row
-    that keeps least. As in the engine, a row drafts at most what it may still emit, less one.
+    agreed: of `agreement`. lock_step: every row keeps as many as the row that keeps least.
     """
     lengths = np.array([len(row) for row in agreed])
     at = np.ones_like(lengths)  # the next token of each row
@@ -74,15 +67,11 @@ def tokens_per_step(accepted: pd.DataFrame) -> float:
     return float(np.nanmean(accepted.to_numpy())) + 1
 
 
-# --- the ragged cache -----------------------------------------------------------------------------
-
-
 def cache_states(steps: pd.DataFrame) -> pd.DataFrame:
     """The target's cache after each decode step, from `Trace.steps`: one line per (step, row), in slots of the row.
 
-    Slots 0 … first - 1 held committed tokens before the step, which wrote first … written - 1. Of these, first …
-    kept - 1 are committed now; kept … stale_end - 1 are stale: tokens rejected in this step or an earlier one.
-    overwritten: how many of the slots written were stale before. read: slots that attention has to read for the row.
+    The step wrote slots first … written - 1; those below kept are committed now, kept … stale_end - 1 are stale.
+    overwritten: slots written that were stale before. read: slots that attention reads for the row.
     """
     decode = steps[steps.kind == "decode"].sort_values(["row", "step"])
     first = decode.kv_length - 1  # the last committed token enters the cache in this pass
@@ -104,9 +93,7 @@ def cache_states(steps: pd.DataFrame) -> pd.DataFrame:
 
 def slots_read(states: pd.DataFrame) -> pd.DataFrame:
     """Key slots that each kind of attention reads over a run (per layer and KV head), and launches per layer and pass.
-
-    states: of `cache_states`. pad reads every row of a step up to the longest; the others read each row's own slots.
-    """
+    pad reads every row of a step up to the longest."""
     by_step = states.groupby("step").read
     own, padded = int(states.read.sum()), int((by_step.max() * by_step.size()).sum())
     launches = by_step.size().mean()
@@ -119,11 +106,8 @@ def slots_read(states: pd.DataFrame) -> pd.DataFrame:
 def over_poison(
     pair: ModelPair, prompts: Sequence[str], attention: str, poison: float, max_new_tokens: int = 48, **options
 ) -> list[Tensor] | None:
-    """Generated ids when every slot beyond a row's length holds `poison` before each decode step; None where that makes
-    logits NaN and the engine refuses to go on.
-
-    Keys and values of both models' caches are poisoned. options: of `Session`.
-    """
+    """Generated ids when every slot beyond a row's length holds `poison` before each decode step, in both models'
+    caches; None where logits become NaN. options: of `Session`."""
     # On a GPU the next step would be under way already, whose keys are no poison's place.
     with Session(pair, max_batch_size=len(prompts), attention=attention, compile="off", **options) as session:
         handles = [session.submit(prompt, max_new_tokens=max_new_tokens) for prompt in prompts]
@@ -138,10 +122,8 @@ def over_poison(
 
 def _poison(session: Session, poison: float) -> None:
     live = len(session.rows.live)
-    for runner, known in (
-        (session.target, session.rows.lengths_host - 1),
-        (session.drafter.runner, session.drafter.cached),
-    ):
+    known_of_draft = session.drafter.runner, session.drafter.cached
+    for runner, known in ((session.target, session.rows.lengths_host - 1), known_of_draft):
         for buffer in runner.cache.buffers():
             for place in range(live):
                 buffer[place, :, known[place] :] = poison

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check
 
 
 def check_positions(positions: Callable) -> bool:
     """positions(lengths, drafted) -> int [B, K + 1]: the position ids of a verification pass, K = max(drafted).
 
     lengths [B]: committed tokens per row; drafted [B]: draft tokens that each row submits. A row's pass feeds its last
-    committed token and then its drafts. Rows that submit fewer than K are padded: padding repeats the row's last valid
-    position.
+    committed token and then its drafts; padding repeats the row's last valid position.
     """
     return check(positions, _position_cases())
 
@@ -38,23 +38,20 @@ def _position_cases() -> Iterator[Case]:
         width = max(drafted) + 1
         wanted = [[n - 1 + min(query, k) for query in range(width)] for n, k in zip(lengths, drafted, strict=True)]
         arguments = torch.tensor(lengths), torch.tensor(drafted)
-        yield f"{name}: lengths {lengths}, drafted {drafted}", arguments, _same_positions(wanted, drafted)
+        yield f"{name}: lengths {lengths}, drafted {drafted}", arguments, partial(_same_positions, wanted, drafted)
 
 
-def _same_positions(wanted: list[list[int]], drafted: list[int]) -> Fault:
-    def fault(result: object) -> str:
-        found = _as_lists(result)
-        shape = [len(wanted), len(wanted[0])]
-        if found is None or [len(row) for row in found] != [shape[1]] * shape[0]:
-            return f"expected positions of shape {shape}, got {result!r}"
-        for row, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
-            for query, (right, value) in enumerate(zip(ours, theirs, strict=True)):
-                if value != right:
-                    what = _query_name(query, drafted[row])
-                    return f"row {row}, query {query} ({what}) stands at {right}, got {value}"
-        return ""
-
-    return fault
+def _same_positions(wanted: list[list[int]], drafted: list[int], result: object) -> str:
+    found = _as_lists(result)
+    shape = [len(wanted), len(wanted[0])]
+    if found is None or [len(row) for row in found] != [shape[1]] * shape[0]:
+        return f"expected positions of shape {shape}, got {result!r}"
+    for row, (ours, theirs) in enumerate(zip(wanted, found, strict=True)):
+        for query, (right, value) in enumerate(zip(ours, theirs, strict=True)):
+            if value != right:
+                what = _query_name(query, drafted[row])
+                return f"row {row}, query {query} ({what}) stands at {right}, got {value}"
+    return ""
 
 
 def _query_name(query: int, drafted: int) -> str:
@@ -64,11 +61,9 @@ def _query_name(query: int, drafted: int) -> str:
 
 
 def check_keep(keep: Callable) -> bool:
-    """keep(accepted, k) -> bool [B, k + 1]: which of the cache entries that a verification pass wrote hold committed
-    tokens.
+    """keep(accepted, k) -> bool [B, k + 1]: the cache entries of a verification pass that hold committed tokens.
 
-    accepted [B]: how many of its k drafted tokens each row accepted. The pass fed the row's last committed token, then
-    the k drafted ones.
+    accepted [B]: of each row's k drafts. The pass fed the row's last committed token, then the k drafted ones.
     """
     return check(keep, _keep_cases())
 
@@ -85,28 +80,22 @@ def _keep_cases() -> Iterator[Case]:
         k = chance.randint(1, 8)
         drawn.append((f"random case {number}", [chance.randint(0, k) for _ in range(chance.randint(1, 8))], k))
     for name, accepted, k in drawn:
-        yield f"{name}: accepted {accepted}, k {k}", (torch.tensor(accepted), k), _same_entries(accepted, k)
+        yield f"{name}: accepted {accepted}, k {k}", (torch.tensor(accepted), k), partial(_same_entries, accepted, k)
 
 
-def _same_entries(accepted: list[int], k: int) -> Fault:
-    def fault(result: object) -> str:
-        found = _as_lists(result)
-        if found is None or [len(row) for row in found] != [k + 1] * len(accepted):
-            return f"expected {len(accepted)} rows of {k + 1} entries, got {result!r}"
-        for row, (count, entries) in enumerate(zip(accepted, found, strict=True)):
-            for entry, kept in enumerate(entries):
-                if bool(kept) == (entry <= count):
-                    continue
-                what = "the last committed token" if entry == 0 else f"drafted token {entry}"
-                said = "was accepted" if 0 < entry <= count else "was rejected" if entry else "is part of the text"
-                return f"row {row} accepted {count}: entry {entry} ({what}) {said}, yet it is {_kept_or_not(kept)}"
-        return ""
-
-    return fault
-
-
-def _kept_or_not(kept: object) -> str:
-    return "kept" if kept else "dropped"
+def _same_entries(accepted: list[int], k: int, result: object) -> str:
+    found = _as_lists(result)
+    if found is None or [len(row) for row in found] != [k + 1] * len(accepted):
+        return f"expected {len(accepted)} rows of {k + 1} entries, got {result!r}"
+    for row, (count, entries) in enumerate(zip(accepted, found, strict=True)):
+        for entry, kept in enumerate(entries):
+            if bool(kept) == (entry <= count):
+                continue
+            what = "the last committed token" if entry == 0 else f"drafted token {entry}"
+            said = "was accepted" if 0 < entry <= count else "was rejected" if entry else "is part of the text"
+            told = f"row {row} accepted {count}: entry {entry} ({what}) {said}"
+            return f"{told}, yet it is {'kept' if kept else 'dropped'}"
+    return ""
 
 
 def check_commit(commit: Callable) -> bool:
@@ -134,28 +123,25 @@ def _commit_cases() -> Iterator[Case]:
         arguments = tokens, torch.tensor(lengths), torch.tensor(choices), torch.tensor(accepted)
         told = f"{name}: texts {texts}, choices {choices}, accepted {accepted}"
         wanted = [text + new[: count + 1] for text, new, count in zip(texts, choices, accepted, strict=True)]
-        yield told, arguments, _same_texts(wanted, accepted, max(lengths))
+        yield told, arguments, partial(_same_texts, wanted, accepted, max(lengths))
 
 
-def _same_texts(wanted: list[list[int]], accepted: list[int], longest: int) -> Fault:
-    def fault(result: object) -> str:
-        if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(each, Tensor) for each in result):
-            return f"a pair (tokens, lengths) of tensors is expected, got {type(result).__name__}"
-        tokens, lengths = _as_lists(result[0]), result[1].tolist()
-        if tokens is None or len(tokens) != len(wanted) or len(lengths) != len(wanted):
-            return f"expected tokens and lengths of {len(wanted)} rows, got shapes {[list(x.shape) for x in result]}"
-        for row, (text, found, length) in enumerate(zip(wanted, tokens, lengths, strict=True)):
-            before = len(text) - accepted[row] - 1
-            if found[: len(text)] != text:
-                far = found[longest : longest + 1] == text[before : before + 1]
-                hint = "; its new tokens stand behind the longest row" if far else ""
-                return f"row {row} should begin with {text}, and begins with {found[: len(text)]}{hint}"
-            if length != len(text):
-                hint = "; the target's own token counts, too" if length == len(text) - 1 else ""
-                return f"row {row} had {before} tokens and accepted {accepted[row]}: its length is {length}{hint}"
-        return ""
-
-    return fault
+def _same_texts(wanted: list[list[int]], accepted: list[int], longest: int, result: object) -> str:
+    if not isinstance(result, tuple) or len(result) != 2 or not all(isinstance(each, Tensor) for each in result):
+        return f"a pair (tokens, lengths) of tensors is expected, got {type(result).__name__}"
+    tokens, lengths = _as_lists(result[0]), result[1].tolist()
+    if tokens is None or len(tokens) != len(wanted) or len(lengths) != len(wanted):
+        return f"expected tokens and lengths of {len(wanted)} rows, got shapes {[list(x.shape) for x in result]}"
+    for row, (text, found, length) in enumerate(zip(wanted, tokens, lengths, strict=True)):
+        before = len(text) - accepted[row] - 1
+        if found[: len(text)] != text:
+            far = found[longest : longest + 1] == text[before : before + 1]
+            hint = "; its new tokens stand behind the longest row" if far else ""
+            return f"row {row} should begin with {text}, and begins with {found[: len(text)]}{hint}"
+        if length != len(text):
+            hint = "; the target's own token counts, too" if length == len(text) - 1 else ""
+            return f"row {row} had {before} tokens and accepted {accepted[row]}: its length is {length}{hint}"
+    return ""
 
 
 def _as_lists(result: object) -> list[list] | None:

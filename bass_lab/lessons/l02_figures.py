@@ -1,7 +1,4 @@
-"""Figures and widgets of lesson 02: lock-step, the ragged cache, and what a bug does to a text.
-
-Data come from `l02_demonstrations` and `l02_naive_batches`; nothing is decoded here.
-"""
+"""Figures and widgets of lesson 02: lock-step, the ragged cache, and what a bug does to a text."""
 
 from __future__ import annotations
 
@@ -30,9 +27,6 @@ SLOTS = {  # what a slot of the cache holds, and its look
     "stale: rejected, overwritten next": "rejected",
     "none of the row's": "nothing",
 }
-
-
-# --- lock-step ------------------------------------------------------------------------------------
 
 
 def lock_step_figure(alpha: float, k: int, batch: int) -> go.Figure:
@@ -65,11 +59,7 @@ def lock_step_table(alphas: Sequence[float], k: int, batches: Sequence[int]) -> 
 
 
 def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> ipywidgets.VBox:
-    """Sliders for α, batch size and draft length above `lock_step_figure`.
-
-    Its children are the three sliders, a sentence with the expected tokens per step and speeds, and the figure; setting
-    a slider's value redraws.
-    """
+    """Sliders for α, batch size and draft length above a sentence and `lock_step_figure`; setting a value redraws."""
 
     def draw(alpha: float, batch: int, k: int):
         own, together = (f"{expected_tokens(alpha**rows, k)[k]:.2f}" for rows in (1, batch))
@@ -85,10 +75,8 @@ def lock_step_explorer(alpha: float = 0.9, k: int = 5, batch: int = 8) -> ipywid
 
 
 def kept_figure(accepted: Mapping[str, pd.DataFrame]) -> go.Figure:
-    """One panel per run: accepted drafts per row and step, and below them the least of each step.
-
-    accepted: by name, rows down and steps across, NaN where a row has ended (`plots.raster_matrix`).
-    """
+    """One panel per run: accepted drafts per row and step (`plots.raster_matrix`), and below them the least of each
+    step."""
     rows = sum(len(table) + 2.5 for table in accepted.values())
     title = "Accepted draft tokens, and the least of each step"
     figure = panels(len(accepted), 1, list(accepted), title, int(150 + 27 * rows), vertical_spacing=0.16)
@@ -106,10 +94,8 @@ def kept_figure(accepted: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def progress_figure(schedules: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]]) -> go.Figure:
-    """One panel per prompt set: tokens written against the target's passes, for every row and in lock-step.
-
-    schedules: by name, accepted drafts per row and step (own pace, lock-step), both of `l02_demonstrations.replay`.
-    """
+    """One panel per prompt set: tokens written against the target's passes, for every row and in lock-step. schedules:
+    by name, both of `l02_demonstrations.replay`."""
     shared = {"shared_yaxes": True, "horizontal_spacing": 0.06}
     figure = panels(1, len(schedules), list(schedules), "The same texts at two paces", 450, **shared)
     for panel, (own, together) in enumerate(schedules.values(), start=1):
@@ -124,9 +110,6 @@ def progress_figure(schedules: Mapping[str, tuple[pd.DataFrame, pd.DataFrame]]) 
         figure.add_trace(regular.update(showlegend=panel == 1), 1, panel)
     figure.update_xaxes(title="passes of the target", rangemode="tozero")
     return figure.update_yaxes(rangemode="tozero").update_yaxes(title="tokens written", col=1)
-
-
-# --- the cache ------------------------------------------------------------------------------------
 
 
 def cache_figure(states: pd.DataFrame, steps: Sequence[int]) -> go.Figure:
@@ -151,8 +134,7 @@ def cache_figure(states: pd.DataFrame, steps: Sequence[int]) -> go.Figure:
 
 
 def cache_slider(states: pd.DataFrame) -> ipywidgets.VBox:
-    """A slider for the step above `cache_figure` of it. Children: slider, sentence, figure; setting the slider's value
-    redraws."""
+    """A slider for the step above a sentence and `cache_figure` of it."""
 
     def draw(step: int):
         part = states[states.step == step]
@@ -166,9 +148,6 @@ def cache_slider(states: pd.DataFrame) -> ipywidgets.VBox:
 
     steps = int(states.step.min()), int(states.step.max())
     return live(draw, step=slider(steps[0], *steps, "step"))
-
-
-# --- bugs -----------------------------------------------------------------------------------------
 
 
 def text_diff(right: Tensor, found: Tensor, tokenizer: PreTrainedTokenizerBase, title: str = "with the bug") -> str:
@@ -192,10 +171,7 @@ def text_diff(right: Tensor, found: Tensor, tokenizer: PreTrainedTokenizerBase, 
 
 
 def damage_figure(runs: Mapping[str | None, Sequence[Tensor]], alone: Sequence[Tensor]) -> go.Figure:
-    """Bugs down, rows across: how many tokens are right before the first wrong one; ✓ where all are.
-
-    runs: generated ids per row, by bug.
-    """
+    """Bugs down, rows across: right tokens before the first wrong one; ✓ where all are. runs: generated ids, by bug."""
     names = [l02_naive_batches.BUGS.get(bug, "none") for bug in runs]
     counts = pd.DataFrame([l02_naive_batches.right_tokens(found, alone) for found in runs.values()], index=names)
     whole = np.array([len(row) for row in alone])

@@ -1,10 +1,8 @@
 """Batched speculative decoding as one would first write it, with six classic bugs to switch on.
 
-An ordinary `DynamicCache` of a padded batch, attention masks and position ids, greedy decoding. After each pass a row
-keeps the cache slots of what it committed, and all rows are aligned at the right edge again. Correct without a bug, and
-slow: aligning copies the whole cache (the engine of `bass_core.session` never does). The bugs are those that
-"Batch Speculative Decoding Done Right" (EQSPEC, arXiv 2510.22876) finds in public implementations, each in a form of
-ours that is one or two lines here: search for `bug ==`.
+After each pass a row keeps the cache slots of what it committed, and all rows are aligned at the right edge again,
+which copies the whole cache. The bugs are those that "Batch Speculative Decoding Done Right" (EQSPEC, arXiv 2510.22876)
+finds in public implementations, each one or two lines here: search for `bug ==`.
 """
 
 from __future__ import annotations
@@ -37,12 +35,8 @@ BUGS = {
 
 @dataclass
 class NaiveRun:
-    """What a run left.
-
-    sequences: generated ids per row. accepted: per step, the drafts that each row accepted (-1: it had ended). slots:
-    per step, the target cache's slots per row, holes included. missing: committed tokens, of all rows, whose entry the
-    target's cache lacks in the end (each row's last token enters it with the next pass and does not count).
-    """
+    """sequences: generated ids per row. accepted: per step, of each row (-1: it had ended). slots: per step, the target
+    cache's per row, holes included. missing: committed tokens whose entry the target's cache lacks in the end."""
 
     draft_length: int
     sequences: list[Tensor] = field(default_factory=list)
@@ -96,14 +90,14 @@ def naive_generate(
 ) -> NaiveRun:
     """Continue every prompt (two tokens or more) greedily; no row stops before `max_new_tokens`.
 
-    bug: None for the correct algorithm, or one of `BUGS`. Raises ValueError for another name, a draft length below 1,
-    and a pair whose draft is not a model.
+    bug: None, or one of `BUGS`. Raises ValueError for another name, a draft length below 1, and a draft that is no
+    model.
     """
     if bug is not None:
         checks.one_of("bug", bug, BUGS)
     checks.integer("draft_length", draft_length, least=1)
     require_draft_model(pair)
-    rows = token_lists(pair, prompts)  # committed tokens, prompt included
+    rows = [ids.tolist() for ids in token_ids(pair, prompts)]  # committed tokens, prompt included
     limits = [len(row) + max_new_tokens for row in rows]
     target, draft = (PaddedModel(model, len(rows), bug) for model in (pair.target, pair.draft))
     # The draft stays behind by the last two tokens and reads both when it drafts: after full acceptance it has not
@@ -173,20 +167,10 @@ def _left_padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, T
     return ids, _following(rows, -longest, longest, device)
 
 
-def token_lists(pair: ModelPair, prompts: Sequence[str | Tensor]) -> list[list[int]]:
-    """Prompts as lists of token ids."""
-    return [ids.tolist() for ids in token_ids(pair, prompts)]
-
-
-# --- what is wrong, measured ----------------------------------------------------------------------
-
-
 def right_tokens(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[int]:
     """How many tokens of each row are right before the first wrong one; all of them where none is wrong."""
-    return [
-        int((row[: len(right)] == right[: len(row)]).long().cumprod(0).sum())
-        for row, right in zip(found, wanted, strict=True)
-    ]
+    pairs = zip(found, wanted, strict=True)
+    return [int((row[: len(right)] == right[: len(row)]).long().cumprod(0).sum()) for row, right in pairs]
 
 
 def differing(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[int]:

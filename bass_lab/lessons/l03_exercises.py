@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from bass_core.loop.trace import alpha
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check
 
 
 def check_alpha(rates: Callable) -> bool:
@@ -37,10 +38,10 @@ def _cases() -> Iterator[Case]:
         drawn.append((f"random case {number}", [chance.randint(0, d) for d in drafted], drafted))
     for name, accepted, drafted in drawn:
         description = f"{name}: accepted {accepted}, drafted {drafted}"
-        yield description, (list(accepted), list(drafted)), _judge(accepted, drafted)
+        yield description, (list(accepted), list(drafted)), partial(_judge, accepted, drafted)
 
 
-def _judge(accepted: Sequence[int], drafted: Sequence[int]) -> Fault:
+def _judge(accepted: Sequence[int], drafted: Sequence[int], result: object) -> str:
     """Names the usual mistakes: what was computed instead."""
     steps = [(a, d) for a, d in zip(accepted, drafted, strict=True) if d]
     wanted = {"alpha": alpha(np.array(drafted), np.array(accepted)), "acceptance rate": sum(accepted) / sum(drafted)}
@@ -56,16 +57,12 @@ def _judge(accepted: Sequence[int], drafted: Sequence[int]) -> Fault:
             "this is alpha": wanted["alpha"],
         },
     }
-
-    def fault(result: object) -> str:
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            return f"expected a pair (alpha, acceptance rate), got {result!r}"
-        for (name, value), found in zip(wanted.items(), result, strict=True):
-            if not isinstance(found, int | float):
-                return f"{name} should be a number, got {found!r}"
-            if not math.isclose(found, value, abs_tol=1e-9):
-                hints = [text for text, wrong in mistakes[name].items() if math.isclose(found, wrong, abs_tol=1e-9)]
-                return f"{name} should be {value:.4f}, got {found:.4f}" + (f" ({hints[0]})" if hints else "")
-        return ""
-
-    return fault
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        return f"expected a pair (alpha, acceptance rate), got {result!r}"
+    for (name, value), found in zip(wanted.items(), result, strict=True):
+        if not isinstance(found, int | float):
+            return f"{name} should be a number, got {found!r}"
+        if not math.isclose(found, value, abs_tol=1e-9):
+            hints = [text for text, wrong in mistakes[name].items() if math.isclose(found, wrong, abs_tol=1e-9)]
+            return f"{name} should be {value:.4f}, got {found:.4f}" + (f" ({hints[0]})" if hints else "")
+    return ""

@@ -1,7 +1,4 @@
-"""The acceptance explorer: settings of a run above a view of it, which decodes anew when a setting changes.
-
-Driven by the values of its controls, so that a test needs no browser.
-"""
+"""The acceptance explorer: settings of a run above a view of it, which decodes anew when a setting changes."""
 
 from __future__ import annotations
 
@@ -43,9 +40,8 @@ class AcceptanceExplorer:
     """Settings of a run above a `TraceExplorer` of it (`view`): what did each row accept, and why?
 
     controls: "drafter", "draft_length", "batch_size", "temperature", "policy", "verification", "prompt_set", "seed",
-    those of `view`, and "run" where the pair is not live. Setting a value decodes and redraws. `same_text` says whether
-    the text is that of regular decoding in the same mode: True or False where the mode promises it (temperature 0, or
-    coupled verification) and it was compared, token by token; else None. `message` holds what `generate` refused.
+    those of `view`, and "run" where the pair is not live. `same_text`: True or False where the text must be regular
+    decoding's (temperature 0, or coupled verification), else None. `message` holds what `generate` refused.
     """
 
     def __init__(
@@ -66,13 +62,10 @@ class AcceptanceExplorer:
         live: bool | None = None,
         **options,
     ):
-        """prompts: by name of the set; None: the two of the repository, and the file of JSON lines that `prompt_set`
-        may name. drafters: what may draft, by name; None: `drafters_for` the pair. drafter: one of these names; None:
-        the first. live: decode at every change, or when "run" is pressed; None: live if the target is small. options:
-        as in `generate`.
-
-        Raises ValueError or TypeError for a setting that no control could take.
-        """
+        """prompts: by name of the set; None: the repository's two, and the file that `prompt_set` may name. drafters:
+        by name; None: `drafters_for` the pair. drafter: None: the first. live: decode at every change; None: if the
+        target is small. options: as in `generate`. Raises ValueError or TypeError for a setting that no control could
+        take."""
         self.pair = pair
         self.drafters = drafters_for(pair) if drafters is None else dict(drafters)
         if prompts is None:
@@ -105,8 +98,7 @@ class AcceptanceExplorer:
     def replay(
         trace: Trace | str | Path, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str] = ()
     ) -> TraceExplorer:
-        """The same views of a recorded run, without a model: of a trace with tokens or of the file that one was saved
-        to. prompts: the texts that its rows continued, which a trace does not hold."""
+        """The same views of a recorded trace with tokens, or of its file. prompts: what its rows continued."""
         view = TraceExplorer(tokenizer)
         view.show(trace if isinstance(trace, Trace) else Trace.load(trace), prompts)
         return view
@@ -224,8 +216,7 @@ def acceptance_table(
 
 
 def _settings(values: dict, chosen: Mapping[str, Iterable[str]], live: bool) -> dict[str, Widget]:
-    """The controls of a run, with these values. chosen: what may be chosen, by control. Raises as `AcceptanceExplorer`
-    does: a slider would cut in silence."""
+    """The controls of a run. chosen: options by control. Raises as `AcceptanceExplorer`."""
     k = checks.integer("draft_length", values["draft_length"])
     batch_size = checks.integer("batch_size", values["batch_size"], least=1)
     seed = checks.integer("seed", values["seed"], least=None)

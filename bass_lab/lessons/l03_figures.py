@@ -1,8 +1,4 @@
-"""Figures of lesson 03: every verdict of a run, and how often drafts are accepted by their length.
-
-What it shares with other lessons is in `bass_lab.show`: the raster (`plots.acceptance_raster`), a step under the
-magnifier (`token_views.step_figure`), the policies (`token_views.policy_figure`). Its live view is `l03_explorer`.
-"""
+"""Figures of lesson 03: every verdict of a run, and how often drafts are accepted by their length."""
 
 from __future__ import annotations
 
@@ -29,10 +25,7 @@ def p_against_q(trace: Trace) -> go.Figure:
 
 
 def rates_figure(table: pd.DataFrame) -> go.Figure:
-    """Acceptance rate and α against the draft length, a pair of lines per prompt set.
-
-    table: columns "prompt set", "draft length", "acceptance rate" and "α" (as of `l03_explorer.acceptance_table`).
-    """
+    """Acceptance rate and α against the draft length, a pair of lines per set (`l03_explorer.acceptance_table`)."""
     title = "Two rates of the same runs, against the draft length"
     figure = empty_figure(title, "draft length k", "rate", height=410)
     styles = {"α": ("solid", "circle"), "acceptance rate": ("dash", "diamond-open")}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check
 
 
 def check_algorithm_1(update: Callable) -> bool:
@@ -35,10 +36,10 @@ def _update_cases() -> Iterator[Case]:
         drawn.append((f"random case {number}", length, chance.randint(0, 1), accepted))
     for name, length, s, accepted in drawn:
         about = f"{name}: length {length}, s {s}, accepted {accepted}"
-        yield about, (length, s, list(accepted)), _is_next(length, s, accepted)
+        yield about, (length, s, list(accepted)), partial(_is_next, length, s, accepted)
 
 
-def _is_next(length: int, s: int, accepted: list[int]) -> Fault:
+def _is_next(length: int, s: int, accepted: list[int], result: object) -> str:
     wanted = _next(length, s, accepted)
     shorter = length - math.ceil(length / 10)
     slips = {
@@ -47,16 +48,12 @@ def _is_next(length: int, s: int, accepted: list[int]) -> Fault:
         "length / 10 is rounded up": (max(1, *accepted, length - length // 10 - s), 1),
         "never below 1, nor below what a row accepted": (shorter - s, 1),
     }
-
-    def fault(result: object) -> str:
-        if not isinstance(result, tuple) or len(result) != 2:
-            return f"a pair (length, s) is expected, got {result!r}"
-        if result == wanted:
-            return ""
-        hints = [hint for hint, slip in slips.items() if slip == result]
-        return f"expected {wanted}, got {result}" + (f" (perhaps: {', or '.join(hints)})" if hints else "")
-
-    return fault
+    if not isinstance(result, tuple) or len(result) != 2:
+        return f"a pair (length, s) is expected, got {result!r}"
+    if result == wanted:
+        return ""
+    hints = [hint for hint, slip in slips.items() if slip == result]
+    return f"expected {wanted}, got {result}" + (f" (perhaps: {', or '.join(hints)})" if hints else "")
 
 
 def _next(length: int, s: int, accepted: list[int]) -> tuple[int, int]:
@@ -90,22 +87,18 @@ def _length_cases() -> Iterator[Case]:
         seconds = [1 + sum(steps[:j]) for j in range(k + 1)]
         drawn.append((f"random case {number}", [chance.random() ** 0.5 for _ in range(k)], seconds))
     for name, chances, seconds in drawn:
-        yield name, (list(chances), list(seconds)), _is_best(chances, seconds)
+        yield name, (list(chances), list(seconds)), partial(_is_best, chances, seconds)
 
 
-def _is_best(chances: list[float], seconds: list[float]) -> Fault:
+def _is_best(chances: list[float], seconds: list[float], result: object) -> str:
     tokens, survival = [1.0], 1.0
     for chance in chances:
         survival *= chance
         tokens.append(tokens[-1] + survival)
     rates = [n / s for n, s in zip(tokens, seconds, strict=True)]
     wanted = rates.index(max(rates))
-
-    def fault(result: object) -> str:
-        if result == wanted and not isinstance(result, bool):
-            return ""
-        known = isinstance(result, int) and 0 <= result < len(rates)
-        about = f", at which it would be {rates[result]:.4f}" if known else ""
-        return f"expected {wanted} ({rates[wanted]:.4f} tokens per unit of time), got {result!r}{about}"
-
-    return fault
+    if result == wanted and not isinstance(result, bool):
+        return ""
+    known = isinstance(result, int) and 0 <= result < len(rates)
+    about = f", at which it would be {rates[result]:.4f}" if known else ""
+    return f"expected {wanted} ({rates[wanted]:.4f} tokens per unit of time), got {result!r}{about}"

@@ -1,8 +1,4 @@
-"""Draft-length policies against each other on made-up acceptance, live: what does each buy, and how far is it from the
-best in hindsight?
-
-`contest` is the comparison of a batch, on any trace and costs; `LengthExplorer` puts controls above it.
-"""
+"""Draft-length policies against each other on made-up acceptance, live, beside the best in hindsight."""
 
 from __future__ import annotations
 
@@ -69,8 +65,8 @@ def contest(
     others: Mapping[str, int | DraftLengthPolicy] | None = None,
     **options,
 ) -> pd.DataFrame:
-    """`simulator.regret` of `policies` at one batch size (repeats and other options: its own), with `speed`: tokens per
-    second over those of regular decoding. others: more policies, by name."""
+    """`simulator.regret` of `policies` and others at one batch size, with `speed` over regular decoding. options: its
+    own."""
     found = simulator.regret(trace, policies(cost) | dict(others or {}), cost, [batch], **options)
     regular = found.set_index("policy").seconds_per_token[REGULAR]
     return found.assign(speed=regular / found.seconds_per_token)
@@ -96,11 +92,9 @@ def speed_figure(table: pd.DataFrame, title: str) -> go.Figure:
 class LengthExplorer:
     """Controls above two figures: the speed of every policy over regular decoding, and the path of Algorithm 1.
 
-    controls: "alpha" (chance that a draft is accepted), "variation" ("all alike", or "easy and hard": passages of 32
-    tokens on average, with chances `spread` above and below alpha), "spread", "batch", "costs" ("H100 (modelled)",
-    "CPU (measured)", or what a GPU recorded), "launch" (ms to launch a pass of the modelled target; a pass of the draft
-    takes a fifth). Setting a value replays and redraws. `table` is what `contest` found, `path` the trace of
-    Algorithm 1, `sentence` says both.
+    controls: "alpha", "variation" ("all alike", or "easy and hard": passages of 32 tokens on average, `spread` above
+    and below alpha), "spread", "batch", "costs", "launch" (ms of a pass of the modelled target; a draft's takes a
+    fifth). `table` is of `contest`, `path` the trace of Algorithm 1, `sentence` says both.
     """
 
     def __init__(
@@ -143,7 +137,9 @@ class LengthExplorer:
         self.path = simulator.simulate_trace(trace, BassHeuristic(), cost, batch=batch, seed=self.seed)
         sentence = _sentence(self.table, self.path, alpha, spread)
         title = f"Speed over regular decoding, batch {batch}"
-        return sentence, speed_figure(self.table, title), path_figure(self.path)
+        path = token_views.policy_figure({"": self.path})
+        path.update_layout(title_text="The path of Algorithm 1: what it drafted, what was accepted")
+        return sentence, speed_figure(self.table, title), path
 
     def static(self) -> tuple:
         """What is seen now without widgets: the settings and the sentence, and both figures."""
@@ -152,12 +148,6 @@ class LengthExplorer:
 
     def _repr_mimebundle_(self, **options):
         return self.widget._repr_mimebundle_(**options)
-
-
-def path_figure(trace: Trace) -> go.Figure:
-    """The draft length of each step of Algorithm 1, and what the rows accepted."""
-    figure = token_views.policy_figure({"": trace})
-    return figure.update_layout(title_text="The path of Algorithm 1: what it drafted, what was accepted")
 
 
 def _sentence(table: pd.DataFrame, path: Trace, alpha: float, spread: float) -> str:

@@ -30,12 +30,8 @@ CLOSE = 1.1  # times the best fixed length's time: recovered
 WINDOW = 4  # steps of a moving mean
 
 
-# --- what is replayed -----------------------------------------------------------------------------
-
-
 def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dict[str, AcceptanceTrace]:
-    """Both prompt sets' traces, running on after EOS: the shipped ones, or of 32 texts each where the pair is the
-    caller's own or the temperature not theirs."""
+    """Both prompt sets' traces past EOS: the shipped ones, or new ones of 32 texts for another pair or temperature."""
     shipped = {name: recorded_acceptance.shipped(name) for name in PROMPT_SETS}
     if not own and all(trace.meta["temperature"] == temperature for trace in shipped.values()):
         return {name: trace.past_eos() for name, trace in shipped.items()}
@@ -44,19 +40,13 @@ def recordings(pair: ModelPair, own: bool, temperature: float, seed: int) -> dic
 
 
 def cost_models(pair: ModelPair, own: bool, recorded: GpuRecord | None = None) -> dict[str, CostModel]:
-    """A modelled GPU's costs, measured ones: of the embedded pair as shipped, or (own) of this pair, and those that a
-    GPU recorded, if one did.
-
-    Raises ValueError for a pair of which no costs are known.
-    """
+    """A modelled GPU's costs, those of the embedded pair as shipped or (own) of this pair, and those that a GPU
+    recorded. Raises ValueError for a pair of which no costs are known."""
     measured = measured_costs.costs_like(pair) if own else measured_cpu()
     if measured is None:
         raise ValueError("no costs are known of these models on this device; measure them with `bass calibrate`")
     known = {MODELLED: modelled_h100(), f"{measured.device} (measured)": measured}
     return known if recorded is None else known | {recorded.name: recorded.content}
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def predicted_lengths(
@@ -128,9 +118,8 @@ def paired(
     batches: Sequence[int],
     **options,
 ) -> pd.DataFrame:
-    """How many times as long the first policy takes as the second, on the same replays: geometric mean over the
-    repeats with its 95% interval (normal), a line per set and batch. alone: the half width of the interval if the two
-    had been replayed with coins of their own."""
+    """The first policy's time over the second's on the same replays: geometric mean with its 95% interval (normal), a
+    line per set and batch. alone: the half width with coins of their own."""
     lines = []
     for prompts, trace in traces.items():
         for batch in batches:
@@ -148,8 +137,8 @@ def paired(
 def ends(
     trace: AcceptanceTrace, cost: CostModel, batch: int, sharpnesses: Sequence[float], lengths: Sequence[int], **options
 ) -> pd.DataFrame:
-    """Weights towards the first or the last row to finish, and fixed lengths: when the first row is done (first_s, a
-    mean over repeats), tokens per second, and whether no other line is at least as good in both (`best`)."""
+    """Weights towards the first or the last row to finish, and fixed lengths: first_s (mean), tokens per second,
+    `best`."""
     tried = [("fixed", k, k) for k in lengths]
     for family, weights in (("first", first_finished), ("last", last_finished)):
         tried += [(family, sharpness, Objective(cost, weights=weights(sharpness))) for sharpness in sharpnesses]
@@ -191,10 +180,10 @@ def switches(
     repeats: int = 8,
 ) -> pd.DataFrame:
     """Each policy decodes a batch of every stage in turn and keeps what it has learnt: a line per policy, stage and
-    step, as long as all rows are live in all repeats.
+    step, while all rows are live in all repeats.
 
-    stages: labels and traces; a policy with a `task` other than "" is told the label. Columns: policy, stage (number),
-    set (label), step; k and ms (a row's time per token in this step): means over the repeats.
+    stages: labels and traces; a policy with a `task` is told the label. Columns: policy, stage (number), set (label),
+    step; k and ms (a row's time per token): means over the repeats.
     """
     lines = []
     for name, policy in policies.items():
@@ -218,8 +207,8 @@ def switches(
 
 
 def recovery(found: pd.DataFrame, least: Mapping[str, float]) -> pd.DataFrame:
-    """Steps until a row's time per token, as a moving mean over `WINDOW` steps, is within a tenth of `least` (ms, by
-    set): a line per policy, a column per stage; "never": not within the steps of `switches`."""
+    """Steps until a row's time per token (mean over `WINDOW` steps) is within a tenth of `least` (ms, by set), or
+    "never"."""
     columns: dict[str, dict[str, int | str]] = {}
     for (policy, stage, label), part in found.groupby(["policy", "stage", "set"], sort=False):
         close = part.ms.rolling(WINDOW).mean() <= CLOSE * least[label]
@@ -232,9 +221,6 @@ def recovery(found: pd.DataFrame, least: Mapping[str, float]) -> pd.DataFrame:
 def _within(cost: CostModel, batches: Sequence[int]) -> list[int]:
     """The batch sizes that the grid of these costs reaches."""
     return [batch for batch in batches if batch <= cost.target_passes.axes["batch"][-1]]
-
-
-# --- figures --------------------------------------------------------------------------------------
 
 
 def lengths_figure(table: pd.DataFrame, title: str) -> go.Figure:

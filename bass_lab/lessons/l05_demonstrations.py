@@ -1,4 +1,4 @@
-"""Lesson 05: drafts side by side. What each costs, how often it is right, what it keeps, what an alignment gains."""
+"""Lesson 05: drafts side by side: cost, acceptance, what each keeps, what an alignment gains."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ PAPERS_LAYERS = 4  # of the paper's draft, 2048 wide
 
 
 def pairs(drafts: Sequence[str], dtype: str | None = None, device: str | None = None) -> dict[str, ModelPair]:
-    """The embedded target with each of these drafts, by the last part of their names.
-
-    drafts: names as `load_pair` takes them, or "layers:N".
+    """The embedded target with each of these drafts (names of `load_pair`, or "layers:N"), by the last part of their
+    names.
 
     Raises ValueError where none is named, and as `load_pair`.
     """
@@ -54,9 +53,6 @@ def pairs(drafts: Sequence[str], dtype: str | None = None, device: str | None = 
     return {name: replace(pair, target=target, draft=own.get(name, pair.draft)) for name, pair in found.items()}
 
 
-# --- what drafts cost, and how often they are right -----------------------------------------------
-
-
 def runs(
     pairs: Mapping[str, ModelPair],
     prompts: Mapping[str, Sequence[str]],
@@ -67,13 +63,11 @@ def runs(
     seed: int = 0,
     **options,
 ) -> pd.DataFrame:
-    """Every draft, and regular decoding, on the same prompts: a line per prompt set, batch, repeat and draft.
+    """Every draft, and regular decoding, on the same prompts past EOS: a line per prompt set, batch, repeat and draft.
 
-    In a repeat they take turns; before the first one of each batch goes one of few tokens, which warms up and is not
-    counted. Rows do not stop on EOS.
-    Columns: prompts, batch, repeat, draft; accepted and judged: drafted tokens; row_steps: decode steps of all rows;
-    tokens: what these emitted; draft_ms: time of a drafted token of every row; pass_ms: of a pass of the target; ms: of
-    a token of the batch. All times are those of decode steps. options: as in `generate`.
+    They take turns after a run of few tokens. Columns: prompts, batch, repeat, draft; accepted and judged: drafted
+    tokens; row_steps: decode steps of all rows; tokens: emitted; draft_ms: of a drafted token of every row; pass_ms: of
+    a target pass; ms: of a token of the batch. Times are of decode steps. options: as in `generate`.
     """
     turns = {REGULAR: (next(iter(pairs.values())), 0)} | {name: (pair, draft_length) for name, pair in pairs.items()}
     lines, first, new = {}, next(iter(prompts)), options.pop("max_new_tokens", 128)
@@ -111,8 +105,8 @@ def _counted(trace: Trace) -> dict[str, float]:
 
 
 def compared(runs: pd.DataFrame) -> pd.DataFrame:
-    """A line per prompt set, batch and draft of `runs`: α and tokens per step of all repeats together, medians of the
-    times, and the speed over regular decoding as median of paired ratios with its 95% interval (low, high)."""
+    """A line per prompt set, batch and draft of `runs`: α and tokens per step, medians of the times, and the speed over
+    regular decoding as median of paired ratios with its 95% interval (low, high)."""
     lines = []
     for (prompts, batch), part in runs.groupby(["prompts", "batch"], sort=False):
         regular = part[part.draft == REGULAR].ms.to_numpy()
@@ -133,9 +127,6 @@ def over(runs: pd.DataFrame, draft: str, other: str) -> Ratio:
     return Ratio.of(times[draft], times[other])
 
 
-# --- the ladder -----------------------------------------------------------------------------------
-
-
 def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
     """Layers, width and parameters of each draft. Raises ValueError for one that is no model."""
     lines = {}
@@ -148,12 +139,11 @@ def shapes(ladder: Mapping[str, ModelPair]) -> pd.DataFrame:
 
 
 def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
-    """What drafts of 310M parameters, of so many layers each, would cost on an H100 beside a target of 7.8B, and what
-    that is worth where a draft of so many layers has that α: nobody measured it.
+    """Modelled H100 costs of drafts of 310M parameters by layers, beside a target of 7.8B, and their worth at that α.
 
-    Passes take the time of their bytes or operations, at `SHARE` of the data sheet, and that of their launches, which
-    goes with the number of layers (`LAUNCHES`; a draft of `PAPERS_LAYERS` has a fifth of the target's). Columns:
-    launches, layers, α, draft ms (of a drafted token), best k, ms (per token of a row), over regular.
+    Passes take their bytes or operations, at `SHARE` of the data sheet, and launches by layers (`LAUNCHES`; a draft of
+    `PAPERS_LAYERS` has a fifth of the target's). Columns: launches, layers, α, draft ms, best k, ms (per token of a
+    row), over regular.
     """
     device = replace(H100, bandwidth=SHARE * H100.bandwidth, flops=SHARE * H100.flops)
     lines = []
@@ -171,9 +161,6 @@ def modelled_ladder(alphas: Mapping[int, float], batch: int) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-# --- alignment ------------------------------------------------------------------------------------
-
-
 def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
     """`align` on functions of the standard library alone, with a progress bar; few tokens have fewer own texts."""
     with tqdm(total=1.0, disable=None, bar_format="{desc}: {percentage:.0f}%|{bar}| {elapsed}") as bar:
@@ -189,26 +176,22 @@ def aligned(pair: ModelPair, tokens: int, seed: int) -> ModelPair:
 
 
 def judged(draft: PreTrainedModel, texts: Written) -> pd.DataFrame:
-    """Were every token of these texts drafted after those before it: how many of each text are judged, and how many of
-    these are accepted on average. A draft is accepted with probability Σ min(p, q)."""
+    """Per text: tokens judged were all drafted after those before, and the mean number accepted: Σ min(p, q)."""
     accepted = [float(torch.minimum(p, q).sum()) for p, q in zip(texts.p, texts.read_by(draft), strict=True)]
     return pd.DataFrame({"accepted": accepted, "judged": list(map(len, texts.p))})
 
 
-def alphas(before: pd.DataFrame, after: pd.DataFrame, resamples: int = 10_000) -> pd.DataFrame:
+def alphas(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     """α of two drafts on the same prompts (`judged`), and the gain: value with its 95% interval (low, high), percentile
-    bootstrap over prompts; the gain's draws the same prompts for both."""
+    bootstrap over prompts."""
     rows = len(before)
-    times = np.concatenate([np.ones((1, rows)), drawn(rows, resamples)])  # first the prompts as they are
+    times = np.concatenate([np.ones((1, rows)), drawn(rows)])  # first the prompts as they are
     first, second = (times @ each.accepted / (times @ each.judged) for each in (before, after))
     lines = {}
     for name, found in {"before": first, "after": second, "gain": second - first}.items():
         low, high = interval(found[1:])
         lines[name] = {"value": found[0], "low": low, "high": high}
     return pd.DataFrame.from_dict(lines, orient="index")
-
-
-# --- what a drafter keeps -------------------------------------------------------------------------
 
 
 def keeps(pairs: Mapping[str, ModelPair]) -> pd.DataFrame:
@@ -245,14 +228,8 @@ def _own_parameters(model: PreTrainedModel, target: PreTrainedModel) -> int:
     return parameter_count(model) - sum(each.numel() for each in model.parameters() if id(each) in shared)
 
 
-# --- a drafter of ten lines -----------------------------------------------------------------------
-
-
 class BigramTable(Drafter):
-    """What a drafter can start from that goes by the last token alone.
-
-    logits: [V, V], a line per token: how likely each other one follows, as logarithms.
-    """
+    """A base for drafters that go by the last token alone. logits: [V, V], by token: logarithms of what follows."""
 
     name = "bigram draft"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pandas as pd
 import torch
@@ -15,7 +16,7 @@ from bass_core.loading.model_pair import ModelPair, load_pair
 from bass_core.loop.trace import Trace
 from bass_lab.checks.drafter_checks import check_drafter
 from bass_lab.checks.exactness import Report
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check
 from bass_lab.lessons.l05_demonstrations import bigram_logits
 from bass_lab.show.token_views import outcomes
 from bass_lab.texts.prompt_sets import prompt_set
@@ -44,31 +45,29 @@ def _logits() -> Tensor:
 
 def _cases() -> Iterator[Case]:
     for temperature in (0.0, TEMPERATURE):
-        yield f"its drafts at temperature {temperature}", (_decoded(temperature),), _judge(temperature)
+        yield f"its drafts at temperature {temperature}", (_decoded(temperature),), partial(_judge, temperature)
     yield "check_drafter", (check_drafter,), _broken
 
 
 def _decoded(temperature: float) -> Callable[[Drafter], Trace]:
     options = {"max_new_tokens": NEW, "draft_length": K, "temperature": temperature, "trace": "tokens"}
-    return lambda drafter: (
-        generate(
-            ModelPair(_pair().target, drafter, _pair().tokenizer), prompt_set("mini", 2), eos_token_id=(), **options
-        ).trace
-    )
+
+    def decoded(drafter: Drafter) -> Trace:
+        pair = ModelPair(_pair().target, drafter, _pair().tokenizer)
+        return generate(pair, prompt_set("mini", 2), eos_token_id=(), **options).trace
+
+    return decoded
 
 
-def _judge(temperature: float) -> Fault:
-    def fault(trace: Trace) -> str:
-        steps = trace.steps.query("kind == 'decode'")
-        written = 1 + steps.kv_length - steps.groupby("row").kv_length.transform("first")
-        asked = (NEW - 1 - written).clip(upper=K)  # the target's own token comes on top
-        short = steps[steps.drafted < asked]
-        if len(short):
-            return f"{asked[short.index[0]]} tokens were asked for, and {short.drafted.iloc[0]} drafted"
-        faults = (_fault_of(line, temperature) for line in _drafted(trace).itertuples())
-        return next(filter(None, faults), "")
-
-    return fault
+def _judge(temperature: float, trace: Trace) -> str:
+    steps = trace.steps.query("kind == 'decode'")
+    written = 1 + steps.kv_length - steps.groupby("row").kv_length.transform("first")
+    asked = (NEW - 1 - written).clip(upper=K)  # the target's own token comes on top
+    short = steps[steps.drafted < asked]
+    if len(short):
+        return f"{asked[short.index[0]]} tokens were asked for, and {short.drafted.iloc[0]} drafted"
+    faults = (_fault_of(line, temperature) for line in _drafted(trace).itertuples())
+    return next(filter(None, faults), "")
 
 
 def _drafted(trace: Trace) -> pd.DataFrame:

@@ -23,10 +23,7 @@ SPEEDS = (1.5, 2, 2.5, 3, 4)  # whose lines are drawn
 
 
 def ladder_figure(table: pd.DataFrame, layers: Mapping[str, int]) -> go.Figure:
-    """α and the times of a drafted and of a committed token against the depth of the draft, a line per prompt set.
-
-    table: of `l05_demonstrations.compared`, one batch size. layers: of each draft.
-    """
+    """α and times per drafted and committed token against a draft's layers, a line per set (`compared`, one batch)."""
     names = {"alpha": "α", "draft_ms": "ms per drafted token", "ms": "ms per committed token"}
     figure = panels(1, 3, list(names.values()), "Drafts of equal size, by their depth", 360, horizontal_spacing=0.08)
     drafts = table[table.draft.isin(layers.keys())]
@@ -52,11 +49,8 @@ def alignment_figure(tables: Mapping[str, pd.DataFrame]) -> go.Figure:
 
 
 def cost_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Each draft's α against the time of one drafted token as a share of a regular step of the target; grey lines join
-    what would be equally fast, each with its best draft length, if checking drafts cost nothing more.
-
-    table: of `l05_demonstrations.compared`, of one prompt set and batch.
-    """
+    """Each draft's α against a drafted token's time ÷ a regular step; grey lines join equal speeds at the best draft
+    length. table: of `l05_demonstrations.compared`, of one prompt set and batch."""
     step = table.set_index("draft").pass_ms[REGULAR]
     drafts = table[table.draft != REGULAR].dropna(subset="draft_ms")
     shares = drafts.draft_ms / step
@@ -95,11 +89,8 @@ def _needed(speed: float, costs: np.ndarray, chances: np.ndarray) -> np.ndarray:
 def drafter_view(
     pairs: Mapping[str, ModelPair], prompts: Mapping[str, Sequence[str]], draft: str, prompt_set: str, **options
 ) -> ipywidgets.VBox:
-    """Two menus, drafter and prompts, above what that drafter's run shows: a sentence, the first row's text coloured by
-    where its tokens came from, and the raster. options: as in `generate`.
-
-    Raises ValueError for a start that the menus do not have.
-    """
+    """Menus for drafter and prompts above a sentence, the first row's text by origin, and the raster. options: as in
+    `generate`. Raises ValueError for a start that the menus do not have."""
     start = {"draft": checks.one_of("draft", draft, tuple(pairs))}
     start["prompts"] = checks.one_of("prompt_set", prompt_set, tuple(prompts))
 

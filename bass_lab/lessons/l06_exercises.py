@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check, equals
 
 Interval = tuple[int, int]
-Range = tuple[str, int, int]  # phase, start, end
 
 
 def check_gaps(gaps: Callable) -> bool:
@@ -34,20 +34,13 @@ def _gap_cases() -> Iterator[Case]:
         starts = [chance.randint(0, 60) for _ in range(chance.randint(1, 12))]
         drawn.append((f"random case {number}", [(start, start + chance.randint(1, 12)) for start in starts]))
     for name, intervals in drawn:
-        yield name, (list(intervals),), _equals(_idle(intervals))
+        yield name, (list(intervals),), partial(equals, _idle(intervals))
 
 
 def _idle(intervals: list[Interval]) -> int:
     """Moment by moment."""
     running = {moment for start, end in intervals for moment in range(start, end)}
     return max(running) + 1 - min(running) - len(running) if running else 0
-
-
-def _equals(wanted: object) -> Fault:
-    def fault(result: object) -> str:
-        return "" if result == wanted and result is not None else f"expected {wanted!r}, got {result!r}"
-
-    return fault
 
 
 def check_owner(owner: Callable) -> bool:
@@ -84,9 +77,8 @@ def _owner_cases() -> Iterator[Case]:
         kernels = [(chance.choice([*launches, 9]), chance.randint(0, at + 9)) for _ in range(8)]
         drawn.append((f"random case {number}", kernels, launches, ranges))
     for name, kernels, launches, ranges in drawn:
-        wanted = [_phase_at(launches[number], ranges) if number in launches else None for number, _ in kernels]
-        yield name, (list(kernels), dict(launches), list(ranges)), _equals(wanted)
-
-
-def _phase_at(time: int, ranges: list[Range]) -> str | None:
-    return next((phase for phase, start, end in ranges if start <= time < end), None)
+        wanted = [
+            next((phase for phase, start, end in ranges if start <= launches.get(number, -1) < end), None)
+            for number, _ in kernels
+        ]
+        yield name, (list(kernels), dict(launches), list(ranges)), partial(equals, wanted)

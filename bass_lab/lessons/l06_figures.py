@@ -1,8 +1,4 @@
-"""Timelines of a profile: when each kernel of a step ran, what a step costs, and a browser over the steps.
-
-Nothing is measured here: `bass_lab.measure.profiling` does. Phases have names in their bars; kernels stand below the
-phase that launched them.
-"""
+"""Timelines of a profile (`bass_lab.measure.profiling`): when each kernel of a step ran, and what a step costs."""
 
 from __future__ import annotations
 
@@ -25,10 +21,10 @@ MOST = 2500  # kernels drawn at once; of more, the shortest are left out
 def timeline_figure(
     profile: Profile, first: int | None = None, last: int | None = None, zoom: tuple[float, float] | None = None
 ) -> go.Figure:
-    """Steps `first` … `last` as they ran: a lane of phases and, below it, every kernel in its place.
+    """Steps `first` … `last` as they ran: a lane of phases, below it every kernel, and on a GPU a lane of the host.
 
-    first: the first decode step if None; last: the same as first if None; zoom: the milliseconds shown at first. On a
-    GPU another lane shows what the host was at meanwhile. Raises ValueError for steps that the profile does not have.
+    first: None is the first decode step; last: None is first; zoom: milliseconds shown. Raises ValueError for unknown
+    steps.
     """
     first, last = _shown(profile, first, last)
     spans = profile.spans[profile.spans.step.between(first, last)]
@@ -102,10 +98,8 @@ def phase_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
 
 
 def phase_lines(profile: Profile, **settings: str | int | None) -> list[dict]:
-    """The phases of the decode steps as lines of kind "phases" (docs/RECORDS.md).
-
-    settings: what a profile does not know: method, batch, k (None: the default policy) and max_new_tokens.
-    """
+    """The phases of the decode steps as lines of kind "phases" (docs/RECORDS.md). settings: method, batch, k (None: the
+    default policy) and max_new_tokens."""
     about = {name: profile.about[name] for name in ("dtype", "device", "torch", "commit")}
     table = profile.phases.loc["decode"].rename_axis("phase").reset_index()
     measured = table[["phase", "ms", "share", "kernels", "gap_ms"]].to_dict("records")
@@ -119,11 +113,8 @@ def totals_table(profile: Profile, most: int = 10) -> Styler:
 
 
 def full_steps(profile: Profile) -> pd.Index:
-    """Decode steps of the whole batch that drafted equally many tokens, as most of them did: those that can be compared
-    with each other.
-
-    Raises ValueError where the counts are missing (trace="off").
-    """
+    """Decode steps of the whole batch that drafted the most frequent number of tokens. Raises ValueError without
+    counts."""
     decode = profile.steps.query("kind == 'decode'")
     if decode.rows.isna().all():
         raise ValueError("the profile knows no counts: profile a run with trace='steps' or 'tokens'")
@@ -132,8 +123,8 @@ def full_steps(profile: Profile) -> pd.Index:
 
 
 def cost_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
-    """One line per profile, over its full steps: steps, ms (of a step, median), tokens (of a row in a step, mean:
-    accepted + 1), ms_per_token (of a row), kernels (of a step, mean), gap_share."""
+    """One line per profile, over its full steps: steps, ms (median), tokens (accepted + 1), ms_per_token, kernels,
+    gap_share."""
     lines = {}
     for name, profile in profiles.items():
         steps = profile.steps.loc[full_steps(profile)]
@@ -172,8 +163,8 @@ def gap_figure(profile: Profile) -> go.Figure:
 
 
 def profiler_cost(plain: Trace, profiled: Trace) -> pd.DataFrame:
-    """What recording cost: median milliseconds of draft, verify and other over the decode steps of two runs of the same
-    work, without and with a profile, by the engine's own stopwatch; and their ratio."""
+    """Median milliseconds of draft, verify and other over the decode steps of two runs, plain and profiled, and their
+    ratio."""
     times = []
     for trace in (plain, profiled):
         steps = trace.steps.query("kind == 'decode'").drop_duplicates("step")
@@ -184,7 +175,7 @@ def profiler_cost(plain: Trace, profiled: Trace) -> pd.DataFrame:
 
 
 def launch_schedule(kernel_us: float, launch_us: float, count: int = 8, graph: bool = False) -> pd.DataFrame:
-    """A model, not a measurement: `count` equal kernels, launched one by one or as one CUDA graph.
+    """A model: `count` equal kernels, launched one by one or as one CUDA graph.
 
     The host needs launch_us for a call; a kernel starts when it is launched and its predecessor is done. Returns lane
     ("host" or "GPU"), start and duration in µs.
@@ -221,11 +212,8 @@ def launch_figure(large_us: float = 20, small_us: float = 2, launch_us: float = 
 def timeline_browser(
     profile: Profile, trace: Trace | None = None, step: int | None = None, most: int = 4
 ) -> ipywidgets.VBox:
-    """A step to choose, and how many from it on, above their timeline and what the batch made of them.
-
-    trace: of the one run that was profiled. most: steps drawn at once. Children: both sliders, the timeline, and the
-    counts as HTML, with the trace also row by row; setting a slider's value redraws.
-    """
+    """Sliders for a step and how many from it on, above their timeline and counts, with the trace also row by row.
+    most: steps drawn at once."""
 
     def draw(step: int, count: int):
         last = min(step + count, len(profile.steps)) - 1

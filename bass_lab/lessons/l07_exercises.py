@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check, with_hint
 
 
 def check_merge(merge: Callable) -> bool:
@@ -35,7 +36,7 @@ def _merge_cases() -> Iterator[Case]:
         scores = torch.randn(2, left + right, generator=generator, dtype=torch.float64) * 3 + offset
         values = torch.randn(left + right, 3, generator=generator, dtype=torch.float64)
         parts = _partial(scores[:, :left], values[:left]) + _partial(scores[:, left:], values[left:])
-        yield name, parts, _same_partial(*_partial(scores, values))
+        yield name, parts, partial(_same_partial, *_partial(scores, values))
 
 
 def _partial(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,18 +46,15 @@ def _partial(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return scores.softmax(1) @ values, scores.logsumexp(1)
 
 
-def _same_partial(out: Tensor, lse: Tensor) -> Fault:
-    def fault(result: object) -> str:
-        if not isinstance(result, tuple) or len(result) != 2:
-            return f"expected a pair (out, lse), got {type(result).__name__}"
-        for name, found, wanted in zip(("lse", "out"), reversed(result), (lse, out), strict=True):
-            if not isinstance(found, Tensor) or found.shape != wanted.shape:
-                return f"{name} should be a tensor of shape {list(wanted.shape)}, got {_brief(found)}"
-            if not torch.allclose(found.double(), wanted, rtol=1e-6, atol=1e-9):
-                return f"{name} should be {_brief(wanted)}, got {_brief(found)}"
-        return ""
-
-    return fault
+def _same_partial(out: Tensor, lse: Tensor, result: object) -> str:
+    if not isinstance(result, tuple) or len(result) != 2:
+        return f"expected a pair (out, lse), got {type(result).__name__}"
+    for name, found, wanted in zip(("lse", "out"), reversed(result), (lse, out), strict=True):
+        if not isinstance(found, Tensor) or found.shape != wanted.shape:
+            return f"{name} should be a tensor of shape {list(wanted.shape)}, got {_brief(found)}"
+        if not torch.allclose(found.double(), wanted, rtol=1e-6, atol=1e-9):
+            return f"{name} should be {_brief(wanted)}, got {_brief(found)}"
+    return ""
 
 
 def _brief(value: object) -> str:
@@ -89,16 +87,13 @@ def _window_cases() -> Iterator[Case]:
         ]
         wanted = (seen[0] // block * block, seen[-1] + 1)
         name = f"first {first}, last {last}, kv_length {kv_length}, window {window}, block {block}"
-        yield name, (first, last, kv_length, window, block), _same_range(wanted)
+        yield name, (first, last, kv_length, window, block), partial(_same_range, wanted)
 
 
-def _same_range(wanted: tuple[int, int]) -> Fault:
-    def fault(result: object) -> str:
-        if not isinstance(result, tuple | list) or len(result) != 2:
-            return f"expected a pair (begin, end), got {result!r}"
-        return "" if tuple(map(int, result)) == wanted else f"expected {wanted}, got {tuple(map(int, result))}"
-
-    return fault
+def _same_range(wanted: tuple[int, int], result: object) -> str:
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        return f"expected a pair (begin, end), got {result!r}"
+    return "" if tuple(map(int, result)) == wanted else f"expected {wanted}, got {tuple(map(int, result))}"
 
 
 def check_cut(cut: Callable) -> bool:
@@ -119,10 +114,9 @@ def _cut_cases() -> Iterator[Case]:
         drawn.append((lengths, chance.choice([2, 5, 16, 48]), chance.choice([16, 64])))
     for lengths, workers, overhead in drawn:
         name = f"lengths {lengths}, {workers} workers, overhead {overhead}"
-        best = min(
-            _finish(_equal_chunks(lengths, chunk), workers, overhead) for chunk in range(16, max(lengths) + 16, 16)
-        )
-        yield name, (list(lengths), workers, overhead), _good_cut(lengths, workers, overhead, best)
+        chunks = range(16, max(lengths) + 16, 16)
+        best = min(_finish(_equal_chunks(lengths, chunk), workers, overhead) for chunk in chunks)
+        yield name, (list(lengths), workers, overhead), partial(_good_cut, lengths, workers, overhead, best)
 
 
 def _equal_chunks(lengths: Sequence[int], chunk: int) -> list[tuple[int, int, int]]:
@@ -136,22 +130,19 @@ def _finish(pieces: Sequence[tuple[int, int, int]], workers: int, overhead: int)
     return finish([Read(*piece) for piece in pieces], workers, overhead=overhead)
 
 
-def _good_cut(lengths: Sequence[int], workers: int, overhead: int, best: int) -> Fault:
-    def fault(result: object) -> str:
-        if not isinstance(result, list) or any(len(piece) != 3 for piece in result):
-            return f"expected a list of (row, begin, end), got {result!r}"
-        for row, length in enumerate(lengths):
-            at = 0
-            for _, begin, end in sorted(piece for piece in result if piece[0] == row):
-                if begin != at or end <= begin:
-                    return f"row {row}: after key {at} comes the piece {begin} … {end}"
-                at = end
-            if at != length:
-                return f"row {row}: the pieces end at {at} of {length}"
-        time = _finish(result, workers, overhead)
-        return "" if time <= 1.1 * best else f"the slowest worker is done after {time}; {best} is possible"
-
-    return fault
+def _good_cut(lengths: Sequence[int], workers: int, overhead: int, best: int, result: object) -> str:
+    if not isinstance(result, list) or any(len(piece) != 3 for piece in result):
+        return f"expected a list of (row, begin, end), got {result!r}"
+    for row, length in enumerate(lengths):
+        at = 0
+        for _, begin, end in sorted(piece for piece in result if piece[0] == row):
+            if begin != at or end <= begin:
+                return f"row {row}: after key {at} comes the piece {begin} … {end}"
+            at = end
+        if at != length:
+            return f"row {row}: the pieces end at {at} of {length}"
+    time = _finish(result, workers, overhead)
+    return "" if time <= 1.1 * best else f"the slowest worker is done after {time}; {best} is possible"
 
 
 def check_softcap(kernel: Callable, device: str = "cpu") -> bool:
@@ -173,28 +164,23 @@ def _softcap_cases(device: str) -> Iterator[Case]:
     for size, scale, cap in ((16, 1.0, 2.0), (32, 30.0, 50.0), (64, 5.0, 1.0), (16, 1e5, 30.0)):
         scores = scale * torch.randn(size, generator=generator)
         name = f"{size} scores, cap {cap:g}, the first scores {[round(x, 2) for x in scores[:3].tolist()]}"
-        yield name, (scores.to(device), cap), _is_capped(scores, cap)
+        yield name, (scores.to(device), cap), partial(_is_capped, scores, cap)
 
 
-def _is_capped(scores: Tensor, cap: float) -> Fault:
+def _is_capped(scores: Tensor, cap: float, result: Tensor) -> str:
     wanted = cap * (scores / cap).tanh()
-    slips = (
-        (scores, "the scores come back unchanged"),
-        ((scores / cap).tanh(), "tanh is at most 1: the cap is missing in front of it"),
-        (cap * scores.tanh(), "the scores have to be divided by the cap first"),
-        (scores.clamp(-cap, cap), "they are cut off, not bent"),
-    )
-
-    def fault(result: Tensor) -> str:
-        found = result.cpu()
-        if found.isnan().any():
-            where = int(found.isnan().nonzero()[0])
-            return f"out[{where}] is NaN for the score {float(scores[where]):.4g}: not written, or e^x overflowed"
-        if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
-            return ""
-        where = int((found - wanted).abs().argmax())
-        hints = [hint for slip, hint in slips if torch.allclose(found, slip, rtol=1e-4, atol=1e-5)]
-        told = f"the score {float(scores[where]):.4g} becomes {float(found[where]):.4g}, not {float(wanted[where]):.4g}"
-        return told + (f" ({hints[0]})" if hints else "")
-
-    return fault
+    mistakes = {
+        "the scores come back unchanged": scores,
+        "tanh is at most 1: the cap is missing in front of it": (scores / cap).tanh(),
+        "the scores have to be divided by the cap first": cap * scores.tanh(),
+        "they are cut off, not bent": scores.clamp(-cap, cap),
+    }
+    found = result.cpu()
+    if found.isnan().any():
+        where = int(found.isnan().nonzero()[0])
+        return f"out[{where}] is NaN for the score {float(scores[where]):.4g}: not written, or e^x overflowed"
+    if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+        return ""
+    where = int((found - wanted).abs().argmax())
+    told = f"the score {float(scores[where]):.4g} becomes {float(found[where]):.4g}, not {float(wanted[where]):.4g}"
+    return with_hint(told, mistakes, lambda each: torch.allclose(found, each, rtol=1e-4, atol=1e-5))

@@ -1,7 +1,4 @@
-"""Figures and a widget of lesson 07: who reads which keys, what that costs, and where the limit lies.
-
-Reads are counted by `bass_kernels.accounting`, bytes and bounds by `bass_lab.measure.roofline`.
-"""
+"""Figures and a widget of lesson 07: who reads which keys, what that costs, and where the limit lies."""
 
 from __future__ import annotations
 
@@ -110,11 +107,8 @@ def cost_chart(accounts: dict[str, Account], bytes_per_key: int) -> go.Figure:
 def spread_slider(
     account: Callable[[list[int]], dict[str, Account]], batch: int, mean: int, bytes_per_key: int, value: float = 0.5
 ) -> ipywidgets.VBox:
-    """A slider for how ragged the lengths are, at equal mean, above `cost_chart` of them.
-
-    account: KV lengths to what they cost, by kernel. Children: the slider, a sentence, the figure; setting
-    `slider.value` counts again and redraws.
-    """
+    """A slider for the spread of the lengths, at equal mean, above a sentence and `cost_chart` of them. account: KV
+    lengths to their cost, by kernel."""
     from bass_kernels.accounting import spread_lengths
 
     def draw(spread: float):
@@ -147,21 +141,15 @@ def spread_chart(
 
 
 def floor_table(models: Mapping[str, StepWork], kv_lengths: Sequence[int], batch: int, device: Device) -> pd.DataFrame:
-    """Per model and KV length: megabytes of keys and values per layer, the least time for them in µs, and attention's
-    share of the bytes of a decode step."""
+    """Per model and KV length: MB of keys and values per layer, the least time in µs, and their share of a step's
+    bytes."""
     lines = []
     for name, model in models.items():
         for kv_length in kv_lengths:
             cache = model.cache_bytes(batch * kv_length)
-            lines.append(
-                {
-                    "model": name,
-                    "KV length": kv_length,
-                    "MB per layer": cache / model.layers / 1e6,
-                    "floor µs per layer": cache / model.layers / device.bandwidth * 1e6,
-                    "share of a step": cache / (cache + model.element * model.weights),
-                }
-            )
+            layer, share = cache / model.layers, cache / (cache + model.element * model.weights)
+            line = {"model": name, "KV length": kv_length, "MB per layer": layer / 1e6}
+            lines.append(line | {"floor µs per layer": layer / device.bandwidth * 1e6, "share of a step": share})
     return pd.DataFrame(lines).set_index(["model", "KV length"])
 
 
@@ -194,9 +182,8 @@ def roofline(models: Mapping[str, StepWork], query_lengths: Sequence[int], devic
 
 
 def beside_the_floor(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
-    """Ragged batches of this size, per model, KV length and query length: MB that have to be read, the floor in µs (at
-    the bandwidth of a copy in the same run), µs of `ragged` and its percent of the copy's bandwidth, and the same of
-    the fastest peer. records: of the kind "kernels" (`gpu_record`)."""
+    """Ragged batches of this size, per model, KV length and query length: MB to read, the floor in µs (a copy's
+    bandwidth), µs and percent of that of `ragged` and of the fastest peer. records: of the kind "kernels"."""
     index, lines = ["model", "kv_length", "query_length"], []
     columns = [*index, "MB", "floor µs", "ragged µs", "ragged %", "fastest peer", "peer µs", "peer %"]
     for case, part in records.query("batch == @batch and distribution == 'ragged'").groupby(index):
@@ -212,16 +199,14 @@ def beside_the_floor(records: pd.DataFrame, batch: int = 8) -> pd.DataFrame:
 
 
 def shares_figure(records: pd.DataFrame) -> go.Figure:
-    """Percent of a copy's bandwidth against the bytes that have to be read: `ragged` and the fastest peer of every
-    case; the floor is at 100."""
+    """Percent of a copy's bandwidth against the bytes to read: `ragged` and the fastest peer; the floor is at 100."""
     figure = empty_figure("How much of a copy's bandwidth", "MB of keys and values per layer", "percent", 430)
     case = ["model", "batch", "query_length", "kv_length", "distribution"]
     peers = records[~records.kernel.isin(KERNELS)].sort_values("us").drop_duplicates(case)
     for name, part, look in (("ragged", records[records.kernel == "ragged"], "accepted"),
                              ("fastest peer", peers, "transformers")):  # fmt: skip
-        points = curve(
-            name, 1e3 * part.gb, part.percent_of_copy, look, "markers", customdata=part[["kernel", "us", *case]]
-        )
+        points = curve(name, 1e3 * part.gb, part.percent_of_copy, look, "markers")
+        points.update(customdata=part[["kernel", "us", *case]])
         hover = "%{customdata[0]}, %{customdata[2]}, batch %{customdata[3]}, Q %{customdata[4]}, "
         hover += "%{customdata[5]} keys %{customdata[6]}: %{customdata[1]:.1f} µs, %{y:.0f}%<extra></extra>"
         figure.add_trace(points.update(hovertemplate=hover))

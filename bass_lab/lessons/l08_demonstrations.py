@@ -1,7 +1,4 @@
-"""Lesson 08: where a step's time goes, what bounds it, and how that stands beside the paper.
-
-Speeds come from `benchmark` and `records`, bounds from `roofline`; here they are put side by side.
-"""
+"""Lesson 08: where a step's time goes, what bounds it, and how that stands beside the paper."""
 
 from __future__ import annotations
 
@@ -39,10 +36,8 @@ def step_phases(
 ) -> pd.DataFrame:  # fmt: skip
     """Medians over the decode steps of several runs that take turns, one line per (batch, k).
 
-    Of the default policy (draft length None) those steps count that have its most frequent length.
-
-    Columns: batch, k; draft, verify, other: milliseconds of a step; step: their sum; tokens: emitted per row and step;
-    kv: mean keys of a row. options: as in `generate`.
+    Of the default policy (None) the steps of its most frequent length count. Columns: batch, k; draft, verify, other:
+    ms of a step; step: their sum; tokens: emitted per row and step; kv: mean keys of a row. options: as in `generate`.
     """
     parts = []
     for repeat in range(repeats + 1):
@@ -64,8 +59,8 @@ def step_phases(
 def bounds(phases: pd.DataFrame, roofline: Roofline) -> pd.DataFrame:
     """The target's pass of each line of `step_phases` against its roof, and what of the device is used.
 
-    Columns: batch, k, verify (ms, measured), roof (ms, the least time), limit (what the roof is made of), share (of the
-    roof that is reached), intensity (flop per byte), verified and emitted: `roofline.utilisation` of such steps.
+    Columns: batch, k, verify and roof (ms), limit ("arithmetic" or "memory"), share (of the roof), intensity (flop per
+    byte), verified and emitted: `roofline.utilisation`.
     """
     lines = []
     for line in phases.itertuples():
@@ -116,11 +111,11 @@ def nearest_to_the_paper(record: GpuRecord | None) -> pd.Series | None:
 
 
 def at_real_sizes(record: GpuRecord | None) -> pd.DataFrame:
-    """The paper's 7.8B + 310M, by batch size: what a GPU recorded, if one did (`gpu_record("gpu")`), beside the least
-    time of regular decoding by the roofline, which is a model, and the paper's figure.
+    """The paper's 7.8B + 310M, by batch size: what a GPU recorded, the roofline of regular decoding, and the paper's
+    figure.
 
     Columns: batch, way, source ("measured", "roofline" or "the paper"), method, device, dtype, synthetic, ms (per token
-    of a row, mean), tokens/s, over regular, bandwidth (used, as a share of a copy's), exact (of the embedded pair).
+    of a row, mean), tokens/s, over regular, bandwidth (share of a copy's), exact (of the embedded pair).
     """
     device, work = gpu_of(record), StepWork.of(named_config(SHAPES[SHAPE].target, SHAPE), torch.bfloat16)
     measured = (

@@ -81,13 +81,11 @@ def roofline_figure(bound: pd.DataFrame, roofline: Roofline) -> go.Figure:
 
 
 def real_sizes_figure(table: pd.DataFrame) -> go.Figure:
-    """Milliseconds per token of a row: a bar per line of `at_real_sizes`, labelled with its speed over regular
-    decoding."""
+    """Milliseconds per token of a row: a bar per line of `at_real_sizes`, labelled with its speed over regular."""
     title = titled("7.8B + 310M on a GPU: time per token of a row", table)
     figure = empty_figure(title, "ms per token (mean over rows)", "", 150 + 27 * len(table))
-    labels = [
-        f"batch {line.batch}: {line.way}" + " (paper)" * (line.source == "the paper") for line in table.itertuples()
-    ]
+    papers = table.source.map({"the paper": " (paper)"}).fillna("")
+    labels = ("batch " + table.batch.astype(str) + ": " + table.way + papers).tolist()
     table = table.assign(label=labels)
     looks = {"roofline": "nothing", "the paper": "baseline"}
     for (source, method), part in table.groupby(["source", "method"], sort=False):

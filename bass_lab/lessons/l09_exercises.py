@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check
 
 
 def check_pass_at_first(pass_at_first: Callable) -> bool:
@@ -38,26 +39,18 @@ def _cases() -> Iterator[Case]:
     for name, finish, confidence, passed, budget in drawn:
         arguments = list(finish), list(confidence), list(passed), budget
         told = f"{name}: finish {finish}, confidence {confidence}, passed {passed}, budget {budget}"
-        yield told, arguments, _equals(_reference(*arguments), *arguments)
+        in_time = [row for row, seconds in enumerate(finish) if seconds <= budget]
+        yield told, arguments, partial(_judge, in_time, confidence, passed)
 
 
-def _reference(finish: Sequence[float], confidence: Sequence[float], passed: Sequence[bool], budget: float) -> bool:
-    in_time = [row for row, seconds in enumerate(finish) if seconds <= budget]
-    return bool(in_time) and passed[max(in_time, key=lambda row: (confidence[row], -row))]
-
-
-def _equals(
-    wanted: bool, finish: Sequence[float], confidence: Sequence[float], passed: Sequence[bool], budget: float
-) -> Fault:
-    in_time = [row for row, seconds in enumerate(finish) if seconds <= budget]
+def _judge(in_time: list[int], confidence: list[float], passed: list[bool], result: object) -> str:
+    """in_time: the rows that are done within the budget."""
+    wanted = False
     if in_time:
         first = max(in_time, key=lambda row: (confidence[row], -row))
+        wanted = passed[first]
         why = f"rows {in_time} are done in time, and row {first}, the most confident of them, is "
-        why += "right" if passed[first] else "wrong"
+        why += "right" if wanted else "wrong"
     else:
         why = "no row is done in time"
-
-    def fault(result: object) -> str:
-        return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}: {why}"
-
-    return fault
+    return "" if isinstance(result, bool) and result is wanted else f"expected {wanted}, got {result!r}: {why}"

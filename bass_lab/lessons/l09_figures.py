@@ -1,7 +1,4 @@
-"""Figures and a widget of lesson 09: what is done, and what is right, at which moment.
-
-Samples come from `bass_lab.evaluation`; nothing is scored here.
-"""
+"""Figures and a widget of lesson 09: what is done, and what is right, at which moment."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ STATES = {"right, in time": "bonus", "wrong, in time": "rejected", "too late": "
 
 
 def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", "Pass@All")) -> go.Figure:
-    """One panel per metric: share of problems against the budget, a line with its 95% band per method.
-
-    scores: as of `Evaluation.scores`, with a column `method`.
-    """
+    """One panel per metric: share of problems against the budget with its 95% band (`scores` with `method`)."""
     figure = _metric_panels("Problems solved within a time budget, with 95% intervals", metrics)
     shown = scores[scores.metric.isin(metrics)]
     for (metric, method), part in shown.groupby(["metric", "method"], sort=False):
@@ -39,11 +33,8 @@ def budget_figure(scores: pd.DataFrame, metrics: Sequence[str] = ("Pass@First", 
 
 
 def difference_figure(differences: pd.DataFrame) -> go.Figure:
-    """One panel per metric: what is gained at each budget, with paired 95% intervals.
-
-    differences: as of `scores.difference`, with the columns `gain` (what is gained, in words) and `over` (the
-    method that is left behind).
-    """
+    """One panel per metric: what is gained at each budget, with paired 95% intervals. differences: of
+    `scores.difference`, with the columns `gain` (in words) and `over` (the method left behind)."""
     shown = differences[differences.metric.isin(["Pass@First", "Pass@All"])]
     metrics, gains = list(shown.metric.unique()), list(shown.gain.unique())
     figure = _metric_panels("What is gained, problem by problem, with 95% intervals", metrics)
@@ -64,10 +55,8 @@ def _metric_panels(title: str, metrics: Sequence[str]) -> go.Figure:
 
 
 def standing(samples: pd.DataFrame, problem: str, budget: float) -> pd.DataFrame:
-    """The rows of one problem at a moment: row, start and finish in seconds, state (of `STATES`), and chosen.
-
-    start: 0, or the end of the row before where rows take turns. chosen: the row that Pass@First looks at, if any.
-    """
+    """The rows of one problem at a moment: row, start and finish in seconds, state (of `STATES`), and chosen by
+    Pass@First."""
     rows = samples[samples.problem == problem].sort_values("row")
     finish = rows.finish_seconds.fillna(np.inf)
     in_time = finish <= budget
@@ -119,11 +108,8 @@ def verdicts(runs: Mapping[str, Evaluation], problem: str, budget: float) -> pd.
 
 
 def budget_explorer(runs: Mapping[str, Evaluation], steps: int = 25) -> ipywidgets.VBox:
-    """A problem and a budget to choose above `finish_figure` and the verdicts.
-
-    Its children are the two controls, the figure and the verdicts as HTML; setting `children[1].value`, seconds of
-    `children[1].options`, redraws.
-    """
+    """A problem and a budget to choose above `finish_figure` and the verdicts as HTML. `children[1].value` is seconds
+    of its options."""
     samples = pd.concat([run.samples for run in runs.values()])
     seconds = samples.finish_seconds.dropna()
     grid = [(f"{value:.3f} s", float(value)) for value in np.geomspace(seconds.min() * 0.9, seconds.max(), steps)]

@@ -31,12 +31,8 @@ KINDS = (FULL, "int8", "int4")
 LAUNCH = 5e-4, 1e-4  # seconds to launch a pass of the paper's target and of its draft: those of `modelled_h100`
 
 
-# --- bytes ----------------------------------------------------------------------------------------
-
-
 def pass_bytes(model: PreTrainedModel) -> dict[str, int]:
-    """Bytes of weights that every pass reads: of the linear layers that `quantized` changes, and of the rest (head,
-    norms). Tables of which a pass looks up a few lines are left out."""
+    """Return bytes of weights that every pass reads: of the linear layers that `quantized` changes, and of the rest."""
     head = model.get_output_embeddings()
     linear = {
         id(parameter)
@@ -64,8 +60,7 @@ def paper_models(role: str) -> dict[str, PreTrainedModel]:
 
 
 def bytes_table(models: Mapping[tuple[str, str], Mapping[str, PreTrainedModel]]) -> pd.DataFrame:
-    """A line per pair, role and kind of weights: MB of a pass, in parts and in all, and how many times fewer than
-    in full. models: by (pair, role), each by kind."""
+    """A line per pair, role and kind of weights: MB of a pass, and how many times fewer than in full."""
     lines = []
     for (pair, role), kinds in models.items():
         full = sum(pass_bytes(kinds[FULL]).values())
@@ -79,8 +74,8 @@ def bytes_table(models: Mapping[tuple[str, str], Mapping[str, PreTrainedModel]])
 
 
 def step_bytes(table: pd.DataFrame, draft_length: int) -> pd.DataFrame:
-    """MB of weights of a speculative step (one pass of the target, `draft_length` of the draft) with full weights, a
-    smaller draft, a smaller target. table: of one pair, by role and weights."""
+    """MB of weights of a speculative step with full weights, a smaller draft, a smaller target (`bytes_table`, one
+    pair)."""
     size = table["a pass, MB"]
     ways = {"both full": (FULL, FULL), "draft in int4": (FULL, "int4"), "target in int4": ("int4", FULL)}
     lines = {
@@ -96,19 +91,16 @@ def largest_row(weight: Tensor) -> int:
     return int(weight.abs().amax(1).argmax())
 
 
-# --- the lossy rule, token by token ---------------------------------------------------------------
-
-
 def lossy_law(p: Tensor, q: Tensor, epsilon: float) -> Tensor:
-    """Distribution [T, V] of the token that the lossy rule emits where a draft was drawn from q [T, V] and the target
-    has p: drafts that are likely enough, and in place of all others a draw from p."""
+    """Distribution [T, V] that the lossy rule emits for q [T, V] and p: likely drafts, and a draw from p for all
+    others."""
     kept = q * _likely(p, epsilon)
     return kept + (1 - kept.sum(-1, keepdim=True)) * p
 
 
 class Positions(NamedTuple):
-    """Distributions of the next token at every position of texts that the target writes, per prompt [T, V]: the
-    target's, and by name those of drafts that read the same tokens."""
+    """Distributions at every position of texts that the target writes, per prompt [T, V]: the target's, and drafts' by
+    name."""
 
     target: list[Tensor]
     drafts: dict[str, list[Tensor]]
@@ -129,8 +121,8 @@ def positions(
 
 
 def acceptances(found: Positions) -> pd.DataFrame:
-    """A line per draft: α, the chance that the exact rule accepts it, Σ min(p, q), mean over positions with its 95%
-    interval (bootstrap over prompts); and the paired change from the first draft (change, from, to)."""
+    """A line per draft: α = Σ min(p, q), mean over positions with its 95% interval (bootstrap over prompts); and the
+    paired change from the first draft (change, from, to)."""
     sums = [
         [float(torch.minimum(p, q).sum()) for p, q in zip(found.target, each, strict=True)]
         for each in found.drafts.values()
@@ -142,9 +134,8 @@ def acceptances(found: Positions) -> pd.DataFrame:
 
 
 def lossy_distances(found: Positions, epsilons: Sequence[float]) -> pd.DataFrame:
-    """TV of the lossy rule's next token from the target's, exactly, with the first of the drafts, as if every position
-    had a draft: mean with its 95% interval (bootstrap over prompts); and α, the chance that a draft is accepted. The
-    exact rule first, then a line per ε."""
+    """TV of the lossy rule's next token from the target's, with the first draft: mean with its 95% interval (bootstrap
+    over prompts), and α. The exact rule first, then a line per ε."""
     q = next(iter(found.drafts.values()))
     together = list(zip(found.target, q, strict=True))
     tv = [[0.0] * len(together)]
@@ -169,9 +160,6 @@ def _means(sums: np.ndarray, texts: Sequence[Tensor]) -> tuple[np.ndarray, np.nd
     return sums.sum(0) / counts.sum(), low, high
 
 
-# --- ways: which weights, which draft, which rule -------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Variant:
     """One way to decode. epsilon: of the lossy rule; None is the exact one. draft_length: 0 is regular decoding."""
@@ -179,11 +167,6 @@ class Variant:
     pair: ModelPair
     draft_length: int
     epsilon: float | None = None
-
-    @property
-    def is_lossless(self) -> bool:
-        """Whether it writes what the full target writes."""
-        return kind_of(self.pair.target) is None and self.epsilon is None
 
 
 def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Variant]:
@@ -201,9 +184,9 @@ def ways(pair: ModelPair, draft_length: int, epsilon: float) -> dict[str, Varian
 
 
 def timed(ways: Mapping[str, Variant], prompts: Sequence[str], *, repeats: int, **options) -> pd.DataFrame:
-    """A line per way: ms between two tokens of a row (median over repeats, which take turns after one that warms up),
-    the speed over the first way as median of paired ratios with its 95% interval, tokens per step, α. Times are those
-    of decode steps; rows do not stop on EOS. options: as in `generate`."""
+    """A line per way: ms between two tokens of a row (median over repeats, interleaved), the speed over the first way
+    as median of paired ratios with its 95% interval, tokens per step, α. Of decode steps past EOS. options: as in
+    `generate`."""
     lines, new = [], options.pop("max_new_tokens", 128)
     decoding: dict[str, KeptSession] = {}
     with ExitStack() as sessions:
@@ -228,10 +211,7 @@ def timed(ways: Mapping[str, Variant], prompts: Sequence[str], *, repeats: int, 
 
 
 def passed(ways: Mapping[str, Variant], problems: Sequence[Problem], *, samples: int, seed: int) -> pd.DataFrame:
-    """A line per way: pass@1 with its 95% interval, and the paired difference from the first way (change, from, to).
-
-    Programs run in the sandbox; all ways are given the same random numbers.
-    """
+    """A line per way: pass@1 with its 95% interval, and the paired difference from the first way (change, from, to)."""
     runs = {}
     for name, way in ways.items():
         with lossy(way.epsilon):
@@ -246,12 +226,8 @@ def passed(ways: Mapping[str, Variant], problems: Sequence[Problem], *, samples:
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-# --- an H100, modelled ----------------------------------------------------------------------------
-
-
 def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool = False) -> CostModel:
-    """MODELLED costs of the paper's models on an H100 with weights of these kinds: the roofline of lesson 04 with the
-    bytes of `table` (of that pair, by role and weights). own_copy: the draft is the target's copy of that kind."""
+    """MODELLED costs of the paper's models on an H100 with the bytes of `table`. own_copy: the target's copy drafts."""
     device = replace(H100, bandwidth=SHARE * H100.bandwidth, flops=SHARE * H100.flops)
     drafts = "target" if own_copy else "draft"
 
@@ -273,8 +249,7 @@ def h100_costs(table: pd.DataFrame, target: str, draft: str, *, own_copy: bool =
 def on_h100(
     table: pd.DataFrame, found: pd.DataFrame, ways: Mapping[str, Variant], batch: int, kv: int = 512
 ) -> pd.Series:
-    """MODELLED ms between two tokens of a row on an H100: a step of the paper's models by the roofline, divided by the
-    tokens per step that were measured here (`timed`)."""
+    """MODELLED ms between two tokens of a row on an H100: the roofline's step by the tokens per step measured here."""
     lines = {}
     for name, way in ways.items():
         own = name.startswith("own")
@@ -287,8 +262,7 @@ def on_h100(
 def recorded_ms(
     cost: CostModel, found: pd.DataFrame, ways: Mapping[str, Variant], batch: int, kv: int = 256
 ) -> pd.Series:
-    """ms between two tokens of a row by costs that a GPU recorded of the embedded pair: of the ways with full weights
-    and its own draft, since passes of others are not among them."""
+    """ms between two tokens of a row by a GPU's recorded costs, of the ways with full weights and the own draft."""
     known = {"regular", "draft"} | {name for name, way in ways.items() if way.epsilon is not None}
     lines = {
         name: 1e3 * float(cost.step(batch, way.draft_length, kv)) / found.loc[name, "tokens per step"]

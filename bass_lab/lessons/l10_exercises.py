@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from bass_lab.lessons.checking import Case, Fault, check
+import numpy as np
+
+from bass_lab.lessons.checking import Case, check, with_hint
 
 HALF = 16  # codes in the low halves of a group's bytes
 
 
 def _same(found: object, wanted: Sequence[float]) -> bool:
-    """Whether these are the numbers, up to rounding."""
+    """Return True if these are the numbers, up to rounding."""
     try:
-        numbers = [float(each) for each in found]
+        return np.shape(found) == np.shape(wanted) and np.allclose(np.asarray(found, float), wanted, 1e-6, 1e-9)
     except (TypeError, ValueError):
         return False
-    return len(numbers) == len(wanted) and all(
-        math.isclose(*each, rel_tol=1e-6, abs_tol=1e-9) for each in zip(numbers, wanted, strict=True)
-    )
 
 
 def _told(found: object, wanted: Sequence[float]) -> str:
@@ -30,9 +30,6 @@ def _told(found: object, wanted: Sequence[float]) -> str:
             return repr(numbers)
 
     return f"expected {short(wanted)}, got {short(found)}"
-
-
-# --- four bits ---
 
 
 def check_unpack(unpack: Callable) -> bool:
@@ -55,7 +52,7 @@ def _packed_cases() -> Iterator[Case]:
     drawn += [(f"random case {each}", [chance.randrange(256) for _ in range(HALF)], chance.uniform(-1, 1))
               for each in range(50)]  # fmt: skip
     for name, packed, scale in drawn:
-        yield name, (list(packed), scale), _judge_unpacked(packed, scale)
+        yield name, (list(packed), scale), partial(_judge_unpacked, packed, scale)
 
 
 def _unpacked(
@@ -80,20 +77,12 @@ _UNPACK_MISTAKES = {
 }
 
 
-def _judge_unpacked(packed: Sequence[int], scale: float) -> Fault:
+def _judge_unpacked(packed: Sequence[int], scale: float, result: object) -> str:
     wanted = _unpacked(packed, scale)
-
-    def fault(result: object) -> str:
-        if _same(result, wanted):
-            return ""
-        told = f"packed={list(packed)}, scale={scale:.4g}: {_told(result, wanted)}"
-        made = (said for said, how in _UNPACK_MISTAKES.items() if _same(result, _unpacked(packed, scale, **how)))
-        return f"{told}: {said}" if (said := next(made, None)) else told
-
-    return fault
-
-
-# --- bytes of a step ---
+    if _same(result, wanted):
+        return ""
+    told = f"packed={list(packed)}, scale={scale:.4g}: {_told(result, wanted)}"
+    return with_hint(told, _UNPACK_MISTAKES, lambda how: _same(result, _unpacked(packed, scale, **how)))
 
 
 def check_step_bytes(step_bytes: Callable) -> bool:
@@ -119,7 +108,7 @@ def _step_cases() -> Iterator[Case]:
         sizes = 32 * chance.randint(10, 100), 32 * chance.randint(1, 9), chance.randint(0, 9)
         drawn.append((f"random case {number}", *sizes, chance.choice([16, 8, 4]), chance.choice([16, 8, 4])))
     for name, *given in drawn:
-        yield name, tuple(given), _judge_bytes(*given)
+        yield name, tuple(given), partial(_judge_bytes, given)
 
 
 def _bytes(
@@ -144,24 +133,16 @@ _BYTES_MISTAKES = {
 }
 
 
-def _judge_bytes(*given: int) -> Fault:
+def _judge_bytes(given: Sequence[int], result: object) -> str:
     wanted = _bytes(*given)
     names = ("target", "draft", "draft_length", "target_bits", "draft_bits")
     shown = ", ".join(f"{name}={value}" for name, value in zip(names, given, strict=True))
-
-    def fault(result: object) -> str:
-        if isinstance(result, bool) or not isinstance(result, int | float):
-            return f"{shown}: expected a number of bytes, got {result!r}"
-        if math.isclose(result, wanted, rel_tol=1e-9):
-            return ""
-        told = f"{shown}: expected {wanted:,.0f} bytes, got {result:,.0f}"
-        made = (said for said, how in _BYTES_MISTAKES.items() if math.isclose(result, _bytes(*given, **how)))
-        return f"{told}: {said}" if (said := next(made, None)) else told
-
-    return fault
-
-
-# --- the lossy rule ---
+    if isinstance(result, bool) or not isinstance(result, int | float):
+        return f"{shown}: expected a number of bytes, got {result!r}"
+    if math.isclose(result, wanted, rel_tol=1e-9):
+        return ""
+    told = f"{shown}: expected {wanted:,.0f} bytes, got {result:,.0f}"
+    return with_hint(told, _BYTES_MISTAKES, lambda how: math.isclose(result, _bytes(*given, **how)))
 
 
 def check_lossy_law(lossy_law: Callable) -> bool:
@@ -189,7 +170,7 @@ def _law_cases() -> Iterator[Case]:
         laws = [[each / sum(law) for each in law] for law in laws]
         drawn.append((f"random case {number}", *laws, chance.choice([0.1, 0.3, 0.7])))
     for name, p, q, epsilon in drawn:
-        yield name, (list(p), list(q), epsilon), _judge_law(p, q, epsilon)
+        yield name, (list(p), list(q), epsilon), partial(_judge_law, p, q, epsilon)
 
 
 def _law(p: Sequence[float], q: Sequence[float], epsilon: float, *, how: str = "") -> list[float]:
@@ -221,15 +202,10 @@ _LAW_MISTAKES = {
 }
 
 
-def _judge_law(p: Sequence[float], q: Sequence[float], epsilon: float) -> Fault:
+def _judge_law(p: Sequence[float], q: Sequence[float], epsilon: float, result: object) -> str:
     wanted = _law(p, q, epsilon)
-
-    def fault(result: object) -> str:
-        if _same(result, wanted):
-            return ""
-        given = ", ".join(f"{name}=[{', '.join(f'{each:.3g}' for each in law)}]" for name, law in (("p", p), ("q", q)))
-        told = f"{given}, epsilon={epsilon}: {_told(result, wanted)}"
-        made = (said for said, how in _LAW_MISTAKES.items() if _same(result, _law(p, q, epsilon, how=how)))
-        return f"{told}: {said}" if (said := next(made, None)) else told
-
-    return fault
+    if _same(result, wanted):
+        return ""
+    given = ", ".join(f"{name}=[{', '.join(f'{each:.3g}' for each in law)}]" for name, law in (("p", p), ("q", q)))
+    told = f"{given}, epsilon={epsilon}: {_told(result, wanted)}"
+    return with_hint(told, _LAW_MISTAKES, lambda how: _same(result, _law(p, q, epsilon, how=how)))

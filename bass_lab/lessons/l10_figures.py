@@ -18,10 +18,7 @@ SYMBOLS = ("square", "circle", "diamond", "triangle-up", "cross", "x", "star", "
 
 
 def channel_figure(weight: Tensor, copies: Mapping[str, Tensor], shown: int = 64) -> go.Figure:
-    """The first weights of an output channel, and what each copy makes of them: values above, errors below.
-
-    weight: [K]. copies: [K] each, by kind.
-    """
+    """The first weights [K] of an output channel, and each copy of them: values above, errors below."""
     figure = panels(2, 1, ["weights", "what rounding changed"], "One output channel", 520, shared_xaxes=True)
     inputs = np.arange(min(shown, len(weight)))
     weight, copies = weight.numpy(), {kind: copy.numpy() for kind, copy in copies.items()}
@@ -41,30 +38,17 @@ def step_figure(steps: Mapping[str, pd.DataFrame], draft_length: int) -> go.Figu
     for column, table in enumerate(steps.values(), 1):
         for role, look in (("target", "verify"), ("drafts", "draft")):
             text = [f"{size:,.0f}" for size in table[role]]
-            drawn = bars(
-                role,
-                table.index,
-                table[role],
-                look,
-                text=text,
-                textposition="inside",
-                legendgroup=role,
-                showlegend=column == 1,
-            )
-            figure.add_trace(drawn.update(hovertemplate="%{x}: %{y:,.1f} MB"), 1, column)
+            drawn = bars(role, table.index, table[role], look, text=text, textposition="inside", legendgroup=role)
+            figure.add_trace(drawn.update(showlegend=column == 1, hovertemplate="%{x}: %{y:,.1f} MB"), 1, column)
     return figure.update_layout(barmode="stack").update_yaxes(title="MB", col=1)
 
 
 def blocks_figure(columns: int, inputs: int, block_n: int, block_k: int, splits: int, shown: int = 8) -> go.Figure:
-    """Which program reads which block of a weight matrix: the first `shown` blocks of outputs, each with its number.
-
-    Programs go along the inputs; a row of blocks is cut into `splits` pieces, whose sums a second launch adds up.
-    """
+    """The program that reads each block of a weight matrix: rows of blocks are cut into `splits` pieces."""
     owners = programs(columns, inputs, block_n, block_k, splits)[:shown]
     title = f"Who reads which weights: {columns} outputs × {inputs} inputs, K cut into {splits}"
-    figure = empty_figure(
-        title, f"inputs, blocks of {block_k}", f"outputs, blocks of {block_n}", 130 + 36 * len(owners)
-    )
+    axes = f"inputs, blocks of {block_k}", f"outputs, blocks of {block_n}"
+    figure = empty_figure(title, *axes, 130 + 36 * len(owners))
     figure.add_trace(
         go.Heatmap(z=owners % 7, text=owners, texttemplate="%{text}", colorscale="Cividis", showscale=False,
                    xgap=2, ygap=2, hovertemplate="program %{text}<extra></extra>")
@@ -80,11 +64,9 @@ def programs(columns: int, inputs: int, block_n: int, block_k: int, splits: int)
 
 
 def products_figure(columns: int, inputs: int, rows: Sequence[int], device: Device) -> go.Figure:
-    """MODELLED: the least time of a product of so many rows with weights of 16, 8 and 4 bits, by bytes and
-    operations."""
-    figure = empty_figure(
-        f"Least time of a product, {columns} × {inputs} weights: {device.name}", "rows", "µs (modelled)", 400
-    )
+    """MODELLED: the least time of a product of so many rows with weights of 16, 8 and 4 bits."""
+    title = f"Least time of a product, {columns} × {inputs} weights: {device.name}"
+    figure = empty_figure(title, "rows", "µs (modelled)", 400)
     count = np.asarray(rows)
     for kind, bits in {"full": 16, "int8": 8, "int4": 4.5}.items():  # a scale of 16 bits for 32 weights is half a bit
         moved = columns * inputs * bits / 8 + 2 * count * (columns + inputs)
@@ -95,24 +77,16 @@ def products_figure(columns: int, inputs: int, rows: Sequence[int], device: Devi
 
 
 def front_figure(front: pd.DataFrame, machines: Mapping[str, str]) -> go.Figure:
-    """TV of the next token against ms per token, a mark per way, a panel per machine; pass@1 stands beside each mark
-    where it was measured.
-
-    front: tv, pass@1 and a column of ms per machine. machines: titles, by column.
-    """
-    figure = panels(
-        1, len(machines), list(machines.values()), "TV × milliseconds × pass@1", 500, horizontal_spacing=0.1
-    )
+    """TV of the next token against ms per token, a mark per way with its pass@1, a panel per machine (titles by
+    column)."""
+    titles = list(machines.values())
+    figure = panels(1, len(machines), titles, "TV × milliseconds × pass@1", 500, horizontal_spacing=0.1)
     for place, column in enumerate(machines, 1):
         for number, (name, line) in enumerate(front.iterrows()):
             passes = "" if np.isnan(line["pass@1"]) else f"{line['pass@1']:.0%}"
             mark = curve(name, [line[column]], [line.tv], WAY_LOOKS[number % len(WAY_LOOKS)], "markers+text")
-            mark.update(
-                text=[passes],
-                textposition="top center" if line.tv else "bottom center",
-                legendgroup=name,
-                showlegend=place == 1,
-            )
+            mark.update(text=[passes], textposition="top center" if line.tv else "bottom center")
+            mark.update(legendgroup=name, showlegend=place == 1)
             mark.update(marker={"symbol": SYMBOLS[number % len(SYMBOLS)], "size": 12})
             figure.add_trace(mark.update(hovertemplate="%{x:.2f} ms, TV %{y:.4f}"), 1, place)
     figure.update_xaxes(title="ms between two tokens of a row", rangemode="tozero")

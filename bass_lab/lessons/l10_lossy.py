@@ -1,8 +1,7 @@
 """Lesson 10, for the lesson alone: an acceptance rule that changes the text's law, and by how much.
 
-A drafted token is kept where the target finds it at least ε times as likely as its favourite (typical acceptance in its
-simplest form: Medusa, Cai et al. 2024), otherwise the target's own draw takes its place. More drafts pass, and what is
-written is no longer the target's: this stays out of `bass_core`, whose rules are exact.
+A draft is kept where the target finds it at least ε times as likely as its favourite (typical acceptance: Medusa, Cai
+et al. 2024), else the target's own draw takes its place. `bass_core`'s rules are exact.
 """
 
 from __future__ import annotations
@@ -18,13 +17,10 @@ from torch import Tensor
 from bass_core.exactness import randomness, verification
 from bass_core.exactness.randomness import StepKeys
 from bass_core.exactness.verification import Outcome
-from bass_core.generation import generate
-from bass_core.loading.model_pair import ModelPair
 from bass_core.model import kernel_ops
 from bass_core.policies.protocol import FixedLength
 from bass_lab.checks.enumeration import PROMPT, exact_law, law_of_engine
 from bass_lab.checks.tabular import tabular, total_variation
-from bass_lab.evaluation import Problem, compare, scores
 
 EPSILONS = (1.0, 0.5, 0.3, 0.1, 0.0)
 
@@ -46,11 +42,8 @@ def likely_enough(epsilon: float):
 
 @contextmanager
 def lossy(epsilon: float | None) -> Iterator[None]:
-    """LOSSY: inside, whatever samples with token verification goes by this rule, in every thread of the process; None
-    leaves the exact one. Kernels that decide for themselves are not used. Sessions have to begin inside.
-
-    Raises ValueError for an ε that is no number from 0 to 1.
-    """
+    """LOSSY: inside, token verification goes by this rule in every thread, without kernels that decide; None is exact.
+    Sessions have to begin inside. Raises ValueError for an ε that is no number from 0 to 1."""
     if epsilon is None:
         yield
         return
@@ -64,9 +57,8 @@ def lossy(epsilon: float | None) -> Iterator[None]:
 
 
 def exact_distances(epsilons=EPSILONS, *, pairs: int = 3, new: int = 3, draft_length: int = 2) -> pd.DataFrame:
-    """TV of texts of `new` tokens from the target's law, every random decision of the engine enumerated, on tabular
-    targets of three tokens with drafts that know nothing of them: mean and largest over `pairs` of them, by ε, and of
-    the exact rule."""
+    """TV of texts of `new` tokens from the target's law, every decision enumerated, on tabular targets of three tokens:
+    mean and largest over `pairs`, by ε, and of the exact rule."""
     lines = {}
     for epsilon in (None, *epsilons):
         found = []
@@ -79,31 +71,4 @@ def exact_distances(epsilons=EPSILONS, *, pairs: int = 3, new: int = 3, draft_le
             "mean tv": sum(found) / pairs,
             "largest tv": max(found),
         }
-    return pd.DataFrame.from_dict(lines, orient="index")
-
-
-def worth(
-    pair: ModelPair,
-    prompts: list[str],
-    problems: list[Problem] | None = None,
-    *,
-    epsilons=EPSILONS,
-    samples: int = 4,
-    draft_length: int = 5,
-    max_new_tokens: int = 96,
-    temperature: float = 1.0,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Tokens per step of the exact rule and of each ε, and with problems pass@1 of `samples` programs each (value, low,
-    high). Raises what `generate` and `bass_lab.evaluation.compare` raise."""
-    options = {"draft_length": draft_length, "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    lines = {}
-    for epsilon in (None, *epsilons):
-        with lossy(epsilon):
-            line = {"tokens per step": generate(pair, prompts, **options).trace.summary()["tokens_per_step"]}
-            if problems is not None:
-                run = compare(pair, problems, methods=["batched"], n=samples, **options)["batched"]
-                passed = scores.score(run.samples).set_index("metric").loc["pass@1"]
-                line |= {"pass@1": passed.value, "low": passed.low, "high": passed.high}
-        lines["exact" if epsilon is None else f"ε = {epsilon}"] = line
     return pd.DataFrame.from_dict(lines, orient="index")

@@ -20,9 +20,6 @@ from bass_lab.texts.prompt_sets import prompt_set
 START = 30.0  # seconds until a server listens, or has failed
 
 
-# --- what became of requests ----------------------------------------------------------------------
-
-
 def planned(run: LoadRun) -> float:
     """Draft length that the policy planned, mean over rows and decode steps; 0.0 without a step."""
     decode = run.steps[run.steps.kind == "decode"]
@@ -42,10 +39,8 @@ def answered_in_time(run: LoadRun, seconds: float) -> float:
 
 
 def late_long_prompt(pair: ModelPair, short: Sequence[str], tokens: int, new: int, arrives: float) -> Workload:
-    """Short prompts that come at once, and after `arrives` seconds one of about so many tokens, made of library code.
-
-    Each short one asks for `new` tokens, the long one, which is last, for four.
-    """
+    """Short prompts of `new` tokens at once, and after `arrives` seconds one of about `tokens` tokens, which asks for
+    four."""
     ids = [token for text in pair.tokenizer(prompt_set("library"))["input_ids"] for token in text]
     prompts = [*short, pair.tokenizer.decode(ids[:tokens], skip_special_tokens=True)]
     arrived, asked = [0.0] * len(short) + [arrives], [new] * len(short) + [4]
@@ -53,16 +48,10 @@ def late_long_prompt(pair: ModelPair, short: Sequence[str], tokens: int, new: in
     return Workload(pd.DataFrame(columns | {"deadline": np.nan, "seed": 0}), {"long": tokens})
 
 
-# --- what a deadline costs ------------------------------------------------------------------------
-
-
 def within_deadlines(asked: Workload, samples: Mapping[str, pd.DataFrame], deadlines: Sequence[float]) -> pd.DataFrame:
     """`front` of the same requests under each deadline (seconds): its columns, and deadline."""
     parts = [front(with_deadline(asked, seconds), samples).assign(deadline=seconds) for seconds in deadlines]
     return pd.concat(parts, ignore_index=True)
-
-
-# --- a server -------------------------------------------------------------------------------------
 
 
 def server_obstacle() -> str | None:
@@ -73,8 +62,8 @@ def server_obstacle() -> str | None:
 
 @contextmanager
 def server(pair: ModelPair, places: int) -> Iterator[str]:
-    """What `bass serve` runs, in a thread of this process, on a free loopback port. Gives `host:port`, as long as it
-    listens; it has ended when this is left. Raises RuntimeError where it does not start."""
+    """Run `bass serve` in a thread on a free loopback port. Yields `host:port`. Raises RuntimeError where it does not
+    start."""
     from bass_lab.serve.server import Server, Settings, bound
 
     listens, where = threading.Event(), {}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from bass_lab.lessons.checking import Case, Fault, check
+from bass_lab.lessons.checking import Case, check, with_hint
 
 Request = tuple[float, float, float, float, int]  # arrived, started, first, ended, tokens
 
@@ -39,7 +40,7 @@ def _cases() -> Iterator[Case]:
     for number in range(100):
         drawn.append((f"random case {number}", _random(chance), chance.choice([0.2, 0.5]), chance.choice([0.03, 0.1])))
     for name, requests, first_s, between_s in drawn:
-        yield name, (list(requests), first_s, between_s), _judge(requests, first_s, between_s)
+        yield name, (list(requests), first_s, between_s), partial(_judge, requests, first_s, between_s)
 
 
 def _random(chance: random.Random) -> list[Request]:
@@ -89,20 +90,15 @@ _MISTAKES = {
 }
 
 
-def _judge(requests: Sequence[Request], first_s: float, between_s: float) -> Fault:
+def _judge(requests: Sequence[Request], first_s: float, between_s: float, result: object) -> str:
     wanted = _goodput(requests, first_s, between_s)
 
     def same(found: object, value: float) -> bool:
         return math.isclose(found, value, rel_tol=1e-9, abs_tol=1e-12)
 
-    def fault(result: object) -> str:
-        if isinstance(result, bool) or not isinstance(result, int | float):
-            return f"expected a number of requests per second, got {result!r}"
-        if same(result, wanted):
-            return ""
-        told = f"expected {wanted:.4g} per second, got {result:.4g}"
-        wrong = (said for said, how in _MISTAKES.items() if same(result, _goodput(requests, first_s, between_s, **how)))
-        said = next(wrong, None)
-        return f"{told}: {said}" if said else told
-
-    return fault
+    if isinstance(result, bool) or not isinstance(result, int | float):
+        return f"expected a number of requests per second, got {result!r}"
+    if same(result, wanted):
+        return ""
+    told = f"expected {wanted:.4g} per second, got {result:.4g}"
+    return with_hint(told, _MISTAKES, lambda how: same(result, _goodput(requests, first_s, between_s, **how)))

@@ -25,8 +25,7 @@ Policies = Mapping[str, int | DraftLengthPolicy]
 def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) -> go.Figure:
     """A line per request: it waits from its arrival to its first token, then writes until its end.
 
-    requests: arrived, first, ended, seconds; first is NaN where it got no token. pieces: request, at. Where requests
-    have a column finish_reason, a cross marks those whose client left.
+    requests: arrived, first (NaN: none), ended, seconds; a cross marks finish_reason "budget". pieces: request, at.
     """
     figure = empty_figure(title, "seconds since the start", "request", 190 + 13 * max(len(requests), 8))
     number = np.arange(len(requests))
@@ -54,10 +53,7 @@ def timeline_figure(requests: pd.DataFrame, pieces: pd.DataFrame, title: str) ->
 
 
 def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
-    """Against the rate of requests, a line per policy: p99 to the end, p99 between tokens, and the speed over none.
-
-    table: of `load.over_rates`.
-    """
+    """Against the rate (`load.over_rates`), a line per policy: p99 to the end and between tokens, speed over none."""
     names = {
         "end_p99_ms": "p99 to the end, ms",
         "between_p99_ms": "p99 between tokens, ms",
@@ -70,9 +66,8 @@ def load_figure(table: pd.DataFrame, title: str) -> go.Figure:
             line = curve(policy, part.rate, part[name], looks[policy], legendgroup=policy, showlegend=column == 1)
             figure.add_trace(line.update(hovertemplate=f"{policy}, %{{x:.2f}}/s: %{{y:.3g}}<extra></extra>"), 1, column)
     figure.update_xaxes(title="requests per second", rangemode="tozero")
-    figure.update_yaxes(
-        type="log", tickvals=[m * 10**e for e in range(6) for m in (1, 2, 5)], tickformat=",d", row=1, col=1
-    )
+    ticks = [m * 10**e for e in range(6) for m in (1, 2, 5)]
+    figure.update_yaxes(type="log", tickvals=ticks, tickformat=",d", row=1, col=1)
     return figure.update_yaxes(rangemode="tozero", col=2).update_yaxes(rangemode="tozero", col=3)
 
 
@@ -82,10 +77,7 @@ def _looks(policies: Sequence[str]) -> dict[str, str]:
 
 
 def deadline_figure(table: pd.DataFrame) -> go.Figure:
-    """Pass@First (solid), and the share with any answer (dashed), against the deadline, a line per way.
-
-    table: of `l11_demonstrations.within_deadlines`.
-    """
+    """Pass@First and the share with any answer against the deadline, by way (`l11_demonstrations.within_deadlines`)."""
     figure = empty_figure("What a deadline costs", "deadline, seconds after the arrival", "share of the requests", 420)
     for look, (way, part) in zip(("regular", "accepted"), table.groupby("way", sort=False), strict=False):
         for name, says, dash in (("pass_first", "right", "solid"), ("answered", "answered", "dot")):
@@ -98,15 +90,13 @@ def deadline_figure(table: pd.DataFrame) -> go.Figure:
 def gap_figure(runs: Mapping[str, LoadRun], arrives: float) -> go.Figure:
     """How long short rows stood still before each piece of text, a panel per run; a line where the long prompt came."""
     titles = [f"<b>{name}</b>" for name in runs]
-    figure = panels(
-        len(runs), 1, titles, "One long prompt beside short ones", 460, shared_xaxes=True, shared_yaxes=True
-    )
+    shared = {"shared_xaxes": True, "shared_yaxes": True}
+    figure = panels(len(runs), 1, titles, "One long prompt beside short ones", 460, **shared)
     for panel, run in enumerate(runs.values(), 1):
         found = run.gaps.join(run.pieces["at"])
         found = found[found.request < len(run.requests) - 1]  # of the short ones
-        points = curve(
-            "a gap in a short row's text", found["at"], found.gap_ms, "accepted", "markers", showlegend=panel == 1
-        )
+        points = curve("a gap in a short row's text", found["at"], found.gap_ms, "accepted", "markers")
+        points.update(showlegend=panel == 1)
         hover = "%{x:.2f} s: request %{customdata} stood still for %{y:.0f} ms<extra></extra>"
         figure.add_trace(points.update(customdata=found.request, hovertemplate=hover, marker_size=6), panel, 1)
     figure.add_vline(arrives, line={"color": "black", "dash": "dash"})
@@ -126,9 +116,7 @@ def load_panel(
 ) -> ipywidgets.VBox:
     """Arrival rate (up to `most`), deadline and policy above a sentence and the timeline of the first requests.
 
-    serve(workload, policy): simulated, so that a move takes less than a second. Its children are the three controls,
-    the sentence and the figure; setting a control's value serves the same requests anew. Raises ValueError for a start
-    that no control could take.
+    serve(workload, policy): simulated. Raises ValueError for a start that no control could take.
     """
     checks.one_of("policy", policy, tuple(policies))
     if not (0 < rate <= most and 0.05 <= deadline <= 10):
@@ -138,7 +126,9 @@ def load_panel(
 
     def draw(rate: float, deadline: float, policy: str) -> tuple[str, go.Figure]:
         run = serve(with_deadline(asked.at_rate(rate), deadline), policies[policy])
-        return _sentence(run, deadline), _first_of(run, f"{policy}, {rate:.2g} requests per second")
+        title = f"{policy}, {rate:.2g} requests per second: the first requests"
+        figure = timeline_figure(run.requests.head(SHOWN), run.pieces, title)
+        return _sentence(run, deadline), figure.update_layout(height=190 + 7 * SHOWN)
 
     step = round(most / 20, 2)
     controls = {
@@ -157,8 +147,3 @@ def _sentence(run: LoadRun, deadline: float) -> str:
         f"{found['tokens_per_s', 'mean']:.0f} tokens per second, with {found['batch', 'mean']:.1f} rows at work on "
         f"average and {planned(run):.1f} tokens drafted per step."
     )
-
-
-def _first_of(run: LoadRun, title: str) -> go.Figure:
-    figure = timeline_figure(run.requests.head(SHOWN), run.pieces, f"{title}: the first requests")
-    return figure.update_layout(height=190 + 7 * SHOWN)

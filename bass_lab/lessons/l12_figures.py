@@ -25,10 +25,7 @@ VALUES = {  # what a sweep is about, the first that was recorded; and its unit
 
 
 def runs(folder: str | Path) -> pd.DataFrame:
-    """A line per run that was asked for, by its key: what varies, status, seconds, attempts, error (if any).
-
-    status: "done", "failed", or "missing" (not tried, or interrupted). Raises ValueError for another kind of folder.
-    """
+    """A line per asked run: what varies, status ("done", "failed" or "missing"), seconds, attempts, error."""
     folder = Path(folder)
     asked = read_sweep(folder)["runs"]
     varied = varying(folder)
@@ -56,8 +53,7 @@ def varying(folder: str | Path) -> list[str]:
 
 @dataclass(frozen=True)
 class View:
-    """What of a table is looked at. value: the column measured; across: the one along the axis; by: a line for each of
-    its combinations; only: the pandas query that chose the lines (empty: all)."""
+    """value: the column measured; across: the axis; by: a line for each combination; only: the query ("": all)."""
 
     table: pd.DataFrame
     value: str
@@ -82,9 +78,9 @@ def view(
 ) -> View:
     """The part of a sweep's records to look at; what is empty is chosen.
 
-    value: else the first of `VALUES` that was recorded, or the first number. across: else the first varied parameter.
-    by: names, separated by commas; else the other varied ones. only: a pandas query; else batched decoding where
-    several methods are compared. Raises ValueError that lists what there is.
+    value: else the first of `VALUES`, or the first number. across: else the first varied parameter. by: names, with
+    commas; else the other varied ones. only: a pandas query; else batched decoding. Raises ValueError that lists what
+    there is.
     """
     if not only and "method" in table and table.method.nunique() > 1 and "batched" in set(table.method):
         only = "method == 'batched'"

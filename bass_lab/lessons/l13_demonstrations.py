@@ -28,13 +28,9 @@ from bass_lab.measure.ratios import Ratio
 WAYS = ("ours, speculative", "ours, regular", "transformers, batched", "transformers, assisted one by one")
 
 
-# --- what is read -----------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def cross_attention(pair: ModelPair, source: str, text: Sequence[int]) -> pd.DataFrame:
-    """Where the decoder's last layer looks while it writes: a line per written token, a column per source token, the
-    mean over heads. text: ids that were written of the source."""
+    """The last layer's cross-attention, mean over heads: a line per written token, a column per source token."""
     model = copy.deepcopy(pair.target).float().cpu()  # whatever the pair is rounded to
     model.set_attn_implementation("eager")
     read = token_ids(pair, [source])[0]
@@ -61,20 +57,10 @@ def by_source(generation: Generation, sources: Sequence[str], lengths: Sequence[
         own = steps[steps.row == row]
         tried = int((own.accepted + (own.accepted < own.drafted)).sum())
         docstring = source.split('"""')[1] if '"""' in source else source
-        lines.append(
-            {
-                "source": docstring[:60],
-                "source tokens": length,
-                "written": len(generation[row].sequence),
-                "drafted": int(own.drafted.sum()),
-                "α": own.accepted.sum() / max(tried, 1),
-                "tokens per step": own.emitted.sum() / max(len(own), 1),
-            }
-        )
+        line = {"source": docstring[:60], "source tokens": length, "written": len(generation[row].sequence)}
+        line |= {"drafted": int(own.drafted.sum()), "α": own.accepted.sum() / max(tried, 1)}
+        lines.append(line | {"tokens per step": own.emitted.sum() / max(len(own), 1)})
     return pd.DataFrame(lines)
-
-
-# --- four ways ----------------------------------------------------------------------------------------
 
 
 def written(pair: ModelPair, way: str, sources: Sequence[Tensor], draft_length: int, most: int) -> list[list[int]]:
@@ -107,9 +93,8 @@ def _quiet() -> Iterator[None]:
 def _assisted(pair: ModelPair, source: Tensor, draft_length: int, options: dict) -> Tensor:
     read = source[None].to(pair.device)
     with _quiet(), changed([(vars(pair.draft.generation_config), "num_assistant_tokens", draft_length)]):
-        return pair.target.generate(read, attention_mask=torch.ones_like(read), assistant_model=pair.draft, **options)[
-            0
-        ]
+        rows = pair.target.generate(read, attention_mask=torch.ones_like(read), assistant_model=pair.draft, **options)
+    return rows[0]
 
 
 def _ended(row: list[int], eos: int) -> list[int]:
@@ -119,9 +104,9 @@ def _ended(row: list[int], eos: int) -> list[int]:
 def timed(
     pair: ModelPair, sources: Sequence[str], *, batch_sizes: Sequence[int], draft_length: int, most: int, repeats: int
 ) -> pd.DataFrame:
-    """A line per batch size and way: ms per written token (median over repeats, which take turns after one that warms
-    up), and the speed over transformers' assisted decoding of one source after the other as median of paired ratios
-    with its 95% interval. Raises AssertionError where ways write different texts (float32)."""
+    """A line per batch size and way: ms per written token (median over interleaved repeats), and the speed over
+    assisted decoding of single sources as median of paired ratios with its 95% interval. Raises AssertionError for
+    different texts."""
     ids, lines = token_ids(pair, sources), []
     for batch in batch_sizes:
         for repeat in range(repeats + 1):
@@ -150,12 +135,9 @@ def over_regular(table: pd.DataFrame, batch: int) -> float:
     return float(times[[WAYS[1], WAYS[2]]].min() / times[WAYS[0]])
 
 
-# --- a state, rolled back ------------------------------------------------------------------------------
-
-
-def stateful_model(seed: int = 0) -> Lfm2ForCausalLM:
+def stateful_model() -> Lfm2ForCausalLM:
     """A tiny LFM2 with random weights, in float64: two short convolutions, each followed by attention."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     config = Lfm2Config(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
@@ -170,8 +152,7 @@ def stateful_model(seed: int = 0) -> Lfm2ForCausalLM:
 
 
 class KeptState:
-    """The bug: a convolution goes on from what it saw last, rejected tokens and all, in place of the row's own last
-    inputs. (For one row, which is enough to show it.)"""
+    """The bug: a convolution goes on from what it saw last, rejected tokens and all. For one row."""
 
     def __init__(self, right: Callable[[Tensor, Pass, int], Tensor]):
         self.right, self.states = right, {}
@@ -196,8 +177,7 @@ def not_rolled_back() -> Iterator[None]:
 
 
 def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: int) -> pd.DataFrame:
-    """A line per way: the greedy text of one row rightly and wrongly, beside `transformers.generate`; how many of its
-    tokens are right before the first wrong one, and how many drafts were rejected."""
+    """A line per way: the greedy text of one row, tokens before the first wrong one, and rejected drafts."""
     draft = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in draft.parameters():
@@ -214,9 +194,6 @@ def rolled_back(model: Lfm2ForCausalLM, prompt: Tensor, new: int, draft_length: 
             out = generate(pair, [prompt], **options)
         text = out.sequences[0].tolist()
         agreeing = next((at for at, (a, b) in enumerate(zip(text, expected, strict=True)) if a != b), new)
-        lines[name] = {"text": text, "right tokens": agreeing, "rejected": int(_rejected(out))}
+        rejected = int((out.trace.steps.drafted - out.trace.steps.accepted).sum())
+        lines[name] = {"text": text, "right tokens": agreeing, "rejected": rejected}
     return pd.DataFrame.from_dict(lines, orient="index")
-
-
-def _rejected(generation: Generation) -> int:
-    return (generation.trace.steps.drafted - generation.trace.steps.accepted).sum()

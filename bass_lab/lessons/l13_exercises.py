@@ -4,63 +4,47 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
-from torch import Tensor
 
-from bass_lab.lessons.checking import Case, Fault, check
-
-# --- the mask behind a source's end ---
+from bass_lab.lessons.checking import Case, check, with_hint
 
 
 def check_source_mask(source_mask: Callable) -> bool:
-    """source_mask(lengths) -> bool [B, longest]: True where a row's queries may look, in a batch of sources of these
-    lengths (a list of integers)."""
+    """source_mask(lengths) -> bool [B, longest]: True where a row's queries may look, for sources of these lengths."""
     return check(source_mask, _mask_cases())
 
 
 def _mask_cases() -> Iterator[Case]:
     chance = random.Random(13)
     drawn = [("one source", [4]), ("two of one length", [3, 3]), ("three that differ", [2, 5, 1])]
-    drawn += [
-        (f"random case {each}", [chance.randint(1, 9) for _ in range(chance.randint(1, 5))]) for each in range(30)
-    ]
+    for number in range(30):
+        drawn.append((f"random case {number}", [chance.randint(1, 9) for _ in range(chance.randint(1, 5))]))
     for name, lengths in drawn:
-        yield name, (list(lengths),), _judge_mask(lengths)
+        yield f"{name}: lengths={lengths}", (list(lengths),), partial(_judge_mask, lengths)
 
 
-def _judge_mask(lengths: Sequence[int]) -> Fault:
+def _judge_mask(lengths: Sequence[int], result: object) -> str:
     wanted = torch.tensor([[slot < length for slot in range(max(lengths))] for length in lengths])
-
-    def fault(result: object) -> str:
-        found = torch.as_tensor(result) if not isinstance(result, Tensor) else result
-        if found.dtype == torch.bool and found.shape == wanted.shape and bool((found == wanted).all()):
-            return ""
-        told = f"lengths={list(lengths)}: expected {wanted.int().tolist()}, got {_short(found)}"
-        if found.shape == wanted.shape and bool((found.bool() == ~wanted).all()):
-            return f"{told}: it is True where queries may *not* look"
-        causal = torch.arange(max(lengths)) <= torch.arange(len(lengths))[:, None]
-        if found.shape == wanted.shape and bool((found.bool() == causal).all()):
-            return f"{told}: it is causal; a source is known from the beginning, and all of it may be seen"
-        return told
-
-    return fault
-
-
-def _short(found: Tensor) -> str:
-    return str(found.int().tolist()) if found.dtype in (torch.bool, torch.int64, torch.float32) else str(found)
-
-
-# --- which state is kept ---
+    found = torch.as_tensor(result)
+    if torch.equal(found, wanted) and found.dtype == torch.bool:
+        return ""
+    mistakes = {
+        "it is True where queries may *not* look": ~wanted,
+        "it is causal; a source is known from the beginning, and all of it may be seen": (
+            torch.arange(max(lengths)) <= torch.arange(len(lengths))[:, None]
+        ),
+    }
+    told = f"expected {wanted.int().tolist()}, got {found.tolist()}"
+    return with_hint(told, mistakes, lambda each: torch.equal(found.bool(), each))
 
 
 def check_state_after(state_after: Callable) -> bool:
-    """state_after(inputs, start, accepted, width) -> the list of the last `width` - 1 inputs that a row's convolution
-    goes on from.
+    """state_after(inputs, start, accepted, width) -> the last `width` - 1 inputs that a row's convolution goes on from.
 
-    inputs: numbers of all positions that were ever written, rejected ones too. start: the position of the first token
-    of the step that was verified (it is committed). accepted: how many drafts behind it were accepted. Positions before
-    0 count as 0.0.
+    inputs: numbers of all positions ever written. start: the (committed) first token of the verified step. accepted:
+    drafts behind it. Positions before 0 count as 0.0.
     """
     return check(state_after, _state_cases())
 
@@ -79,7 +63,8 @@ def _state_cases() -> Iterator[Case]:
         drawn.append((f"random case {number}", numbers, start, chance.randint(0, drafts), width))
     for name, numbers, start, accepted, width in drawn:
         numbers = [float(each) for each in numbers]
-        yield name, (numbers, start, accepted, width), _judge_state(numbers, start, accepted, width)
+        told = f"{name}: inputs={numbers}, start={start}, accepted={accepted}, width={width}"
+        yield told, (numbers, start, accepted, width), partial(_judge_state, numbers, start, accepted, width)
 
 
 def _state(inputs: Sequence[float], end: int, width: int) -> list[float]:
@@ -87,27 +72,17 @@ def _state(inputs: Sequence[float], end: int, width: int) -> list[float]:
     return [inputs[at] if at >= 0 else 0.0 for at in range(end - width + 1, end)]
 
 
-def _judge_state(inputs: Sequence[float], start: int, accepted: int, width: int) -> Fault:
+def _judge_state(inputs: Sequence[float], start: int, accepted: int, width: int, result: object) -> str:
     wanted = _state(inputs, start + accepted + 1, width)
     mistakes = {
         "it is the state after all tokens that were submitted, rejected ones too": _state(inputs, len(inputs), width),
         "it is the state before the step": _state(inputs, start, width),
         "the step's first token is committed, and is missing": _state(inputs, start + accepted, width),
     }
-
-    def fault(result: object) -> str:
-        found = [float(each) for each in result] if isinstance(result, Sequence) else result
-        if found == wanted:
-            return ""
-        told = f"inputs={list(inputs)}, start={start}, accepted={accepted}, width={width}: "
-        told += f"expected {wanted}, got {found}"
-        made = (said for said, state in mistakes.items() if found == state)
-        return f"{told}: {said}" if (said := next(made, None)) else told
-
-    return fault
-
-
-# --- bytes of the two caches ---
+    found = [float(each) for each in result] if isinstance(result, Sequence) else result
+    if found == wanted:
+        return ""
+    return with_hint(f"expected {wanted}, got {found}", mistakes, lambda state: found == state)
 
 
 def check_cache_bytes(cache_bytes: Callable) -> bool:
@@ -128,10 +103,14 @@ def _bytes_cases() -> Iterator[Case]:
         lengths = [[chance.randint(1, 50) for _ in range(rows)] for _ in range(2)]
         drawn.append((f"random case {number}", *lengths, chance.randint(1, 12), 64, chance.choice([2, 4])))
     for name, *given in drawn:
-        yield name, tuple(given), _judge_cache_bytes(*given)
+        names = ("sources", "texts", "layers", "numbers", "element")
+        told = ", ".join(f"{each}={value}" for each, value in zip(names, given, strict=True))
+        yield f"{name}: {told}", tuple(given), partial(_judge_cache_bytes, *given)
 
 
-def _judge_cache_bytes(sources: Sequence[int], texts: Sequence[int], layers: int, numbers: int, element: int) -> Fault:
+def _judge_cache_bytes(
+    sources: Sequence[int], texts: Sequence[int], layers: int, numbers: int, element: int, result: object
+) -> str:
     each = 2 * layers * numbers * element  # keys and values of one position
     wanted = len(sources) * (max(sources) + max(texts)) * each
     mistakes = {
@@ -140,13 +119,6 @@ def _judge_cache_bytes(sources: Sequence[int], texts: Sequence[int], layers: int
         "it leaves the sources out": len(sources) * max(texts) * each,
         "it is of one layer": wanted // layers if layers > 1 else -1,
     }
-
-    def fault(result: object) -> str:
-        if result == wanted:
-            return ""
-        told = f"sources={list(sources)}, texts={list(texts)}, layers={layers}, numbers={numbers}, element={element}: "
-        told += f"expected {wanted:,}, got {result}"
-        made = (said for said, number in mistakes.items() if result == number)
-        return f"{told}: {said}" if (said := next(made, None)) else told
-
-    return fault
+    if result == wanted:
+        return ""
+    return with_hint(f"expected {wanted:,}, got {result}", mistakes, lambda number: result == number)

@@ -1,8 +1,4 @@
-"""Lesson 14: the paper's claims and what became of each; its two kernels as it has them; its models' modelled speed.
-
-What the lesson replays, counts and measures comes from the modules of the lessons that go deeper; here it is put beside
-the paper.
-"""
+"""Lesson 14: the paper's claims and what became of each; its two kernels as it has them; its models' modelled speed."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ from bass_lab.study.recorded_acceptance import AcceptanceTrace
 
 WIDTH = 100  # characters of a printed line: slides break longer ones within a word
 
-# --- the paper's claims ---------------------------------------------------------------------------
 
 STATES = {  # and the ground on which the table shows it
     "measured": "#CDE7F5",
@@ -122,25 +117,16 @@ class Paper:
         self._shown[-1].display(self.styled())
 
 
-# --- the paper's models on the paper's GPU --------------------------------------------------------
-
-A100 = Device(
-    "NVIDIA A100 80GB (data sheet)", bandwidth=A100_BANDWIDTH[1], flops=312e12
-)  # the paper's, or the 40 GB one
+# The paper's, or the 40 GB one.
+A100 = Device("NVIDIA A100 80GB (data sheet)", bandwidth=A100_BANDWIDTH[1], flops=312e12)
 PAPER_PAIR = TARGET_8B, DRAFT_310M
 LAUNCH = 5e-4  # seconds of a pass of the target, as in `modelled_h100`; the draft's take a fifth
 
 
 def modelled_pair(name: str) -> tuple[StepWork, StepWork]:
     """Target and draft of one of `SHAPES`, counted in float16 or bfloat16."""
-    return tuple(
-        StepWork.of(named_config(config, name), torch.float16) for config in (SHAPES[name].target, SHAPES[name].draft)
-    )
-
-
-def in_bytes(works: Sequence[StepWork], element: int) -> tuple[StepWork, ...]:
-    """The same models with elements of so many bytes: weights and cache alike."""
-    return tuple(replace(work, element=element) for work in works)
+    configs = SHAPES[name].target, SHAPES[name].draft
+    return tuple(StepWork.of(named_config(config, name), torch.float16) for config in configs)
 
 
 def costs_on(device: Device, works: Sequence[StepWork] = PAPER_PAIR) -> CostModel:
@@ -151,8 +137,8 @@ def costs_on(device: Device, works: Sequence[StepWork] = PAPER_PAIR) -> CostMode
 
 
 class Speed(NamedTuple):
-    """tokens_per_s: of the batch until its last row is done; first, last, every: ms per token of the first row to
-    finish, of the last, and of all rows on average."""
+    """tokens_per_s: of the batch until its last row is done; first, last, every: ms per token of the first row, the
+    last, the mean."""
 
     tokens_per_s: float
     first: float
@@ -173,11 +159,8 @@ def replayed_speed(
 def utilisations(
     trace: AcceptanceTrace, policy: int | DraftLengthPolicy, batches: Sequence[int], seed: int = 0
 ) -> pd.DataFrame:
-    """What regular decoding, single-sequence and batched speculation use of an A100's arithmetic, modelled: a line per
-    method and batch, with `verified` and `emitted` as in `roofline.utilisation`.
-
-    A single sequence has the GPU to itself, so that its line is the same at every batch.
-    """
+    """Modelled use of an A100's arithmetic by regular decoding, single and batched speculation: a line per method and
+    batch, with `verified` and `emitted` (`roofline.utilisation`). A single sequence has the GPU to itself."""
     cost, lines = costs_on(A100), []
     for batch in batches:
         for method, rows, k in (("regular", batch, 0), ("single", 1, policy), ("batched", batch, policy)):
@@ -185,9 +168,6 @@ def utilisations(
             used = utilisation(steps, *PAPER_PAIR, A100)
             lines.append({"method": method, "batch": batch, "verified": used.verified, "emitted": used.emitted})
     return pd.DataFrame(lines)
-
-
-# --- PAD and SPLIT as in the paper ----------------------------------------------------------------
 
 
 def two_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float, scaling: float) -> Tensor:
@@ -215,8 +195,7 @@ def _unfused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, gro
 def attention_bytes(lengths: Sequence[int], queries: int, work: StepWork) -> pd.DataFrame:
     """What a layer's attention launches and moves on a GPU for rows of these KV lengths, counted: a line per way.
 
-    products: launches of QKᵀ and PV (fused: of both at once). MB: keys and values once; where the products are apart,
-    their scores too: written by QKᵀ, read and written by the softmax, read by PV. Queries and outputs are left out.
+    products: launches of QKᵀ and PV. MB: keys and values once, and unfused scores, which move four times.
     """
     rows, own, padded = len(lengths), sum(lengths), len(lengths) * max(lengths)
     per_key = work.cache_bytes(1) / work.layers
@@ -235,9 +214,6 @@ def attention_bytes(lengths: Sequence[int], queries: int, work: StepWork) -> pd.
     return pd.DataFrame.from_dict(lines, orient="index").astype({"products": int})
 
 
-# --- Algorithm 1, and tables ----------------------------------------------------------------------
-
-
 def behind_the_best_fixed(
     trace: AcceptanceTrace,
     policies: Mapping[str, Callable[[], DraftLengthPolicy]],
@@ -246,7 +222,7 @@ def behind_the_best_fixed(
     cost: CostModel,
     **options,
 ) -> pd.DataFrame:
-    """Replays of policies and of fixed lengths (0 among them: regular decoding), a line per batch and policy.
+    """Replays of policies and of fixed lengths (0: regular decoding), a line per batch and policy.
 
     Columns: batch, policy, k (mean), tokens_per_s; over_best: that over the best fixed length's; over_regular.
     """
@@ -264,9 +240,7 @@ def behind_the_best_fixed(
 
 
 def table_lines(runs: Mapping[str, Evaluation], **about) -> list[dict]:
-    """Lines of a table in the paper's form, from graded samples: latencies in ms per token, from the start of the call
-    (prefill counts), and the share of problems of which a sample passes. about: columns to go before.
-    """
+    """Lines of a table in the paper's form, from graded samples: ms per token from the call on, shares that pass."""
     lines = []
     for method, run in runs.items():
         samples = run.samples.assign(ms=1e3 * run.samples.finish_seconds / run.samples.tokens)
@@ -283,7 +257,7 @@ def modelled_lines(
     """The same for models that are not here, on an A100, modelled: batch × precision, no quality."""
     lines = []
     for precision, element in (("16 bits", 2), ("8 bits", 1)):
-        cost = costs_on(A100, in_bytes(works, element))
+        cost = costs_on(A100, [replace(work, element=element) for work in works])  # weights and cache alike
         for batch in batches:
             regular = replayed_speed(trace, 0, cost, batch, **options)
             speed = replayed_speed(trace, k, cost, batch, **options)

@@ -12,9 +12,8 @@ from bass_lab.show.looks import CURVES, FAINT, bars, curve, empty_figure, panels
 
 def utilisation_figure(table: pd.DataFrame) -> go.Figure:
     """Share of the peak against the batch, a line per method. table: of `l14_demonstrations.utilisations`."""
-    figure = panels(
-        1, 2, ["every verified position counts", "emitted tokens alone count"], "GPU utilisation (modelled A100)", 430
-    )
+    titles = ["every verified position counts", "emitted tokens alone count"]
+    figure = panels(1, 2, titles, "GPU utilisation (modelled A100)", 430)
     for column, measure in enumerate(("verified", "emitted"), 1):
         for method, part in table.groupby("method", sort=False):
             line = curve(method, part.batch, part[measure], method, legendgroup=method, showlegend=column == 1)
@@ -40,9 +39,8 @@ def bytes_figure(table: pd.DataFrame) -> go.Figure:
         figure.add_trace(drawn.update(hovertemplate=f"%{{y}}: {name} %{{x:.2f}} MB<extra></extra>"))
     for way, line in table.iterrows():
         note = f"{line.products:.0f} launch{'es' if line.products > 1 else ''}"
-        figure.add_annotation(
-            x=line["keys and values"] + line.scores, y=way, text=note, showarrow=False, xanchor="left"
-        )
+        total = line["keys and values"] + line.scores
+        figure.add_annotation(x=total, y=way, text=note, showarrow=False, xanchor="left")
     figure.update_layout(barmode="stack", margin_l=180)
     figure.update_xaxes(range=[0, 1.15 * (table["keys and values"] + table.scores).max()])
     return figure.update_yaxes(autorange="reversed")
@@ -70,9 +68,8 @@ def phases_figure(phases: Mapping[str, tuple[float, float]], ridge: float) -> go
     figure = empty_figure("Two phases of one model (counted)", "operations per byte", "", 260)
     names, values = list(phases), [intensity for intensity, _ in phases.values()]
     texts = [f"{ms:.1f} ms at least" for _, ms in phases.values()]
-    figure.add_trace(
-        bars("", values, names, ["prefill", "regular", "verify"][: len(names)], orientation="h", text=texts)
-    )
+    looks = ["prefill", "regular", "verify"][: len(names)]
+    figure.add_trace(bars("", values, names, looks, orientation="h", text=texts))
     figure.add_vline(ridge, line={"color": "black", "dash": "dash"})
     figure.update_layout(showlegend=False, margin_l=200)
     return figure.update_xaxes(type="log").update_yaxes(autorange="reversed")

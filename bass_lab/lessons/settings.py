@@ -12,29 +12,22 @@ EXACT = (torch.float32, torch.float64)  # where greedy text is that of the row a
 
 
 def load_pair(target: str, draft: str, dtype: str | None, device: str | None) -> ModelPair:
-    """The pair that a lesson's parameters name.
+    """Return the pair that a lesson's parameters name.
 
-    target, draft: a name on the hub or a folder; empty: the embedded pair, or n-gram drafting. draft also takes
-    "layers:N". dtype: None is float32 for the embedded pairs, and for others as in `bass_core.load_pair`: float32 on a
-    CPU, the checkpoint's own on a GPU.
-    device: None is the GPU where there is one. Raises ValueError as `bass_core.load_pair`.
+    target, draft: a name on the hub or a folder; empty: the embedded pair, or n-gram drafting; draft also "layers:N".
+    dtype: None is float32 for the embedded pairs, else as in `bass_core.load_pair`, as are device and errors.
     """
     dtype = dtype or (None if target and target != model_pair.READER else "float32")
     return model_pair.load_pair(target or None, drafters.named(draft) or draft or None, dtype=dtype, device=device)
 
 
 def is_exact(pair: ModelPair) -> bool:
-    """Whether greedy and coupled text is promised token for token: both are, up to rounding, in any dtype, and in
-    float32 exactly."""
+    """Return True if greedy and coupled text is promised token for token (float32, float64)."""
     return all(model.dtype in EXACT for model in pair.models)
 
 
 def identity(identical: int, rows: int, pair: ModelPair, other: str = "transformers.generate for the row alone") -> str:
-    """A sentence on how many rows have the tokens of the other text.
-
-    Raises AssertionError where that has to be all of them (`is_exact`) and is not. Elsewhere rounding, which depends on
-    the shape of a batch, may tip a close call, with speculation and without.
-    """
+    """A sentence on how many rows have the tokens of the other text. AssertionError where all must (`is_exact`)."""
     told = f"{identical} of {rows} rows are identical to {other}"
     if is_exact(pair):
         assert identical == rows, f"{told}; in float32 all have to be: this is a fault, please report it"

@@ -1,29 +1,16 @@
-"""Requests that come when they come: how long they wait, how many a second are served, what draft lengths change.
+"""Load tests. A `Workload` is a table of requests, served by a `Session` (`in_process`), by a server (`over_http`) or
+in virtual time by a cost table (`simulate`); each gives a `LoadRun`. `highest_load` finds the highest rate within a
+`Target`."""
 
-A `Workload` is a table of requests. It is served by a `Session` of this process (`in_process`), by a server
-(`over_http`) or in virtual time by a cost table (`simulate`); each gives a `LoadRun`. `highest_load` asks for the most
-that one can serve while a `Target` is kept.
-"""
-
-from bass_lab.load.accuracy import front
-from bass_lab.load.capacity import HighestLoad, highest_load, over_rates
-from bass_lab.load.in_process import in_process
-from bass_lab.load.over_http import over_http
-from bass_lab.load.result import LoadRun, Target
-from bass_lab.load.simulation import prefill_seconds, simulate
-from bass_lab.load.workload import Poisson, Workload
-
-__all__ = [
-    "HighestLoad",
-    "LoadRun",
-    "Poisson",
-    "Target",
-    "Workload",
-    "front",
-    "highest_load",
-    "in_process",
-    "over_http",
-    "over_rates",
-    "prefill_seconds",
-    "simulate",
-]
+from bass_lab.load.accuracy import front as front
+from bass_lab.load.capacity import HighestLoad as HighestLoad
+from bass_lab.load.capacity import highest_load as highest_load
+from bass_lab.load.capacity import over_rates as over_rates
+from bass_lab.load.in_process import in_process as in_process
+from bass_lab.load.over_http import over_http as over_http
+from bass_lab.load.result import LoadRun as LoadRun
+from bass_lab.load.result import Target as Target
+from bass_lab.load.simulation import prefill_seconds as prefill_seconds
+from bass_lab.load.simulation import simulate as simulate
+from bass_lab.load.workload import Poisson as Poisson
+from bass_lab.load.workload import Workload as Workload

@@ -1,12 +1,9 @@
-"""Accuracy as the third end, beside latency and throughput: what is right, of what is answered in time, under load.
+"""Accuracy beside latency and throughput: what is right, of what is answered in time, under load.
 
-Stored samples of an evaluation (`bass_lab.evaluation`) say of each problem when each of its rows was done, how sure the
-target was of it, and whether it passes. A request is a problem; a server decodes one problem after the other, all of
-its rows at once, as the samples were made. It answers with the row that it is surest of among those done (Pass@First)
-when all are done, or early: after `budget` seconds of decoding, or when the client's deadline comes. So latency is
-bought with accuracy and throughput with both, and nothing is assumed but that the samples' times stay what they were.
-Samples of another temperature, or of fewer rows, are another way to serve; `tail` names one that takes over while
-others wait.
+Stored samples of `bass_lab.evaluation` give for each row of a problem its time, confidence and grade. A request is a
+problem. A server decodes one problem after the other and answers with the surest row among those done (Pass@First):
+when all are done, after `budget` seconds, or at the client's deadline. Samples of another temperature or of fewer rows
+are another way to serve; `tail` names one that takes over while others wait.
 """
 
 from __future__ import annotations
@@ -28,19 +25,17 @@ def front(
     *,
     tail: str | None = None,
 ) -> pd.DataFrame:
-    """Latency, throughput and Pass@First of each way to serve a workload, by the seconds after which it answers.
+    """Return latency, throughput and Pass@First of each way to serve a workload, by the seconds after which it answers.
 
-    samples: by the way's name, an evaluation's (`Evaluation.samples`, the columns `scores.COLUMNS`). budgets: seconds
-    of decoding per request. tail: the way that serves requests that have waited, instead of each. The k-th problem
-    answers the workload's prompt k (from the first again beyond the last).
+    samples: by the way's name, `Evaluation.samples`. budgets: seconds of decoding per request. tail: the way for
+    requests that have waited. The k-th problem answers the workload's prompt k (from the first again beyond the last).
 
-    Columns: way, budget; p50_ms, p99_ms (from arrival to answer, or until the client left); answered (share of the
-    requests with some row in time); requests_per_s (answered ones, until the last); pass_first (share of all that is
-    right in time); front, whether no other line is at least as good in p99_ms, requests_per_s and pass_first and better
-    in one.
+    Columns: way, budget; p50_ms, p99_ms (from arrival to answer, or until the client left); answered (share with some
+    row in time); requests_per_s (answered); pass_first (share that is right in time); front (no other line is as good
+    in p99_ms, requests_per_s and pass_first and better in one).
 
-    Raises ValueError for a tail that is none of the ways, ways of different problems, budgets that are not > 0, and
-    requests without deadline or budget whose rows may never be done: those that the evaluation's own budget cut off.
+    Raises ValueError for an unknown tail, ways of different problems, budgets that are not > 0, and requests without
+    deadline or budget whose rows were cut off.
     """
     if tail is not None:
         checks.one_of("tail", tail, samples)

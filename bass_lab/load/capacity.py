@@ -17,10 +17,8 @@ HALVINGS = 12  # of a rate at which the target is missed, until it is given up
 
 @dataclass(frozen=True)
 class HighestLoad:
-    """rate: the highest of the tried rates at which the target was held, requests per second; 0.0 where it was held at
-    none. missed: the lowest at which it was not; infinite where it was held at all. tried: a line per rate, in order:
-    rate, the metrics of the target at its share, held. run: the one at `rate`, None where there is none.
-    """
+    """rate: the highest tried rate that held the target, requests per second (0.0: none). missed: the lowest that did
+    not (inf: none). tried: a line per rate: rate, the target's metrics at its share, held. run: the one at `rate`."""
 
     rate: float
     missed: float
@@ -37,14 +35,11 @@ def highest_load(
     within: float = 0.02,
     warm_up: float = 0.1,
 ) -> HighestLoad:
-    """Bisection over rates: run(rate) serves the same requests at that many per second (`Workload.at_rate`).
+    """Bisect rates: run(rate) serves the same requests at that many per second (`Workload.at_rate`).
 
-    From `first` on the rate is doubled until the target is missed, or halved until it is held; then the bracket is
-    halved, by ratio, until its ends are `within` of each other. The same requests at every rate are common random
-    numbers: what is found differs between two services by what they are, much less by who happened to come. It takes
-    for granted that what is missed at a rate is missed at all higher ones. most: rates beyond it are not tried.
-
-    Raises ValueError for rates that are not positive, or `first` beyond `most`.
+    From `first` the rate is doubled until the target is missed (up to `most`), or halved until it is held; then the
+    bracket is halved, by ratio, until its ends are `within` of each other. The same requests at every rate are common
+    random numbers. Raises ValueError for rates that are not positive, or `first` beyond `most`.
     """
     if not (0 < first <= most < math.inf and within > 0):
         raise ValueError(f"needs 0 < first <= most and within > 0, got {first}, {most}, {within}")
@@ -79,8 +74,7 @@ def highest_load(
 
 
 def bearable_rate(run: Callable[[Workload], LoadRun], workload: Workload) -> float:
-    """Requests per second that are served when all come at once and no client leaves: more than that makes a queue
-    without end. Raises ValueError where none ends by itself."""
+    """Return the requests per second served when all come at once and no client leaves. ValueError if none ends."""
     patient = Workload(workload.requests.assign(deadline=math.nan), workload.meta)
     requests = run(patient.at_rate(1e6)).requests
     finished = requests[requests.finish_reason.isin(FINISHED)]
@@ -97,11 +91,10 @@ def over_rates(
     *,
     warm_up: float = 0.1,
 ) -> pd.DataFrame:
-    """Policies side by side on the same requests: run(rate, policy) for each. One line per rate and policy.
+    """Compare policies on the same requests: run(rate, policy). One line per rate and policy.
 
-    Columns: rate, policy; between_ms, first_ms and end_ms (means over the counted requests), between_p99_ms and
-    end_p99_ms; tokens_per_s, tokens_per_step, batch; over_none: end_ms without drafting by end_ms with the policy, so
-    that 1 is as fast (NaN without a policy named "none").
+    Columns: rate, policy; between_ms, first_ms and end_ms (means); between_p99_ms and end_p99_ms; tokens_per_s,
+    tokens_per_step, batch; over_none: end_ms without drafting (policy "none") by end_ms with the policy.
     """
     lines = []
     for rate in rates:

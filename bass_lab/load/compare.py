@@ -1,9 +1,7 @@
 """Simulated against served: the same workload in a session of this process and in virtual time, at several loads.
 
-`python -m bass_lab.load.compare` records what the embedded pair's drafts are worth, and then, in each of some rounds,
-serves a workload at three shares of the rate that the simulator finds it to bear. Before and after each serving it
-measures what steps and prefills cost, and simulates with both, since machines change their pace within minutes. It says
-how far the simulator is off, by the median of the rounds.
+`python -m bass_lab.load.compare` serves a workload at three shares of the rate that the simulator finds it to bear. It
+measures costs before and after each serving and simulates with both, since machines change their pace.
 """
 
 from __future__ import annotations
@@ -83,9 +81,9 @@ def compare(
     max_batch_size: int = 8,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """One line per round, policy (None: `Goodput` by the costs at hand), load and metric: round, policy, share, rate,
-    then as `side_by_side`. measure: the costs of steps, asked before the first serving and after each. Greedy, as costs
-    are; texts go on past EOS, so that both write as many tokens."""
+    """Return a line per round, policy (None: `Goodput`), load and metric: round, policy, share, rate, then as
+    `side_by_side`. measure: the costs of steps, asked before the first serving and after each. Greedy; texts go on past
+    EOS."""
     prompts = prompt_set("mini", PROMPTS)
     trace = recording.record(pair, prompts, max_new_tokens=64, temperature=0.0, seed=seed).past_eos()
     drawn = Workload.draw(Poisson(1.0), count, prompts=prompts, max_new_tokens=range(16, 65), seed=seed)

@@ -20,11 +20,10 @@ AWAKE = 0.001  # seconds before an arrival that are not slept: a sleep ends late
 
 
 def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, **options: object) -> LoadRun:
-    """The workload served by `Session(pair, max_batch_size=…, **options)`, as long as it lasts.
+    """Serve the workload by `Session(pair, max_batch_size=…, **options)`, as long as it lasts.
 
-    Requests are submitted with their own seed and deadline between steps, row i being request i, once their time has
-    come; their prompts are tokenized before. Texts are those of the session (None without a tokenizer), and their ids
-    stand in `meta["sequences"]`. Raises what `Session` and `submit` raise, before the clock starts.
+    Request i is row i, submitted with its own seed and deadline once its time has come; prompts are tokenized before.
+    The texts' ids are `meta["sequences"]`. Raises what `Session` and `submit` raise, before the clock starts.
     """
     requests = workload.requests
     prompts = token_ids(model_pair(pair), requests.prompt)
@@ -44,8 +43,8 @@ def in_process(workload: Workload, pair: ModelPair, *, max_batch_size: int = 8, 
 
 
 def _warm_ups(session: Session, most: int) -> list[int]:
-    """How many rows decode before the clock starts, time after time. Where steps are recorded that is done once for
-    every power of two of rows, when it is met again."""
+    """Return how many rows decode before the clock starts, time after time. Recorded steps meet every power of two
+    twice."""
     if not session.device_step.records:
         return [most]
     return 2 * [*(1 << bits for bits in range((most - 1).bit_length())), most]
@@ -97,12 +96,8 @@ def _served(workload: Workload, prompts: list, session: Session) -> LoadRun:
         pd.DataFrame(dict(zip(REQUESTS, columns, strict=True))),
         pd.DataFrame(pieces, columns=list(PIECES)),
         _steps(session, spans),
-        {
-            "simulated": False,
-            "policy": repr(session.policy),
-            "max_batch_size": session.rows.max_rows,
-            "sequences": [result.sequence.tolist() for result in results],
-        },
+        {"simulated": False, "policy": repr(session.policy), "max_batch_size": session.rows.max_rows}
+        | {"sequences": [result.sequence.tolist() for result in results]},
     )
 
 

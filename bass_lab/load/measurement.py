@@ -1,7 +1,6 @@
 """What the default policy is worth under load: the most requests per second that keep a target, over not drafting.
 
-Both ways serve the same requests at every rate that either of them tries, one after the other, so that each rate also
-says how much sooner or later requests end (`over_none`): a policy is to be no loss at any load.
+Both ways serve the same requests at every tried rate, so that each rate also has the policy's gain (`over_none`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,11 @@ def measure(
     warm_up: float = 0.1,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> dict:
-    """Rates of both ways and their ratio, as a record of kind "load" has them.
+    """Return rates of both ways and their ratio, as a record of kind "load" has them.
 
-    serve(workload, way): a run of the workload, with the way "none" or "default". between_ms, first_ms: the target,
-    99th percentiles; None: `SLACK` and `QUEUE` times the medians where nothing is drafted and few requests come.
-    within: how close the rates are found.
-
-    Fields: target; highest and lowest rate that was missed, by way; ratio (of the highest rates); tried, a line per
-    rate; least_over_none, the worst of them.
+    serve(workload, way): a run, with the way "none" or "default". between_ms, first_ms: the target's 99th percentiles;
+    None: `SLACK` and `QUEUE` times the medians of few requests without drafting. Fields: target; highest and missed, by
+    way; ratio (of the highest rates); tried, a line per rate; least_over_none, the worst of them.
     """
     progress("all at once")
     bearable = bearable_rate(lambda asked: serve(asked, NONE), workload)

@@ -23,16 +23,13 @@ TOGETHER = 1e-3  # seconds; an end that follows a text so closely came with it, 
 def over_http(
     workload: Workload, url: str, *, model: str | None = None, api_key: str | None = None, **fields: object
 ) -> LoadRun:
-    """The workload sent to `<url>/v1/completions` (conversations: `/v1/chat/completions`), each request at its time.
+    """Send the workload to `<url>/v1/completions` (conversations: `/v1/chat/completions`), each request at its time.
 
-    model: its name there; None: the first of `<url>/v1/models`. fields: more of every request's body, such as
-    temperature=0. A client whose deadline has passed closes its connection. Tokens are counted by the server (`usage`);
-    where it says nothing, a piece of text counts as one. An end that brings no text is a piece, too, when it comes
-    later: the token that ends a text has none, and takes its time all the same. Nobody sees when the server begins a
-    request, nor its steps: queue_ms and what is counted per step is missing. A request that fails ends with the reason
-    "error", and `meta["errors"]` says of each why.
-
-    Raises ValueError for what is no address, OSError where no server answers.
+    model: its name there (None: the server's first). fields: more of every body, such as temperature=0. A client closes
+    its connection at its deadline. Tokens are counted by the server (`usage`), else a piece of text counts as one. An
+    end without text that comes later is a piece, too: its token takes time. queue_ms and steps are unknown. A failed
+    request has the reason "error", and `meta["errors"]` says why. Raises ValueError for no address, OSError without a
+    server.
     """
     address = _Address(url, api_key)
     model = address.first_model() if model is None else model

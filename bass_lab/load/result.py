@@ -35,8 +35,7 @@ SPANS = 24  # parts of the time that rates are resampled by
 
 @dataclass(frozen=True)
 class Target:
-    """What a service is to keep: milliseconds by metric, at most, for this share of the requests (of `gap_ms`: of the
-    pieces). A limit of None is not asked for."""
+    """Milliseconds by metric, at most, for this share of the requests (of `gap_ms`: of the pieces). None: no limit."""
 
     between_ms: float | None = None
     first_ms: float | None = None
@@ -59,11 +58,9 @@ class Target:
 class LoadRun:
     """A workload that was served.
 
-    requests: a line per request, times in seconds since the start: `REQUESTS`; started, first: NaN where it never was
-    or nobody could see it; text: None where there is none.
+    requests: a line per request, times in seconds since the start: `REQUESTS`; started, first: NaN where unknown.
     pieces: a line per piece of text: request, at (seconds), tokens. steps: a line per step, `STEPS`: prefill or decode,
-    rows, planned k (mean over rows), tokens drafted, accepted and emitted; empty where nobody could see steps.
-    meta: what served it, and how.
+    rows, planned k (mean), tokens drafted, accepted and emitted; empty where unknown. meta: what served it, and how.
     """
 
     requests: pd.DataFrame
@@ -81,8 +78,8 @@ class LoadRun:
 
     @cached_property
     def latencies(self) -> pd.DataFrame:
-        """A line per request: request, queue_ms, first_ms, between_ms, end_ms (NaN where there is none; between_ms: of
-        one token), late (its client had left before it ended, or left then)."""
+        """A line per request: request, queue_ms, first_ms, between_ms, end_ms (NaN: none), late (its client left
+        first)."""
         requests = self.requests
         last = self.pieces.groupby("request")["at"].max().reindex(requests.request).to_numpy()
         after_first = np.where(requests.tokens > 1, requests.tokens - 1, np.nan)
@@ -110,8 +107,7 @@ class LoadRun:
         return np.arange(len(self.requests)) >= int(warm_up * len(self.requests))
 
     def met(self, target: Target) -> np.ndarray:
-        """bool, of the requests that ended by themselves, in time, and within the target's limits: with `gap_ms`, no
-        gap of theirs is longer."""
+        """Return bool [requests]: ended by themselves, in time and within the target's limits (no longer gap)."""
         longest = self.gaps.groupby("request").gap_ms.max().reindex(self.requests.request).to_numpy()
         own = self.latencies.assign(gap_ms=longest)
         good = self.requests.finish_reason.isin(FINISHED).to_numpy() & ~own.late.to_numpy()
@@ -120,8 +116,8 @@ class LoadRun:
         return good
 
     def quantile(self, metric: str, share: float, warm_up: float = 0.1) -> float:
-        """The least value that this share of the requests (of `gap_ms`: of the pieces) does not exceed. A request that
-        was to have one and has none (it failed, or waited until its client left) counts as infinite."""
+        """Return the least value that this share of the requests (of `gap_ms`: of the pieces) does not exceed. A
+        missing value counts as infinite."""
         counted = self.counted(warm_up)
         values, owners = self._values(metric, counted)
         return float(_quantiles(values, owners, np.ones((1, int(counted.sum()))), [share])[0, 0])
@@ -135,13 +131,10 @@ class LoadRun:
     ) -> pd.DataFrame:
         """By metric and statistic: value, and its 95% interval low … high (bootstrap).
 
-        Latencies: mean, p50, p95, p99. Requests that wait, wait together: blocks of consecutive ones are drawn, of √n
-        each. Over the time from the first counted arrival to the last end: requests_per_s (ended by themselves),
-        tokens_per_s, goodput_per_s (requests that met the target, per second), batch (rows decoding, mean over time;
-        0 when idle), resampled by parts of that time; late (share of the requests whose client left first) and
-        tokens_per_step (emitted by a row's decode step). Lines of what is not known are missing.
-
-        warm_up: share of the requests, the first ones, that are left out.
+        Latencies: mean, p50, p95, p99; blocks of √n consecutive requests are drawn. Rates, from the first counted
+        arrival to the last end, resampled by parts of that time: requests_per_s, tokens_per_s, goodput_per_s (met the
+        target), batch (rows decoding). late: share whose client left first; tokens_per_step: of a row. Unknown lines
+        are missing. warm_up: share of the first requests that are left out.
         """
         counted, generator = self.counted(warm_up), np.random.default_rng(seed)
         weights = _block_counts(int(counted.sum()), resamples, generator)
@@ -229,9 +222,6 @@ class LoadRun:
             for (metric, _), line in found.iterrows()
             if metric not in LATENCIES
         }
-
-
-# --- how sure one can be --------------------------------------------------------------------------
 
 
 def _line(metric: str, statistic: str, value: float, resampled: np.ndarray) -> dict:

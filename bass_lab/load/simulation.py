@@ -1,11 +1,9 @@
 """A `Session` under load in virtual time: its own schedule, recorded acceptance, steps priced by a cost table.
 
-The schedule is the engine's (`Session.step`): before each step all requests that have arrived are queued, and those
-whose clients have left are ended. If requests wait and places are free, these are prefilled, all at once, in one pass
-as wide as the longest new prompt; one prompt that several requests have is read once. Otherwise the live rows take a
-decode step, which is `replay.step`, at the price of `replay.step_seconds`. An idle server waits for the next arrival.
-
-What is left out: time between steps (tokenizing, sending), and what the draft model reads after steps without drafts.
+The schedule is `Session.step`: before each step arrived requests are queued and left ones ended. Waiting requests are
+prefilled where places are free, all in one pass as wide as the longest new prompt; a shared prompt is read once.
+Otherwise live rows take a decode step (`replay.step`, at `replay.step_seconds`). Left out: time between steps, and what
+the draft reads after steps without drafts.
 """
 
 from __future__ import annotations
@@ -43,15 +41,12 @@ def simulate(
     prefill: Prefill | None = None,
     seed: int = 0,
 ) -> LoadRun:
-    """The workload served by `Session(max_batch_size=…, draft_length=…)`, if steps cost what `cost` says.
+    """Serve the workload by `Session(max_batch_size=…, draft_length=…)`, if steps cost what `cost` says.
 
-    A request's text is the one that the trace has of its prompt's number (from the first again beyond the last), up to
-    its own max_new_tokens; `AcceptanceTrace.past_eos` has texts that go on to these. Whether a draft is accepted is
-    drawn from (seed, request, position): the same under every policy, rate and batch size.
-    prefill: seconds of a prefill of so many rows, the longest of so many tokens; None: `prefill_seconds` by the cost
-    table, which measures none that long.
-
-    Raises ValueError for requests of more tokens than the trace's texts have.
+    A request's text is the trace's of its prompt's number (from the first again beyond the last), up to its
+    max_new_tokens. Acceptance is drawn from (seed, request, position): the same under every policy, rate and batch
+    size. prefill: seconds of so many rows, the longest of so many tokens (None: `prefill_seconds`). Raises ValueError
+    for requests longer than the trace's texts.
     """
     limits = workload.requests.max_new_tokens.to_numpy(dtype=np.int64)
     sequences = workload.requests.number.to_numpy(dtype=np.int64) % len(trace.lengths)
@@ -66,11 +61,8 @@ def simulate(
 
 
 def prefill_seconds(cost: Cost, batch: int, tokens: int) -> float:
-    """Seconds of a prefill of `batch` prompts, padded to `tokens`: an estimate, since costs are measured for decoding.
-
-    A pass over as many tokens in rows of `WIDTH`, half a prompt cached before them on average, by the target; the draft
-    reads them two by two, as a draft phase begins; and what a step takes besides.
-    """
+    """Estimate the seconds of a prefill of `batch` prompts, padded to `tokens`, from the costs of decoding: a pass over
+    as many tokens in rows of `WIDTH`, half a prompt cached on average; the draft reads two by two; and overhead."""
     if batch == 0:  # all prompts were read before
         return float(cost.overhead(1, 0))
     width = min(tokens, WIDTH)
@@ -158,9 +150,9 @@ class _Server:
             (self.saved.add if prompt in wanted else self.saved.discard)(prompt)
         lengths = self.rows.trace.prompt_lengths[self.rows.sequences[leaders]] if leaders else np.zeros(0, np.int64)
         self.started[new] = self.now
-        step = self._pass(self.prefill_seconds(len(leaders), int(lengths.max(initial=0))))
-        nothing = np.zeros(len(new), np.int64)
-        self._commit("prefill", step, new, np.ones(len(new), np.int64), nothing, nothing, nothing)
+        began = self._pass(self.prefill_seconds(len(leaders), int(lengths.max(initial=0))))
+        none = np.zeros(len(new), np.int64)
+        self._commit("prefill", began, ReplayedStep(new, none, none, none, none, emitted=none + 1, passes=0))
         self.live = np.concatenate([self.live, new])
         self._compact()
         if len(self.live):
@@ -170,7 +162,7 @@ class _Server:
         """`Session._decode`."""
         step = replay.step(self.rows, self.policy, self.live, self.at, self.taken)
         began = self._pass(self.decode_seconds(step))
-        self._commit("decode", began, step.rows, step.emitted, step.planned, step.drafted, step.accepted)
+        self._commit("decode", began, step)
         self.taken[step.rows] += 1
         self._compact()
 
@@ -179,21 +171,13 @@ class _Server:
         began, self.now = self.now, self.now + seconds
         return began
 
-    def _commit(
-        self,
-        kind: str,
-        began: float,
-        rows: np.ndarray,
-        emitted: np.ndarray,
-        planned: np.ndarray,
-        drafted: np.ndarray,
-        accepted: np.ndarray,
-    ) -> None:
+    def _commit(self, kind: str, began: float, step: ReplayedStep) -> None:
+        rows, emitted = step.rows, step.emitted
         self.at[rows] += emitted
         if kind == "prefill":
             self.first[rows] = self.now
         self.pieces += [(row, self.now, tokens) for row, tokens in zip(rows.tolist(), emitted.tolist(), strict=True)]
-        counts = planned.mean(), drafted.sum(), accepted.sum(), emitted.sum()
+        counts = step.planned.mean(), step.drafted.sum(), step.accepted.sum(), emitted.sum()
         self.steps.append((began, self.now, kind, len(rows), *counts))
 
     def _compact(self) -> None:

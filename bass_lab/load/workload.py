@@ -21,11 +21,8 @@ SEEDS = 2**31
 
 @dataclass(frozen=True)
 class Poisson:
-    """Bursts of requests that arrive together, at moments that know nothing of each other.
-
-    rate: requests per second. burst: requests per burst, mean; their number is geometric, and 1 is the plain Poisson
-    process. In a long time the number of arrivals varies by its mean times 2 · burst - 1.
-    """
+    """Bursts of requests at independent moments. rate: requests per second. burst: mean of a geometric number; 1:
+    Poisson."""
 
     rate: float
     burst: float = 1.0
@@ -43,10 +40,8 @@ class Poisson:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """requests: one line each, by arrival: arrived (seconds from the start), prompt (a text, a conversation), number
-    (of the prompt in its set), max_new_tokens, deadline (seconds after the arrival at which its client leaves; NaN:
-    never), seed. meta: how it was made.
-    """
+    """requests: one line each, by arrival: arrived (seconds), prompt (a text, a conversation), number (of the prompt in
+    its set), max_new_tokens, deadline (seconds after the arrival; NaN: never), seed. meta: how it was made."""
 
     requests: pd.DataFrame
     meta: dict = field(default_factory=dict)
@@ -76,11 +71,10 @@ class Workload:
         deadline: float | None = None,
         seed: int = 0,
     ) -> Workload:
-        """`count` requests. prompts: a set by its name, a file, or prompts; each request draws one of them.
+        """Draw `count` requests. prompts: a set by its name, a file, or prompts; each request draws one of them.
 
-        max_new_tokens: of every request, or what each draws one from: range(16, 129) is uniform, a list of lengths that
-        were seen is their own distribution. deadline: seconds after each arrival. What requests are does not depend on
-        when they arrive: under another rate the same seed draws the same ones.
+        max_new_tokens: of every request, or what each draws one from. deadline: seconds after each arrival. The same
+        seed draws the same requests at every rate.
         """
         checks.integer("count", count, least=1)
         asked, arriving = (np.random.default_rng([checks.integer("seed", seed), part]) for part in (0, 1))
@@ -104,8 +98,7 @@ class Workload:
         return len(self) / last if last else np.inf
 
     def at_rate(self, rate: float) -> Workload:
-        """The same requests in the same order, arriving faster or slower: common random numbers for rates. Raises
-        ValueError where all arrive at once."""
+        """The same requests in the same order, arriving faster or slower. Raises ValueError where all come at once."""
         if not (0 < rate < np.inf and self.rate < np.inf):
             raise ValueError(f"needs a rate > 0 and arrivals at different times, got {rate} for {self!r}")
         arrived = self.requests.arrived * (self.rate / rate)
@@ -128,10 +121,9 @@ class Workload:
     def load(cls, path: str | Path, *, prompts: str | Path | Sequence[Prompt] = "mini", seed: int = 0) -> Workload:
         """Read what `save` wrote, or a recorded list of arrivals: JSON lines, or a .csv with these columns.
 
-        Needed are arrived and max_new_tokens. Where `prompt` is missing it is that `number` of `prompts`; without a
-        number one of them is drawn, or where there is prompt_tokens, one whose length comes near (at four characters a
-        token). Requests of a recorded list may stand in any order, and times count from the first arrival; dates and
-        times of day are taken, too. Raises ValueError naming the file and what is wrong.
+        Needed are arrived (seconds, dates or times of day, in any order) and max_new_tokens. A missing `prompt` is that
+        `number` of `prompts`, else the one nearest to prompt_tokens (at four characters a token), else drawn. Raises
+        ValueError naming the file and what is wrong.
         """
         path = Path(path)
         try:

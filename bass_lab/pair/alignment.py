@@ -34,18 +34,17 @@ def align(
     seed: int = 0,
     progress: Callable[[str, float], None] = lambda stage, share: None,
 ) -> ModelPair:
-    """The pair with a draft that has learned the target's probabilities (distillation: Hinton et al. 2015; on the
-    target's own texts: DistillSpec, Zhou et al. 2023). It is a copy that learns; what is given stays as it is.
+    """The pair with a copy of its draft that has learned the target's probabilities (distillation: Hinton et al. 2015;
+    on the target's own texts: DistillSpec, Zhou et al. 2023).
 
     texts: what the draft learns on; elsewhere it may become worse. None: functions such as the embedded target was
-        trained on, of the standard library (but for the modules that the prompt set "library" is from) and generated
-        ones. The target continues the beginnings of `own_texts` of them (0: none), and one window in three is its own.
-    tokens: of all windows that the draft learns from, most of which it sees twice; the target's last hidden states of
-        a third as many are kept in memory. progress(stage, share): told "writing" or "learning", and how
-        much of that is over.
+    trained on (not the modules of the prompt set "library"). The target continues `own_texts` of them, a third of the
+    windows.
+    tokens: of all windows learned from; hidden states of a third are kept in memory. progress(stage, share): "writing"
+    or "learning".
 
-    Raises ValueError for a pair without a draft model or a tokenizer, for one that reads sources, for a draft of
-    another vocabulary, for no tokens, for no texts, and for texts shorter than a window of 256 tokens together.
+    Raises ValueError for a pair without a draft model or a tokenizer, one that reads sources, another vocabulary, no
+    tokens, no texts, and texts shorter than a window of 256 tokens together.
     """
     _check(pair, tokens, own_texts)
     if texts is not None and (isinstance(texts, str) or not len(texts)):

@@ -1,7 +1,6 @@
-"""What the embedded models can do, measured, and the card that travels with them: `python -m bass_lab.pair.data_card`.
+"""Measure the embedded models, and write the card that travels with them: `python -m bass_lab.pair.data_card`.
 
-Takes what `training.train_pair` wrote, measures it in float32 on this machine's CPU or GPU with fixed seeds, copies the
-models that ship and writes `DATA_CARD.md` beside them.
+Measures what `training.train_pair` wrote in float32 with fixed seeds, and copies the models that ship.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -28,18 +27,14 @@ from bass_lab.texts.prompt_sets import PROMPT_SETS, prompt_set
 
 TEMPLATE = Path(__file__).parents[1] / "assets" / "data_card_template.md"
 SHIPPED = ("target", *training.DRAFTS, "feature_head", "unaligned_draft")
-STAGES = {
-    "target": "target",
-    "drafts": "drafts, before alignment",
-    "alignment": "alignment",
-    "feature_head": "feature head",
-}
+STAGES = {"target": "target", "drafts": "drafts, before alignment"}  # of training, and their titles
+STAGES |= {"alignment": "alignment", "feature_head": "feature head"}
 DRAFT_LENGTH, TEMPERATURE, MAX_NEW_TOKENS, BATCH = 5, 0.2, 128, 32
 
 
 def measure(folder: Path, recipe: training.Recipe) -> dict:
-    """Figures of the trained models in `folder`: pass@1 on the mini set, acceptance of every draft on both prompt sets,
-    held-out losses in nats per token."""
+    """Return figures of the trained models in `folder`: pass@1 on the mini set, acceptance on both sets, losses in
+    nats."""
     pairs = {name: load_pair(folder / "target", folder / name, dtype="float32") for name in _drafters(recipe)}
     report = {
         name: {prompts: acceptance(pair, prompt_set(prompts)) for prompts in PROMPT_SETS}
@@ -94,20 +89,14 @@ def acceptance(pair: ModelPair, prompts: Sequence[str]) -> dict[str, float]:
 
 def continued(pair: ModelPair, prompts: Sequence[str], temperature: float) -> Generation:
     """One text of each prompt, to its end or 128 tokens."""
-    return generate(
-        pair,
-        prompts,
-        max_new_tokens=MAX_NEW_TOKENS,
-        temperature=temperature,
-        draft_length=DRAFT_LENGTH,
-        max_batch_size=BATCH,
-    )
+    options = {"max_new_tokens": MAX_NEW_TOKENS, "draft_length": DRAFT_LENGTH, "max_batch_size": BATCH}
+    return generate(pair, prompts, temperature=temperature, **options)
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, windows: Windows, seed: int = 1) -> float:
+def held_out_loss(model: PreTrainedModel, windows: Windows) -> float:
     """Next-token loss in nats on 64 windows of 256 tokens."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     batches = (windows.take(8, 256, generator).to(model.device) for _ in range(8))
     return sum(next_token_loss(model, batch).item() for batch in batches) / 8
 
@@ -167,16 +156,24 @@ def written(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bass_lab.pair.data_card", description=__doc__.splitlines()[0])
-    parser.add_argument("--trained", type=Path, default=training.WORK / "trained", help="what training wrote")
-    parser.add_argument("--output", type=Path, default=ASSETS, help="where models and card go")
-    options = parser.parse_args()
-    trained = json.loads((options.trained / "training.json").read_text(encoding="utf-8"))
+def measured(folder: Path, trained: dict) -> tuple[dict, str]:
+    """Return the figures of what training wrote, and the card."""
     recipe = training.Recipe(seed=trained["seed"])
-    figures = measure(options.trained, recipe)
-    card = data_card(figures, trained, recipe)
-    for name in SHIPPED:
+    figures = measure(folder, recipe)
+    return figures, data_card(figures, trained, recipe)
+
+
+def publish(
+    trained: Path, output: Path, names: Sequence[str], measured: Callable[[Path, dict], tuple[dict, str]], about: str
+) -> None:
+    """Run a command that measures what training wrote in `trained`, and copies its models and a card to `output`."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--trained", type=Path, default=trained, help="what training wrote")
+    parser.add_argument("--output", type=Path, default=output, help="where models and card go")
+    options = parser.parse_args()
+    report = json.loads((options.trained / "training.json").read_text(encoding="utf-8"))
+    figures, card = measured(options.trained, report)
+    for name in names:
         shutil.rmtree(options.output / name, ignore_errors=True)
         shutil.copytree(options.trained / name, options.output / name)
     write_whole(options.output / "DATA_CARD.md", card)
@@ -184,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    publish(training.WORK / "trained", ASSETS, SHIPPED, measured, __doc__.splitlines()[0])

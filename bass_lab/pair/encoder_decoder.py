@@ -1,12 +1,9 @@
 """Train the embedded encoder-decoder pair from nothing, on two CPU cores, in half an hour: `make encoder-decoder-pair`.
 
-It reads the signature and the docstring of a function of the grammar and writes its body: a small model of translation
-that can be right or wrong. The target is deep in its decoder and the draft has one layer, since a pass of models this
-small costs what its number of layers costs; the encoder runs once per source. Their layers have nothing beside plain
-attention (Pegasus: norms before, sinusoidal positions), which is the fewest operations.
-
-Stages, each resumed where it was cut off: the target, then the draft, both from the corpus; texts that the target
-writes; the draft learns the target's probabilities on both. Tokenizer and loop are those of the decoder-only pair.
+It reads the signature and the docstring of a function of the grammar and writes its body. The target's decoder is deep
+and the draft's has one layer, since a pass costs what its number of layers costs; the encoder runs once per source.
+Layers are Pegasus's, the fewest operations. Stages resume where they were cut off: the target, the draft, both from the
+corpus; texts of the target; the draft learns the target's probabilities on both.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from transformers import (
 
 from bass_core.environment import write_whole
 from bass_core.loading.model_pair import ASSETS, ModelPair
-from bass_lab.pair.fitting import Drawn, divergence, fit, say, seeds_of, workers
+from bass_lab.pair.fitting import Drawn, divergence, fit, save, say, seeds_of, workers
 from bass_lab.pair.training import machine, size
 from bass_lab.texts import grammar
 
@@ -43,15 +40,10 @@ UNUSED = -100  # a target's place behind its end: no loss
 
 def _sizes(width: int, encoder: int, decoder: int, heads: int) -> dict[str, int]:
     """2 × width in the feed-forward layers."""
-    return {
-        "d_model": width,
-        "encoder_layers": encoder,
-        "decoder_layers": decoder,
-        "encoder_attention_heads": heads,
-        "decoder_attention_heads": heads,
-        "encoder_ffn_dim": 2 * width,
-        "decoder_ffn_dim": 2 * width,
-    }
+    found = {"d_model": width, "encoder_layers": encoder, "decoder_layers": decoder}
+    for part in ("encoder", "decoder"):
+        found |= {f"{part}_attention_heads": heads, f"{part}_ffn_dim": 2 * width}
+    return found
 
 
 @dataclass(frozen=True)
@@ -146,7 +138,7 @@ def encoded(functions: list[grammar.Function], tokenizer: PreTrainedTokenizerBas
 
 def train(recipe: ReaderRecipe, folder: Path, work: Path = WORK) -> dict:
     """Train target and draft, write them to `folder`/target and `folder`/draft; returns the figures. `work` keeps
-    unfinished and finished stages; a second call goes on from there."""
+    stages."""
     torch.manual_seed(recipe.seed)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
     functions = grammar.functions(recipe.functions, recipe.seed, held_out=False)
@@ -166,7 +158,7 @@ def train(recipe: ReaderRecipe, folder: Path, work: Path = WORK) -> dict:
     aligning = partial(aligning_loss, draft, target, temperatures=recipe.aligning_temperatures)
     trained("alignment", draft, aligning, taught, recipe.aligning_lr, recipe.aligning_tokens)
     for name, model in (("target", target), ("draft", draft)):
-        save(model, tokenizer, folder / name)
+        save(model, tokenizer, folder / name, decoder_start_token_id=0)
     return report
 
 
@@ -205,15 +197,6 @@ def _write(target: PreTrainedModel, temperature: float, sources: list[list[int]]
 def _from_either(pairs: Pairs, own: Pairs, progress: float, generator: torch.Generator) -> Tensor:
     """A batch of the corpus or, two times in three, of the target's own texts."""
     return (pairs if torch.rand(1, generator=generator) < 1 / 3 else own).batch(progress, generator)
-
-
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write an ordinary transformers folder: bfloat16 weights, configuration, generation configuration, tokenizer."""
-    plain = PegasusForConditionalGeneration(model.config).to(torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = GenerationConfig(decoder_start_token_id=0, eos_token_id=0, pad_token_id=0)
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 @torch.no_grad()

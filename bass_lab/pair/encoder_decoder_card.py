@@ -6,45 +6,18 @@ fixed seeds, and copies it to the assets.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
 from pathlib import Path
 
-from bass_core.environment import write_whole
 from bass_core.loading.model_pair import ASSETS, READER, load_pair
 from bass_lab.evaluation import load_problems
 from bass_lab.pair import encoder_decoder
-from bass_lab.pair.data_card import acceptance, continued, share_passed, written
-from bass_lab.pair.fitting import say
+from bass_lab.pair.data_card import acceptance, continued, publish, share_passed, written
 from bass_lab.texts import grammar
 from bass_lab.texts.prompt_sets import prompt_set
 
 HELD_OUT = 1000  # functions, for the loss
 
-CARD = """# The embedded encoder-decoder pair
-
-Two Pegasus models of the smallest kind (`load_pair("encoder_decoder")`): they read the signature and the docstring of
-a Python function and write its body. Made by `make encoder-decoder-pair` (seed {seed}) in {minutes:.0f} minutes of
-training on {machine}, other work beside it.
-
-Trained on {functions:,} functions of `bass_lab/texts/grammar.py` and nothing else, with the tokenizer of the
-decoder-only pair; sources are what `tokenizer(text)` gives, without an end-of-text token. One *composition* in ten is
-held out, and the mini set is made of such; of functions that are templates one signature with its docstring in ten,
-most of which occur in training under another name. The draft learned the target's probabilities at temperatures
-{temperatures}, one time in three on the corpus, else on {texts:,} texts that the target had written.
-
-{models}
-
-{stages}
-
-Losses are next-token losses in nats; of the alignment KL(target ‖ draft), mean over its temperatures.
-
-On the mini set ({problems} sources of held-out compositions), float32, k = 5, to the end of each text or 128 tokens
-(alpha and the acceptance rate count drafts that are verified behind it, too):
-
-{figures}
-"""
+TEMPLATE = Path(__file__).parents[1] / "assets" / "encoder_decoder_card_template.md"
 
 
 def measure(folder: Path) -> dict:
@@ -73,7 +46,7 @@ def card(figures: dict, trained: dict, recipe: encoder_decoder.ReaderRecipe) -> 
     stages = {name: trained[f"{name} training"] for name in ("target", "draft", "alignment")}
     keys = ("tokens", "steps", "seconds", "first_loss", "last_loss")
     shown = {name: value for name, value in figures.items() if name != "held_out"}
-    return CARD.format(
+    return TEMPLATE.read_text(encoding="utf-8").format(
         seed=trained["seed"],
         machine=trained["machine"],
         minutes=sum(stage["seconds"] for stage in stages.values()) / 60,
@@ -98,22 +71,11 @@ def card(figures: dict, trained: dict, recipe: encoder_decoder.ReaderRecipe) -> 
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bass_lab.pair.encoder_decoder_card", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--trained", type=Path, default=encoder_decoder.WORK / "trained", help="what training wrote")
-    parser.add_argument("--output", type=Path, default=ASSETS / READER, help="where models and card go")
-    options = parser.parse_args()
-    trained = json.loads((options.trained / "training.json").read_text(encoding="utf-8"))
-    figures = measure(options.trained)
-    text = card(figures, trained, encoder_decoder.ReaderRecipe(seed=trained["seed"]))
-    for name in ("target", "draft"):
-        shutil.rmtree(options.output / name, ignore_errors=True)
-        shutil.copytree(options.trained / name, options.output / name)
-    write_whole(options.output / "DATA_CARD.md", text)
-    say(json.dumps(figures, indent=1))
+def measured(folder: Path, trained: dict) -> tuple[dict, str]:
+    """Return the figures of what training wrote, and the card."""
+    figures = measure(folder)
+    return figures, card(figures, trained, encoder_decoder.ReaderRecipe(seed=trained["seed"]))
 
 
 if __name__ == "__main__":
-    main()
+    publish(encoder_decoder.WORK / "trained", ASSETS / READER, ("target", "draft"), measured, __doc__.splitlines()[0])

@@ -1,9 +1,8 @@
 """Train a feature head for a target: what `FeatureDrafter` drafts with.
 
-In a draft only the first token is predicted from the target's own hidden states; each further one is predicted from
-what the head has made of the tokens before. So the head is trained on some steps of that, over all positions of a
-window at once ("training-time test", EAGLE-3: Li et al. 2025; HASS: Zhang et al. 2024): step 1 reads the target's
-hidden states, and each further step reads at position j what the step before predicted at j - 1.
+Only the first token of a draft is predicted from the target's own hidden states. So training unrolls the head over all
+positions of a window ("training-time test", EAGLE-3: Li et al. 2025; HASS: Zhang et al. 2024): step 1 reads the
+target's hidden states, each further step reads at j what the step before predicted at j - 1.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ KeysValues = tuple[Tensor, Tensor]  # of one step, each [B, KV heads, Q, D]
 
 
 def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
-    """A feature head of one layer with random weights, attached to this target, its attention and norms made for
-    training. sizes: of the layer, as in `FeatureHeadConfig`."""
+    """A feature head of one layer with random weights, attached to this target. sizes: as in `FeatureHeadConfig`."""
     of = target.config.get_text_config()
     config = FeatureHeadConfig(
         **sizes,
@@ -45,7 +43,7 @@ def new_head(target: PreTrainedModel, sizes: dict) -> FeatureHead:
 
 def _attention(module, query, key, value, attention_mask, scaling, earlier: list[KeysValues], **kwargs):
     """Attention of the next step: position j sees step 1 up to where it would have ended when this token is drafted,
-    and then one key of each step up to its own. earlier: of the steps before; this one's are added."""
+    then one key of each step. earlier: keys and values of the steps before; this one's are added."""
     earlier.append((key, value))
     step, length = len(earlier), query.shape[2]
     groups = query.shape[1] // key.shape[1]
@@ -83,8 +81,8 @@ def unrolled_loss(head: FeatureHead, teacher: Teacher, windows: Tensor, temperat
 
 
 def unrolled(head: FeatureHead, windows: Tensor, features: Tensor) -> Iterator[Tensor]:
-    """Logits [B, Q, V] of one step after the other, without end: of step s at position j as if the last s - 1 tokens up
-    to there had been drafted, and what comes before been read with the target's hidden states `features` [B, Q, H]."""
+    """Yield logits [B, Q, V] of one step after the other: of step s at position j as if the last s - 1 tokens had been
+    drafted and what comes before been read with the target's hidden states `features` [B, Q, H]."""
     earlier: list[KeysValues] = []
     while True:
         features = head.states(windows, _delayed(features, 1), earlier=earlier, use_cache=False)

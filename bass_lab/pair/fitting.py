@@ -47,8 +47,7 @@ AttentionInterface.register("bass_training", _attention)
 
 
 def new_model(sizes: dict, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-    """A Llama model of the tokenizer's vocabulary and context with random weights and tied embeddings, its attention
-    and norms made for training."""
+    """A Llama model with random weights, tied embeddings and the tokenizer's vocabulary and context, for training."""
     config = LlamaConfig(
         **sizes,
         vocab_size=len(tokenizer),
@@ -70,8 +69,7 @@ def quick_norms(model: nn.Module) -> None:
 
 
 def quick(model: PreTrainedModel, whole_windows: bool) -> AbstractContextManager[None]:
-    """Inside, somebody else's Llama computes as models made for training do. whole_windows: its passes are over windows
-    without padding, from their beginning; its attention, too, is the quick one then."""
+    """Inside, another Llama computes as if made for training. whole_windows: without padding, with quick attention."""
     attention = [(vars(model.config), ATTENTION, "bass_training")]
     return changed(_norms(model) + attention * (whole_windows and isinstance(model, LlamaForCausalLM)))
 
@@ -83,6 +81,15 @@ def _norms(model: nn.Module) -> list[Change]:
 
 def _rms_norm(norm: LlamaRMSNorm, states: Tensor) -> Tensor:
     return F.rms_norm(states, (states.shape[-1],), norm.weight, norm.variance_epsilon)
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, **ids: int) -> None:
+    """Write an ordinary transformers folder: bfloat16 weights, configurations (ids: of generation), tokenizer."""
+    plain = type(model)(model.config).to(torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **ids)
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def say(text: str) -> None:
@@ -107,15 +114,13 @@ def fit(
     """Train on `tokens` tokens: warm-up, then the learning rates fall to zero along a cosine.
 
     `batches(progress, generator)` gives windows [B, Q] for the part of the tokens that is over, `loss_of(windows)` a
-    scalar. On a CPU each of `threads` threads takes a share of the rows and computes on one core: ten percent
-    faster than two cores per operation, and many times faster beside another busy process, where OpenMP's threads spin
-    waiting for each other.
+    scalar. On a CPU each of `threads` threads computes a share of the rows on one core, which is faster than two cores
+    per operation. The state is kept in `folder`/`name`.pt every `save_every` seconds, and a second call goes on from
+    there.
 
-    Everything is kept in `folder`/`name`.pt every `save_every` seconds; a second call goes on from there, and returns
-    at once when the training is complete. Returns tokens, steps, seconds, and the mean losses of the first ten and the
-    last fifty steps. data: says what windows come in which order. Raises ValueError if the file there was made by
-    another recipe: with other data, another budget or learning rate, or for models of other sizes. tell: is told
-    how far it is every half minute.
+    Returns tokens, steps, seconds, and the mean losses of the first ten and the last fifty steps. data: says what
+    windows come in which order. Raises ValueError if the file was made by another recipe. tell: gets the progress every
+    half minute.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.pt"
@@ -223,8 +228,8 @@ def next_token_loss(model: PreTrainedModel, windows: Tensor) -> Tensor:
 
 
 class Teacher:
-    """A target that drafts learn from. What it made of `texts` [N, Q] is remembered: a training that goes over them ten
-    times would otherwise spend most of its time in the target."""
+    """A target that drafts learn from. Its hidden states of `texts` [N, Q] are remembered: a training reads them ten
+    times."""
 
     def __init__(self, target: PreTrainedModel, texts: Iterable[Tensor] = ()):
         self.target = target
@@ -280,8 +285,7 @@ def seeds_of(parts: Sized, generator: torch.Generator) -> list[int]:
 
 
 class Drawn(LogitsProcessor):
-    """Has `generate` sample by random numbers of its own, where its argmax is taken (Gumbel noise on the logits): from
-    torch's generator threads draw in any order."""
+    """Has `generate` sample by a generator of its own (Gumbel noise on the logits): threads share torch's."""
 
     def __init__(self, temperature: float, seed: int, device: torch.device):
         self._temperature, self._generator = temperature, torch.Generator(device).manual_seed(seed)

@@ -1,17 +1,13 @@
 """Pre-train the embedded pair from nothing, on two CPU cores, in two hours: `make embedded-pair`.
 
-The target is deep, the main draft one wide layer. Both choices are about *time*, not about parameters: a forward pass
-of models this small costs what its number of layers costs, so a draft of one layer is about ten times cheaper than a
-target of twenty, as the pairs are that people use. Two more drafts of equal size, deeper and narrower, show what that
-choice is worth, and a feature head drafts from the target's own hidden states.
+A pass of models this small costs what its number of layers costs, so a draft of one wide layer is about ten times
+cheaper than the deep target. Two more drafts of equal size, deeper and narrower, show what that choice is worth, and a
+feature head drafts from the target's hidden states.
 
-Stages, each resumed where it was cut off: the tokenizer; the target and the drafts, each from the corpus; texts that
-the target writes; *alignment*: the drafts learn the target's probabilities (knowledge distillation, Hinton et al. 2015)
-on the corpus and on the target's own texts (DistillSpec, Zhou et al. 2023), because those are what they will be asked
-to predict. The feature head learns from the target alone.
-
-The seed fixes corpus, tokenizer and the order of the data; the budgets are counted in tokens, so that a slower machine
-trains longer and not less. Sums are rounded differently on other machines: figures repeat, weights do not to the bit.
+Stages, each resumed where it was cut off: the tokenizer; target and drafts from the corpus; texts that the target
+writes; *alignment*: the drafts learn the target's probabilities (knowledge distillation, Hinton et al. 2015) on the
+corpus and on the target's own texts (DistillSpec, Zhou et al. 2023). The feature head learns from the target alone. The
+seed fixes data and order, and budgets count tokens: figures repeat on other machines, weights do not to the bit.
 """
 
 from __future__ import annotations
@@ -26,13 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from bass_core.environment import write_whole
 from bass_lab.pair.feature_head import new_head, save_head, unrolled_loss
@@ -42,6 +32,7 @@ from bass_lab.pair.fitting import (
     fit,
     new_model,
     next_token_loss,
+    save,
     say,
     seeds_of,
     workers,
@@ -56,18 +47,13 @@ WORK = Path("build/embedded_pair")
 Batches = Callable[[float, torch.Generator], Tensor]
 
 
-def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
-    layer = _layer(heads, key_value_heads, intermediate, head_dim)
-    return {"hidden_size": hidden, "num_hidden_layers": layers} | layer
+def _sizes(hidden: int, layers: int, heads: int, key_value_heads: int, intermediate: int) -> dict:
+    return {"hidden_size": hidden, "num_hidden_layers": layers} | _layer(heads, key_value_heads, intermediate)
 
 
-def _layer(heads: int, key_value_heads: int, intermediate: int, head_dim: int = 32) -> dict:
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate,
-    }
+def _layer(heads: int, key_value_heads: int, intermediate: int) -> dict:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_value_heads, "head_dim": 32}
+    return sizes | {"intermediate_size": intermediate}
 
 
 # Of equal size: what depth is worth.
@@ -138,8 +124,8 @@ class Data:
 def train_pair(recipe: Recipe, folder: Path, work: Path = WORK, trained_target: Path | None = None) -> dict:
     """Train tokenizer, target, drafts and feature head, write each to `folder`/its name; returns the figures.
 
-    `work` keeps unfinished and finished stages; a second call goes on from there. `folder`/unaligned_* are the drafts
-    before alignment. trained_target: a folder of the target, with its tokenizer, for which the others are then trained.
+    `work` keeps stages, from which a second call goes on. `folder`/unaligned_* are the drafts before alignment.
+    trained_target: a folder of the target and its tokenizer, for which the others are then trained.
     """
     torch.manual_seed(recipe.seed)
     work.mkdir(parents=True, exist_ok=True)
@@ -264,15 +250,6 @@ def _with_own_texts(data: Data, own: Tensor, progress: float, generator: torch.G
         return data.batch(progress, generator)
     count = data.recipe.batch_tokens // own.shape[1]
     return own[torch.randint(0, len(own), (count,), generator=generator)]
-
-
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write an ordinary transformers folder: bfloat16 weights, configuration, generation configuration, tokenizer."""
-    plain = LlamaForCausalLM(model.config).to(torch.bfloat16)
-    plain.load_state_dict(model.state_dict())
-    plain.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def size(model: PreTrainedModel) -> dict[str, float]:

@@ -65,12 +65,8 @@ class Answer:
 
     def opening(self, index: int) -> dict[str, Any]:
         """A chat's first chunk for a row."""
-        choice = {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return self._object(".chunk") | {"choices": [choice]}
 
     def chunk(
@@ -99,23 +95,15 @@ class Answer:
 
     def usage(self, generated: int) -> dict[str, int]:
         """The counts of all rows, which have so many tokens together."""
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self._prompt_tokens + generated,
-        }
+        prompt = self._prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
     def _object(self, suffix: str) -> dict[str, Any]:
         return self._head | {"object": f"chat.completion{suffix}" if self._chat else "text_completion"}
 
     def _totals(self, ended: Sequence[Ended]) -> dict[str, Any]:
-        own = {
-            "drafted": sum(row.drafted for row in ended),
-            "accepted": sum(row.accepted for row in ended),
-            "tokens_per_step": _rate(sum(row.decoded for row in ended), sum(row.steps for row in ended)),
-            "seed": self._seed,
-        }
-        return {"usage": self.usage(sum(len(row.result.sequence) for row in ended)), "bass": own}
+        generated = sum(len(row.result.sequence) for row in ended)
+        return {"usage": self.usage(generated), "bass": _counts(ended) | {"seed": self._seed}}
 
     def _final_text(self) -> FinalText:
         return FinalText(self._tokenizer, options.stop_strings(self._stop, self._tokenizer))
@@ -141,17 +129,15 @@ class Answer:
         return bytes_of(token, self._tokenizer) if part else list(text.encode())
 
 
-def _rate(tokens: int, steps: int) -> float | None:
-    """Tokens per decode step; None without one."""
-    return round(tokens / steps, 3) if steps else None
+def _counts(rows: Sequence[Ended]) -> dict[str, Any]:
+    """Return drafts, accepted ones, and tokens per decode step (None without one)."""
+    drafted, accepted, decoded, steps = (
+        sum(getattr(row, name) for row in rows) for name in ("drafted", "accepted", "decoded", "steps")
+    )
+    rate = round(decoded / steps, 3) if steps else None
+    return {"drafted": drafted, "accepted": accepted, "tokens_per_step": rate}
 
 
 def _end(row: Ended) -> dict[str, Any]:
     reason = row.result.finish_reason
-    own = {
-        "finish_reason": reason,
-        "drafted": row.drafted,
-        "accepted": row.accepted,
-        "tokens_per_step": _rate(row.decoded, row.steps),
-    }
-    return {"finish_reason": FINISHED[reason], "bass": own}
+    return {"finish_reason": FINISHED[reason], "bass": {"finish_reason": reason} | _counts([row])}

@@ -259,12 +259,8 @@ class Entrance:
 
 def make_app(service: Service, allow_origins: Sequence[str] = ()) -> FastAPI:
     """Return the application. The driver has to run. Pages of the origins may call it from a browser."""
-    app = FastAPI(
-        title="BASS",
-        description="Batched speculative decoding of one pair of models",
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    about = {"title": "BASS", "description": "Batched speculative decoding of one pair of models"}
+    app = FastAPI(**about, redoc_url=None, redirect_slashes=False)
     app.add_middleware(Entrance, gate=service.gate, counts=service.counts)
     if allow_origins:  # outside Entrance: a preflight has no key
         allowed = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"], "expose_headers": ["Retry-After"]}

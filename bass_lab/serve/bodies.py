@@ -1,10 +1,8 @@
 """Requests, as OpenAI's API has them: every field is honoured or refused, none ignored.
 
-Fields of OpenAI's that would change the text, and that the engine does not know, are taken at the value that changes
-nothing and at no other. `timeout`, `top_k`, `min_p`, `repetition_penalty`, `ignore_eos` and the
-streams' `continuous_usage_stats` are not of OpenAI's; the last two are what load generators ask of servers. A null
-field is an absent one. Validation stops at the first fault of a list and tries one branch of a union, so that its time
-is bounded.
+OpenAI's fields that the engine does not know are taken at the value that changes nothing. `timeout`, `top_k`, `min_p`,
+`repetition_penalty`, `ignore_eos` and `continuous_usage_stats` are not OpenAI's. Null fields are absent. Validation
+stops at the first fault, so that its time is bounded.
 """
 
 from __future__ import annotations

@@ -30,8 +30,7 @@ class Full(RuntimeError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row that a request asks for. own: keyword arguments of `Session.submit`; ends: the time.monotonic() at which
-    it ends with what it has."""
+    """One row of a request. own: arguments of `Session.submit`; ends: the time.monotonic() at which it ends."""
 
     prompt: Tensor
     own: dict[str, Any]
@@ -40,8 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Update:
-    """What happened to a row of a job: the tokens it gained (where its job streams) with their log-probabilities (where
-    it wants them), or its end."""
+    """What happened to a row of a job: tokens gained, with log-probabilities where its job wants them, or its end."""
 
     index: int
     tokens: list[int] = field(default_factory=list)
@@ -51,8 +49,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Ended:
-    """A row's end. steps: decode steps, the prefill not among them; waited, took: seconds until its first token (None:
-    it has none), and until its end."""
+    """A row's end. steps: decode steps; waited, took: seconds until its first token (None: it has none) and its end."""
 
     result: Result
     drafted: int
@@ -92,9 +89,8 @@ class Job:
 class Driver:
     """Steps a session in a thread of its own while there are rows, and sleeps while there are none.
 
-    Called from the event loop, all but `run`. on_row_end: called there for every row of every job that has started,
-    once, with its end, or None where its job failed. `over` is set when the thread has ended; `error` says why if it
-    was to go on.
+    The event loop calls all but `run`, and on_row_end is called there once per row of every started job, with its end
+    (None: its job failed). `over` is set when the thread has ended; `error` is why, if it was to go on.
     """
 
     def __init__(self, session: Session, counts: Counts, on_row_end: Callable[[Ended | None], None]):
@@ -168,8 +164,7 @@ class Driver:
         self._call(self._finish)
 
     def _without_the_largest(self, error: Exception) -> bool:
-        """Fail the request of the row that would take most of all that wait, one of which found no memory. False: none
-        waits."""
+        """Fail the request of the largest waiting row, where one found no memory. False: none waits."""
         waiting = {
             row.handle.limit: job
             for job in self._jobs

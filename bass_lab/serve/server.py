@@ -34,9 +34,8 @@ GOODBYE = 5  # seconds for connections to end once their rows have
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a server. queue: rows that may wait beyond the batch's; deadline: seconds after which every row ends; drain:
-    seconds that running rows have after SIGTERM; allow_origins: sites whose pages may call from a browser; session:
-    further options of `Session`."""
+    """queue: rows that may wait beyond the batch's; deadline, drain: seconds for every row, and for running rows after
+    SIGTERM; allow_origins: sites whose pages may call; session: further options of `Session`."""
 
     name: str
     max_batch_size: int = 8
@@ -49,8 +48,7 @@ class Settings:
 
 
 def bound(host: str, port: int, api_key: str | None) -> socket.socket:
-    """A socket at that address, which nobody listens at yet. Raises ValueError for an address beyond this machine
-    without a key, and for one that cannot be had."""
+    """Return a bound socket. Raises ValueError for an address beyond this machine without a key, or not to be had."""
     if not is_loopback(host) and api_key is None:
         raise ValueError(
             f"--host {host} can be reached from other machines: set an API key (--api-key, or better the environment "
@@ -75,10 +73,8 @@ def _open_files() -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which drains: after SIGTERM or SIGINT it answers new requests with 503 until the running ones have
-    ended; a second signal ends these at once. `run` returns when all is over; `failed` says whether the engine died.
-    say: called with model, address and docs as soon as it listens.
-    """
+    """uvicorn's, which drains: after SIGTERM or SIGINT it answers 503 until running requests have ended; a second
+    signal ends these at once. `failed`: the engine died. say: called with model, address and docs when it listens."""
 
     def __init__(self, pair: ModelPair, settings: Settings, say: Callable[[dict[str, str]], None]):
         self.settings, self._say, self.failed = settings, say, False
@@ -89,18 +85,10 @@ class Server(uvicorn.Server):
         self.service = Service(pair, settings.name, self.driver, self.gate, counts, settings.deadline)
         self._counts = counts
         limit, burst = connections.limits(_open_files(), settings.max_batch_size + settings.queue)
-        config = uvicorn.Config(
-            make_app(self.service, settings.allow_origins),
-            http=functools.partial(connections.Connection, limit=limit),
-            backlog=burst,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_graceful_shutdown=GOODBYE,
-        )
-        super().__init__(config)
+        options = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none", "server_header": False}
+        options |= {"backlog": burst, "timeout_graceful_shutdown": GOODBYE}
+        options["http"] = functools.partial(connections.Connection, limit=limit)
+        super().__init__(uvicorn.Config(make_app(self.service, settings.allow_origins), **options))
 
     def _row_ended(self, ended: Ended | None) -> None:
         if ended is None:

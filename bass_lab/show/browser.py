@@ -1,8 +1,4 @@
-"""JupyterLab in a real browser: a server on a copy of the lessons, and pages in which their cells have run.
-
-For the browser test and for the README's pictures. Needs the machine's own Chromium and the package playwright (extra
-`test`), which drives it.
-"""
+"""JupyterLab in a real browser, for the browser test and the README's pictures. Needs Chromium and playwright."""
 
 from __future__ import annotations
 
@@ -67,10 +63,8 @@ def launched() -> Iterator[Browser]:
 
 @contextmanager
 def lab(notebooks: Path, parameters: Mapping[str, dict]) -> Iterator[Callable[[str], str]]:
-    """JupyterLab on a copy of this folder, with settings of its own; what it yields tells a notebook's address.
-
-    parameters: by notebook, without the ending, as papermill would set them.
-    """
+    """Run JupyterLab on a copy of this folder; yields what tells a notebook's address. parameters: by notebook, as
+    papermill's."""
     import papermill
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,4 @@
-"""Figures that live in a notebook: redrawn in place by controls, as wide as the page lets them be.
-
-A plotly FigureWidget by itself is 700 pixels wide for good, and empty after a page is loaded again.
-"""
+"""Figures that live in a notebook: redrawn in place by controls, as wide as the page."""
 
 from __future__ import annotations
 
@@ -32,10 +29,7 @@ def redraw(widget: go.FigureWidget, figure: go.Figure) -> None:
 
 
 def live(draw: Callable[..., Sequence[str | go.Figure]], **controls: ipywidgets.Widget) -> ipywidgets.VBox:
-    """The controls, and below them what `draw` makes of their values (by name): texts of HTML, and figures.
-
-    Its children are the controls and the views in this order; setting the value of a control draws them anew.
-    """
+    """Return the controls, and below them what `draw` makes of their values (by name): texts of HTML, and figures."""
     views: list[ipywidgets.Widget] = []
 
     def update(_=None) -> None:
@@ -75,10 +69,7 @@ def stacked(*children: ipywidgets.Widget) -> ipywidgets.VBox:
 
 
 class _Resizer(anywidget.AnyWidget):
-    """An empty line that makes the figures above it as wide as itself, now and whenever its own width changes.
-
-    As an anywidget a figure is not told of its place in the page, and every new layout with a height fixes the width.
-    """
+    """An empty line that makes the figures above it as wide as itself. anywidget figures do not follow their place."""
 
     _esm = """
     export default { render({ el }) {

@@ -1,8 +1,5 @@
-"""How all figures look: one table of colours, hatchings, dashes and symbols, one template, and the pieces of a figure.
-
-A light template, a colour-blind safe palette (Okabe & Ito), and never colour alone: bars are hatched, curves have a
-dash and a symbol, cells a number. Figures say what they show by a name of `LOOKS`.
-"""
+"""How all figures look: colours (Okabe & Ito), hatchings, dashes and symbols by name (`LOOKS`), one template, and the
+pieces of a figure. Never colour alone."""
 
 from __future__ import annotations
 

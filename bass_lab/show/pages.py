@@ -21,16 +21,9 @@ if TYPE_CHECKING:
 
 # Headless, offline, and willing to run as root in a container.
 BROWSER_FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-    "--virtual-time-budget=20000",
-)
+    "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--virtual-time-budget=20000",
+)  # fmt: skip
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 WIDGET_NOTE = "<p><i>A live control: open the notebook in JupyterLab to move it. What it shows follows below.</i></p>"
@@ -40,10 +33,8 @@ SCRIPT = "plotly.min.js"  # 5 MB: once per folder of pages, not per page
 
 
 def execute(source: Path) -> NotebookNode:
-    """The notebook executed where it lies, without its widgets; the file stays as it is.
-
-    Raises nbclient's CellExecutionError where a cell fails, CellTimeoutError where it takes more than `PATIENCE`.
-    """
+    """Return the notebook executed where it lies, without its widgets. Raises nbclient's CellExecutionError and
+    CellTimeoutError."""
     import nbformat
     from nbclient import NotebookClient
 
@@ -58,10 +49,7 @@ def execute(source: Path) -> NotebookNode:
 
 
 def draw_figures(notebook: NotebookNode, script: str | None = None) -> None:
-    """Turn the notebook's figures into HTML that draws them without a network.
-
-    script: where `SCRIPT` lies, seen from the page; None puts it into the notebook.
-    """
+    """Turn the notebook's figures into HTML that needs no network. script: where `SCRIPT` lies; None: inline."""
     from plotly.io import to_html
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
@@ -80,10 +68,9 @@ def write_script(folder: Path) -> None:
 
 
 def as_page(notebook: NotebookNode, title: str = "") -> str:
-    """An executed notebook as HTML that fetches nothing when it is opened. title: else its first heading.
+    """Return an executed notebook as HTML that fetches nothing when opened. title: else its first heading.
 
-    nbconvert loads MathJax and require.js from the network. Nothing here needs either: notebooks write formulas as
-    text, and TeX stays as it is written. Its style breaks printed lines within words; here they break between them.
+    nbconvert's MathJax and require.js are left out: nothing here needs them. Printed lines break between words.
     """
     from nbconvert import HTMLExporter
 

@@ -29,10 +29,7 @@ MEANINGS = {
 
 
 def raster_matrix(trace: Trace) -> pd.DataFrame:
-    """Accepted drafts in the text: rows down, each row's decode steps across (NaN once it has ended).
-
-    Drafts that were accepted behind a row's end (EOS, a stop string) are not counted: they are in no text.
-    """
+    """Accepted drafts in the text: rows down, each row's decode steps across (NaN once it has ended)."""
     decode = trace.steps.query("kind == 'decode'")
     decode = decode.assign(accepted=decode[["accepted", "emitted"]].min(axis=1))
     numbered = decode.assign(nth=decode.groupby("row").cumcount() + 1)
@@ -49,11 +46,10 @@ def acceptance_raster(trace: Trace, title: str = "Accepted draft tokens, per row
     return figure.update_yaxes(autorange="reversed", dtick=1, showgrid=False).update_xaxes(showgrid=False)
 
 
-def speed_chart(table: pd.DataFrame, title: str = "Speed over regular decoding") -> go.Figure:
+def speed_chart(table: pd.DataFrame) -> go.Figure:
     """Bars of `over_regular` with the interval `low` … `high`, one per line of the table, labelled by `label`."""
-    figure = empty_figure(
-        titled(title, table), "times as fast (1 = this engine without drafting)", "", height=120 + 42 * len(table)
-    )
+    title = titled("Speed over regular decoding", table)
+    figure = empty_figure(title, "times as fast (1 = this engine without drafting)", "", 120 + 42 * len(table))
     looks = ["batched" if "batched" in label else "baseline" for label in table.label]
     texts = {"text": [f"{value:.2f}×" for value in table.over_regular], "insidetextanchor": "start"}
     texts |= {"textposition": "inside", "hovertemplate": "%{y}: %{x:.2f}×<extra></extra>"}
@@ -81,9 +77,9 @@ def coloured_text(
     titles: Sequence[str] | None = None,
     marked: Sequence[bool] | None = None,
 ) -> str:
-    """HTML of generated tokens, each underlined and coloured by where it came from (`Trace.tokens.kind`).
+    """HTML of generated tokens, underlined and coloured by origin (`Trace.tokens.kind`).
 
-    prompt: shown in grey before them. titles: what the mouse reads on each token. marked: on a yellow ground.
+    prompt: in grey before them. titles: shown on hover. marked: on a yellow ground.
     """
     titles = [""] * len(tokens) if titles is None else titles
     marked = [False] * len(tokens) if marked is None else marked

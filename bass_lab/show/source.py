@@ -14,11 +14,8 @@ Mark = str | re.Pattern  # text that stands in a line, or an expression that mat
 
 
 class ShownSource:
-    """Lines of a file, some of them marked; a cell that ends with it shows them.
-
-    place: file, line numbers and name. lines: the code by line number, without the indentation that all lines share;
-    marked: the numbers of the marked lines; shown: those of the lines that are shown.
-    """
+    """Lines of a file by number, some of them `marked` or `shown`; a cell that ends with it shows them. place: file,
+    numbers and name."""
 
     def __init__(self, place: str, lines: Mapping[int, str], marked: Collection[int], shown: Collection[int]):
         self.place, self.lines, self.marked, self.shown = place, dict(lines), sorted(marked), sorted(shown)
@@ -78,11 +75,10 @@ class Beside:
 def show_source(
     thing: Callable | type, highlight: Mark | Sequence[Mark] = (), around: int | None = None
 ) -> ShownSource:
-    """The source of a function, method or class, under its decorators, with the lines marked that `highlight` names.
+    """Return the source of a function, method or class, with the lines marked that `highlight` names.
 
-    highlight: a piece of text, a compiled regular expression, or several: every line is marked in which one of them is
-    found. around: show only so many lines before and after each marked one; None: all. Raises ValueError for a
-    highlight that is found in no line, and TypeError for what has no source in Python.
+    highlight: a text, a compiled regular expression, or several. around: show only so many lines beside each marked
+    one. Raises ValueError for a highlight that is in no line, TypeError for what has no source in Python.
     """
     thing = inspect.unwrap(thing)
     found, first = inspect.getsourcelines(thing)

@@ -23,8 +23,8 @@ def show(text: str, style: str = "") -> None:
 
 
 def show_table(rows: Iterable[Mapping[str, object]], heading: str = "") -> None:
-    """Print lines that have the same columns. Numbers are shown to four digits, None and NaN as nothing; columns of
-    nothing are left out."""
+    """Print lines that have the same columns: numbers to four digits, None and NaN as nothing; empty columns are left
+    out."""
     shown = [{name: _shown(value) for name, value in row.items()} for row in rows]
     names = [name for name in (shown[0] if shown else ()) if any(row[name] for row in shown)]
     columns = [[row[name] for row in shown] for name in names]

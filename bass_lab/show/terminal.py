@@ -18,8 +18,7 @@ ORIGINS = {"accepted": "green", "recovered": "red", "bonus": "cyan", "regular": 
 
 
 def stream(pair: ModelPair, prompts: list[PromptLike], stop: Sequence[str] = (), **options) -> Generation:
-    """Generate, printing the first row as it grows, behind its prompt if that is a text that it goes on with; returns
-    the Generation."""
+    """Generate, printing the first row as it grows, behind its prompt if that is a text; returns the Generation."""
     text = FinalText(pair.tokenizer, stop_strings(stop, pair.tokenizer))
     before = "" if pair.reads_sources else _before(prompts[0])
     shown = []

@@ -1,7 +1,6 @@
 """The tokens of a trace, looked at closely: one step with its p and q, a row's text with hover, a whole run's verdicts.
 
-Functions take a trace with tokens (`trace="tokens"`) and return a figure, a table or HTML; none runs a model. A step is
-named by its row and `nth`, the row's own decode step counted from 1, as in `plots.acceptance_raster`.
+Functions take a trace with tokens; none runs a model. Steps are named by row and `nth`, the row's step from 1.
 """
 
 from __future__ import annotations
@@ -25,15 +24,11 @@ _VISIBLE = str.maketrans({" ": "␣", "\n": "↵", "\t": "⇥"})
 _FEW = 12  # bars up to which each carries its value as a number
 
 
-# --- data ---
-
-
 def outcomes(trace: Trace) -> pd.DataFrame:
     """`Trace.tokens` by row and decode step, the drafts of a step in their order and then the target's own token.
 
-    Columns added: nth (0 is the prefill) and outcome: accepted, rejected, not reached, recovered, bonus or regular.
-    Token, coupled and greedy verification end at the first rejection, and drafts behind it are "not reached"; block
-    verification judges a step's drafts together, and all that it drops are "rejected".
+    Adds nth (0: the prefill) and outcome: accepted, rejected, not reached (behind a rejection; never in block
+    verification), recovered, bonus or regular.
     """
     steps = trace.steps[["row", "step"]].assign(nth=trace.steps.kind == "decode")
     steps["nth"] = steps.groupby("row")["nth"].cumsum()
@@ -54,18 +49,12 @@ def step_tokens(trace: Trace, row: int, nth: int) -> pd.DataFrame:
 
 
 def surest_rejection(trace: Trace) -> tuple[int, int]:
-    """(row, nth) of the step in which the draft was surest, against the target, of a token that was rejected.
-
-    The first row's first step if nothing was rejected.
-    """
+    """(row, nth) of the step that rejected the token with the largest q - p; (0, 1) if nothing was rejected."""
     rejected = outcomes(trace).query("outcome == 'rejected'").dropna(subset=["q"])
     if rejected.empty:
         return 0, 1
     line = rejected.loc[(rejected.q - rejected.p).idxmax()]
     return int(line.row), int(line.nth)
-
-
-# --- words ---
 
 
 def visible(text: str) -> str:
@@ -145,9 +134,6 @@ def why(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBase) ->
     )
 
 
-# --- HTML ---
-
-
 def legend() -> str:
     """What colours, underlines and symbols mean in `row_html`, `step_html` and `step_figure`."""
     signs = " &nbsp; ".join(f"{SYMBOLS[kind]} {kind}" for kind in plots.UNDERLINES)
@@ -176,10 +162,7 @@ def step_html(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizerBa
 def row_html(
     trace: Trace, row: int, tokenizer: PreTrainedTokenizerBase, prompt: str = "", nth: int | None = None
 ) -> str:
-    """A row's text, prompt in grey, generated tokens coloured by origin; hover shows p, q and step.
-
-    nth: the step whose tokens are marked.
-    """
+    """A row's text, prompt in grey, tokens coloured by origin; hover shows p, q and step. nth: the marked step."""
     tokens = outcomes(trace)
     mine = tokens[(tokens.row == row) & (tokens.kind != "rejected")]
     about = {"titles": [_hover(line) for line in mine.itertuples()], "marked": (mine.nth == nth).tolist()}
@@ -190,9 +173,6 @@ def _hover(line) -> str:
     """Plain text for the mouse: what became of a token, p, q, step."""
     q = "" if np.isnan(line.q) else f", q = {line.q:.3f}"
     return f"{line.outcome} · p = {line.p:.3f}{q} · " + (f"step {line.nth}" if line.nth else "prefill")
-
-
-# --- figures ---
 
 
 def marked_cell(row: int, nth: int) -> dict:
@@ -236,10 +216,7 @@ def step_figure(trace: Trace, row: int, nth: int, tokenizer: PreTrainedTokenizer
 
 
 def policy_figure(traces: Mapping[str, Trace]) -> go.Figure:
-    """One panel per policy: the draft length of each step as a line, what the rows accepted as discs.
-
-    A disc's area says how many rows accepted that many tokens.
-    """
+    """One panel per policy: each step's draft length as a line, accepted tokens as discs."""
     title = titled("What each policy drafted, and what was accepted of it", *traces.values())
     stacked = {"shared_xaxes": True, "vertical_spacing": 0.09}
     figure = panels(len(traces), 1, list(traces), title, 160 + 210 * len(traces), **stacked)

@@ -16,10 +16,10 @@ _HALF = {"flex": "1 1 420px", "min_width": "0"}
 
 
 class TraceExplorer:
-    """A trace with tokens to look around in: raster, a row and a step to choose, that step's tokens, the row's text.
+    """Raster of a trace with tokens, a row and a step to choose, that step's tokens, the row's text.
 
     controls: "row", "step" and "play"; a click on a cell of `raster` sets the first two. `raster` and `bars` are
-    plotly's FigureWidgets, `headline`, `reason` and `text` HTML; `widget` holds all of them.
+    FigureWidgets, `headline`, `reason` and `text` HTML; `widget` holds all of them.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -42,10 +42,8 @@ class TraceExplorer:
         return stacked(self.headline, self.raster, choice, below, key)
 
     def show(self, trace: Trace, prompts: Sequence[str] = ()) -> None:
-        """Draw another trace; the chosen row and step stay if it has them. prompts: one text per row, or none.
-
-        Raises ValueError for a trace without tokens.
-        """
+        """Draw another trace; row and step stay if it has them. prompts: one text per row, or none. Raises ValueError
+        without tokens."""
         _ = trace.tokens  # raises, before anything changes
         self._drawn = plots.acceptance_raster(trace).update_layout(dragmode=False)
         self.headline.value = token_views.headline(trace)

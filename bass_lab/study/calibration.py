@@ -1,11 +1,8 @@
 """Measuring a `CostModel` on the current machine.
 
-Passes are the engine's own: `Runner.feed` and `feed_last` over a ragged cache that is full. What a step takes besides
-them, the default policy's choice among it, comes from real steps, of which every pass is taken out. Where steps are
-replayed as CUDA graphs, passes cannot be told apart: real steps are timed by their phases, so that sampling and
-verification count with the passes they follow.
-All grid points take turns, so that a slow moment of the machine meets every one of them. What they took is estimated
-together (`mixed_model`): there is time for a few samples of each point, and machines are noisy.
+Passes are `Runner.feed` and `feed_last` over a full ragged cache. Overhead comes from real steps, less their passes.
+Where steps are replayed as CUDA graphs, real steps are timed by their phases. All grid points take turns, so that a
+slow moment meets every one of them, and are estimated together (`mixed_model`).
 """
 
 from __future__ import annotations
@@ -78,14 +75,12 @@ def calibrate(
 ) -> CostModel:
     """Time the passes of both models and the rest of a step on a grid.
 
-    batches, query_lengths, kv_lengths (positions cached before the pass; None: `KV_LENGTHS` within the context):
-        increasing. Memory: the caches hold max(batches) rows of max(kv_lengths) positions.
-    seconds: until no point is measured any more; each is at least once, whatever it takes. Steps are greedy.
+    batches, query_lengths, kv_lengths (positions cached before; None: `KV_LENGTHS` within the context): increasing.
+    Caches hold max(batches) rows of max(kv_lengths) positions. seconds: until no point is measured any more; each is at
+    least once.
 
-    `measured` of the result has the samples per point and their spread: the interquartile range by the median, of the
-    median point. Above `QUIET` the machine had other things to do. And `acceptance`, see `_acceptance`.
-
-    Raises ValueError for a grid that is beyond the context or not increasing.
+    `measured` has samples per point, their spread (interquartile range by the median; above `QUIET` the machine was
+    busy) and `acceptance` (`_acceptance`). Raises ValueError for a grid that is beyond the context or not increasing.
     """
     end = time.perf_counter() + seconds
     accepted = _acceptance(pair)
@@ -121,8 +116,8 @@ def calibrate(
 
 
 def _acceptance(pair: ModelPair) -> list[int] | None:
-    """Drafts accepted, and steps that ended with one refused, greedily on prompts of both sets; None for a pair that
-    reads no text or has no room for these. What was wanted and not drafted counts as refused."""
+    """Return drafts accepted, and steps that ended with one refused or not drafted, greedily on prompts of both sets.
+    None for a pair that reads no text or has no room for these."""
     if pair.tokenizer is None:
         return None
     prompts = [*prompt_set("mini", LOOKED_AT), *prompt_set("library", LOOKED_AT)]
@@ -210,10 +205,8 @@ def _turns(
 
 
 def _full_runner(model: object, stack: ExitStack, axes: dict) -> Runner | None:
-    """A runner for these points, prepared until `stack` closes; None for what is no model.
-
-    Its cache holds numbers everywhere: memory pages that were never written are read faster.
-    """
+    """Return a runner prepared for these points; None for what is no model. Its cache is written: unwritten pages are
+    faster."""
     if not isinstance(model, PreTrainedModel):
         return None
     capacity = max(axes["kv_length"]) + max(*axes["query_length"], 2)
@@ -251,8 +244,8 @@ def _draft_phase(
 def _feed(
     watch: Stopwatch, runner: Runner, batch: int, query_length: int, kv_length: int, last_only: bool = False
 ) -> float:
-    """Seconds of a forward pass over `query_length` tokens of rows that have `kv_length` positions cached, every other
-    row one less: rows of a batch differ, and then attention needs a mask."""
+    """Return the seconds of a pass over `query_length` tokens of rows with `kv_length` cached positions, every other
+    row one less, so that attention needs a mask."""
     device, starts = runner.model.device, [max(kv_length - row % 2, 0) for row in range(batch)]
     watch.start()
     if last_only:
@@ -266,8 +259,8 @@ def _feed(
 
 
 class _InTurn(Goodput):
-    """Draft lengths one after the other. Before each except 0 the default policy makes a choice, since choosing is part
-    of steps that draft. Its costs and its choice do not matter. Like the default policy it predicts only 0."""
+    """Draft lengths one after the other. The default policy chooses before each except 0, since choosing is part of a
+    step."""
 
     def __init__(self, lengths: Sequence[int]):
         super().__init__(modelled_h100())
@@ -296,10 +289,7 @@ def _steps(watch: Stopwatch, pair: ModelPair, batch: int, draft_lengths: Sequenc
 
 
 def _recorded_steps(pair: ModelPair, batch: int, kv_length: int, lengths: Sequence[int]) -> Iterator[Taken]:
-    """Steps of each draft length over rows of about `kv_length` cached positions, by their phases.
-
-    No draft is kept, so that the rows grow by one token per step, whatever was drafted.
-    """
+    """Steps of each draft length over rows of about `kv_length` cached positions, by their phases. No draft is kept."""
     turns, walls = _recorded_turns(lengths), []
     prompts = prompts_of(batch, max(kv_length + 1 - len(turns) // 2, 2))
     options = {"draft_length": _InTurn([k for k, _ in turns]), "acceptance": SyntheticAcceptance.named("synthetic:0")}
@@ -341,20 +331,17 @@ def _growth(lengths: Sequence[int]) -> int:
 
 
 def _recorded_turns(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Draft length of each step, and which one of that length it is.
-
-    A step that drafts nothing launches the next one: there is one more than is counted, so that all that are have done
-    it."""
+    """Return the draft length of each step, and which of that length it is. One more for 0, whose steps launch the
+    next."""
     return [(k, turn) for k in lengths for turn in range(RECORDING + REPLAYS + (k == 0))]
 
 
 def _take_turns(turns: Sequence[Turn], end: float, tell: Callable[[float], None] = lambda now: None) -> list[Sample]:
-    """What the turns gave, each of them at least once, more until `end` (of perf_counter). tell: gets the time before
-    each of them.
+    """Return the turns' samples, each at least once, more until `end` (of perf_counter). tell: gets the time before
+    each.
 
-    Next comes the one with the fewest visits times the square root of its duration, divided by how often it is to come.
-    Visits in that proportion make the sum of the squared relative errors least for a given time, those of points that
-    come more often counting more, and spread each over all of it.
+    Next is the turn with the fewest visits times the square root of its duration, by how often it is to come, which
+    makes the sum of squared relative errors least for a given time.
     """
     samples: list[Sample] = []
     queue = [(0.0, index) for index in range(len(turns))]

@@ -31,9 +31,8 @@ class _Unpredicted(FixedLength):
 
 
 def summary(cost: CostModel) -> pd.DataFrame:
-    """Per batch size, at `SHOWN_KV` cached positions: milliseconds of a target pass over one token, how much longer one
-    over six takes, a draft pass over one token and the overhead at k = 5 (ms), and for each α of `SHOWN_ALPHAS` the
-    draft length that these costs make the best."""
+    """Return per batch size, at `SHOWN_KV` positions: ms of a target pass, its growth to six tokens, ms of a draft pass
+    and of the overhead at k = 5, and the best draft length for each α of `SHOWN_ALPHAS`."""
     lines = []
     for batch in cost.target_passes.axes["batch"]:
         one, six = cost.target(batch, np.array([1, 6]), SHOWN_KV)
@@ -55,13 +54,12 @@ def check(
     max_new_tokens: int = 96,
     progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> pd.DataFrame:
-    """Predicted and real decode time of greedy runs on the mini prompt set (ids for a pair without a tokenizer), all
-    cases taking turns.
+    """Return predicted and real decode time of greedy runs on the mini prompt set (ids without a tokenizer), taking
+    turns.
 
     Columns batch, k; predicted_ms, real_ms, ratio (predicted ÷ real): medians over the repeats after two that warm up;
-    relative: the ratio by the median of all ratios, which a machine that is busier or idler than when it was calibrated
-    leaves alone, as it does the lengths that policies choose. Decode time: from the end of prefill to the last token;
-    rows do not stop on EOS. Raises ValueError for costs of another pair.
+    relative: the ratio by the median of all. Decode time: from the end of prefill to the last token, past EOS. Raises
+    ValueError for costs of another pair.
     """
     check_costs(cost, pair)
     runs, ways = [], {}

@@ -1,8 +1,4 @@
-"""How far one target is from another, such as a quantized one from the original: in law, greedy text, programs.
-
-A draft costs time and never changes a text; another target is another law. What counts is how far it is at the
-positions of texts that the first target writes, both models reading the same tokens before them.
-"""
+"""How far one target is from another, such as a quantized one from the original: in law, greedy text, programs."""
 
 from __future__ import annotations
 

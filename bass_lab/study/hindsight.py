@@ -51,7 +51,7 @@ def _optimum(drawn: Replay, cost: Cost) -> float:
 
 
 def _lower_bound(drawn: Replay, cost: Cost) -> float:
-    """Seconds that a batch needs at least."""
+    """Return the seconds that a batch needs at least."""
     batch = np.arange(1, len(drawn.ends) + 1)[:, None]
     k = np.arange(drawn.limit - 1)
     shortest = drawn.trace.prompt_lengths[drawn.sequences].min()
@@ -103,11 +103,10 @@ class _Foresight(DraftLengthPolicy):
 
 
 def schedule(drawn: Replay, cost: Cost) -> float:
-    """Seconds of a good schedule that knew all coins: found, not proven best.
+    """Return the seconds of a good schedule that knew all coins: found, not proven best.
 
-    Each step takes the k of most tokens (rows weighted by the square of what they still have to emit, since the last
-    one counts) less the step's time at a price in tokens per second (time at a middle KV length); the best of some
-    prices counts. The optimum lies between `bound` and this.
+    Each step takes the k of most tokens (rows weighted by the square of what is left) less the step's time at a price
+    in tokens per second; the best of some prices counts. The optimum lies between `bound` and this.
     """
     batch, k = np.arange(1, len(drawn.ends) + 1)[:, None], np.arange(drawn.limit)
     middle = drawn.trace.prompt_lengths[drawn.sequences].mean() + drawn.limit / 2

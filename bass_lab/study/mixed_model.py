@@ -3,11 +3,9 @@
     log seconds = trend + stairs + drift + noise
 
 trend: of each table, quadratic in the logarithms of its axes. stairs: for each subset of the axes, steps that begin
-somewhere on them and hold from there on, as where a device rounds shapes up to tiles. drift: how fast the machine was
-in that span of time. Stairs and drift are normal around 0, noise is Student's t, so that a slow moment counts little.
-How large each of them is comes from the samples themselves, by expectation maximization (Laird and Ware 1982,
-Random-effects models for longitudinal data): where samples agree with each other the stairs are as they were measured,
-and where noise hides them a point borrows from its neighbours.
+somewhere and hold from there on, as where a device rounds shapes up. drift: the machine's speed in that span of time.
+Stairs and drift are normal around 0, noise is Student's t. Their sizes come from the samples, by expectation
+maximization (Laird and Ware 1982): a point that noise hides borrows from its neighbours.
 """
 
 from __future__ import annotations
@@ -89,10 +87,8 @@ def _trend(logs: np.ndarray) -> np.ndarray:
 def _fit(
     terms: np.ndarray, kinds: np.ndarray, table: np.ndarray, where: np.ndarray, moment: np.ndarray, logs: np.ndarray
 ) -> np.ndarray:
-    """The logarithm of each point. table: of each point; where, moment, logs: point, time and logarithm of each sample.
-
-    Samples enter by what they weigh in each cell of points and moments: their own rows of terms are never written out.
-    """
+    """Return the logarithm of each point. table: of each point; where, moment, logs: point, time and logarithm of each
+    sample. Samples enter by their weight in each cell of points and moments."""
     count, moments = terms.shape[1], int(moment.max()) + 1
     shape = len(terms), moments
     cells = np.ravel_multi_index((where, moment), shape)

@@ -1,8 +1,7 @@
-"""Draft-length policies that others published, to compare with: transformers' schedule, AdaEDL and SVIP.
+"""Draft-length policies that others published: transformers' schedule, AdaEDL and SVIP.
 
-None of them knows what a step costs. `AdaEDL` and `SVIP` go by the draft's distributions at temperature 1, whatever is
-sampled from: at low temperatures drafts are accepted far more often than these suggest, and bounds that are not learnt
-(`SVIP`) or learnt slowly (`AdaEDL`) stop too early.
+None knows what a step costs. `AdaEDL` and `SVIP` go by the draft's distributions at temperature 1, so at low
+temperatures they stop too early.
 """
 
 from __future__ import annotations
@@ -40,11 +39,8 @@ class HuggingFaceHeuristic(DraftLengthPolicy):
 
 @dataclass
 class AdaEDL(DraftLengthPolicy):
-    """Stops a row before x_j where a bound on its acceptance is low: 1 - sqrt(0.2 H(q_j)) < λ.
-
-    λ moves so that a share `wanted` of the drafts is accepted. (Agrawal et al. 2024, arXiv 2410.18351; λ moves as the
-    threshold of Zhang et al. 2023, arXiv 2309.08168, does.)
-    """
+    """Stops a row before x_j where 1 - sqrt(0.2 H(q_j)) < λ, which moves so that a share `wanted` is accepted. (Agrawal
+    et al. 2024, arXiv 2410.18351; λ as in Zhang et al. 2023, arXiv 2309.08168.)"""
 
     limit: int = 16
     wanted: float = 0.9

@@ -45,15 +45,12 @@ SHIPPED = ASSETS / "acceptance"
 class AcceptanceTrace:
     """Texts of the target's, and the draft's chances at each of their tokens. N sequences of T generated tokens.
 
-    p, q: float32 [N, T], probabilities of the text's token under target and draft, after processing (temperature 0: p
-    is 1, and q is 1 where the draft would choose that token, else 0). entropy (nats), maximum: float32 [N, T], of the
-    draft's own distribution at temperature 1 for that position, as `Signals` has them. chance: float32 [N, T], the
-    text's token's probability in it, as `HiddenDraft` has it (0 for ids that only the target has: they are never
-    drafted). rejected_chance: float16 [N, T], that of a draft rejected at that position, drawn once; NaN where none can
-    be. rollout_entropy, rollout_maximum, rollout_chance: float16 [N, T, R], the same of the next R drafts after the
-    rejected one and of their tokens; NaN where none can be. prompt_lengths: int64 [N]. lengths: int64 [N], where the
-    text ends (EOS included); the tokens that the target would have gone on with are recorded too, for drafts beyond an
-    EOS are verified like others. meta: how it was recorded.
+    p, q: float32 [N, T], probabilities of the text's token under target and draft, processed (temperature 0: 1 and 1 or
+    0). entropy (nats), maximum, chance: float32 [N, T], of the draft's distribution at temperature 1, as `Signals` and
+    `HiddenDraft` have them; chance: of the text's token (0 for the target's own ids). rejected_chance: float16 [N, T],
+    of a draft rejected there, drawn once. rollout_*: float16 [N, T, R], the same of the next R drafts. NaN: none can
+    be. prompt_lengths, lengths: int64 [N]; a text ends at lengths, EOS included, and goes on for drafts beyond. meta:
+    how it was recorded.
     """
 
     p: np.ndarray
@@ -106,8 +103,7 @@ class AcceptanceTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> AcceptanceTrace:
-        """Read what `save` wrote. Raises ValueError for another file, and for one that lacks an array, such as one of
-        an older version."""
+        """Read what `save` wrote. Raises ValueError for another file, and for one that lacks an array."""
         try:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = {name: stored[name] for name in stored.files}
@@ -131,13 +127,10 @@ class AcceptanceTrace:
     ) -> AcceptanceTrace:
         """Made-up texts on which each draft is accepted with chance alpha.
 
-        regimes (spread, duration): the chance switches between alpha - spread and alpha + spread (both equally likely
-        at first); each spell lasts a geometric number of tokens of mean `duration`. The draft knows: its largest
-        probability m is the chance of acceptance and its entropy that of such a coin, also after a rejection. Accepted
-        drafts are its favourites, of probability m; a rejected one is some other token, of the smaller of 1 - m and m.
-        After a rejection each draft is the favourite with chance m.
-
-        Raises ValueError for chances outside [0, 1] and spells shorter than a token.
+        regimes (spread, duration): the chance switches between alpha - spread and alpha + spread, in spells of
+        geometric length, mean `duration`. The draft knows: its largest probability is the chance and its entropy that
+        of such a coin. Accepted drafts are its favourites; a rejected one has the smaller of 1 - m and m. Raises
+        ValueError for chances outside [0, 1] and spells shorter than a token.
         """
         spread, duration = regimes or (0.0, 1.0)
         if not (abs(spread) <= alpha <= 1 - abs(spread) and duration >= 1):
@@ -169,7 +162,7 @@ class AcceptanceTrace:
 
 
 def shipped(name: str) -> AcceptanceTrace:
-    """What `bass record` recorded of the embedded pair: 96 prompts of the set "mini" or "library", after each a text of
-    128 tokens at temperature 0.2. Raises ValueError for another name."""
+    """Load the embedded pair's 96 texts of 128 tokens at temperature 0.2, of "mini" or "library". Raises ValueError for
+    others."""
     checks.one_of("prompt_set", name, PROMPT_SETS)
     return AcceptanceTrace.load(SHIPPED / f"{name}.npz")

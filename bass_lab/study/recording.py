@@ -38,11 +38,10 @@ def record(
     rollout: int = 8,
     progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> AcceptanceTrace:
-    """The acceptance trace of `samples` texts per prompt (prompt-major), written by the target alone.
+    """Return the acceptance trace of `samples` texts per prompt (prompt-major), written by the target alone.
 
-    The embedded pair records 32 texts of 64 tokens in some ten seconds on a laptop's core. rollout: how many drafts
-    after a rejected one are recorded for policies that look at them. progress: told what is done now and about which
-    share of the work, 0 to 1, is done. Raises ValueError for a pair whose draft is no model, and as `generate` does.
+    rollout: recorded drafts after a rejected one. progress: gets what is done and the share of the work, 0 to 1. Raises
+    ValueError for a pair whose draft is no model, and as `generate`.
     """
     prompts = prompt_list(prompts)
     require_draft_model(pair)
@@ -85,11 +84,8 @@ def teacher_forced(
     rollout: int = 8,
     progress: Callable[[float], None] = lambda share: None,
 ) -> AcceptanceTrace:
-    """The acceptance trace of given texts, one per prompt, all of the same length, written at that temperature.
-
-    Texts have the target's law, and go on after EOS: of `generate(…, eos_token_id=())`, with any draft.
-    progress: told which share of them, 0 to 1, is done.
-    """
+    """Return the acceptance trace of given texts, one per prompt, all of one length, written at that temperature past
+    EOS (`generate(…, eos_token_id=())`, with any draft). progress: gets the share done."""
     require_draft_model(pair)
     if len({len(text) for text in texts}) != 1:
         raise ValueError(f"texts must have one length, got {sorted({len(text) for text in texts})}")
@@ -201,12 +197,8 @@ def _rollouts(
     lengths: np.ndarray,
     stream: int,
 ) -> np.ndarray:
-    """Entropy and maximum before each of the drafts that follow token at[n] of row n, and that draft's own chance:
-    [3, n, R], NaN beyond lengths.
-
-    text: the ids [S] that all rows [n, S] begin with, up to their token `at`. The draft reads it once; rows start from
-    copies of its cache.
-    """
+    """Return entropy and maximum before each draft that follows token at[n] of row n, and that draft's own chance: [3,
+    n, R], NaN beyond lengths. text: the ids [S] that all rows [n, S] share up to `at`; the draft reads it once."""
     found = np.full((3, len(at), int(lengths.max())), np.nan)
     drafter.prefill(text[None], [len(text)], range(1))
     cached = drafter.save_row(0, len(text))

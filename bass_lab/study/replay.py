@@ -1,8 +1,7 @@
-"""One replay: a policy decodes recorded texts as the engine would, meeting the same accepted counts, without a model.
+"""One replay: a policy decodes recorded texts as the engine would, without a model.
 
-`Replay` holds the rows and a coin for each of their positions; `step` is the engine's `_decode` without its passes: the
-same policy objects, called in the same order with the same arguments. `decode` takes such steps until a batch is done,
-`bass_lab.load.simulate` while rows come and go; `step_seconds` is what the steps cost.
+`step` is the engine's `_decode` without its passes, `decode` takes such steps until a batch is done,
+`bass_lab.load.simulate` while rows come and go; `step_seconds` is what they cost.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ PACKING = 0.4
 
 @dataclass(frozen=True)
 class Replay:
-    """The rows of a replay: which sequences [B], where their texts end [B], the most tokens of a row (an int, or one of
-    each row [B]), and run [B, T]: how many drafts in a row would be accepted from each position on."""
+    """The rows of a replay: sequences [B], ends of their texts [B], most tokens (an int or [B]), and run [B, T]: how
+    many drafts in a row would be accepted from each position on."""
 
     trace: AcceptanceTrace
     sequences: np.ndarray
@@ -45,8 +44,7 @@ class Replay:
         seed: int = 0,
         repeat: int = 0,
     ) -> Replay:
-        """batch: how many sequences of the trace, or which (their numbers, in order). max_new_tokens: at most the
-        trace's (None)."""
+        """batch: how many sequences of the trace, or which. max_new_tokens: at most the trace's (None)."""
         n, t = trace.p.shape
         limit = t if max_new_tokens is None else checks.integer("max_new_tokens", max_new_tokens, least=1)
         if limit > t:
@@ -113,8 +111,8 @@ class Replay:
     def _along(
         self, live: np.ndarray, at: np.ndarray, slots: np.ndarray, on_text: np.ndarray, after: np.ndarray
     ) -> np.ndarray:
-        """What is recorded of the drafts in `slots` [K] of the live rows: [B, K], on_text [N, T] up to the rejected
-        one, then after [N, T, R] of its rollout (whose last repeats)."""
+        """Return what is recorded of the drafts in `slots` [K] of the live rows: [B, K], of on_text [N, T] up to the
+        rejected one, then of its rollout, after [N, T, R] (whose last repeats)."""
         sequences, starts = self.sequences[live][:, None], at[live][:, None]
         run, last = self.run[live, at[live]][:, None], self.trace.p.shape[1] - 1
         past = slots - run - 1  # drafts since the rejected one; negative before a rejection
@@ -124,8 +122,7 @@ class Replay:
 
 
 class ReplayedStep(NamedTuple):
-    """One step: arrays over its rows (row numbers, tokens before it, planned, drafted, accepted, emitted; drafted:
-    what was submitted); passes of the draft model."""
+    """One step: arrays over its rows, and passes of the draft model. lengths: tokens before it; drafted: submitted."""
 
     rows: np.ndarray
     lengths: np.ndarray
@@ -208,14 +205,10 @@ def without_ended(live: np.ndarray, ended: np.ndarray) -> np.ndarray:
 def step_seconds(steps: Sequence[ReplayedStep], cost: Cost) -> np.ndarray:
     """Draft, target and other seconds of each step: [3, steps].
 
-    Where rows differ in length, the longest counts if the cost model says so (`kv_of_rows` "max"), else the mean. A
-    step that a policy stopped pays for the pass after which it stopped, and one whose drafts a policy chose among for
-    all that were drafted.
-
-    Rows submit a token more than their drafts. Where they submit different numbers and the engine packs the target's
-    pass (`runner.packs`, not on the path "eager"), modelled costs take the ideal: it costs what a rectangular pass over
-    as many tokens does, query length tokens / rows. By measured costs it costs what a pass does that leaves out
-    `PACKING` of the tokens that rows do not submit. Elsewhere the longest row counts.
+    Rows of different lengths cost as the longest (`kv_of_rows` "max") or the mean. A stopped step pays for the pass
+    after which it stopped; hidden drafts are all paid for. Where the engine packs the target's pass (`runner.packs`),
+    modelled costs are those of a rectangular pass over as many tokens, measured ones those without `PACKING` of the
+    tokens that rows leave out.
     """
     if not steps:  # every row ended with its first token
         return np.zeros((3, 0))

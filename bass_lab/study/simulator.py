@@ -3,28 +3,21 @@
 A replay (`replay`) takes texts from an `AcceptanceTrace`, tosses a coin for each of their positions (accepted, had it
 been drafted), and lets a policy decode them as the engine would. No model runs.
 
-**Exact or not.** Under token verification (and for greedy decoding) the accepted counts that a policy of history meets
-here have the engine's law, see `recorded_acceptance`: fixed lengths, Algorithm 1, transformers' schedule, whatever only
-plans by rows and by what `update` told it. Policies with `keep_drafting` are answered with the draft's distributions
-over the text up to the first rejected draft, then with those of a recorded rollout. Within one replay a rollout is met
-once at most (a rejection at a position settles it), so that these are simulated exactly too, as long as no step drafts
-further past a rejection than the rollout is long; beyond it the rollout's last signals repeat. (Rollouts are kept in
-half precision, which can tip a close decision about drafts after a rejected one.) Policies with `choose`, such as
-`RaggedBudget`, are shown what was drafted: the text's tokens up to the first rejected draft, that one, and those of its
-rollout, with their own probabilities. What they submit counts as drafted. A draft that they drop leaves no trace, since
-they never saw it, and one that they submit is settled: so these are exact to the same length. Replays of one trace
-share its texts and rollouts: more replays lower the noise of the coins, not that of the texts. Block verification
-accepts more, and is not simulated.
+**Exact or not.** Under token verification (and for greedy decoding) policies of history meet accepted counts of the
+engine's law, see `recorded_acceptance`. Policies with `keep_drafting` see the draft's distributions over the text up to
+the first rejected draft, then those of a recorded rollout, which a replay meets once at most: exact as long as no step
+drafts further past a rejection than the rollout is long; beyond it the last signals repeat. Policies with `choose`,
+such as `RaggedBudget`, see the drafted tokens' own probabilities, and are exact to the same length; what they submit
+counts as drafted. More replays of one trace lower the noise of the coins, not that of the texts. Block verification is
+not simulated.
 
-**Common random numbers.** The coin of a position is a function of (seed, repeat, copy, sequence, position) alone. A
-draft there meets the same fate under every policy, batch size and limit, which is no approximation: the coins of
-different positions are independent whatever the policy did before. Differences between policies are then far less noisy
-than their times. A batch takes sequences in an order drawn per repeat, without repetition until all are used (`copy`
-counts those rounds); a larger batch holds the rows of a smaller one.
+**Common random numbers.** The coin of a position is a function of (seed, repeat, copy, sequence, position) alone: a
+draft there meets the same fate under every policy, batch size and limit, so that differences between policies are far
+less noisy than their times. A batch takes sequences in an order drawn per repeat, without repetition until all are used
+(`copy` counts those rounds); a larger batch holds the rows of a smaller one.
 
-**Time.** Of decode steps, by a cost model such as `costs.CostModel`: arrays in, seconds out. Prefills cost the same
-under every policy and are left out. Where rows submit different numbers of tokens the target's pass is packed, at the
-price of its tokens (`replay.step_seconds`).
+**Time.** Of decode steps, by a cost model such as `costs.CostModel`; prefills are left out. Where rows submit different
+numbers of tokens the target's pass is packed (`replay.step_seconds`).
 """
 
 from __future__ import annotations
@@ -55,15 +48,13 @@ def simulate(
     seed: int = 0,
     repeats: int = 8,
 ) -> pd.DataFrame:
-    """Replays of a batch under a policy, one line each; every replay starts with a copy of the policy as it is given.
+    """Replay a batch under a policy, one line each; every replay starts with a copy of the policy.
 
-    batch: how many sequences of the trace each replay draws, or which (their numbers, in order). max_new_tokens: at
-    most the trace's (None).
+    batch: how many sequences of the trace, or which. max_new_tokens: at most the trace's (None).
 
-    Columns: repeat, batch, policy; steps of the batch; tokens that they emitted (the prefill's first ones not counted);
-    tokens_per_step (emitted, per step of a row), k (mean planned length), acceptance_rate (accepted /
-    drafted), as in `Trace.summary`; seconds, seconds_per_token (their quotient with tokens: the inverse
-    of the throughput); first_s, mean_s, last_s: when the first row had ended, the rows on average, and the last.
+    Columns: repeat, batch, policy; steps of the batch; tokens that they emitted; tokens_per_step, k and acceptance_rate
+    as in `Trace.summary`; seconds, seconds_per_token; first_s, mean_s, last_s: when the first row had ended, the rows
+    on average, and the last.
     """
     drawn = Replay.draws(trace, batch=batch, max_new_tokens=max_new_tokens, seed=seed, repeats=repeats)
     return _replayed(drawn, policy, cost)
@@ -106,10 +97,7 @@ def _summary(drawn: Replay, steps: Sequence[ReplayedStep], cost: Cost) -> dict:
 
 
 def simulate_trace(trace: AcceptanceTrace, policy: int | DraftLengthPolicy, cost: Cost, **options) -> Trace:
-    """One of `simulate`'s replays as a `Trace`, which figures and summaries of real runs take. Its prefill is free.
-
-    options: of `Replay.draw`; `repeat` says which one.
-    """
+    """Return one of `simulate`'s replays as a `Trace`; its prefill is free. options: of `Replay.draw`."""
     policy = deepcopy(as_policy(policy), {id(cost): cost})
     drawn = Replay.draw(trace, **options)
     found = Trace("steps", verification="token", policy=repr(policy), simulated=True)
@@ -145,11 +133,9 @@ def regret(
 ) -> pd.DataFrame:
     """How much longer than the bound each policy takes, T / T_bound - 1, on the same replays (options: `simulate`'s).
 
-    One line per batch size and policy: means over the repeats of tokens_per_step, k, seconds, seconds_per_token,
-    bound_s (the optimum at batch 1, a lower bound beyond: `hindsight.bound`), schedule_s (what foresight was seen to
-    reach: `hindsight.schedule`) and regret, and regret's 95% interval low … high (normal, over the repeats). For a
-    batch the bound is loose; how loose at most, schedule_s / bound_s says. It knows of no packed passes: a policy that
-    drafts for each row its own number of tokens may come closer than others can, or stay below.
+    One line per batch size and policy: means of tokens_per_step, k, seconds, seconds_per_token, bound_s
+    (`hindsight.bound`: the optimum at batch 1, else a loose lower bound), schedule_s (`hindsight.schedule`) and regret,
+    with its 95% interval low … high (normal, over the repeats). The bound knows of no packed passes.
     """
     lines = []
     for batch in batches:
@@ -181,10 +167,8 @@ def compare_with_real(
 ) -> pd.DataFrame:
     """The engine and the simulator on the same texts: one line per seed.
 
-    For each seed the engine decodes the prompts as one batch under the policy (token verification, running on after
-    EOS); its texts, which have the target's law, are recorded and replayed as one batch `repeats` times. Given the
-    texts, the engine's accepted counts and the replays' have the same law, so that the mean of `difference` is zero up
-    to chance; its error shows in the spread over seeds.
+    The engine decodes the prompts as one batch under the policy (token verification, past EOS); its texts are recorded
+    and replayed `repeats` times. Both have the same law given the texts, so `difference` is zero on average.
 
     Columns: policy, seed; real and simulated (tokens per step), difference = simulated / real - 1.
     """

@@ -17,8 +17,7 @@ from bass_core.prompts import token_ids
 
 
 class Written(NamedTuple):
-    """Texts that a target wrote. tokens: of each the prompt's and its own, int64 [P + T]; p: the target's distribution
-    of each of its own tokens, float64 [T, V], processed as the text was sampled."""
+    """Texts that a target wrote. tokens: prompt and text, int64 [P + T]; p: the target's laws, float64 [T, V]."""
 
     tokens: list[Tensor]
     p: list[Tensor]

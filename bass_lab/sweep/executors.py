@@ -1,7 +1,6 @@
 """Where the runs of a sweep take place: processes of this machine, or the workers of a Ray cluster.
 
-Both say how many `jobs` they take at a time and start a run, of which one asks `outcome()` until it has ended; what
-still runs when they are left is killed. `planning.run` decides all else.
+Both take `jobs` runs at a time and kill what still runs when they are left; `planning.run` decides all else.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ QUIET = {"log_to_driver": False, "logging_level": "error"}  # `planning.run` say
 
 
 class LocalExecutor:
-    """Processes of this machine. jobs: how many at once. gpus: how many GPUs each run has to itself (0: it sees all).
-
-    Raises ValueError where there are not jobs × gpus of them.
-    """
+    """Processes of this machine. jobs: at once. gpus: of each run (0: it sees all). Raises ValueError for too many
+    GPUs."""
 
     def __init__(self, jobs: int = 1, gpus: int = 0):
         visible = _visible_gpus() if gpus else []
@@ -65,13 +62,11 @@ def _visible_gpus() -> list[str]:
 class RayExecutor:
     """Tasks of Ray, each of which starts a run as the local executor does and sends its files back.
 
-    address: of a running cluster; None starts one on this machine for the time of the sweep. Other machines cannot
-    reach it, and nothing of it is left when the sweep ends, also by a kill. A token is asked for: a new one for a
-    cluster of our own, the caller's (RAY_AUTH_TOKEN, or the file where Ray keeps it) for one at an address beyond this
-    machine. The machines of a cluster need this package, in this version, and the notebook under the same path.
+    address: of a running cluster; None starts one on this machine, closed to others, for the time of the sweep. A token
+    protects it: a new one here, the caller's (RAY_AUTH_TOKEN or Ray's file) for an address beyond this machine. A
+    cluster's machines need this package in this version, and the notebook under the same path.
 
-    Raises ValueError without Ray, without a token, where Ray was imported before and would listen to other machines,
-    and where no machine has the GPUs that a run asks for: Ray itself would wait for them for ever.
+    Raises ValueError without Ray or a token, where Ray was imported before, and where no machine has the GPUs of a run.
     """
 
     def __init__(self, jobs: int = 1, gpus: int = 0, address: str | None = None):

@@ -1,10 +1,7 @@
 """The parameters of a notebook: which there are, what each may be, and an error that says so for all others.
 
-A notebook declares them in its cell tagged `parameters`, as annotated literals (`batch_size: int = 8`). What is valid
-beyond the type is said by `COMMON_RULES`, for names that mean the same everywhere, and by the notebook's own call of
-`check_parameters`. That call is also read without being run, so `bass sweep` refuses before the first run what the
-notebook itself would refuse. (papermill's own `inspect_notebook` passes over `int | None`, and over any line whose
-comment has an equals sign.)
+A notebook declares them in its cell tagged `parameters`, as annotated literals (`batch_size: int = 8`). Rules come from
+`COMMON_RULES` and from the notebook's own call of `check_parameters`, which `bass sweep` reads without running it.
 """
 
 from __future__ import annotations
@@ -45,8 +42,7 @@ INJECTED = "# Parameters"  # how papermill's own cell begins
 
 @dataclass(frozen=True)
 class Parameter:
-    """kinds: the types that its annotation names. rule: what else a value obeys, each of them in a list. elements: the
-    types of a list's, any where there are none."""
+    """kinds: types of its annotation; elements: of a list's elements (none: any). rule: what else each value obeys."""
 
     name: str
     kinds: tuple[type, ...]
@@ -96,12 +92,11 @@ class Parameter:
 
 
 def check_parameters(**rules: Rule) -> None:
-    """In a notebook, after its parameters: stop if papermill set a name that is not among them, or any value is wrong.
-    Where one may be None, the text "auto", as papermill's own -p passes it on, becomes None.
+    """In a notebook, after its parameters: stop if papermill set an unknown name, or a value is wrong. The text "auto"
+    becomes None where None is allowed.
 
-    rules: what is valid in this notebook beyond the types, in place of `COMMON_RULES`: the values themselves (a list
-    or a range) or a bound such as "> 0". Literals only: `bass sweep` reads them from the source. Raises ValueError
-    that lists the valid names, or says what the value may be.
+    rules: in place of `COMMON_RULES`, the values themselves (a list or a range) or a bound such as "> 0", as literals.
+    Raises ValueError that lists the valid names, or says what the value may be.
     """
     names = inspect.currentframe().f_back.f_globals
     cells = [cell for cell in reversed(names.get("In", ())) if cell]  # what this kernel has run, the last one first

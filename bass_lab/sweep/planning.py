@@ -1,8 +1,7 @@
 """Many runs of one notebook: which they are, what they are called, and the loop that has them all done once.
 
-A run is known by a hash of what its result depends on (parameters, the notebook's cells, the code, the models, files
-that parameters name, costs that `bass calibrate` measured), so a second start of the same sweep runs what is missing
-and nothing else, and a change of any of these runs it anew. The machine is not among them: records name it.
+A run's key is a hash of what its result depends on (parameters, cells, code, models, files, costs), so a second start
+runs what is missing, and a change of any of these runs it anew. The machine is not among them: records name it.
 """
 
 from __future__ import annotations
@@ -51,10 +50,8 @@ class SweepStopped(Exception):
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A sweep before it starts. runs: parameters by key, defaults filled in. varied: names with several values.
-
-    notebook: its JSON; path: where it lies, and runs work. code: the version that the keys stand for.
-    """
+    """A sweep before it starts. runs: parameters by key. varied: names with several values. notebook: its JSON; path:
+    where it lies, and runs work. code: the version that the keys stand for."""
 
     path: Path
     notebook: dict
@@ -88,10 +85,10 @@ class SweepPlan:
 
 
 def plan(path: str | Path, values: Sequence[str] = (), rows: str | Path | None = None) -> SweepPlan:
-    """The runs of a notebook: every combination of the values, for each row if there are any.
+    """Return the runs of a notebook: every combination of the values, for each row if there are any.
 
     values: texts NAME=VALUE,VALUE,…. rows: a CSV or YAML file with a run's parameters in each row. Raises ValueError
-    that lists the valid ones for a wrong name or value, and for a model that cannot be found; nothing has run by then.
+    for a wrong name or value, and for a model that cannot be found, before anything runs.
     """
     path = Path(path)
     try:
@@ -190,8 +187,7 @@ def _files(run: Mapping[str, Any], folder: Path) -> dict[str, str]:
 
 
 def _folder_hash(folder: Path) -> str:
-    """Of the names and sizes of a checkpoint's files, and of 128 parts of each, all over it, 4 MiB in all: weights may
-    be too large to read."""
+    """Hash names, sizes and 128 parts of each of a checkpoint's files, 4 MiB: weights may be too large to read."""
     digest, part = hashlib.sha256(), 2**15
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
@@ -220,9 +216,6 @@ def _hash(document: object) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# ------------------------------------------------------------------------------------------------------------- the loop
-
-
 def run(
     plan: SweepPlan,
     folder: str | Path,
@@ -234,12 +227,11 @@ def run(
 ) -> pd.DataFrame:
     """Do the runs of a plan that `folder` lacks: a line per run with what varies, status, seconds, attempts and error.
 
-    status: "done" (here), "was done", or why there is no result; `details` says more (the failing cell). retries: how
-    often a run is started again whose process died or could not start; a failing cell and a run that took longer than
-    `timeout` seconds are not tried again. progress: called with key and line whenever a run has ended for good.
+    status: "done" (here), "was done", or why there is no result; `details` says more. retries: for a run whose process
+    died or could not start; failing cells and runs over `timeout` seconds are not tried again. progress: called with
+    key and line when a run has ended for good.
 
-    Raises ValueError if the folder cannot be had; SweepStopped where no other run could succeed (the disk is full, the
-    code was changed). Whatever ends it, finished runs stay.
+    Raises ValueError if the folder cannot be had; SweepStopped where no other run could succeed. Finished runs stay.
     """
     folder = Path(folder)
     lines: dict[str, dict] = {}

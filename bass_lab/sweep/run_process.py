@@ -1,11 +1,9 @@
 """One run of a notebook by papermill, in a process of its own that dies with the one that started it.
 
-What a run starts besides, such as workers of a cell, is known by its environment, which names the run's temporary
-folder, or by files open there: `clear` kills all of it when the run has ended. Where the sweep itself is killed, a
-process that outlives it does so for the folder in which those of all its runs lie (`Remains`).
+What a run starts besides is known by its environment, which names the run's temporary folder, or by files open there:
+`clear` kills it. Where the sweep itself is killed, a process that outlives it does so (`Remains`).
 
-Needs the standard library and papermill, nothing of bass_core, whose import takes seconds: a copy of this file is
-executed as a script, on this machine or, sent by value, by a worker of Ray on another.
+Needs the standard library and papermill alone: a copy of this file is executed as a script, here or by a worker of Ray.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>; evaluation/confinement.py has the full
 
 
 def code_version() -> str:
-    """What the results depend on beside parameters, notebook and models: the packages' sources, their prompts and
-    problems, versions of others."""
+    """Hash what results depend on beside parameters, notebook and models: sources, prompts, problems, versions."""
     digest = hashlib.sha256()
     for package in ("bass_core", "bass_lab", "bass_kernels"):
         spec = importlib.util.find_spec(package)
@@ -59,10 +56,9 @@ def code_version() -> str:
 class RunProcess:
     """A run that has been started; `outcome()` is None until it has ended.
 
-    job: the notebook's JSON, its parameters, `output` (whether it takes that), `cwd`, `code` (the version that must be
-    found), `environment` (variables that differ, None: without it), `timeout` (seconds or None) and `place` (where its
-    temporary folder is made; None: where the system says). folder: gets the executed notebook and what it wrote as
-    `output`.
+    job: the notebook's JSON, its parameters, `output` (whether it takes that), `cwd`, `code` (the version),
+    `environment` (changes; None: without it), `timeout` (seconds or None) and `place` (of its temporary folder).
+    folder: gets the executed notebook and its `output`.
     """
 
     def __init__(self, job: dict, folder: str | Path):
@@ -150,8 +146,7 @@ def clear(folder: str | Path) -> None:
 
 
 def _started_in(folder: bytes) -> list[int]:
-    """Processes with a variable that is this folder or leads into it, or with a file open there: one that gives itself
-    another title, as those of Ray do, writes it over its variables. Linux only; elsewhere none."""
+    """Return processes with a variable that is this folder or leads into it, or with a file open there. Linux only."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -236,8 +231,7 @@ def _no_pattern(path: Path) -> str:
 
 
 def through_files(manager: type, place: Path) -> type:
-    """A manager of kernels as the given one of jupyter_client, which speaks to them through files in `place`, not ports
-    that may be taken before a kernel has them."""
+    """Return a manager of kernels that speaks to them through files in `place`, not through ports."""
 
     class ThroughFiles(manager):
         def __init__(self, *arguments, **options):

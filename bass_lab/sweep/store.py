@@ -42,10 +42,8 @@ class FinishedRun:
 class Store:
     """The folder of a sweep, held by this process alone until it is closed; made if there is none.
 
-    done: keys of the runs that had a result when it was opened.
-    notebook: the name of the notebook that is swept. runs: parameters by key, added to those asked for before; a run
-    with the same parameters under another key is replaced (the notebook, the code or a model has changed). Raises
-    ValueError, and changes nothing, if another process holds the folder or it is of another notebook.
+    done: keys of the runs that had a result. notebook: its name. runs: parameters by key; a run replaces one with the
+    same parameters. Raises ValueError, and changes nothing, if the folder is held or is of another notebook.
     """
 
     def __init__(self, folder: Path, notebook: str, runs: Mapping[str, dict]):
@@ -119,8 +117,7 @@ class Store:
 
 
 def _stands_for(new: Mapping[str, Any], old: Mapping[str, Any]) -> bool:
-    """Whether a run replaces an earlier one, of a notebook that may have had fewer parameters or more: where both have
-    one, it is the same."""
+    """Return True if a run replaces an earlier one: the parameters that both have are the same."""
     return all(new[name] == value for name, value in old.items() if name in new)
 
 
@@ -147,10 +144,8 @@ def read_sweep(folder: Path) -> dict:
 
 
 def finished_runs(folder: Path) -> Iterator[FinishedRun]:
-    """The runs of a sweep that were asked for and have a result, in that order, also while it is running.
-
-    Raises ValueError for a folder of another kind, and where a record is not the one that the mark was made for.
-    """
+    """Yield the finished runs of a sweep, in the order asked for. Raises ValueError for another folder or a changed
+    record."""
     for key, parameters in read_sweep(folder)["runs"].items():
         place = folder / key
         if (place / MARK).exists():

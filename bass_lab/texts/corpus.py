@@ -1,13 +1,9 @@
-"""The text that the embedded pair learns from and is asked to continue.
-
-A pair that ships with a library may contain no text whose licence travels badly, and a reader without a network must
-be able to train it again. So there are two sources that every Python has at hand:
+"""The text that the embedded pair learns from and is asked to continue, from sources that every Python has:
 
 * **generated functions**: signature + docstring -> body, composed by `grammar.py`.
-* **library functions**: functions of the running interpreter's standard library, read from its source files.
+* **library functions**: functions of the running interpreter's standard library.
 
-One function is one document. What is held out is decided by what is computed (`grammar.is_held_out`) and by the module
-(`HELD_OUT_MODULES`), so a held-out prompt never occurs in training, whatever the seeds.
+`grammar.is_held_out` and `HELD_OUT_MODULES` decide what never occurs in training, whatever the seeds.
 """
 
 import ast
@@ -19,31 +15,12 @@ from pathlib import Path
 from bass_lab.texts import grammar
 
 HELD_OUT_MODULES = (
-    "bisect",
-    "calendar",
-    "colorsys",
-    "copy",
-    "csv",
-    "fnmatch",
-    "graphlib",
-    "heapq",
-    "shlex",
-    "statistics",
-    "textwrap",
-)
+    "bisect", "calendar", "colorsys", "copy", "csv", "fnmatch", "graphlib", "heapq", "shlex", "statistics", "textwrap",
+)  # fmt: skip
 SKIPPED_FOLDERS = {
-    "__pycache__",
-    "encodings",
-    "ensurepip",
-    "idlelib",
-    "lib-dynload",
-    "lib2to3",
-    "pydoc_data",
-    "site-packages",
-    "test",
-    "tests",
-    "turtledemo",
-}
+    "__pycache__", "encodings", "ensurepip", "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "site-packages", "test",
+    "tests", "turtledemo",
+}  # fmt: skip
 
 
 def generated_functions(count: int, seed: int = 0, held_out: bool = False) -> list[str]:

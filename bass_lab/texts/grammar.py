@@ -1,12 +1,8 @@
 """Small Python functions, composed: source -> filters -> map -> finish, each said and written in one of several ways.
 
-The words and the code are in `assets/function_grammar.toml`. Its choices are what makes drafting interesting: with one
-way to write each function nearly every draft token would be accepted. Functions that are no such pipeline come from
-templates.
-
-A composition is *what is computed*: the loops, filters, map and finish, without names, numbers and phrasing. One
-composition in ten is held out, by a hash, from everything that is trained on; of the templates, one signature and
-docstring in ten.
+Words and code are in `assets/function_grammar.toml`; functions that are no such pipeline come from templates. A
+composition is *what is computed*, without names, numbers and phrasing. One in ten is held out by a hash; of the
+templates, one signature and docstring in ten.
 """
 
 import re
@@ -55,10 +51,9 @@ class Iteration:
 class Pipeline:
     """What a function shall do, before it is decided how to write it.
 
-    key: the composition. filters: how many it has. head: the line with `def`. said: the docstring's sentence.
-    arguments: type hints by name.
-    kind, field, element: what is iterated over: number, string or character; the entry of a dictionary, or ""; its
-    code. tests, values: ways to write the filters and the map. empty: what an empty argument gives, or "".
+    key: the composition. filters: their number. head: the line with `def`. said: the docstring's sentence. arguments:
+    hints by name. kind, field, element: of what is iterated over. tests, values: ways to write the filters and the map.
+    empty: what an empty argument gives, or "".
     """
 
     key: str
@@ -117,9 +112,6 @@ def is_held_out(key: str) -> bool:
 def _grammar() -> dict:
     with GRAMMAR.open("rb") as file:
         return tomllib.load(file)
-
-
-# --------------------------------------------------------------------------------------------------- what to compute
 
 
 def pipeline(rng: Random) -> Pipeline:
@@ -232,9 +224,6 @@ def _head(rng: Random, parts: list[str | None], noun: str, arguments: dict[str, 
     return f"def {name}({', '.join(arguments)}):"
 
 
-# ---------------------------------------------------------------------------------------------------- how to write it
-
-
 def _body(rng: Random, finish: dict, middle: Iteration, local: str, parameter: str) -> list[str]:
     """The lines of the body: as an expression, as a loop, or in named steps."""
     lines = []
@@ -296,9 +285,6 @@ def _loop(rng: Random, finish: dict, middle: Iteration, local: str) -> list[str]
     for variable, iterable in reversed(middle.loops):
         lines = [f"for {variable} in {iterable}:", *(f"    {line}" for line in lines)]
     return [*(before.format(a=local).split(";;") if before else []), *lines, f"return {after.format(a=local)}"]
-
-
-# ----------------------------------------------------------------------------------------------------------- templates
 
 
 def _template(rng: Random) -> Function:

@@ -1,19 +1,11 @@
 """The two prompt sets that everything here is shown and measured on, and files of your own.
 
-* `"mini"`: signature and docstring of the 164 problems of the mini evaluation set. The embedded pair has met their
-  parts, never their composition: in distribution.
-* `"library"`: the beginnings of functions from modules of Python's standard library that training did not see. Out of
-  distribution: the models continue with plausible nonsense, and the draft is less often right about it.
+* `"mini"`: signature and docstring of the mini evaluation set's 164 problems. In distribution.
+* `"library"`: the beginnings of functions of the standard library that training did not see. Out of distribution.
 
-Both are files in `assets/`, the same on every machine; `python -m bass_lab.texts.prompt_sets` writes the second anew
-from the running Python's library.
-
-A file of JSON lines, gzipped or not, is a prompt set wherever one is named. Each line has the first of
-
-* `prompt`, a text as HumanEval has it, or a conversation;
-* `messages`, a conversation: `[{"role": "user", "content": "…"}]`;
-* `turns`, what a user says in turn, as Spec-Bench and SPEED-Bench have it. The first is taken, as a conversation: what
-  follows it answers a model, and there is none yet.
+`python -m bass_lab.texts.prompt_sets` writes the second anew. Any file of JSON lines, gzipped or not, is a prompt set.
+Each line has `prompt` (a text or a conversation), `messages` (`[{"role": "user", "content": "…"}]`) or `turns` (a
+user's, of which the first is taken, as Spec-Bench and SPEED-Bench have them).
 """
 
 from __future__ import annotations
@@ -45,11 +37,8 @@ Prompt: TypeAlias = str | list[dict[str, Any]]  # a text or a conversation
 
 
 def prompt_set(name: str | Path, count: int | None = None) -> list[Prompt]:
-    """The first `count` prompts of the set "mini" (164) or "library" (96), or of a file of JSON lines; all if None.
-
-    Raises ValueError for another name, for more prompts than the set has, and naming the line of a file that has no
-    prompt; FileNotFoundError where there is no file.
-    """
+    """Return the first `count` prompts of "mini" (164), "library" (96) or a file of JSON lines; all if None. Raises
+    ValueError for another name, too many prompts, and naming a line without a prompt; FileNotFoundError."""
     if is_file(name):
         prompts = prompts_in(Path(name))
     elif one_of("prompt_set", name, NAMES) == "mini":

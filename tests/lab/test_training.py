@@ -152,7 +152,7 @@ def test_recipe_writes_models_and_a_data_card(tmp_path, monkeypatch):
 def test_drafts_are_trained_for_an_existing_target(tokenizer, tmp_path):
     torch.manual_seed(0)
     target = fitting.new_model(TINY.target, tokenizer)
-    training.save(target, tokenizer, tmp_path / "target")
+    fitting.save(target, tokenizer, tmp_path / "target")
     report = training.train_pair(TINY, tmp_path / "out", tmp_path / "work", tmp_path / "target")
     assert "steps" not in report["target"] and report["drafts"]["steps"] == 10
     pair = load_pair(tmp_path / "out" / "target", tmp_path / "out" / "feature_head", dtype="bfloat16", device="cpu")
