@@ -1,7 +1,8 @@
 """Programming problems in HumanEval's format (Chen et al. 2021, arXiv 2107.03374): one JSON object per line.
 
-A problem's own `test` and `prompt` judge the program from outside the sandbox, with all rights of the user. So problems
-other than HumanEval's or the mini set's load only if the caller trusts their author.
+What a model writes runs in the sandbox. A problem's own code does not: its `test`, and its `prompt` for the helpers in
+it, judge the program from outside, with all rights of the user. So problems from a file or the hub are loaded only if
+they are HumanEval's or the mini set's to the letter, or the caller says that their author is trusted.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -38,11 +39,12 @@ class Problem:
 
 
 def load_problems(path: str | Path | None = None, *, trust_problems: bool = False) -> list[Problem]:
-    """Return the problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
+    """The problems of a file of JSON lines, gzipped or not; None: the 164 of the mini set.
 
-    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). trust_problems: load other problems, too,
-    whose code will run outside the sandbox. Raises ValueError without it, naming the line that is no problem, or why
-    the hub could not be read; FileNotFoundError.
+    "openai_humaneval" is read from the Hugging Face hub (package `datasets`). trust_problems: load also what is neither
+    HumanEval nor the mini set, whose code will run outside the sandbox, as the caller. Raises ValueError without it,
+    naming the line for one that is no problem, or why the hub could not be read; FileNotFoundError where there is no
+    file.
     """
     if path is None:
         return _problems(MINI_SET)
@@ -66,18 +68,8 @@ def _problems(path: Path) -> list[Problem]:
 
 
 def _from_hub() -> list[Problem]:
-    """Raises ValueError with the cause, and what to do otherwise."""
-    otherwise = "or give the path of HumanEval.jsonl.gz, from https://github.com/openai/human-eval/tree/master/data"
-    try:
-        import datasets
-    except ImportError:
-        needs = f"reading {HUB_NAMES[1]} from the hub needs the package datasets: pip install '.[eval]' in the checkout"
-        raise ValueError(f"{needs}, {otherwise}") from None
-    try:
-        rows = datasets.load_dataset(HUB_NAMES[1], split="test")
-    except Exception as error:  # no network, no such data set, a full disk: each with exceptions of its own
-        told = f"cannot read {HUB_NAMES[1]} from the hub ({type(error).__name__}: {error}). Try again, {otherwise}"
-        raise ValueError(told) from error
+    where = "or give the path of HumanEval.jsonl.gz, from https://github.com/openai/human-eval/tree/master/data"
+    rows = hub_rows("openai/openai_humaneval", split="test", otherwise=where)
     return [Problem(**{name: row[name] for name in FIELDS}) for row in rows]
 
 
@@ -103,3 +95,20 @@ def file_rows(path: Path, entry: Callable[[dict], Entry], what: str) -> list[Ent
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not {what}: {error}") from None
     return found
+
+
+def hub_rows(name: str, *, split: str, otherwise: str, revision: str | None = None) -> Iterable[dict]:
+    """The rows of a data set on the hub. Raises ValueError with the cause and what to do `otherwise`."""
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"reading {name} from the hub needs the package datasets: pip install '.[eval]' in the checkout, "
+            f"{otherwise}"
+        ) from None
+    try:
+        return datasets.load_dataset(name, split=split, revision=revision)
+    except Exception as error:  # no network, no such data set, a full disk: each with exceptions of its own
+        raise ValueError(
+            f"cannot read {name} from the hub ({type(error).__name__}: {error}). Try again, {otherwise}"
+        ) from error
