@@ -390,7 +390,7 @@ def test_humaneval_comes_from_the_hub_by_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     for name in ("openai_humaneval", "openai/openai_humaneval"):
         assert load_problems(name, trust_problems=True) == [replace(PROBLEMS[0], composition="")]
-    assert asked == [("openai/openai_humaneval", {"split": "test"})] * 2
+    assert asked == [("openai/openai_humaneval", {"split": "test", "revision": None})] * 2
     with pytest.raises(ValueError, match="openai_humaneval is neither HumanEval nor"):  # the hub may hold anything
         load_problems("openai_humaneval")
     with pytest.raises(ValueError, match=r"ConnectionError: offline.*path of HumanEval\.jsonl\.gz"):
