@@ -101,6 +101,8 @@ class Code:
         return any(ROOT.glob(name)) or any(f"/{known}".endswith(f"/{name}") for known in self.files)
 
     def _has_name(self, name: str) -> bool:
+        if name == "model.generate":  # transformers' method, not our folder
+            return True
         first, *rest = name.split(".")
         first = SHORT.get(first, first)
         if not rest:
