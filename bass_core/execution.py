@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from bass_core.drafters.protocol import Drafter
-from bass_core.loop.phases import Phases
-from bass_core.loop.rows import Rows
-from bass_core.loop.step import EagerStep, StepOptions
-from bass_core.model.runner import Layers, Runner
+from bass_core.loop.step import EagerStep
+from bass_core.model.runner import Layers
 
 if TYPE_CHECKING:
     from bass_core.gpu.graph_step import GraphStep
@@ -37,21 +34,13 @@ class Execution(NamedTuple):
 
         return compiled_layers.CompiledLayers if self.compiled else compiled_layers.LaunchedLayers
 
-    def step(
-        self,
-        rows: Rows,
-        target: Runner,
-        drafter: Drafter,
-        options: StepOptions,
-        phases: Phases,
-        fall_back: Callable[[], None] | None,
-    ) -> EagerStep | GraphStep | Overlap:
-        """Return what runs the steps of `rows`. fall_back: see `gpu.overlap.make`."""
+    def step(self, eager: EagerStep, fall_back: Callable[[], None] | None) -> EagerStep | GraphStep | Overlap:
+        """Return what runs this step. fall_back: see `gpu.overlap.make`."""
         if self == Execution():
-            return EagerStep(rows, target, drafter, options, phases)
+            return eager
         from bass_core.gpu import overlap  # quick to import without
 
-        return overlap.make(self.recorded, fall_back, rows, target, drafter, options, phases)
+        return overlap.make(eager, self.recorded, fall_back)
 
 
 def execution(

@@ -23,27 +23,27 @@ COMPILE = ("auto", "off", "graphs", "compiled", "compiled+graphs")
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a `Session`, as `generate` describes them. Raises ValueError or TypeError for what nobody can
-    honour; `resolved` does for what a pair cannot."""
+    """The options of a `Session`, as `generate` describes them; `Session` has the defaults. Raises ValueError or
+    TypeError for what nobody can honour; `resolved` does for what a pair cannot."""
 
-    max_batch_size: int = 8
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float | None = None
-    seed: int = 0
-    draft_length: int | DraftLengthPolicy | None = None
-    verification: str = "token"
-    attention: str = "auto"
-    compile: str = "auto"
-    acceptance: Any = None
-    eos_token_id: int | Iterable[int] | None = None
-    stop: str | Sequence[str] = ()
-    generation_config: GenerationConfig | None = None
-    on_row_error: str = "raise"
-    prefill_chunk: int | None = None
-    trace: str = "steps"
+    max_batch_size: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float | None
+    seed: int
+    draft_length: int | DraftLengthPolicy | None
+    verification: str
+    attention: str
+    compile: str
+    acceptance: Any
+    eos_token_id: int | Iterable[int] | None
+    stop: str | Sequence[str]
+    generation_config: GenerationConfig | None
+    on_row_error: str
+    prefill_chunk: int | None
+    trace: str
 
     def __post_init__(self):
         for name, least in (("seed", None), ("max_batch_size", 1), ("prefill_chunk", 1)):

@@ -30,7 +30,7 @@ from bass_core.loading.model_pair import ModelPair
 from bass_core.loop.batch import Batch
 from bass_core.loop.phases import Listener, Phases
 from bass_core.loop.rows import Commit, Prompt, Request, Result, Rows
-from bass_core.loop.step import ForcedAcceptance, HostReport, StepOptions, StepReport, decide
+from bass_core.loop.step import EagerStep, ForcedAcceptance, HostReport, StepOptions, StepReport, decide
 from bass_core.loop.trace import StepEvent, Trace
 from bass_core.model import kernel_ops, probe
 from bass_core.model.runner import Runner
@@ -100,9 +100,9 @@ class Session:
         me = weakref.ref(self)  # dropped sessions go at once, with their memory, not when garbage is next collected
         self.phases = Phases(pair.device, lambda: me()._listener())
         forced = None if acceptance is None else acceptance.on(pair.device)
-        self._rules = StepOptions(verification, forced, trace == "tokens", on_row_error == "raise")
+        rules = self._rules = StepOptions(verification, forced, trace == "tokens", on_row_error == "raise")
         fall_back = functools.partial(self.trace.meta.update, compile="off") if compile == "auto" else None
-        self.device_step = how.step(self.rows, self.target, self.drafter, self._rules, self.phases, fall_back)
+        self.device_step = how.step(EagerStep(self.rows, self.target, self.drafter, rules, self.phases), fall_back)
         self._not_first = torch.tensor(self.asked.not_first, dtype=torch.int64, device=pair.device)
         # Its memory is from this stream's pool. None: on a CPU.
         self._stream = torch.cuda.current_stream(pair.device) if pair.device.type == "cuda" else None

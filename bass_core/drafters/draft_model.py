@@ -102,12 +102,6 @@ class ModelDrafter(Drafter):
         with self.prepared():
             return self._draw(context, lengths, int(lengths.max()), feed, policy)
 
-    @property
-    def has_fixed(self) -> bool:
-        """Whether `draft_fixed` does what `draft` does; not so where a subclass has a `draft` of its own alone."""
-        owner = next(each for each in type(self).__mro__ if {"draft", "draft_fixed"} & vars(each).keys())
-        return "draft_fixed" in vars(owner)
-
     def draft_fixed(self, context: Context, lengths: Tensor, most: int, max_kv_length: int) -> Draft:
         """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
         where it is 0 or less. `catch_up` comes before."""

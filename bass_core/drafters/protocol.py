@@ -176,7 +176,6 @@ class Drafter(ABC):
     wants_hidden: ClassVar[bool] = False  # whether the target's last hidden states are to be kept for it
     draws_ids: ClassVar[bool] = False  # its ids come from logits, so that a model has all of them
     runners: Sequence[Runner] = ()  # of one session: its models over their caches
-    has_fixed: ClassVar[bool] = False  # whether `draft_fixed` and `catch_up` do what `draft` does, as fixed shapes
 
     def begin(self, setting: Setting) -> Self:
         """What drafts for one session: a copy, to which an extension gives what it keeps of rows."""
@@ -213,10 +212,13 @@ class Drafter(ABC):
     def draft(self, context: Context, lengths: np.ndarray, policy: DraftLengthPolicy) -> Draft:
         """Up to lengths[b] >= 0 tokens for row b; some row wants one. policy: may want to be asked in between."""
 
-    def draft_fixed(self, context: Context, lengths: Tensor, most: int, max_kv_length: int) -> Draft:
-        """`draft` as a function of fixed shapes, nothing known on the host: lengths[b] <= most tokens for row b, none
-        where it is 0 or less. `catch_up` comes before. Only where `has_fixed`."""
-        raise NotImplementedError
+    @property
+    def has_fixed(self) -> bool:
+        """Return True if the drafter has `draft_fixed(context, lengths, most, max_kv_length) -> Draft`: `draft` as a
+        function of fixed shapes, for which `ModelDrafter` is the example. A subclass with a `draft` of its own alone
+        has none."""
+        owner = next(each for each in type(self).__mro__ if {"draft", "draft_fixed"} & vars(each).keys())
+        return "draft_fixed" in vars(owner)
 
     def catch_up(self, context: Context, lengths: np.ndarray, most: int) -> None:
         """Feed what the rows that draft next have missed beyond the tokens that `draft_fixed` feeds."""

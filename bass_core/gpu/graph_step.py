@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.drafters.protocol import Context, Draft, Drafter
+from bass_core.drafters.protocol import Context, Draft
 from bass_core.gpu.graphs import Graphs
-from bass_core.loop.phases import Phases
 from bass_core.loop.rows import Request, Rows
-from bass_core.loop.step import EagerStep, StepOptions, StepReport, decide
+from bass_core.loop.step import EagerStep, StepReport, decide
 from bass_core.model.runner import Runner
 from bass_core.policies.protocol import DraftLengthPolicy
 
@@ -36,31 +35,23 @@ class GraphStep:
     would take longer.
 
     If the policy is asked between draft passes, each pass is captured by itself; a drafter without a model has nothing
-    to capture. Where
-    rows are not sampled as the session says, the models' passes are captured and the decision is not: each mixture of
-    rows would be another capture.
+    to capture. Where rows are not sampled as the session says, the models' passes are captured and the decision is not:
+    each mixture of rows would be another capture.
     """
 
     records = True
     is_ahead = False
 
-    def __init__(
-        self,
-        rows: Rows,
-        target: Runner,
-        drafter: Drafter,
-        options: StepOptions,
-        phases: Phases,
-        graphs: Graphs,
-    ):
-        self.eager = EagerStep(rows, target, drafter, options, phases)
-        self.rows, self.target, self.drafter, self.options, self.phases = rows, target, drafter, options, phases
-        self.graphs, self.drafts, self.context = graphs, StagedDrafts(rows), self.eager.context
+    def __init__(self, eager: EagerStep, graphs: Graphs):
+        """eager: the step whose parts are captured."""
+        self.eager, self.graphs, self.drafts, self.context = eager, graphs, StagedDrafts(eager.rows), eager.context
+        self.rows, self.target, self.drafter = eager.rows, eager.target, eager.drafter
+        self.options, self.phases = eager.options, eager.phases
         self.replayed: list[tuple] | None = None  # keys of the last step's functions; None: part of it ran uncaptured
         self.switched: tuple = ()  # `_switches()` at the start of this step
         self._memory: tuple = ()
         self._widths: dict[int, set[int]] = defaultdict(set)  # draft lengths met so far, by batch slots
-        drafter.capture_passes(lambda runner: CapturedPasses(runner, graphs))
+        self.drafter.capture_passes(lambda runner: CapturedPasses(runner, graphs))
 
     def begin(self, rows: int, most: int) -> Context:
         """The live rows; noise is made where it is needed: inside the phases."""
@@ -114,14 +105,12 @@ class GraphStep:
         without_probs = draft.probs is None
 
         def verify_phase() -> Tensor:
-            batch = slice(shape[0])
-            fixed, drafts = (
-                self.eager.context(range(shape[0]), drafted),
-                self.drafts.view(shape[0], drafted, None, without_probs),
-            )
+            batch = shape[0]
+            fixed = self.eager.context(range(batch), drafted)
+            drafts = self.drafts.view(batch, drafted, None, without_probs)
             report = decide(self.rows, fixed, drafts, self._target_pass(*shape), self.options)
-            left = self.rows.limits[batch] - self.rows.lengths[batch] - 1  # the last token is the target's own
-            submitted = self.drafts.submitted[batch]
+            left = self.rows.limits[:batch] - self.rows.lengths[:batch] - 1  # the last token is the target's own
+            submitted = self.drafts.submitted[:batch]
             submitted.copy_(torch.minimum(submitted, left).clamp(min=NO_ROW))
             return report.packed
 

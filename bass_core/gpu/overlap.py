@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bass_core.drafters.protocol import Context, Draft, Drafter
+from bass_core.drafters.protocol import Context, Draft
 from bass_core.environment import Fetched
 from bass_core.gpu.graph_step import GraphStep, Staged
 from bass_core.gpu.graphs import Graphs, captured, launched_each_time
-from bass_core.loop.phases import Phases, Stopwatch
-from bass_core.loop.rows import Request, Rows
-from bass_core.loop.step import StepOptions, StepReport
-from bass_core.model.runner import Runner
+from bass_core.loop.phases import Stopwatch
+from bass_core.loop.rows import Request
+from bass_core.loop.step import EagerStep, StepReport
 from bass_core.policies.protocol import DraftLengthPolicy
 
 
@@ -158,20 +157,12 @@ class Overlap:
         self.step.release()
 
 
-def make(
-    recorded: bool,
-    fall_back: Callable[[], None] | None,
-    rows: Rows,
-    target: Runner,
-    drafter: Drafter,
-    options: StepOptions,
-    phases: Phases,
-) -> GraphStep | Overlap:
-    """Return the steps of `rows`. fall_back: called if they cannot be captured after all (None: that raises)."""
+def make(eager: EagerStep, recorded: bool, fall_back: Callable[[], None] | None) -> GraphStep | Overlap:
+    """Return this step captured. recorded: as CUDA graphs, else as functions that are launched each time. fall_back:
+    called if it cannot be captured after all (None: that raises)."""
     if not recorded:
-        return GraphStep(rows, target, drafter, options, phases, Graphs(launched_each_time, fall_back=fall_back))
+        return GraphStep(eager, Graphs(launched_each_time, fall_back=fall_back))
     # An ended row still runs in the step under way; NaN there must not stop the other rows. With on_row_error="raise"
     # the session rewinds the rows.
-    options = replace(options, all_or_none=False)
-    graphs = Graphs(captured(rows.device), fall_back=fall_back)
-    return Overlap(GraphStep(rows, target, drafter, options, phases, graphs))
+    eager.options = replace(eager.options, all_or_none=False)
+    return Overlap(GraphStep(eager, Graphs(captured(eager.rows.device), fall_back=fall_back)))

@@ -225,8 +225,8 @@ class LongPrompts:
         if self.request is None:
             self._read = 0
             self.request = next((each for each in waiting[:free] if self._is_long(each.prompt)), None)
-        batch_slots = free if self.request is None else free - 1
-        return [each for each in waiting if not self._is_long(each.prompt)][:batch_slots]
+        most = free if self.request is None else free - 1
+        return [each for each in waiting if not self._is_long(each.prompt)][:most]
 
     def _is_long(self, prompt: Prompt) -> bool:
         """Whether this prompt is still to be read in chunks."""

@@ -52,7 +52,7 @@ from bass_core.gpu.graph_step import GraphStep
 from bass_core.gpu.graphs import Graphs, launched_each_time
 from bass_core.loop.phases import Phases
 from bass_core.loop.rows import Rows
-from bass_core.loop.step import StepOptions
+from bass_core.loop.step import EagerStep, StepOptions
 from bass_core.model import kernel_ops
 from bass_core.model.architectures import layers_of
 from bass_core.model.runner import Runner
@@ -111,7 +111,7 @@ def launches(
         rows = Rows(batch, models[0].device, vocabulary, params, ())
         rows.grow(2 * PROMPT)
         phases = Phases(torch.device("cpu"), lambda: None)
-        step = GraphStep(rows, runners[0], drafter, StepOptions("token"), phases, Graphs(launched_each_time))
+        step = GraphStep(EagerStep(rows, runners[0], drafter, StepOptions("token"), phases), Graphs(launched_each_time))
         with counted, ExitStack() as stack:
             for runner in runners:
                 stack.enter_context(runner.prepared())

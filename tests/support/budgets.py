@@ -12,10 +12,10 @@ BESIDE = ("gpu", "hf.py", "loading/quantization.py", "model/architectures.py", "
 GOALS = {"thin core": 5000, "core": 8000, "core files": 42, "tests": 27_000, "all": 64_000}
 LIMITS = {
     "thin core": 8000,
-    "core": 9900,
+    "core": 9850,
     "core files": 46,
     "tests": 27_900,
-    "all": 66_200,
+    "all": 66_100,
 }  # reached so far: lower them
 
 

@@ -86,9 +86,9 @@ class Known(Graphs):
 def use_fixed_steps(monkeypatch) -> None:
     """Sessions take steps of fixed shapes, launched each time, and launch ahead as early as possible."""
 
-    def step(self, rows, target, drafter, options, phases, fall_back):
-        options = replace(options, all_or_none=False)
-        return overlap.Overlap(GraphStep(rows, target, drafter, options, phases, Known(launched_each_time)))
+    def step(self, eager, fall_back):
+        eager.options = replace(eager.options, all_or_none=False)
+        return overlap.Overlap(GraphStep(eager, Known(launched_each_time)))
 
     monkeypatch.setattr(Execution, "step", step)
     _draw_again_what_is_taken_back(monkeypatch)

@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\((?!https?:|#|data:)([^)#\s]+)[^)\s]*\)")
 QUOTED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 COMMENT = re.compile(r"(?:^|\s)# .*$", re.MULTILINE)
 OF_OURS = re.compile(rf"(?<![\w./`])(?:{'|'.join((*SHORT, *SOURCES))})(?:\.[A-Za-z_]\w*)+(?!\w)")
-FOREIGN = {"assistant_tokenizer", "inspect_notebook"}  # of transformers, of papermill
+FOREIGN = {"assistant_tokenizer", "model.generate", "inspect_notebook"}  # of transformers, of papermill
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
 
 
@@ -101,12 +101,12 @@ class Code:
         return any(ROOT.glob(name)) or any(f"/{known}".endswith(f"/{name}") for known in self.files)
 
     def _has_name(self, name: str) -> bool:
-        if name == "model.generate":  # transformers' method, not our folder
+        if name in FOREIGN:
             return True
         first, *rest = name.split(".")
         first = SHORT.get(first, first)
         if not rest:
-            ours = "_" in first and not first.endswith("__") and first not in FOREIGN
+            ours = "_" in first and not first.endswith("__")
             return not ours or first in self.words or first in self.packages
         if first in SOURCES:
             return self._reaches(first, rest)
